@@ -1,0 +1,52 @@
+# make demo: from a fresh clone to a trained model.   make test: everything that is checked.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+TORCH  := 2.13.0
+RUN    ?= runs/demo
+
+.PHONY: demo test lint fmt lock figures clean help
+
+help:
+	@echo "make demo    set up, prepare real text, train a small GPT-2 on a 2x2 grid, sample from it"
+	@echo "make test    lint, type check and the whole test suite"
+	@echo "make figures redraw the figures in docs/"
+	@echo "make lock    pin the dependencies anew (requirements.lock)"
+	@echo "make clean   remove the environment, prepared data and runs"
+
+demo: $(VENV)/.ready
+	@$(BIN)/gridformer demo --out $(RUN)
+
+test: $(VENV)/.ready lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check src tests docs benchmarks
+	$(BIN)/ruff format --check src tests docs benchmarks
+	$(BIN)/mypy
+
+fmt: $(VENV)/.ready
+	$(BIN)/ruff check --fix src tests docs benchmarks
+	$(BIN)/ruff format src tests docs benchmarks
+
+figures: $(VENV)/.ready
+	$(BIN)/python docs/figures.py
+
+# torch first and pinned: a looser requirement, met with no torch installed, would pull another build.
+$(VENV)/.ready: pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "gridformer needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch $(TORCH) and the pinned dependencies (a minute or two)"
+	@$(BIN)/python -m pip install --quiet torch==$(TORCH)
+	@$(BIN)/python -m pip install --quiet -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+# Upgrade everything pyproject.toml allows, then pin what was installed. torch has its own line above.
+lock: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager torch==$(TORCH) --editable '.[dev]'
+	$(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude gridformer > requirements.lock
+
+clean:
+	rm -rf $(VENV) data runs build dist

@@ -1,0 +1,1 @@
+"""The command line: one thin file a subcommand, no logic of its own."""

@@ -1,0 +1,333 @@
+"""Frozen, validated descriptions of a run: model, layout, data, training.
+
+A run file is YAML with four sections, `model`, `layout`, `data`, `train`. `load_run` reads one,
+applies `dotted.key=value` overrides and checks what can be checked without the data; problems are
+reported all at once (`ConfigError`), each with a value that works. `gridformer.layout.check` then
+checks the layout against the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from gridformer.errors import ConfigError
+
+Scheme = Literal["single", "megatron", "optimus"]
+SCHEMES: tuple[Scheme, ...] = ("single", "megatron", "optimus")
+
+
+class Config(BaseModel):
+    """Base of every section: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelConfig(Config):
+    """A GPT-2: decoder, pre-LayerNorm, learned positions, tied embedding.
+
+    Symbols of the specification: N = n_layers, h = hidden_size, n = n_heads, f = ffn_size,
+    v = vocab_size, and max_seq_len is the largest s.
+    """
+
+    name: str = "custom"
+    family: Literal["gpt2"] = "gpt2"
+    n_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    n_heads: int = Field(ge=1)
+    ffn_size: int = Field(default=0, ge=0, description="0 means 4 times hidden_size")
+    vocab_size: int = Field(default=0, ge=0, description="0 means the data's vocabulary")
+    max_seq_len: int = Field(default=1024, ge=1)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    attention_dropout: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="dropout of attention probabilities; takes the unfused attention path",
+    )
+    norm_eps: float = Field(default=1e-5, gt=0.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ffn_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("ffn_size"):
+            hidden = values.get("hidden_size")
+            if isinstance(hidden, int):
+                return {**values, "ffn_size": 4 * hidden}
+        return values
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.n_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of n_heads={self.n_heads}: use "
+                f"n_heads {any_of(divisors(self.hidden_size))}"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.n_heads
+
+
+class LayoutConfig(Config):
+    """How one model is spread over processes: a scheme on a rows x cols grid, times dp, times pp."""
+
+    scheme: Scheme = "single"
+    rows: int = Field(default=1, ge=1)
+    cols: int = Field(default=1, ge=1)
+    dp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+
+    @property
+    def n_processes(self) -> int:
+        return self.rows * self.cols * self.dp * self.pp
+
+    def describe(self) -> str:
+        """One phrase for people: `optimus 2x2, dp=2`."""
+        grid = {
+            "single": "single device",
+            "megatron": f"megatron 1x{self.cols}",
+            "optimus": f"optimus {self.rows}x{self.cols}",
+        }[self.scheme]
+        sequence = ", sequence parallel" if self.sequence_parallel else ""
+        return f"{grid}{sequence}" + (f", dp={self.dp}" if self.dp > 1 else "")
+
+
+class DataConfig(Config):
+    """A folder written by `gridformer prepare`, and how samples are cut from it."""
+
+    path: Path
+    seq_len: int = Field(default=0, ge=0, description="tokens a sample; 0 means model.max_seq_len")
+
+
+class TrainConfig(Config):
+    """Optimizer, schedule, precision and what is written when."""
+
+    steps: int = Field(default=1000, ge=1)
+    seed: int = Field(default=1234, ge=0, lt=2**63)
+    global_batch: int = Field(default=8, ge=1, description="sequences an optimizer step, all devices")
+    micro_batches: int = Field(default=1, ge=1, description="gradient accumulation steps")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field(
+        default="float32",
+        description="of the computation; bfloat16 keeps float32 parameters and statistics",
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    lr: float = Field(default=3e-4, gt=0.0)
+    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0.0, description="of matrices; never of vectors")
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    adam_eps: float = Field(default=1e-8, gt=0.0)
+    clip_norm: float = Field(default=1.0, ge=0.0, description="global gradient norm; 0 turns it off")
+    eval_every: int = Field(default=100, ge=0, description="steps; 0 evaluates at the end only")
+    eval_batches: int = Field(default=8, ge=1, description="global batches an evaluation")
+    save_every: int = Field(default=500, ge=0, description="steps; 0 saves at the end only")
+    keep_checkpoints: int = Field(default=3, ge=1)
+    timeout_s: float = Field(
+        default=600.0, gt=0.0, description="a collective that waits longer ends the run with an error"
+    )
+    sanity_checks: bool = Field(
+        default=False, description="compare replicated parameters over ranks at every evaluation"
+    )
+
+    @model_validator(mode="after")
+    def _micro_divides(self) -> Self:
+        if self.global_batch % self.micro_batches:
+            raise ValueError(
+                f"micro_batches={self.micro_batches} does not divide global_batch="
+                f"{self.global_batch}: use micro_batches {any_of(divisors(self.global_batch))}"
+            )
+        return self
+
+
+class RunConfig(Config):
+    """Everything a run needs; written to the run directory as it was resolved."""
+
+    name: str = "run"
+    model: ModelConfig
+    data: DataConfig
+    layout: LayoutConfig = LayoutConfig()
+    train: TrainConfig = TrainConfig()
+
+    @property
+    def seq_len(self) -> int:
+        return self.data.seq_len or self.model.max_seq_len
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def configs_dir() -> Path:
+    """The folder of shipped configs: inside an installed package, beside src/ in a checkout."""
+    package = Path(__file__).parent
+    for folder in (package / "configs", package.parents[1] / "configs"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError("gridformer's shipped configs/ folder is missing: reinstall the package")
+
+
+def model_names() -> list[str]:
+    """Names that `model:` accepts, for instance `gpt2-124m`."""
+    return sorted(path.stem for path in (configs_dir() / "models").glob("*.yaml"))
+
+
+def shipped_model(name: str) -> dict[str, Any]:
+    """The mapping behind a shipped model name. Raises ConfigError with the closest names."""
+    if name not in model_names():
+        raise ConfigError([f"model: no shipped model is called '{name}'{closest(name, model_names())}"])
+    return {"name": name, **_read_yaml(configs_dir() / "models" / f"{name}.yaml")}
+
+
+def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run file, apply overrides such as `train.steps=100`, validate.
+
+    A path that does not exist is looked up among the shipped run files, so `demo` and
+    `configs/runs/demo.yaml` both work from anywhere. Raises ConfigError with every problem found.
+    """
+    path = Path(path)
+    if not path.exists():
+        shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
+        if not shipped.exists():
+            names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
+            raise ConfigError(
+                [f"{path}: no such run file; shipped run files are {', '.join(names)}"]
+            )
+        path = shipped
+    raw = _read_yaml(path)
+    raw.setdefault("name", path.stem)
+    return parse_run(raw, overrides, where=str(path))
+
+
+def parse_run(
+    raw: Mapping[str, Any], overrides: Iterable[str] = (), where: str = "run"
+) -> RunConfig:
+    """Validate a mapping of the four sections; see load_run."""
+    values: dict[str, Any] = {**raw}
+    for override in overrides:
+        _apply(values, override)
+    values["model"] = _expand_model(values.get("model"))
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError([f"{where}: {_sentence(e)}" for e in error.errors()]) from None
+
+
+def _expand_model(model: Any) -> Any:
+    """`gpt2-124m`, `{name: gpt2-124m, dropout: 0.1}` and a full inline mapping are all accepted."""
+    if isinstance(model, str):
+        return shipped_model(model)
+    if isinstance(model, dict) and model.get("name") in model_names():
+        return {**shipped_model(model["name"]), **model}
+    if isinstance(model, dict) and set(model) == {"name"}:
+        return shipped_model(str(model["name"]))
+    return model
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not key:
+        raise ConfigError(
+            [f"'{override}' is no override: write section.key=value, for instance train.steps=100"]
+        )
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        value = text
+    *sections, last = key.split(".")
+    here = values
+    for section in sections:
+        below = here.get(section)
+        if section == "model" and isinstance(below, str):
+            below = shipped_model(below)
+        if below is None:
+            below = {}
+        if not isinstance(below, dict):
+            raise ConfigError([f"'{override}': {section} is a value, not a section"])
+        here[section] = below = dict(below)
+        here = below
+    here[last] = value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: is not valid YAML ({' '.join(str(error).split())})"]) from None
+    if not isinstance(raw, dict):
+        raise ConfigError([f"{path}: must be a mapping with the keys model, data, layout, train"])
+    return raw
+
+
+# --------------------------------------------------------------------------- sentences
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """One of pydantic's findings as a sentence that ends in a remedy where one is known."""
+    keys = [str(part) for part in error["loc"]]
+    where = ".".join(keys) or "run"
+    if error["type"] == "extra_forbidden":
+        section = _section(keys[:-1])
+        known = list(section.model_fields) if section else []
+        return f"unknown key {where}{closest(keys[-1], known)}"
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if error["type"] == "value_error":
+        return f"{where}: {message}"
+    got = error.get("input")
+    if isinstance(got, str) and error["type"] == "literal_error":
+        message += closest(got, [w.strip("'") for w in message.replace(" or ", ", ").split(", ")])
+    if isinstance(got, str | int | float | bool):
+        return f"{where}={got}: {message}"
+    return f"{where}: {message}"
+
+
+def _section(keys: list[str]) -> type[BaseModel] | None:
+    section: type[BaseModel] = RunConfig
+    for key in keys:
+        if key not in section.model_fields:
+            return None
+        annotation = section.model_fields[key].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return None
+        section = annotation
+    return section
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """`: did you mean 'steps'?`, or the list of what is known, as the end of a sentence."""
+    known = [k.removeprefix("input should be ").strip("'") for k in known]
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if match:
+        return f": did you mean '{match[0]}'?"
+    return f"; known are {', '.join(known)}" if known else ""
+
+
+def divisors(value: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})
+
+
+def any_of(values: Iterable[int]) -> str:
+    """`1, 2, 4 or 8`: the end of a sentence that offers a choice; long lists keep both ends."""
+    words = [str(v) for v in values]
+    if len(words) > 10:
+        words = [*words[:6], "...", *words[-3:]]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
