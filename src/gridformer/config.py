@@ -78,7 +78,7 @@ class ModelConfig(Config):
 
 
 class LayoutConfig(Config):
-    """How one model is spread over processes: a scheme on a rows x cols grid, times dp, times pp."""
+    """How a model is spread over processes: a scheme on a rows x cols grid, times dp, times pp."""
 
     scheme: Scheme = "single"
     rows: int = Field(default=1, ge=1)
@@ -114,7 +114,9 @@ class TrainConfig(Config):
 
     steps: int = Field(default=1000, ge=1)
     seed: int = Field(default=1234, ge=0, lt=2**63)
-    global_batch: int = Field(default=8, ge=1, description="sequences an optimizer step, all devices")
+    global_batch: int = Field(
+        default=8, ge=1, description="sequences an optimizer step, all devices"
+    )
     micro_batches: int = Field(default=1, ge=1, description="gradient accumulation steps")
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
         default="float32",
@@ -128,13 +130,17 @@ class TrainConfig(Config):
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
     adam_eps: float = Field(default=1e-8, gt=0.0)
-    clip_norm: float = Field(default=1.0, ge=0.0, description="global gradient norm; 0 turns it off")
+    clip_norm: float = Field(
+        default=1.0, ge=0.0, description="global gradient norm; 0 turns it off"
+    )
     eval_every: int = Field(default=100, ge=0, description="steps; 0 evaluates at the end only")
     eval_batches: int = Field(default=8, ge=1, description="global batches an evaluation")
     save_every: int = Field(default=500, ge=0, description="steps; 0 saves at the end only")
     keep_checkpoints: int = Field(default=3, ge=1)
     timeout_s: float = Field(
-        default=600.0, gt=0.0, description="a collective that waits longer ends the run with an error"
+        default=600.0,
+        gt=0.0,
+        description="a collective that waits longer ends the run with an error",
     )
     sanity_checks: bool = Field(
         default=False, description="compare replicated parameters over ranks at every evaluation"
@@ -176,7 +182,9 @@ def configs_dir() -> Path:
     for folder in (package / "configs", package.parents[1] / "configs"):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError("gridformer's shipped configs/ folder is missing: reinstall the package")
+    raise FileNotFoundError(
+        "gridformer's shipped configs/ folder is missing: reinstall the package"
+    )
 
 
 def model_names() -> list[str]:
@@ -187,7 +195,9 @@ def model_names() -> list[str]:
 def shipped_model(name: str) -> dict[str, Any]:
     """The mapping behind a shipped model name. Raises ConfigError with the closest names."""
     if name not in model_names():
-        raise ConfigError([f"model: no shipped model is called '{name}'{closest(name, model_names())}"])
+        raise ConfigError(
+            [f"model: no shipped model is called '{name}'{closest(name, model_names())}"]
+        )
     return {"name": name, **_read_yaml(configs_dir() / "models" / f"{name}.yaml")}
 
 

@@ -1,0 +1,122 @@
+"""Conjugate pairs of collectives: what one does forward, its partner does backward.
+
+A tensor that every rank of an axis holds alike counts as one variable, so the sum over an axis and
+the copy to it are each other's transposes. Names say `forward_backward`. Sections of a network are
+entered and left through such pairs (specification, section 5).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gridformer.comm import collectives as comm
+from gridformer.comm.axis import Axis
+
+
+def identity_allreduce(x: Tensor, axis: Axis, label: str = "enter") -> Tensor:
+    """Megatron's f: forward nothing, backward all-reduce. Replicated in, replicated out."""
+    return x if axis.size == 1 else _IdentityAllReduce.apply(x, axis, label)
+
+
+def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
+    """Megatron's g: forward all-reduce of partial sums, backward nothing."""
+    return x if axis.size == 1 else _AllReduceIdentity.apply(x, axis, label)
+
+
+def allgather_reducescatter(x: Tensor, axis: Axis, dim: int, label: str = "enter") -> Tensor:
+    """Forward all-gather along `dim`, backward reduce-scatter: cut in, whole out."""
+    return x if axis.size == 1 else _AllGatherReduceScatter.apply(x, axis, dim, label)
+
+
+def reducescatter_allgather(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Tensor:
+    """Forward reduce-scatter of partial sums along `dim`, backward all-gather."""
+    return x if axis.size == 1 else _ReduceScatterAllGather.apply(x, axis, dim, label)
+
+
+def broadcast_reduce(x: Tensor, axis: Axis, root: int, label: str = "enter") -> Tensor:
+    """Forward broadcast from `root`, backward reduce to it; elsewhere x only gives the shape."""
+    return x if axis.size == 1 else _BroadcastReduce.apply(x, axis, root, label)
+
+
+def reduce_broadcast(x: Tensor, axis: Axis, root: int, label: str = "leave") -> Tensor:
+    """Forward reduce of partial sums to `root` (zeros elsewhere), backward broadcast from it."""
+    return x if axis.size == 1 else _ReduceBroadcast.apply(x, axis, root, label)
+
+
+class _IdentityAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, label: str) -> Tensor:
+        ctx.axis, ctx.label = axis, label
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return comm.all_reduce(grads[0].clone(), ctx.axis, label=ctx.label), None, None
+
+
+class _AllReduceIdentity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, label: str) -> Tensor:
+        return comm.all_reduce(x.clone(), axis, label=label)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None, None
+
+
+class _AllGatherReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, label: str) -> Tensor:
+        ctx.args = axis, dim, label
+        return comm.all_gather(x, axis, dim, label)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        axis, dim, label = ctx.args
+        return comm.reduce_scatter(grads[0], axis, dim, label), None, None, None
+
+
+class _ReduceScatterAllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, label: str) -> Tensor:
+        ctx.args = axis, dim, label
+        return comm.reduce_scatter(x, axis, dim, label)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        axis, dim, label = ctx.args
+        return comm.all_gather(grads[0], axis, dim, label), None, None, None
+
+
+class _BroadcastReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, root: int, label: str) -> Tensor:
+        ctx.args = axis, root, label
+        return comm.broadcast(x.clone(memory_format=torch.contiguous_format), axis, root, label)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        axis, root, label = ctx.args
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        return _on_root(comm.reduce(grad, axis, root, label), axis, root), None, None, None
+
+
+class _ReduceBroadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, root: int, label: str) -> Tensor:
+        ctx.args = axis, root, label
+        x = x.clone(memory_format=torch.contiguous_format)
+        return _on_root(comm.reduce(x, axis, root, label), axis, root)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        axis, root, label = ctx.args
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        return comm.broadcast(grad, axis, root, label), None, None, None
+
+
+def _on_root(x: Tensor, axis: Axis, root: int) -> Tensor:
+    return x if axis.index == root else torch.zeros_like(x)

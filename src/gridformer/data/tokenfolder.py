@@ -1,0 +1,244 @@
+"""Token folders: what `gridformer prepare` writes and training reads, memory-mapped.
+
+    index.json           what is in the folder; written last, so without it nothing opens
+    tokenizer.json       the tokenizer, in the format of the tokenizers library
+    train.bin            token ids, little-endian uint16 (uint32 past 65536 tokens), documents one
+                         after the other, each ended by the end-of-text token
+    train.offsets.bin    little-endian int64: where each document starts, and the end
+    val.bin, val.offsets.bin
+
+A corpus of a single document is cut in two; only then does train.bin end without the token.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+
+from gridformer.config import Config
+from gridformer.data.tokenizer import Tokenizer
+from gridformer.errors import DataError
+
+FORMAT = "gridformer-tokens"
+VERSION = 1
+INDEX = "index.json"
+TOKENIZER = "tokenizer.json"
+OFFSET_DTYPE = np.dtype("<i8")
+SplitName = Literal["train", "val"]
+SPLITS: tuple[SplitName, ...] = ("train", "val")
+
+
+def bin_name(split: SplitName) -> str:
+    return f"{split}.bin"
+
+
+def offsets_name(split: SplitName) -> str:
+    return f"{split}.offsets.bin"
+
+
+FILES = frozenset(
+    {INDEX, TOKENIZER, *(name(split) for split in SPLITS for name in (bin_name, offsets_name))}
+)
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest of the two types of token files that holds every id of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+class SplitEntry(Config):
+    """Sizes of one split: numbers, and bytes of its two files."""
+
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+    bin_bytes: int = Field(ge=1)
+    offsets_bytes: int = Field(ge=1)
+
+
+class SourceEntry(Config):
+    """One SOURCE of `gridformer prepare`: what was read from it, under which licence if known."""
+
+    source: str
+    license: str | None
+    documents: int
+    bytes: int = Field(description="of UTF-8 text")
+
+
+class TokenizerEntry(Config):
+    origin: str
+    bytes: int
+
+
+class Index(Config):
+    """The content of index.json."""
+
+    format: Literal["gridformer-tokens"] = FORMAT
+    version: Literal[1] = VERSION
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(ge=1)
+    eos_token: str
+    eos_id: int = Field(ge=0)
+    seed: int
+    val_fraction: float
+    train: SplitEntry
+    val: SplitEntry
+    tokenizer: TokenizerEntry
+    sources: tuple[SourceEntry, ...]
+    skipped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """One split. tokens [n_tokens] are ids of the folder's dtype, offsets [n_documents + 1] int64.
+
+    Document d is tokens[offsets[d] : offsets[d + 1]], its end-of-text token included.
+    """
+
+    name: str
+    path: Path
+    tokens: NDArray[Any]
+    offsets: NDArray[np.int64]
+    vocab_size: int
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.offsets) - 1
+
+    def document(self, number: int) -> NDArray[np.int64]:
+        """Token ids [length] int64 of one document."""
+        if not 0 <= number < self.n_documents:
+            raise IndexError(f"{self.path} has documents 0 to {self.n_documents - 1}, not {number}")
+        return self.tokens[self.offsets[number] : self.offsets[number + 1]].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """An opened token folder; the token files are mapped, not read."""
+
+    path: Path
+    index: Index
+    train: TokenSplit
+    val: TokenSplit
+
+    @property
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        return self.index.eos_id
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises DataError if the folder's tokenizer is not the one that wrote its tokens."""
+        tokenizer = Tokenizer.load(self.path / TOKENIZER)
+        found = (tokenizer.vocab_size, tokenizer.eos_id)
+        if found != (self.vocab_size, self.eos_id):
+            raise DataError(
+                f"{self.path / TOKENIZER}: has vocabulary and end-of-text id {found}, but {INDEX} "
+                f"says {(self.vocab_size, self.eos_id)}: it was replaced, prepare the folder again"
+            )
+        return tokenizer
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open a folder, after comparing every file with the index.
+
+        Raises DataError, with the file and what was expected of it, where the folder is missing,
+        foreign, truncated or contradicts itself.
+        """
+        path = Path(path)
+        index = read_index(path)
+        dtype = token_dtype(index.vocab_size)
+        if dtype.name != index.dtype:
+            raise DataError(
+                f"{path / INDEX}: says {index.dtype}, but a vocabulary of {index.vocab_size} is "
+                f"written as {dtype.name}: {_again(path)}"
+            )
+        if index.eos_id >= index.vocab_size:
+            raise DataError(
+                f"{path / INDEX}: end-of-text id {index.eos_id} is outside the vocabulary of "
+                f"{index.vocab_size}: {_again(path)}"
+            )
+        _check_size(path / TOKENIZER, index.tokenizer.bytes, f"as {INDEX} says")
+        train, val = (_open_split(path, name, index, dtype) for name in SPLITS)
+        return cls(path, index, train, val)
+
+
+def read_index(path: Path) -> Index:
+    """The index of a token folder. Raises DataError if it is missing, foreign or damaged."""
+    if not path.exists():
+        raise DataError(
+            f"{path}: no such token folder; write one, here from Python's own sources: "
+            f"gridformer prepare python-stdlib --out {path}"
+        )
+    file = path / INDEX
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"{path}: is no token folder, for it has no {INDEX}; write one with "
+            f"gridformer prepare SOURCE --out FOLDER"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read ({error}): {_again(path)}") from None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise DataError(
+            f'{file}: is not the index of a token folder ("format" is not "{FORMAT}"); write one '
+            f"with gridformer prepare SOURCE --out FOLDER"
+        )
+    if raw.get("version") != VERSION:
+        raise DataError(
+            f"{file}: has version {raw.get('version')} of the format, this gridformer reads "
+            f"version {VERSION}: {_again(path)}"
+        )
+    try:
+        return Index.model_validate(raw)
+    except ValidationError as error:
+        where = {".".join(str(part) for part in e["loc"]): e["msg"].lower() for e in error.errors()}
+        problems = "; ".join(f"{key}: {message}" for key, message in where.items())
+        raise DataError(f"{file}: is damaged ({problems}): {_again(path)}") from None
+
+
+def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any]) -> TokenSplit:
+    entry = index.train if name == "train" else index.val
+    tokens_file, offsets_file = path / bin_name(name), path / offsets_name(name)
+    _check_size(tokens_file, entry.tokens * dtype.itemsize, f"{entry.tokens} {dtype.name} tokens")
+    _check_size(
+        offsets_file,
+        (entry.documents + 1) * OFFSET_DTYPE.itemsize,
+        f"{entry.documents} documents' int64 starts and the end",
+    )
+    tokens = np.memmap(tokens_file, dtype=dtype, mode="r")
+    offsets = np.memmap(offsets_file, dtype=OFFSET_DTYPE, mode="r")
+    if offsets[0] != 0 or offsets[-1] != entry.tokens:
+        raise DataError(
+            f"{offsets_file}: runs from {offsets[0]} to {offsets[-1]}, expected 0 to "
+            f"{entry.tokens}: {_again(path)}"
+        )
+    return TokenSplit(name, tokens_file, tokens, offsets, index.vocab_size)
+
+
+def _check_size(file: Path, expected: int, why: str) -> None:
+    if not file.is_file():
+        raise DataError(f"{file}: is missing: {_again(file.parent)}")
+    found = file.stat().st_size
+    if found != expected:
+        raise DataError(
+            f"{file}: has {found} bytes, expected {expected} ({why}): {_again(file.parent)}"
+        )
+
+
+def _again(path: Path) -> str:
+    return f"write it again with gridformer prepare SOURCE --out {path} --overwrite"

@@ -1,0 +1,117 @@
+"""A thin face over `tokenizers.Tokenizer`: train or load, encode, decode, end of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from gridformer.errors import DataError, UserError
+
+END_OF_TEXT = "<|endoftext|>"
+# What other families call the end of a text, looked up in this order when a tokenizer is loaded.
+EOS_NAMES = (END_OF_TEXT, "</s>", "[SEP]", "<eos>", "<|end_of_text|>")
+SMALLEST_VOCAB = 257  # the 256 bytes, so that any text can be written, and the end of text
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Ids lie in [0, vocab_size); `eos_id` is the token that ends every document; `origin` is one
+    phrase for people about where the tokenizer comes from.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
+        """Raises DataError where the vocabulary has no end-of-text token."""
+        # A tokenizer.json may carry settings for fine-tuning; truncation would lose text silently.
+        backend.no_truncation()
+        backend.no_padding()
+        # A document that spells out "<|endoftext|>" gets ordinary tokens, not a false boundary.
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.origin = origin
+        vocab = backend.get_vocab()
+        if not vocab:
+            raise DataError(f"{origin}: the tokenizer's vocabulary is empty")
+        # Ids may have holes, so the number of entries is not enough.
+        self.vocab_size = max(vocab.values()) + 1
+        found = next((name for name in EOS_NAMES if name in vocab), None)
+        if found is None:
+            raise DataError(
+                f"{origin}: the tokenizer has no end-of-text token; add a special token called "
+                f"{END_OF_TEXT} to its vocabulary (also accepted: {', '.join(EOS_NAMES[1:])})"
+            )
+        self.eos_token = found
+        self.eos_id: int = vocab[found]
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
+        """A byte-level BPE, as GPT-2's, of at most vocab_size tokens; small texts give fewer.
+
+        The result depends on the texts alone, not on their order. Raises UserError where
+        vocab_size cannot hold the 256 bytes and the end of text.
+        """
+        if vocab_size < SMALLEST_VOCAB:
+            raise UserError(
+                f"vocab_size={vocab_size} cannot hold the 256 bytes and {END_OF_TEXT}: use "
+                f"{SMALLEST_VOCAB} or more"
+            )
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(iter(texts), trainer)
+        return cls(backend, "byte-level BPE trained on this corpus")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read a tokenizer.json, or the one in a folder.
+
+        Raises DataError if there is none, if it is damaged, or if it has no end of text.
+        """
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise DataError(f"{file}: no such tokenizer file; give the path of a tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        # The library raises bare Exceptions for anything that it cannot parse.
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{file}: is not a tokenizer.json ({reason})") from None
+        return cls(backend, str(path))
+
+    def save(self, path: Path) -> None:
+        """Write a tokenizer.json that `load`, and transformers, can read."""
+        self._backend.save(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; nothing is added at either end."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts, encoded in parallel threads."""
+        clean = [encodable(text) for text in texts]
+        return [e.ids for e in self._backend.encode_batch(clean, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids; special tokens are spelled out."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 cannot write, replaced; JSON can hold them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return text

@@ -1,0 +1,63 @@
+"""Parallel schemes, applied to plain models from outside.
+
+| scheme            | weights [in, out]    | between sections     | enter, leave                 |
+|-------------------|----------------------|----------------------|------------------------------|
+| single            | whole                | nothing cut          | -                            |
+| megatron          | cut over col         | nothing cut          | identity, all-reduce         |
+| sequence parallel | cut over col         | s over col           | all-gather, reduce-scatter   |
+| optimus           | in: row, out: col    | b over row, h: col   | SUMMA products throughout    |
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.models import GPT2, build_model
+from gridformer.parallel import megatron, optimus
+from gridformer.parallel.initialise import initialise
+
+__all__ = ["build_parallel", "initialise", "parallelize"]
+
+PARAMETER_DTYPE = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.float32,
+}
+
+
+def parallelize(model: GPT2, layout: LayoutConfig, axes: Axes) -> GPT2:
+    """Cut a plain model (on the meta device) as `layout` says, in place; returns it.
+
+    Parameter names never change. The result is unallocated: `initialise` fills it.
+    """
+    match layout.scheme:
+        case "megatron":
+            megatron.apply(model, axes, layout.sequence_parallel)
+        case "optimus":
+            optimus.apply(model, axes)
+        case "single":
+            pass
+    return model
+
+
+def build_parallel(
+    config: ModelConfig,
+    layout: LayoutConfig,
+    axes: Axes,
+    seed: int,
+    device: torch.device,
+    dtype: str = "float32",
+) -> GPT2:
+    """This device's part of a freshly initialised model.
+
+    dtype: `float32`, `float64`, or `bfloat16` (activations; parameters stay float32).
+    """
+    with torch.device("meta"):
+        model = build_model(config)
+    parallelize(model, layout, axes)
+    initialise(model, seed, device, PARAMETER_DTYPE[dtype])
+    model.clock.seed = seed
+    model.compute_dtype = getattr(torch, dtype)
+    return model

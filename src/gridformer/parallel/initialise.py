@@ -1,0 +1,45 @@
+"""Allocate and fill what this device holds; values depend on (seed, name, global index) only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gridformer import rng
+from gridformer.models.blocks import Init
+from gridformer.parallel.placement import shard_of
+
+_CHUNK = 1 << 20  # elements filled at a time, so that the float64 workspace stays small
+
+
+def initialise(model: nn.Module, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Give every parameter of a meta model memory on `device` and its first values."""
+    for name, parameter in list(model.named_parameters()):
+        module_name, _, leaf = name.rpartition(".")
+        local = torch.zeros(parameter.shape, dtype=dtype, device=device)
+        shard, init = shard_of(parameter), _init_of(parameter)
+        part = shard.valid(local)
+        _fill(part, init, rng.key(seed, name), shard.offset)
+        filled = nn.Parameter(local)
+        filled.shard, filled.init = shard, init  # type: ignore[attr-defined]
+        setattr(model.get_submodule(module_name), leaf, filled)
+
+
+def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:
+    """Fill a block of a vector or matrix that begins at the global index `offset`."""
+    if init.std == 0.0 or part.numel() == 0:
+        part.fill_(init.mean)
+        return
+    rows = part if part.dim() == 2 else part.unsqueeze(0)
+    first_row, first_col = offset if part.dim() == 2 else (0, offset[0])
+    cols = torch.arange(first_col, first_col + rows.shape[1], device=part.device)
+    step = max(1, _CHUNK // rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        chunk = rows[start : start + step]
+        index = torch.arange(first_row + start, first_row + start + len(chunk), device=part.device)
+        chunk.copy_(rng.normal(key, index, cols).mul_(init.std).add_(init.mean))
+
+
+def _init_of(parameter: Tensor) -> Init:
+    init: Init = parameter.init  # type: ignore[attr-defined]
+    return init

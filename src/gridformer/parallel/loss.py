@@ -1,0 +1,71 @@
+"""Cross entropy over logits whose vocabulary is cut over an axis; never a gather of them.
+
+Shoeybi et al. 2019, section 3; Optimus, section 3.2.3, with the row-wide maximum that the paper
+omits and the exponential that its gradient formula drops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridformer import comm
+from gridformer.comm import Axis
+from gridformer.models.blocks import IGNORE
+
+_LABEL = "loss"
+
+
+class CutCrossEntropy(nn.Module):
+    """Sum of the cross entropy of logits [b, s, V/size], V the vocabulary padded to divide.
+
+    Rank k of `axis` holds the logits of words k*V/size and up; columns beyond the true vocabulary
+    do not count. Three all-reduces of b*s numbers: maximum, sum of exponentials, target's logit.
+    """
+
+    def __init__(self, axis: Axis, vocab_size: int) -> None:
+        super().__init__()
+        self.axis, self.vocab_size = axis, vocab_size
+
+    def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        width = logits_BSV.shape[-1]
+        out: Tensor = _CutCrossEntropy.apply(
+            logits_BSV.reshape(-1, width), targets_BS.flatten(), self.axis, self.vocab_size
+        )
+        return out
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, targets_T: Tensor, axis: Axis, vocab_size: int
+    ) -> Tensor:
+        first = axis.index * logits_TV.shape[1]
+        dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+        x_TV = logits_TV.to(dtype, copy=True)
+        x_TV[:, max(0, vocab_size - first) :] = -torch.inf
+
+        top_T = comm.all_reduce(x_TV.amax(1), axis, "max", _LABEL)
+        x_TV -= top_T.unsqueeze(1)
+        counts = targets_T != IGNORE
+        here = counts & (targets_T >= first) & (targets_T < first + x_TV.shape[1])
+        column_T = torch.where(here, targets_T - first, 0)
+        target_T = x_TV.gather(1, column_T.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
+        exp_TV = x_TV.exp_()
+        sum_T = comm.all_reduce(exp_TV.sum(1), axis, label=_LABEL)
+        target_T = comm.all_reduce(target_T, axis, label=_LABEL)
+
+        softmax_TV = exp_TV.div_(sum_T.unsqueeze(1))
+        ctx.save_for_backward(softmax_TV, column_T, here, counts)
+        ctx.dtype = logits_TV.dtype
+        return ((sum_T.log() - target_T) * counts).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        softmax_TV, column_T, here, counts = ctx.saved_tensors
+        grad_TV = softmax_TV.clone()
+        grad_TV.scatter_add_(1, column_T.unsqueeze(1), -here.to(grad_TV.dtype).unsqueeze(1))
+        grad_TV.mul_((counts * grads[0]).unsqueeze(1))
+        return grad_TV.to(ctx.dtype), None, None, None

@@ -1,0 +1,106 @@
+"""Where each parameter lies: the block of the global tensor that a device holds, and its owner."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gridformer.comm import Axes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a parameter lies on the mesh.
+
+    cut: for each dimension the axis that cuts it, or None. Each rank of that axis holds one block.
+    copies: the axis along which every rank holds a copy. One copy, at index 0, is the owner: it
+        alone is updated, decayed, counted in the gradient norm and saved; the others receive its
+        value after each step.
+    partial: whether the copies' gradients are partial sums, to be added on the owner (they are
+        where tokens are cut along `copies`, and are equal everywhere otherwise).
+    pad: for each cut dimension the multiple to which the global size is padded with zeros; 0 means
+        the axis's size.
+    """
+
+    cut: tuple[str | None, ...]
+    copies: str | None = None
+    partial: bool = False
+    pad: int = 0
+
+
+WHOLE_1D = Placement(cut=(None,))
+WHOLE_2D = Placement(cut=(None, None))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One device's part of a parameter.
+
+    The local tensor is the block that begins at `offset` of the global tensor of true shape
+    `size`; what overhangs `size` is padding and stays zero.
+    """
+
+    size: tuple[int, ...]
+    offset: tuple[int, ...]
+    copies: str | None = None
+    partial: bool = False
+    owned: bool = True
+
+    def valid(self, local: Tensor) -> Tensor:
+        """The part of the local tensor that is not padding (a view)."""
+        for dim, (size, offset) in enumerate(zip(self.size, self.offset)):
+            local = local.narrow(dim, 0, max(0, min(local.shape[dim], size - offset)))
+        return local
+
+    def block_of(self, whole: Tensor, shape: torch.Size) -> Tensor:
+        """This device's block of a whole tensor, zero-padded to the local `shape`."""
+        local = whole.new_zeros(shape)
+        part = self.valid(local)
+        for dim, offset in enumerate(self.offset):
+            whole = whole.narrow(dim, min(offset, whole.shape[dim]), part.shape[dim])
+        part.copy_(whole)
+        return local
+
+
+def shard_of(parameter: Tensor) -> Shard:
+    """The Shard of a parameter; one of a plain model is whole and its own."""
+    shard: Shard | None = getattr(parameter, "shard", None)
+    if shard is None:
+        return Shard(tuple(parameter.shape), (0,) * parameter.dim())
+    return shard
+
+
+def place(module: nn.Module, name: str, placement: Placement, axes: Axes) -> None:
+    """Replace a whole (meta) parameter of `module` by this device's block, still unallocated."""
+    whole = module.get_parameter(name)
+    size, offset = list(whole.shape), [0] * whole.dim()
+    for dim, axis_name in enumerate(placement.cut):
+        if axis_name is None:
+            continue
+        axis = axes[axis_name]
+        padded = _round_up(size[dim], placement.pad or axis.size)
+        size[dim] = padded // axis.size
+        offset[dim] = axis.index * size[dim]
+    copies = placement.copies if placement.copies and axes[placement.copies].size > 1 else None
+    local = nn.Parameter(torch.empty(size, device="meta", dtype=whole.dtype))
+    local.init = whole.init  # type: ignore[attr-defined]
+    local.shard = Shard(  # type: ignore[attr-defined]
+        size=tuple(whole.shape),
+        offset=tuple(offset),
+        copies=copies,
+        partial=placement.partial and copies is not None,
+        owned=copies is None or axes[copies].index == 0,
+    )
+    setattr(module, name, local)
+
+
+def vocabulary_multiple(axes: Axes) -> int:
+    """What a vocabulary is padded to a multiple of: it is cut over rows (table) and columns."""
+    return math.lcm(axes.row.size, axes.col.size)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,86 @@
+"""Random numbers addressed by name and index, so that no layout can change them.
+
+Every number is a hash of (key, row, column), where row and column are positions in the *global*
+tensor and the key is made from words such as the seed and a parameter's name. A device computes
+just the block it holds; any other layout computes the same numbers elsewhere. Only integer
+arithmetic that cannot overflow, additions and multiplications are used, so results are the same
+bits on every device and however a tensor is cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_CELLS = 1 << 12  # of the normal distribution's quantile table; the other 20 bits interpolate
+
+
+def key(*words: int | str) -> int:
+    """A 64-bit key from any words, for instance `key(seed, "layers.0.norm1.weight")`."""
+    text = "\x1f".join(str(word) for word in words)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def bits(key: int, rows: Tensor, cols: Tensor) -> Tensor:
+    """32 random bits for each pair of rows and columns, as int64 in [0, 2^32).
+
+    rows [...] and cols [C] are int64 indices below 2^62; the result is [..., C].
+    """
+    row_hash = _mix(_fold(rows) ^ (key & _MASK))
+    col_hash = _mix(_fold(cols) ^ (key >> 32))
+    return _mix(row_hash.unsqueeze(-1) ^ col_hash)
+
+
+def join(*indices: Tensor) -> Tensor:
+    """Hash several broadcastable index tensors into one row index per element."""
+    joined = torch.zeros((), dtype=torch.int64, device=indices[0].device)
+    for index in indices:
+        joined = (_mix(joined ^ _fold(index)) + 0x9E3779B9) & _MASK
+    return joined
+
+
+def normal(key: int, rows: Tensor, cols: Tensor) -> Tensor:
+    """Standard normal numbers [..., C] in float64 (tails end at 4.2 standard deviations).
+
+    Inverse transform by a table of 4096 quantiles, linear between them: unlike a logarithm or a
+    cosine, an interpolation rounds the same way wherever an element lies in memory.
+    """
+    word = bits(key, rows, cols)
+    table = _quantiles().to(rows.device)
+    cell = word >> 20
+    low = table[cell]
+    return low + (table[cell + 1] - low) * ((word & 0xFFFFF).double() / (1 << 20))
+
+
+def keep(key: int, rows: Tensor, cols: Tensor, p: float) -> Tensor:
+    """A dropout mask [..., C], true where an element is kept: with probability 1-p."""
+    return bits(key, rows, cols) >= round(p * (1 << 32))
+
+
+@cache
+def _quantiles() -> Tensor:
+    ends = NormalDist().inv_cdf(2.0**-16)
+    inner = [NormalDist().inv_cdf(k / _CELLS) for k in range(1, _CELLS)]
+    return torch.tensor([ends, *inner, -ends], dtype=torch.float64)
+
+
+def _fold(index: Tensor) -> Tensor:
+    """An index of up to 62 bits in 32, without a collision below 2^32."""
+    return (index ^ _mix(index >> 32)) & _MASK
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Two-round xorshift-multiply hash of 32-bit words held in int64.
+
+    Multipliers below 2^31 keep every product below 2^63. Constants: C. Wellons, hash-prospector.
+    """
+    x = x ^ (x >> 16)
+    x = (x * 0x21F0AAAD) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & _MASK
+    return x ^ (x >> 15)

@@ -1,0 +1,144 @@
+"""Stop requests: SIGINT (Ctrl-C), SIGTERM and SIGHUP, as a flag that a training loop polls.
+
+    stop = stopping.install()
+    for step in ...:
+        train(step)
+        if agree_on_all_ranks(stop.requested):
+            save_checkpoint()
+            return                      # the launcher exits with stop.exit_code
+
+A process that does not end within the grace is ended: it may be blocked in a collective whose peers
+are gone, or in a long step.
+
+The main thread may sit in C++ for minutes, where Python's signal handlers never run. What does
+run is the C part of the handler, on whichever thread the system picks, and it writes the signal's
+number to the wake-up descriptor; a thread of ours reads that. (Blocking the signals and waiting in
+`sigwait` does not work here: libraries start threads at import, which would take the signal.)
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+GRACE_S = 4.0
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+
+_installed: StopRequest | None = None
+
+
+def install(grace_s: float = GRACE_S) -> StopRequest:
+    """Start listening to stop signals in this process; returns the one listener when called again.
+
+    Args:
+        grace_s: seconds from the first signal after which the process is ended by force.
+
+    Raises:
+        RuntimeError: called first from another thread than the main one.
+    """
+    global _installed
+    if _installed is None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("stopping.install() must first be called in the main thread")
+        _installed = StopRequest(grace_s)
+    return _installed
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by which signal. Made by `install`."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.grace_s = grace_s
+        self._signum: int | None = None
+        self._since = 0.0
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._old_handlers: dict[int, Any] = {}
+        for signum in SIGNALS:
+            if signum == getattr(signal, "SIGHUP", None) and (
+                signal.getsignal(signum) is signal.SIG_IGN
+            ):
+                continue  # started by nohup: outlive the terminal
+            self._old_handlers[signum] = signal.signal(signum, _ignore)
+        self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
+        self._thread.start()
+
+    @property
+    def requested(self) -> bool:
+        """True from the first stop signal on."""
+        return self._signum is not None
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a process stopped by that signal: 130, 143 or 129; 0 for none."""
+        return 0 if self._signum is None else 128 + self._signum
+
+    @property
+    def signal_name(self) -> str:
+        """`SIGINT`, or an empty string."""
+        return "" if self._signum is None else signal.Signals(self._signum).name
+
+    def uninstall(self) -> None:
+        """Restore the handlers that were there before; the flag keeps its value."""
+        global _installed
+        for signum, handler in self._old_handlers.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._old_fd)
+        os.write(self._write_fd, b"\0")  # ends the thread
+        self._thread.join()
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+        if _installed is self:
+            _installed = None
+
+    def nothing_left_to_save(self) -> None:
+        """From now on a stop signal ends the process at once: its work is done or has failed."""
+        self.grace_s = 0.0
+
+    def _listen(self) -> None:
+        while True:
+            timeout = (
+                None if self._signum is None else self._since + self.grace_s - time.monotonic()
+            )
+            if timeout is not None and timeout <= 0:
+                self._give_up()
+            ready, _, _ = select.select([self._read_fd], [], [], timeout)
+            if not ready:
+                continue
+            for signum in os.read(self._read_fd, 64):
+                if signum == 0:
+                    return
+                if signum in self._old_handlers and self._signum is None:
+                    self._since = time.monotonic()
+                    self._signum = signum
+
+    def _give_up(self) -> None:
+        if self.grace_s and os.environ.get("RANK", "0") == "0":  # one line a run, not one a rank
+            message = (
+                f"gridformer: did not reach the end of a step within {self.grace_s:g} s of "
+                f"{self.signal_name}; stopping without a new checkpoint\n"
+            )
+            os.write(2, message.encode())  # sys.stderr's lock may be held by the main thread
+        _end_process(self.exit_code)
+
+
+def _end_process(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A thread of its own: the stream's lock may be held by a main thread that is stuck.
+        flusher = threading.Thread(target=stream.flush, daemon=True)
+        flusher.start()
+        flusher.join(0.1)
+    os._exit(code)
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """A handler must exist for the wake-up descriptor to be written."""

@@ -1,0 +1,1 @@
+"""Training: one step, the loop around it, and what survives of it on disk."""

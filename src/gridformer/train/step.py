@@ -1,0 +1,129 @@
+"""One optimizer step on any layout: forward, backward, gradients, clipping, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.comm import Axes
+from gridformer.config import TrainConfig
+from gridformer.models import GPT2
+from gridformer.models.blocks import IGNORE
+from gridformer.parallel.gradients import (
+    clip_gradients,
+    owned,
+    reduce_gradients,
+    share_copies,
+    squared_norm,
+)
+
+# Reads the given rows of a step's global batch: [rows, s+1] tokens, inputs and shifted targets.
+ReadRows = Callable[[slice], Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The same on every rank. loss: mean over the tokens of the global batch."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+
+
+class Stepper:
+    """Holds the optimizer and knows which rows of a global batch this device takes.
+
+    A global batch of B sequences is cut into dp contiguous parts, each into micro-batches, each of
+    those into the grid's rows: so every layout sees the same batch, in the same order.
+    """
+
+    def __init__(self, model: GPT2, train: TrainConfig, axes: Axes) -> None:
+        self.model, self.train, self.axes = model, train, axes
+        matrices = [p for _, p in owned(model) if p.dim() > 1]
+        vectors = [p for _, p in owned(model) if p.dim() <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": train.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            eps=train.adam_eps,
+            fused=True,
+        )
+
+    def rows(self, micro: int, n_rows: int | None = None, n_micro: int | None = None) -> slice:
+        """The rows of a global batch of `n_rows` that belong to this device's micro-batch."""
+        n_rows = n_rows or self.train.global_batch
+        n_micro = n_micro or self.train.micro_batches
+        size = n_rows // (self.axes.dp.size * n_micro * self.axes.row.size)
+        part = (self.axes.dp.index * n_micro + micro) * self.axes.row.size + self.axes.row.index
+        return slice(part * size, (part + 1) * size)
+
+    def __call__(self, step: int, read: ReadRows) -> StepResult:
+        """Train on the global batch of `step` (counted from 0)."""
+        micro_rows = [self.rows(micro) for micro in range(self.train.micro_batches)]
+        batches = [self._to_device(read(rows)) for rows in micro_rows]
+        count = self._sum(torch.stack([(b[:, 1:] != IGNORE).sum() for b in batches]).sum())
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)  # copies, which the optimizer has not, included
+        loss_sum = torch.zeros((), device=count.device, dtype=torch.float64)
+        self.model.clock.step = step
+        for rows, batch in zip(micro_rows, batches):
+            self.model.clock.first_sample = rows.start
+            loss = self.model.loss_sum(batch[:, :-1], batch[:, 1:])
+            (loss / count.to(loss.dtype)).backward()
+            loss_sum += loss.detach()
+        reduce_gradients(self.model, self.axes)
+
+        both = torch.stack((loss_sum * self._first(), squared_norm(self.model, self.axes)))
+        total_loss, total_square = comm.all_reduce(both, self.axes.world, label="metrics").tolist()
+        norm = math.sqrt(total_square)
+        clip_gradients(self.model, norm, self.train.clip_norm)
+        lr = learning_rate(step, self.train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        share_copies(self.model, self.axes)
+        tokens = int(count)
+        return StepResult(total_loss / tokens, norm, lr, tokens)
+
+    @torch.no_grad()
+    def evaluate(self, reads: list[ReadRows], n_rows: int) -> float:
+        """Mean loss over several global batches of `n_rows` sequences, without dropout."""
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        for read in reads:
+            batch = self._to_device(read(self.rows(0, n_rows, 1)))
+            loss = self.model.loss_sum(batch[:, :-1], batch[:, 1:])
+            count = (batch[:, 1:] != IGNORE).sum()
+            total = total.to(loss.device) + torch.stack((loss.double(), count.double()))
+        loss_sum, n_tokens = self._sum(total).tolist()
+        return loss_sum / n_tokens
+
+    def _first(self) -> int:
+        """1 on the one rank of those that hold the same rows, so that a world-wide sum is right."""
+        return int(self.axes.col.index == 0)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return comm.all_reduce(x * self._first(), self.axes.world, label="metrics")
+
+    def _to_device(self, batch: Tensor) -> Tensor:
+        return batch.to(next(self.model.parameters()).device, non_blocking=True)
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Linear warm-up, then a cosine down to min_lr_ratio at the last step."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    span = max(1, train.steps - 1 - train.warmup_steps)
+    progress = min(1.0, (step - train.warmup_steps) / span)
+    low = train.lr * train.min_lr_ratio
+    return low + (train.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,166 @@
+"""The pool itself: what it returns, and that no failure of a rank can hang a test."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.multirank.pool import RankFailed, WorkerPool, group_cache
+
+
+def total(value: float) -> float:
+    x = torch.tensor([value * (dist.get_rank() + 1)])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def ranked(prefix: str, *, suffix: str = "") -> str:
+    return f"{prefix}{dist.get_rank()}/{dist.get_world_size()}{suffix}"
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("the root cause")
+    dist.barrier()
+
+
+def kill_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def count_in_cache() -> int:
+    group_cache()["calls"] = group_cache().get("calls", 0) + 1
+    return int(group_cache()["calls"])
+
+
+def random_number() -> float:
+    return torch.rand(()).item()
+
+
+def threads_and_pid() -> tuple[int, int]:
+    return torch.get_num_threads(), os.getpid()
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def test_results_in_rank_order(pool: WorkerPool) -> None:
+    assert pool.run(3, ranked, "r", suffix="!") == ["r0/3!", "r1/3!", "r2/3!"]
+
+
+def test_world_size_changes(pool: WorkerPool) -> None:
+    for size in (2, 4, 1, 4, 3):
+        assert pool.run(size, total, 1.0) == [size * (size + 1) / 2] * size
+
+
+def test_processes_and_group_are_kept(pool: WorkerPool) -> None:
+    pool.run(1, total, 1.0)  # leave any group of two
+    first = pool.run(2, threads_and_pid)
+    assert first == pool.run(2, threads_and_pid)
+    assert [threads for threads, _ in first] == [1, 1]
+    assert pool.run(2, count_in_cache) == [1, 1]
+    assert pool.run(2, count_in_cache) == [2, 2]
+    pool.run(1, total, 1.0)
+    assert pool.run(2, count_in_cache) == [1, 1]
+
+
+def test_random_state_is_reset(pool: WorkerPool) -> None:
+    assert pool.run(2, random_number) == pool.run(2, random_number)
+
+
+def test_exception(pool: WorkerPool) -> None:
+    pool.run(4, total, 1.0)
+    start = time.monotonic()
+    with pytest.raises(
+        RankFailed, match=r"(?s)on rank 2.*raise_on.*ValueError: the root cause"
+    ) as e:
+        pool.run(4, raise_on, 2)
+    assert time.monotonic() - start < 1.0
+    assert e.value.rank == 2
+    assert pool.run(4, total, 1.0) == [10.0] * 4
+
+
+def test_killed_rank(pool: WorkerPool) -> None:
+    pool.run(4, total, 1.0)
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) died: killed by SIGKILL") as e:
+        pool.run(4, kill_on, 1)
+    assert time.monotonic() - start < 1.0
+    assert e.value.rank == 1
+    assert pool.run(4, total, 1.0) == [10.0] * 4
+
+
+def test_killed_between_tests(pool: WorkerPool) -> None:
+    pool.run(2, total, 1.0)
+    os.kill(pool.pids()[1], signal.SIGKILL)
+    time.sleep(0.05)
+    assert pool.run(2, total, 1.0) == [3.0] * 2
+
+
+def test_hang_says_where(pool: WorkerPool) -> None:
+    pool.run(3, total, 1.0)
+    with pool.limit(0.3), pytest.raises(RankFailed, match=r"(?s)ranks \[1\] did.*in hang_on"):
+        pool.run(3, hang_on, 1)
+    assert pool.run(3, total, 1.0) == [6.0] * 3
+
+
+def test_unpicklable(pool: WorkerPool) -> None:
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        pool.run(2, lambda: None)
+    with pytest.raises(RankFailed, match="pickle"):
+        pool.run(2, unpicklable)
+
+
+def test_size_out_of_range(pool: WorkerPool) -> None:
+    with pytest.raises(ValueError, match="1 to 16"):
+        pool.run(17, total, 1.0)
+
+
+def test_workers_die_with_the_session(tmp_path: Path) -> None:
+    """Workers hanging in a call end when the process that owns the pool is killed."""
+    script = tmp_path / "owner.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import threading, time
+            from tests.multirank.pool import WorkerPool
+            from tests.multirank.test_pool import hang_on, total
+
+            if __name__ == "__main__":
+                pool = WorkerPool()
+                pool.run(2, total, 1.0)
+                print(*pool.pids(), flush=True)
+                pool.run(2, hang_on, 1)
+            """
+        )
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(pids) == 2
+        owner.kill()
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "the workers outlived their owner"
+        time.sleep(0.02)
