@@ -112,21 +112,11 @@ def expand_nodes(text: str) -> list[str]:
     Raises:
         UserError: the brackets do not match, or a range is none.
     """
-    return [name for part in _split_outside_brackets(text) for name in _expand_one(part)]
-
-
-def _split_outside_brackets(text: str) -> Iterator[str]:
-    depth, word = 0, ""
-    for letter in text:
-        depth += {"[": 1, "]": -1}.get(letter, 0)
-        if letter == "," and depth == 0:
-            yield word
-            word = ""
-        else:
-            word += letter
-    if depth != 0 or not word:
+    parts = re.split(r",(?![^\[]*\])", text)  # at commas outside brackets
+    names = [name for part in parts for name in _expand_one(part)]
+    if not all(re.fullmatch(r"[^\[\],\s]+", name) for name in names):
         raise UserError(f"Slurm's node list '{text}' cannot be read: set MASTER_ADDR yourself")
-    yield word
+    return names
 
 
 def _expand_one(text: str) -> Iterator[str]:
@@ -138,7 +128,8 @@ def _expand_one(text: str) -> Iterator[str]:
     for part in ranges.split(","):
         bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if not bounds:
-            raise UserError(f"Slurm's node list '{text}' cannot be read: set MASTER_ADDR yourself")
+            yield text  # refused by the caller: it still has brackets
+            return
         first, last = bounds[1], bounds[2] or bounds[1]
         for number in range(int(first), int(last) + 1):
             for rest in _expand_one(after):

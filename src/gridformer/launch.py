@@ -249,8 +249,9 @@ def _threads(n_processes: int) -> int | None:
 
 
 def _worker(entrypoint: Callable[..., None], args: tuple[Any, ...], threads: int | None) -> None:
-    """What a started process runs: the entrypoint, with its failure written down for the launcher."""
+    """What a started process runs: the entrypoint; a failure is written down for the launcher."""
     stop = stopping.install()
+    stop.is_hopeless = _a_peer_has_failed
     threading.Thread(target=_die_with_launcher, name="launcher watch", daemon=True).start()
     if sys.platform == "linux":
         # All peers are on this machine; its own host name often does not resolve.
@@ -264,11 +265,14 @@ def _worker(entrypoint: Callable[..., None], args: tuple[Any, ...], threads: int
         entrypoint(*args)
     except Exception as error:
         stop.nothing_left_to_save()
+        caused_by_peer = _is_effect_of_a_peer(error)
         if not stop.requested:
             _write_failure(error)
-            if _is_effect_of_a_peer(error):
+            if caused_by_peer:
                 time.sleep(_LINGER_S)
             raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+        if not caused_by_peer:  # for instance a checkpoint that could not be written
+            traceback.print_exc()
     stop.nothing_left_to_save()
     if stop.requested:
         raise SystemExit(stop.exit_code)
@@ -296,6 +300,12 @@ def _write_failure(error: Exception) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _a_peer_has_failed() -> bool:
+    """Whether any worker on this machine has written its error file, FOLDER/RANK/error.json."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    return bool(path) and any(Path(path).parents[1].glob("*/error.json"))
 
 
 def _is_effect_of_a_peer(error: Exception) -> bool:

@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -53,10 +54,15 @@ def install(grace_s: float = GRACE_S) -> StopRequest:
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal. Made by `install`."""
+    """Whether this process was asked to stop, and by which signal. Made by `install`.
+
+    `is_hopeless` may be set to a function that is asked when a signal arrives: True means that
+    the process ends at once, because nothing can be saved any more.
+    """
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
+        self.is_hopeless: Callable[[], bool] = lambda: False
         self._signum: int | None = None
         self._since = 0.0
         self._read_fd, self._write_fd = os.pipe()
@@ -120,6 +126,8 @@ class StopRequest:
                 if signum in self._old_handlers and self._signum is None:
                     self._since = time.monotonic()
                     self._signum = signum
+                    if self.is_hopeless():
+                        self.nothing_left_to_save()
 
     def _give_up(self) -> None:
         if self.grace_s and os.environ.get("RANK", "0") == "0":  # one line a run, not one a rank

@@ -72,7 +72,6 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
     Raises:
         UserError: the wrong number of processes, or no GPUs where `cuda` asks for them.
     """
-    import torch
     import torch.distributed as dist
 
     place = joined()

@@ -23,7 +23,7 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     positions [...] int64 in [0, n); the result [...] int64 in [0, n). O(1) memory besides those.
     """
     assert n >= 1
-    assert positions.size == 0 or (0 <= positions.min() and positions.max() < n)
+    assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n)
     keys = _keys(seed, epoch)
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)

@@ -16,7 +16,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,8 @@ from gridformer.config import Config
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.errors import DataError
 
-FORMAT = "gridformer-tokens"
-VERSION = 1
+FORMAT: Final = "gridformer-tokens"
+VERSION: Final = 1
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 OFFSET_DTYPE = np.dtype("<i8")
@@ -176,6 +176,15 @@ class TokenFolder:
         return cls(path, index, train, val)
 
 
+def is_token_folder(path: Path) -> bool:
+    """Whether a folder calls itself one, of whatever version and however damaged."""
+    try:
+        raw = json.loads((path / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(raw, dict) and raw.get("format") == FORMAT
+
+
 def read_index(path: Path) -> Index:
     """The index of a token folder. Raises DataError if it is missing, foreign or damaged."""
     if not path.exists():
@@ -214,12 +223,19 @@ def read_index(path: Path) -> Index:
 def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any]) -> TokenSplit:
     entry = index.train if name == "train" else index.val
     tokens_file, offsets_file = path / bin_name(name), path / offsets_name(name)
-    _check_size(tokens_file, entry.tokens * dtype.itemsize, f"{entry.tokens} {dtype.name} tokens")
-    _check_size(
-        offsets_file,
-        (entry.documents + 1) * OFFSET_DTYPE.itemsize,
-        f"{entry.documents} documents' int64 starts and the end",
-    )
+    ids, starts = f"{entry.tokens} tokens of {dtype.name}", f"{entry.documents + 1} int64 offsets"
+    bin_bytes = entry.tokens * dtype.itemsize
+    offsets_bytes = (entry.documents + 1) * OFFSET_DTYPE.itemsize
+    for file, recorded, expected, why in (
+        (tokens_file, entry.bin_bytes, bin_bytes, ids),
+        (offsets_file, entry.offsets_bytes, offsets_bytes, starts),
+    ):
+        if recorded != expected:
+            raise DataError(
+                f"{path / INDEX}: gives {file.name} {recorded} bytes, but {why} take {expected}: "
+                f"{_again(path)}"
+            )
+        _check_size(file, expected, why)
     tokens = np.memmap(tokens_file, dtype=dtype, mode="r")
     offsets = np.memmap(offsets_file, dtype=OFFSET_DTYPE, mode="r")
     if offsets[0] != 0 or offsets[-1] != entry.tokens:

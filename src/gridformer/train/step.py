@@ -28,12 +28,16 @@ ReadRows = Callable[[slice], Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank. loss: mean over the tokens of the global batch."""
+    """The same on every rank. loss: mean over the tokens of the global batch.
+
+    flagged: some rank raised its flag (it was told to stop) before this step.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int
+    flagged: bool = False
 
 
 class Stepper:
@@ -67,11 +71,13 @@ class Stepper:
         part = (self.axes.dp.index * n_micro + micro) * self.axes.row.size + self.axes.row.index
         return slice(part * size, (part + 1) * size)
 
-    def __call__(self, step: int, read: ReadRows) -> StepResult:
-        """Train on the global batch of `step` (counted from 0)."""
+    def __call__(self, step: int, read: ReadRows, flag: bool = False) -> StepResult:
+        """Train on the global batch of `step` (counted from 0); all ranks learn of any flag."""
         micro_rows = [self.rows(micro) for micro in range(self.train.micro_batches)]
         batches = [self._to_device(read(rows)) for rows in micro_rows]
-        count = self._sum(torch.stack([(b[:, 1:] != IGNORE).sum() for b in batches]).sum())
+        mine = torch.stack([(b[:, 1:] != IGNORE).sum() for b in batches]).sum() * self._first()
+        both = torch.stack((mine, torch.full_like(mine, flag)))
+        count, flags = comm.all_reduce(both, self.axes.world, label="metrics")
         self.model.train()
         self.model.zero_grad(set_to_none=True)  # copies, which the optimizer has not, included
         loss_sum = torch.zeros((), device=count.device, dtype=torch.float64)
@@ -93,7 +99,7 @@ class Stepper:
         self.optimizer.step()
         share_copies(self.model, self.axes)
         tokens = int(count)
-        return StepResult(total_loss / tokens, norm, lr, tokens)
+        return StepResult(total_loss / tokens, norm, lr, tokens, flagged=bool(flags))
 
     @torch.no_grad()
     def evaluate(self, reads: list[ReadRows], n_rows: int) -> float:
@@ -105,15 +111,13 @@ class Stepper:
             loss = self.model.loss_sum(batch[:, :-1], batch[:, 1:])
             count = (batch[:, 1:] != IGNORE).sum()
             total = total.to(loss.device) + torch.stack((loss.double(), count.double()))
-        loss_sum, n_tokens = self._sum(total).tolist()
+        total = comm.all_reduce(total * self._first(), self.axes.world, label="metrics")
+        loss_sum, n_tokens = total.tolist()
         return loss_sum / n_tokens
 
     def _first(self) -> int:
         """1 on the one rank of those that hold the same rows, so that a world-wide sum is right."""
         return int(self.axes.col.index == 0)
-
-    def _sum(self, x: Tensor) -> Tensor:
-        return comm.all_reduce(x * self._first(), self.axes.world, label="metrics")
 
     def _to_device(self, batch: Tensor) -> Tensor:
         return batch.to(next(self.model.parameters()).device, non_blocking=True)

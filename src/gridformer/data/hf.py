@@ -1,0 +1,139 @@
+"""Hugging Face data sets, by name or from disk, through the optional `datasets` library."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gridformer.data.files import NO_TEXT, checked_text, missing_key
+from gridformer.data.pieces import Piece, pieces
+from gridformer.errors import DataError, UserError
+
+_ROWS = 64  # read at a time
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """A data set's rows, one document each; see `gridformer.data.sources.Source`."""
+
+    name: str
+    license: str | None
+    table: Any
+    text_key: str
+    n_bytes: int | None = None
+
+    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+        return _rows(self.name, self.table, self.text_key, skipped)
+
+    def sample(self) -> Iterator[Piece]:
+        return self.pieces(Counter())
+
+
+def hub_source(spec: str, split: str, text_key: str) -> TableSource:
+    """`hf:NAME` or `hf:NAME/CONFIG`, streamed; NAME may be a hub name or a local folder.
+
+    Raises UserError where `datasets` is missing or finds no such data set, configuration, split.
+    """
+    datasets = _library(spec)
+    name = spec.removeprefix("hf:").rstrip("/")
+    parts = name.split("/")
+    # `a/b` is an owner's data set first, then the configuration b of a.
+    tries: list[tuple[str, str | None]] = [(name, None)]
+    if len(parts) > 1 and not Path(name).exists():
+        tries = [(name, None)] if len(parts) == 2 else []
+        tries.append(("/".join(parts[:-1]), parts[-1]))
+    problems = []
+    for path, config in tries:
+        try:
+            # Releases before 4 can run a data set's own Python; newer ones ignore the argument.
+            table = datasets.load_dataset(
+                path, config, split=split, streaming=True, trust_remote_code=False
+            )
+        # Its errors have no common base: not found, offline, no such configuration, no such split.
+        except Exception as error:
+            problems.append(_reason(error))
+            continue
+        return TableSource(spec, table.info.license or None, table, text_key)
+    raise UserError(f"{spec}: {'; '.join(dict.fromkeys(problems))}")
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote a folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def saved_source(folder: Path, name: str, split: str, text_key: str) -> TableSource:
+    """A folder that `save_to_disk` wrote. Raises UserError where it has no such split."""
+    datasets = _library(name)
+    try:
+        table = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise DataError(
+            f"{folder}: is no data set that can be loaded ({_reason(error)})"
+        ) from error
+    if isinstance(table, dict):
+        if split not in table:
+            raise UserError(f"{name}: has no split '{split}'; use --split {' or '.join(table)}")
+        table = table[split]
+    return TableSource(name, table.info.license or None, table, text_key)
+
+
+def table_pieces(path: Path, text_key: str, skipped: Counter[str]) -> Iterator[Piece]:
+    """The rows of one .parquet or .arrow file. Raises DataError if it cannot be read."""
+    datasets = _library(str(path))
+    try:
+        table = datasets.load_dataset(
+            path.suffix[1:], data_files=[str(path)], split="train", streaming=True
+        )
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read ({_reason(error)})") from error
+    return _rows(str(path), table, text_key, skipped)
+
+
+def _rows(name: str, table: Any, text_key: str, skipped: Counter[str]) -> Iterator[Piece]:
+    columns = table.column_names
+    if columns is not None:
+        if text_key not in columns:
+            raise missing_key(name, text_key, columns)
+        table = table.select_columns([text_key])  # the other columns are not even read
+    batches = iter(table.iter(batch_size=_ROWS))
+    done = 0
+    while True:
+        try:
+            batch = next(batches, None)
+        # A network that fails, a damaged file: again, no common base.
+        except Exception as error:
+            raise DataError(
+                f"{name}: reading failed after {done} rows ({_reason(error)})"
+            ) from error
+        if batch is None:
+            return
+        if text_key not in batch:
+            raise missing_key(name, text_key, list(batch))
+        for value in batch[text_key]:
+            text = checked_text(value, f"{name}, row {done}", text_key)
+            done += 1
+            if text:
+                yield from pieces([text])
+            else:
+                skipped[NO_TEXT] += 1
+
+
+def _library(what: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{what}: needs the Hugging Face library datasets, which is not installed: "
+            f"pip install 'gridformer[hf]'"
+        ) from None
+    return datasets
+
+
+def _reason(error: Exception) -> str:
+    """The first line of somebody else's exception."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

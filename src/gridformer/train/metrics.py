@@ -1,0 +1,108 @@
+"""What a run tells: metrics.jsonl, TensorBoard events, loss.png, lines on the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+PLOT = "loss.png"
+EVENTS = "tensorboard"
+
+
+class MetricsLog:
+    """Writes one object a step. Used on rank 0 only.
+
+    On resuming at `resume_step`, lines of later steps, left by a run that died after its last
+    checkpoint, are dropped: those steps are run again, with the same result.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = run_dir / METRICS
+        kept = [m for m in read_metrics(run_dir) if m["step"] <= resume_step] if resume_step else []
+        swap = self.path.with_suffix(".tmp")
+        swap.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(swap, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(run_dir / EVENTS), purge_step=resume_step + 1)
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Append one step's metrics; they are on disk when this returns."""
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            if name != "step":
+                group = "val" if name.startswith("val_") else "train"
+                self._events.add_scalar(
+                    f"{group}/{name.removeprefix('val_')}", value, metrics["step"]
+                )
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All complete lines of a run's metrics.jsonl; a last line cut short by a crash is left out."""
+    path = run_dir / METRICS
+    if not path.exists():
+        return []
+    metrics = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            metrics.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return metrics
+
+
+def plot_loss(run_dir: Path, title: str) -> Path | None:
+    """Draw training and validation loss over steps; returns the picture's path."""
+    metrics = read_metrics(run_dir)
+    train = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
+    val = [(m["step"], m["val_loss"]) for m in metrics if "val_loss" in m]
+    if not train:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    steps, losses = zip(*train)
+    axes.plot(steps, losses, color="#9ec5e8", linewidth=1, label="training, each step")
+    axes.plot(steps, _smooth(losses), color="#1f6fb4", linewidth=2, label="training, smoothed")
+    if val:
+        axes.plot(*zip(*val), color="#d1495b", marker="o", markersize=5, label="validation")
+        step, loss = val[-1]
+        axes.annotate(
+            f"{loss:.2f}\nperplexity {math.exp(min(loss, 50)):.1f}",
+            (step, loss),
+            xytext=(-8, 22),
+            textcoords="offset points",
+            ha="right",
+            color="#d1495b",
+        )
+    axes.set(xlabel="step", ylabel="cross entropy (nats a token)", title=title)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    path = run_dir / PLOT
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _smooth(values: tuple[float, ...], weight: float = 0.9) -> list[float]:
+    """Exponential moving average, corrected for its start."""
+    smoothed, total, norm = [], 0.0, 0.0
+    for value in values:
+        total = weight * total + (1 - weight) * value
+        norm = weight * norm + (1 - weight)
+        smoothed.append(total / norm)
+    return smoothed

@@ -1,0 +1,109 @@
+"""What a person sees on the terminal while a run trains. Rank 0 only."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gridformer.parallel.placement import shard_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gridformer.launch import World
+    from gridformer.train.runner import Plan
+
+_LINE_EVERY_S = 5.0  # where the output is no terminal
+
+
+class Reporter:
+    """A progress bar on a terminal, a line now and then elsewhere, and lines at both ends."""
+
+    def __init__(self, plan: Plan, world: World, model: nn.Module, n_train_tokens: int) -> None:
+        self.plan = plan
+        self.console = Console(highlight=False)
+        self._last_line = 0.0
+        run = plan.run
+        size = sum(math.prod(shard_of(p).size) for p in model.parameters())
+        self.console.print(
+            f"[bold]{run.name}[/bold]: {run.model.name} ({human(size)} parameters, vocabulary "
+            f"{run.model.vocab_size:,}) on {run.layout.describe()}"
+        )
+        self.console.print(f"  {world.why}; {run.train.dtype}")
+        self.console.print(
+            f"  {human(n_train_tokens)} tokens of text; batches of {run.train.global_batch} x "
+            f"{run.seq_len} tokens"
+        )
+        if plan.resume is not None:
+            self.console.print(f"  resuming after step {plan.resume_step} from {plan.resume}")
+        self.progress = Progress(
+            TextColumn("  step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not sys.stdout.isatty(),
+        )
+        self._task = self.progress.add_task(
+            "starting", total=run.train.steps, completed=plan.resume_step
+        )
+        self.progress.start()
+
+    def say(self, what: str) -> None:
+        """Show what goes on between steps."""
+        self.progress.update(self._task, description=what)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """One line of metrics.jsonl has been written."""
+        step = metrics["step"]
+        parts = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
+        if "val_loss" in metrics:
+            val = metrics["val_loss"]
+            parts.append(f"val {val:.3f} (perplexity {perplexity(val):,.1f})")
+        if "tokens_per_s" in metrics:
+            parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+        text = "  ".join(parts)
+        self.progress.update(self._task, completed=step, description=text)
+        now = time.monotonic()
+        if "val_loss" in metrics or (
+            self.progress.disable and now - self._last_line > _LINE_EVERY_S
+        ):
+            self._last_line = now
+            self.console.print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
+
+    def end(self, step: int, saved: int, stopped: bool) -> None:
+        """The run is over; say where it left off."""
+        self.close()
+        out = self.plan.out
+        if stopped:
+            self.console.print(
+                f"  stopped after step {step}; checkpoint of step {saved} saved: the same command "
+                "goes on from there"
+            )
+        else:
+            self.console.print(
+                f"  done: {out}/loss.png, metrics.jsonl, tensorboard/, checkpoints/\n"
+                f'  next: gridformer generate {out} --prompt "..."'
+            )
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), without overflowing on a diverged one."""
+    return math.exp(min(loss, 700.0))
+
+
+def human(count: float) -> str:
+    """1234567 as `1.23M`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.3g}"

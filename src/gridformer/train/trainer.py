@@ -1,0 +1,139 @@
+"""The loop around the steps: data, evaluation, checkpoints, metrics, and stopping in between."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gridformer.data import BatchSampler, TokenFolder
+from gridformer.launch import World
+from gridformer.layout import build_axes
+from gridformer.parallel import build_parallel
+from gridformer.parallel.gradients import assert_copies_equal
+from gridformer.stopping import install
+from gridformer.train import checkpoint
+from gridformer.train.metrics import MetricsLog, plot_loss
+from gridformer.train.report import Reporter
+from gridformer.train.runner import Plan
+from gridformer.train.step import ReadRows, Stepper
+
+
+class Trainer:
+    """Trains one run from its start, or from its newest checkpoint, to its last step."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        run = plan.run
+        self.plan, self.run, self.world = plan, run, world
+        self.stop = install()
+        self.axes = build_axes(run.layout, world.device.type)
+        folder = TokenFolder.open(run.data.path)
+        batch, seed = run.train.global_batch, run.train.seed
+        self.batches = BatchSampler(folder.train, run.seq_len, batch, seed)
+        self.held_out = BatchSampler(folder.val, run.seq_len, batch, seed, sequential=True)
+        self.model = build_parallel(
+            run.model, run.layout, self.axes, seed, world.device, run.train.dtype
+        )
+        self.stepper = Stepper(self.model, run.train, self.axes)
+        self.tokens = 0
+        if plan.resume is not None:
+            loaded = checkpoint.load(plan.resume, self.model, self.stepper.optimizer, self.axes)
+            self.tokens = loaded.tokens
+        self.log: MetricsLog | None = None
+        self.report: Reporter | None = None
+        if world.rank == 0:
+            self._prepare_folder()
+            self.log = MetricsLog(plan.out, plan.resume_step)
+            self.report = Reporter(plan, world, self.model, len(folder.train.tokens))
+
+    def fit(self) -> None:
+        """Run the remaining steps. Ends early, with a checkpoint, when told to stop."""
+        train, step = self.run.train, self.plan.resume_step
+        saved = step
+        try:
+            if step == 0:
+                self._write({"step": 0, "tokens": 0, "val_loss": self._evaluate()})
+            while step < train.steps:
+                metrics, flagged = self._step(step)
+                step += 1
+                last = step == train.steps
+                if not flagged and (last or _due(step, train.eval_every)):
+                    metrics["val_loss"] = self._evaluate()
+                self._write(metrics)
+                if last or flagged or _due(step, train.save_every):
+                    self._save(step)
+                    saved = step
+                if flagged:
+                    break
+            if self.report:
+                plot_loss(self.plan.out, self.run.name)
+                self.report.end(step, saved, stopped=step < train.steps)
+        finally:
+            if self.report:
+                self.report.close()
+            if self.log:
+                self.log.close()
+
+    def _step(self, step: int) -> tuple[dict[str, Any], bool]:
+        began = time.perf_counter()
+        result = self.stepper(step, partial(self._rows, self.batches, step), self.stop.requested)
+        seconds = time.perf_counter() - began
+        self.tokens += result.tokens
+        metrics = {
+            "step": step + 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": self.tokens,
+            "tokens_per_s": result.tokens / seconds,
+            "step_time_s": seconds,
+        }
+        return metrics, result.flagged
+
+    def _evaluate(self) -> float:
+        if self.run.train.sanity_checks:
+            assert_copies_equal(self.model, self.axes)
+        if self.report:
+            self.report.say("evaluating")
+        reads: list[ReadRows] = [
+            partial(self._rows, self.held_out, number)
+            for number in range(self.run.train.eval_batches)
+        ]
+        return self.stepper.evaluate(reads, self.run.train.global_batch)
+
+    def _save(self, step: int) -> None:
+        if self.report:
+            self.report.say("saving")
+        checkpoint.save(
+            self.plan.out,
+            step,
+            self.tokens,
+            self.run,
+            self.model,
+            self.stepper.optimizer,
+            self.axes,
+        )
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        if self.log and self.report:
+            self.log.write(metrics)
+            self.report.step(metrics)
+
+    def _prepare_folder(self) -> None:
+        """The run directory explains itself: config and tokenizer lie beside the checkpoints."""
+        out = self.plan.out
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
+        shutil.copyfile(self.run.data.path / "tokenizer.json", out / "tokenizer.json")
+
+    @staticmethod
+    def _rows(sampler: BatchSampler, step: int, rows: slice) -> Tensor:
+        return torch.from_numpy(sampler.batch(step, rows))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

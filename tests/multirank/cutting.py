@@ -1,0 +1,96 @@
+"""Cut whole tensors into blocks and join them again, as two transposed autograd functions.
+
+With them a test can take what a grid of devices computes together for one function of whole tensors,
+which every rank evaluates alike: `join(op(cut(whole)))`. That function is what `gradcheck` checks
+and what is compared with the plain computation. Nothing here uses gridformer's collectives.
+
+`dims` says how a tensor lies: for each dimension the axis that cuts it ("row", "col"), or None. Along
+an axis that `dims` does not name every device holds the same block, and that block counts as one
+variable (see gridformer.comm.autograd): `cut` then expects the same gradient on every device of the
+axis, and `join` hands each of them the same gradient. A test that means one variable a device says
+so with a dimension of the axis's size, cut by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig
+from gridformer.layout import build_axes
+from tests.multirank.pool import group_cache
+
+Dims = tuple[str | None, ...]
+
+
+def grid_axes(rows: int, cols: int) -> Axes:
+    """The axes of a grid that spans the worker's whole default group, made once a group."""
+    key = ("grid", rows, cols)
+    if key not in group_cache():
+        layout = LayoutConfig(scheme="optimus", rows=rows, cols=cols)
+        group_cache()[key] = build_axes(layout, "cpu")
+    axes: Axes = group_cache()[key]
+    return axes
+
+
+def cut(whole: Tensor, dims: Dims, axes: Axes) -> Tensor:
+    """This device's block. Backward puts the devices' gradients together again."""
+    block: Tensor = _Cut.apply(whole, dims, axes)
+    return block
+
+
+def join(block: Tensor, dims: Dims, axes: Axes) -> Tensor:
+    """The whole tensor, on every device. Backward takes this device's block of the gradient."""
+    whole: Tensor = _Join.apply(block, dims, axes)
+    return whole
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dims: Dims, axes: Axes) -> Tensor:
+        ctx.args = dims, axes
+        return whole[_block(whole.shape, dims, axes)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _assemble(grads[0], *ctx.args), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, block: Tensor, dims: Dims, axes: Axes) -> Tensor:
+        ctx.args = dims, axes
+        return _assemble(block, dims, axes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dims, axes = ctx.args
+        return grads[0][_block(grads[0].shape, dims, axes)], None, None
+
+
+def _block(shape: torch.Size, dims: Dims, axes: Axes) -> tuple[slice, ...]:
+    assert len(shape) == len(dims), (shape, dims)
+    slices = []
+    for size, name in zip(shape, dims):
+        axis = axes[name] if name else None
+        n, index = (axis.size, axis.index) if axis else (1, 0)
+        assert size % n == 0, f"the test cuts {size} over {name}={n}"
+        slices.append(slice(index * size // n, (index + 1) * size // n))
+    return tuple(slices)
+
+
+def _assemble(block: Tensor, dims: Dims, axes: Axes) -> Tensor:
+    """The whole tensor from the blocks of the devices at index 0 of every axis not in `dims`."""
+    sizes = [n * (axes[name].size if name else 1) for n, name in zip(block.shape, dims)]
+    whole = block.new_zeros(sizes)
+    here = _block(whole.shape, dims, axes)
+    if all(axes[name].index == 0 for name in ("row", "col") if name not in dims):
+        whole[here] = block
+    if axes.world.size > 1:
+        dist.all_reduce(whole)
+    assert torch.equal(whole[here], block), f"devices that should agree do not: {dims}"
+    return whole

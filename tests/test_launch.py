@@ -1,0 +1,317 @@
+"""Starting and stopping workers: real processes, real signals, bounded in time."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gridformer.errors import UserError
+from gridformer.joining import expand_counts, expand_nodes, joined
+from gridformer.launch import check_devices, init_world
+
+ROOT = Path(__file__).parents[1]
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+}
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("steps", 2)` runs an entrypoint of launch_entrypoints.py in a session of its own."""
+    started = []
+
+    def popen(
+        name: str, n: int, *before: str, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *before, "-m", "tests.launch_main", name, str(n), tmp_path],
+            cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a process group of its own, as a terminal makes one
+        )
+        started.append(process)
+        return process
+
+    yield popen
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(folder: Path, names: list[str], process: subprocess.Popen[str]) -> list[str]:
+    """The texts of files that workers write, once all are there."""
+    deadline = time.monotonic() + 30
+    while not all((folder / name).exists() for name in names):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [(folder / name).read_text() for name in names]
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 30.0) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout_s)
+    return process.returncode, out, err
+
+
+def assert_gone(pids: list[str], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "workers are still there"
+        time.sleep(0.02)
+
+
+# --------------------------------------------------------------------------- the plain case
+
+
+def test_workers_form_a_group(start: Start, tmp_path: Path) -> None:
+    code, out, err = finish(start("sums", 2))
+    assert (code, err) == (0, "")
+    cores = len(os.sched_getaffinity(0))
+    for rank in range(2):
+        assert (tmp_path / f"sum{rank}").read_text() == f"{rank}/2 2 {max(1, cores // 2)}"
+    assert "2 processes over" in out
+
+
+def test_one_process_runs_here_without_a_group(start: Start, tmp_path: Path) -> None:
+    code, out, err = finish(start("sums", 1))
+    assert (code, err) == (0, "")
+    assert (tmp_path / "sum0").read_text().startswith("0/1 1")
+    assert "one process on" in out
+
+
+def test_torchrun_is_joined_and_restarts(start: Start, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, _, err = finish(start("fails_in_the_first_attempt", 2, *torchrun, "--max-restarts", "1"))
+    assert code == 0, err
+    assert [(tmp_path / f"attempt{r}").read_text() for r in range(2)] == ["1 of 2 ranks"] * 2
+
+
+def test_srun_is_joined(start: Start, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    shared |= {"SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo"}
+    tasks = [
+        # RANK only names the file that the entrypoint writes.
+        start(
+            "sums",
+            2,
+            env={**shared, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), "RANK": str(r)},
+        )
+        for r in range(2)
+    ]
+    for task in tasks:
+        code, _, err = finish(task)
+        assert code == 0, err
+    assert {(tmp_path / f"sum{r}").read_text()[:5] for r in range(2)} == {"0/2 2", "1/2 2"}
+
+
+# --------------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize(
+    ("n", "signum", "to_group"),
+    [(2, signal.SIGINT, True), (2, signal.SIGTERM, False), (1, signal.SIGINT, True)],
+)
+def test_a_signal_saves_and_stops(
+    start: Start, tmp_path: Path, n: int, signum: signal.Signals, to_group: bool
+) -> None:
+    process = start("steps", n)
+    pids = wait_for(tmp_path, [f"pid{r}" for r in range(n)], process)
+    (os.killpg if to_group else os.kill)(process.pid, signum)
+    code, _, err = finish(process, 5.0)
+    assert code == 128 + signum
+    assert err.count("\n") == 1, err
+    assert signum.name in err
+    assert all((tmp_path / f"saved{r}").exists() for r in range(n))
+    assert_gone(pids, 0.5)
+
+
+def test_a_step_longer_than_the_grace_is_cut(start: Start, tmp_path: Path) -> None:
+    process = start("one_long_step", 2)
+    pids = wait_for(tmp_path, ["pid0", "pid1"], process)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)  # an impatient user must not cause a traceback
+    code, _, err = finish(process, 6.0)
+    assert time.monotonic() - began < 5.0
+    assert code == 130
+    assert "without a new checkpoint" in err
+    assert err.rstrip().endswith("stopped by Ctrl-C (SIGINT)")
+    assert "Traceback" not in err
+    assert_gone(pids, 0.5)
+
+
+def test_workers_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:
+    process = start("one_long_step", 2)
+    pids = wait_for(tmp_path, ["pid0", "pid1"], process)
+    process.kill()
+    assert_gone(pids, 2.0)
+
+
+# --------------------------------------------------------------------------- failing
+
+
+def test_an_exception_is_shown_last(start: Start) -> None:
+    began = time.monotonic()
+    code, _, err = finish(start("one_raises", 3))
+    assert time.monotonic() - began < 15
+    assert code == 1
+    assert err.startswith("rank 1 failed:\n\nTraceback"), err
+    assert err.endswith("ValueError: the root cause\n")
+
+
+def test_a_killed_worker_is_named(start: Start) -> None:
+    code, _, err = finish(start("one_is_killed", 3))
+    assert code == 1
+    last = err.splitlines()[-1]
+    assert last.startswith("rank 1 (pid ")
+    assert "was killed by signal 9 (SIGKILL): out of memory is the usual cause" in last
+    assert "Traceback" not in err
+
+
+def test_a_user_error_is_its_message(start: Start) -> None:
+    code, _, err = finish(start("config_error", 2))
+    assert (code, err) == (2, "ConfigError: first problem\nsecond problem\n")
+
+
+# --------------------------------------------------------------------------- joining
+
+
+def test_srun_variables() -> None:
+    place = joined(SRUN)
+    assert place is not None
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 7, 1, 3)
+    assert (place.master_addr, place.by) == ("gpu08", "srun")
+    assert 10_000 <= place.master_port < 30_000
+    other_step = joined({**SRUN, "SLURM_STEP_ID": "3"})
+    assert other_step is not None
+    assert other_step.master_port != place.master_port
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_ID": ""},  # an sbatch script
+        {"SLURM_STEP_ID": str(0xFFFFFFFB)},  # the same, as some versions tell it
+        {"SLURM_STEP_NUM_TASKS": "1"},  # an interactive shell
+        {"SLURM_STEP_NUM_TASKS": ""},
+    ],
+)
+def test_an_allocation_alone_is_not_joined(change: dict[str, str]) -> None:
+    assert joined({**SRUN, **change}) is None
+
+
+def test_torchrun_inside_srun_wins() -> None:
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    place = joined({**SRUN, **torchrun, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2950"})
+    assert place is not None
+    assert (place.by, place.rank, place.size, place.master_port) == ("torchrun", 1, 2, 2950)
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(UserError, match="SLURM_PROCID is 'x'"):
+        joined({**SRUN, "SLURM_PROCID": "x"})
+    with pytest.raises(UserError, match="rank 7 of 7"):
+        joined({**SRUN, "SLURM_PROCID": "7"})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("alone", "alone"),
+        ("node[01-03,7],other", "node01 node02 node03 node7 other"),
+        ("a[9-11]", "a9 a10 a11"),
+        ("r[1-2]n[08-09]x,b", "r1n08x r1n09x r2n08x r2n09x b"),
+    ],
+)
+def test_slurm_node_lists(text: str, names: str) -> None:
+    assert expand_nodes(text) == names.split()
+
+
+@pytest.mark.parametrize("text", ["", "node[1-3", "node[a-b]", "a,,b", "n]1["])
+def test_unreadable_node_lists(text: str) -> None:
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        expand_nodes(text)
+
+
+def test_slurm_task_counts() -> None:
+    assert expand_counts("4(x2),3") == [4, 4, 3]
+    assert expand_counts("8") == [8]
+    assert expand_counts("?") == []
+
+
+# --------------------------------------------------------------------------- checks
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Pretend that this machine has some GPUs."""
+
+    def pretend(n: int) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: n > 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: n)
+        monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+
+    return pretend
+
+
+def test_devices_suffice(gpus: Callable[[int], None]) -> None:
+    gpus(4)
+    assert check_devices("cuda", 4, nproc=4) == []
+    gpus(0)
+    assert check_devices("auto", 4) == []
+    assert check_devices("cpu", 16) == []
+
+
+def test_more_processes_than_devices(gpus: Callable[[int], None]) -> None:
+    gpus(2)
+    (problem,) = check_devices("cuda", 4)
+    assert "more processes than devices: 4 processes on this machine and 2 GPUs" in problem
+    assert "at most 2, or train.device=cpu" in problem
+    gpus(0)
+    (problem,) = check_devices("cuda", 1)
+    assert "no GPU" in problem
+    with pytest.raises(UserError, match="no GPU"):
+        init_world("cuda", 1, 1.0)
+
+
+def test_nproc_differs_from_the_layout() -> None:
+    (problem,) = check_devices("cpu", 4, nproc=2)
+    assert "--nproc=2, but the layout needs 4" in problem
+
+
+def test_world_size_differs_from_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    (problem,) = check_devices("cpu", 8)
+    assert "srun started 7 processes, but the layout needs 8" in problem
+    with pytest.raises(UserError, match="srun started 7"):
+        init_world("cpu", 8, 1.0)
+
+
+def test_init_world_needs_a_launcher() -> None:
+    with pytest.raises(UserError, match="torchrun or srun"):
+        init_world("cpu", 2, 1.0)
