@@ -201,7 +201,12 @@ def arrow(
     lw: float = 1.1,
     head: float = 7,
 ) -> None:
-    style = {"arrowstyle": "-|>", "mutation_scale": head, "shrinkA": 0, "shrinkB": 0}
+    style: dict[str, Any] = {
+        "arrowstyle": "-|>",
+        "mutation_scale": head,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
     ax.add_patch(FancyArrowPatch((x0, y0), (x1, y1), color=color, lw=lw, zorder=6, **style))
 
 
@@ -373,12 +378,13 @@ def draw_key(ax: Any, x: float, y: float, scheme: Scheme) -> None:
 
 def draw_scheme(s: Scheme, extra: float = 0.0) -> Any:
     """The whole figure; returns the axes, the lowest `extra` inches left empty."""
-    height = 7.85 + extra
+    alone = s.grid == (1, 1)  # then there is no key to draw
+    height = (7.55 if alone else 7.85) + extra
     ax = new_figure(height)
     write(ax, MARGIN, height - 0.34, s.title, 15, weight="bold", ha="left")
     write(ax, MARGIN, height - 0.63, s.subtitle, 9.5, MUTED, ha="left")
     draw_devices(ax, WIDTH - MARGIN, height - 0.33, s.grid)
-    if s.grid != (1, 1):
+    if not alone:
         draw_key(ax, MARGIN, height - 0.96, s)
 
     def act(name: str, key: str, sheets: Act, times: int = 1, last: str = "h") -> Tensor:
@@ -387,9 +393,9 @@ def draw_scheme(s: Scheme, extra: float = 0.0) -> Any:
         return Tensor(name, f"[b, s, {last}]", sheets, times * H, S, words, n_heads, pile)
 
     def weight(key: str, shape: str, sheet: Sheet, bias: Sheet, w: int, h: int) -> Tensor:
-        words = {"local": s.local.get(key, ""), "bias_local": s.local[f"{key} bias"]}
-        name = rf"W$_\mathbf{{{key}}}$"
-        return Tensor(name, shape, [sheet], w * H, h * H, bias=bias, **words)
+        name, words = rf"W$_\mathbf{{{key}}}$", s.local.get(key, "")
+        bias_words = s.local[f"{key} bias"]
+        return Tensor(name, shape, [sheet], w * H, h * H, words, bias=bias, bias_local=bias_words)
 
     before, after = act("x", "x", s.between), act("x + y", "x", s.between)
     entered, closed = act("x\u0302", "entered", s.entered), act("y", "y", s.closed)

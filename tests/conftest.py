@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,3 +14,18 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small prepared corpus with a vocabulary of 301 words."""
+    from gridformer.data.prepare import prepare_corpus
+    from gridformer.data.sources import open_sources
+
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(12):
+        text = "".join(f"line {i} of file {number}: {i * number} and {i}\n" for i in range(120))
+        (folder / f"{number}.txt").write_text(text)
+    out = folder / "tokens"
+    prepare_corpus(open_sources([str(folder)]), out, vocab_size=301, val_fraction=0.2)
+    return out

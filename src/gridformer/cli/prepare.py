@@ -27,22 +27,25 @@ def prepare(
     suffix: Annotated[
         list[str] | None,
         typer.Option(
-            "--suffix", help="Of files in folders; repeatable. Without it: usual text files."
+            "--suffix",
+            help="Take these files from folders; repeatable. Without it: all usual text files.",
         ),
     ] = None,
     text_key: Annotated[
         str, typer.Option("--text-key", help="Key or column of the text in records.")
     ] = "text",
-    split: Annotated[str, typer.Option("--split", help="Of Hugging Face data sets.")] = "train",
+    split: Annotated[
+        str, typer.Option("--split", help="Split of a Hugging Face data set.")
+    ] = "train",
     tokenizer: Annotated[
         Path | None,
         typer.Option("--tokenizer", help="A tokenizer.json; without it one is trained."),
     ] = None,
     vocab_size: Annotated[
-        int, typer.Option("--vocab-size", help="Of a tokenizer trained here.")
+        int, typer.Option("--vocab-size", help="Size of the vocabulary trained here.")
     ] = 4096,
     tokenizer_sample_mb: Annotated[
-        float, typer.Option("--tokenizer-sample-mb", help="Text to train it on.")
+        float, typer.Option("--tokenizer-sample-mb", help="How much text to train it on.")
     ] = 16.0,
     val_fraction: Annotated[
         float, typer.Option("--val-fraction", help="Share of documents held out for validation.")

@@ -7,7 +7,9 @@ layouts. Only safetensors are read and written: DCP's own format unpickles its i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +67,13 @@ class Block:
 
 def write_blocks(blocks: Mapping[str, Block], folder: Path) -> None:
     """Write the blocks of all ranks; equal blocks of several ranks (replicas) are written once."""
-    dcp.save(
-        {},
-        storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-        planner=_SavePlanner(blocks),
-        no_dist=not dist.is_initialized(),
-    )
+    with _no_warning_of_one_process():
+        dcp.save(
+            {},
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            planner=_SavePlanner(blocks),
+            no_dist=not dist.is_initialized(),
+        )
 
 
 def read_blocks(blocks: Mapping[str, Block], folder: Path) -> None:
@@ -79,17 +82,25 @@ def read_blocks(blocks: Mapping[str, Block], folder: Path) -> None:
     Raises CheckpointError where a tensor is missing or has another global shape.
     """
     try:
-        dcp.load(
-            {},
-            storage_reader=HuggingFaceStorageReader(str(folder)),
-            planner=_LoadPlanner(blocks, folder),
-            no_dist=not dist.is_initialized(),
-        )
+        with _no_warning_of_one_process():
+            dcp.load(
+                {},
+                storage_reader=HuggingFaceStorageReader(str(folder)),
+                planner=_LoadPlanner(blocks, folder),
+                no_dist=not dist.is_initialized(),
+            )
     except dcp.api.CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, CheckpointError):
                 raise cause from None
         raise
+
+
+@contextmanager
+def _no_warning_of_one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class _SavePlanner(DefaultSavePlanner):

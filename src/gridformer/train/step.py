@@ -67,7 +67,8 @@ class Stepper:
         """The rows of a global batch of `n_rows` that belong to this device's micro-batch."""
         n_rows = n_rows or self.train.global_batch
         n_micro = n_micro or self.train.micro_batches
-        size = n_rows // (self.axes.dp.size * n_micro * self.axes.row.size)
+        size, rest = divmod(n_rows, self.axes.dp.size * n_micro * self.axes.row.size)
+        assert not rest, "gridformer.layout.check was not called"
         part = (self.axes.dp.index * n_micro + micro) * self.axes.row.size + self.axes.row.index
         return slice(part * size, (part + 1) * size)
 

@@ -1,0 +1,80 @@
+"""The `gridformer` command: its subcommands, and how errors leave it.
+
+Nothing here or in the subcommands' files imports torch at the top, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from gridformer import __version__
+from gridformer.cli.demo import demo
+from gridformer.cli.doctor import doctor
+from gridformer.cli.generate import generate
+from gridformer.cli.prepare import prepare
+from gridformer.cli.train import train
+from gridformer.errors import ConfigError, UserError
+
+_EPILOG = (
+    "[bold]From text to text:[/bold]\n\n"
+    "gridformer prepare python-stdlib --out data/python-stdlib\n\n"
+    "gridformer train demo\n\n"
+    'gridformer generate runs/demo --prompt "def read(self"'
+)
+
+app = typer.Typer(
+    name="gridformer",
+    help="Train transformers on a grid of devices, with the same loss as on one.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(prepare)
+app.command()(train)
+app.command()(generate)
+app.command()(doctor)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gridformer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """The options of the command itself; the help text is the app's."""
+
+
+def main() -> None:
+    """Entry point. A UserError is printed without a traceback; exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        sys.stdout.flush()
+        typer.echo(_text(error), err=True)
+        sys.exit(2)
+
+
+def _text(error: UserError) -> str:
+    title = typer.style("error:", fg=typer.colors.RED, bold=True)
+    problems = error.problems if isinstance(error, ConfigError) else []
+    if len(problems) > 1:
+        return "\n".join([f"{title} {len(problems)} problems", *(f"  - {p}" for p in problems)])
+    return f"{title} {error}"
+
+
+if __name__ == "__main__":
+    main()

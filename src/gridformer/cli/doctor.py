@@ -1,0 +1,38 @@
+"""`gridformer doctor`: what of this machine can be used, and how to mend what cannot."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=1, max=64, help="Local processes to connect.")
+    ] = 4,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, help="Seconds after which that counts as hung.")
+    ] = 60.0,
+) -> None:
+    """Check versions, devices, disk and network; connect processes and measure how fast they add.
+
+    Every line that is not in order says how to mend it. The exit code is 0 when training works.
+
+    Try: gridformer doctor --nproc 8
+    """
+    from gridformer.doctor import examine
+
+    marks = {
+        "ok": typer.style("✓", fg=typer.colors.GREEN),
+        "warn": typer.style("!", fg=typer.colors.YELLOW, bold=True),
+        "bad": typer.style("✗", fg=typer.colors.RED, bold=True),
+    }
+    usable = True
+    for finding in examine(nproc, timeout):
+        usable = usable and finding.level != "bad"
+        typer.echo(f"{marks[finding.level]} {finding.text}")
+        for line in finding.remedy.splitlines():
+            typer.echo(f"    {line}")
+    typer.echo("Ready to train." if usable else "Not ready: mend the lines marked ✗ first.")
+    raise typer.Exit(0 if usable else 1)

@@ -1,0 +1,53 @@
+"""`gridformer train`: a run file in, a run directory out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN.yaml", help="A run file, or the name of a shipped one: demo."),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE...", help="Values to use instead of the file's: train.steps=100."
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", min=1, help="Processes; must be what the layout needs."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Run directory; without it runs/NAME.")
+    ] = None,
+) -> None:
+    """Train a model, or go on where its run directory left off.
+
+    Starts as many processes as the layout needs (rows x cols x dp x pp) on this machine; under
+    torchrun or srun it joins the processes they have started. Ctrl-C saves a checkpoint first.
+
+    [bold]Examples:[/bold]
+
+    gridformer train demo
+
+    gridformer train my.yaml train.steps=100 layout.scheme=optimus layout.rows=2 layout.cols=2
+
+    torchrun --nnodes 2 --nproc-per-node 4 -m gridformer train my.yaml
+    """
+    from gridformer.config import load_run
+    from gridformer.launch import joined, launch, warm_up
+
+    overrides = overrides or []
+    if not joined() and load_run(run, overrides).layout.n_processes > 1:
+        warm_up("gridformer.train.runner")  # loads beside this process's own imports
+
+    from gridformer.train import runner
+
+    plan = runner.plan_run(run, overrides, nproc, out)
+    launch(runner.worker, (plan,), plan.n_processes)

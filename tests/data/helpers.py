@@ -1,0 +1,75 @@
+"""Small corpora and token splits made in memory."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gridformer.data.pieces import Piece, pieces
+from gridformer.data.sources import Source
+from gridformer.data.tokenfolder import TokenFolder, TokenSplit
+
+WORDS = "the quick brown fox jumps over lazy dogs while seven wizards boil green tea".split()
+
+
+@dataclass
+class ListSource:
+    """A source of given documents; `documents` is called anew for every pass."""
+
+    documents: Callable[[], Iterable[str]]
+    name: str = "a list"
+    license: str | None = None
+    n_bytes: int | None = None
+
+    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+        for document in self.documents():
+            yield from pieces([document])
+
+    def sample(self) -> Iterator[Piece]:
+        return self.pieces(Counter())
+
+
+def listed(*documents: str) -> ListSource:
+    return ListSource(lambda: documents)
+
+
+def sentences(number: int, words: int = 12) -> list[str]:
+    """Different documents, always the same."""
+    draw = np.random.default_rng(number)
+    return [" ".join(draw.choice(WORDS, words)) + f" {i}.\n" for i in range(number)]
+
+
+def texts(sources: Sequence[Source]) -> list[str]:
+    """Whole documents of some sources."""
+    out = [""]
+    for source in sources:
+        for piece in source.pieces(Counter()):
+            out[-1] += piece.text
+            if piece.ends:
+                out.append("")
+    return out[:-1]
+
+
+def documents(folder: TokenFolder) -> dict[str, list[str]]:
+    """The decoded documents of each split, without their end-of-text tokens."""
+    eos = folder.index.eos_token
+    return {
+        split.name: [
+            folder.tokenizer.decode(split.document(d).tolist()).removesuffix(eos)
+            for d in range(split.n_documents)
+        ]
+        for split in (folder.train, folder.val)
+    }
+
+
+def counting_split(n_tokens: int, name: str = "train") -> TokenSplit:
+    """A split whose token at position i is i, so that a batch tells where it was read."""
+    return TokenSplit(
+        name,
+        Path(f"{name}.bin"),
+        np.arange(n_tokens),
+        np.array([0, n_tokens]),
+        vocab_size=max(1, n_tokens),
+    )

@@ -1,0 +1,149 @@
+"""Batches: what they hold, and that nothing but (seed, step) decides it."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gridformer.data import BatchSampler
+from gridformer.errors import DataError
+from tests.data.helpers import counting_split
+
+sizes = st.tuples(st.integers(1, 400), st.integers(1, 12), st.integers(1, 40)).filter(
+    lambda size: size[0] > size[1]
+)
+
+
+@given(size=sizes, seed=st.integers(0, 2**63 - 1), step=st.integers(0, 10**9))
+def test_rows_are_windows_with_their_targets(
+    size: tuple[int, int, int], seed: int, step: int
+) -> None:
+    n_tokens, seq_len, global_batch = size
+    sampler = BatchSampler(counting_split(n_tokens), seq_len, global_batch, seed)
+    batch = sampler.batch(step)
+    assert batch.shape == (global_batch, seq_len + 1)
+    assert batch.dtype == np.int64
+    assert np.array_equal(batch[:, 0], sampler.indices(step) * seq_len)
+    assert np.array_equal(batch, batch[:, :1] + np.arange(seq_len + 1))
+    # The last sample has its last target, and one more sample would not.
+    assert sampler.n_samples * seq_len + 1 <= n_tokens < (sampler.n_samples + 1) * seq_len + 1
+
+
+@given(size=sizes, seed=st.integers(0, 99), epochs=st.integers(1, 4), sequential=st.booleans())
+def test_every_epoch_visits_every_sample_once(
+    size: tuple[int, int, int], seed: int, epochs: int, sequential: bool
+) -> None:
+    n_tokens, seq_len, global_batch = size
+    split = counting_split(n_tokens)
+    sampler = BatchSampler(split, seq_len, global_batch, seed, sequential=sequential)
+    n = sampler.n_samples
+    steps = -(-n * epochs // global_batch)
+    stream = np.concatenate([sampler.indices(step) for step in range(steps)])[: n * epochs]
+    for epoch in stream.reshape(epochs, n):
+        assert np.array_equal(np.sort(epoch), np.arange(n))
+        if sequential:
+            assert np.array_equal(epoch, np.arange(n))
+
+
+@given(size=sizes, step=st.integers(0, 10**6), data=st.data())
+def test_any_cut_into_rows_gives_the_same_batch(
+    size: tuple[int, int, int], step: int, data: st.DataObject
+) -> None:
+    n_tokens, seq_len, global_batch = size
+    whole = BatchSampler(counting_split(n_tokens), seq_len, global_batch, 5).batch(step)
+    cuts = sorted(data.draw(st.lists(st.integers(0, global_batch), max_size=4)))
+    parts = [
+        # A sampler of its own for each: what one process reads does not depend on the others.
+        BatchSampler(counting_split(n_tokens), seq_len, global_batch, 5).batch(step, slice(a, b))
+        for a, b in zip([0, *cuts], [*cuts, global_batch])
+    ]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_resuming_reads_on() -> None:
+    first = BatchSampler(counting_split(1001), 10, 8, seed=3)
+    straight = [first.batch(step) for step in range(30)]
+    resumed = BatchSampler(counting_split(1001), 10, 8, seed=3)
+    for step in range(17, 30):
+        assert np.array_equal(resumed.batch(step), straight[step])
+
+
+def test_the_stream_does_not_depend_on_the_batch_size() -> None:
+    split = counting_split(1001)
+    small = BatchSampler(split, 10, 4, seed=3)
+    large = BatchSampler(split, 10, 8, seed=3)
+    for step in range(30):
+        pair = np.concatenate([small.indices(2 * step), small.indices(2 * step + 1)])
+        assert np.array_equal(large.indices(step), pair)
+
+
+def test_seeds_and_epochs_shuffle_differently() -> None:
+    split = counting_split(1001)
+    a, b = (BatchSampler(split, 10, 100, seed) for seed in (1, 2))
+    orders = [a.indices(0), a.indices(1), b.indices(0)]
+    for i, order in enumerate(orders):
+        assert not any(np.array_equal(order, other) for other in orders[:i])
+
+
+class Recorder:
+    """Tokens that remember what was read of them."""
+
+    def __init__(self, tokens: np.ndarray[Any, Any]) -> None:
+        self.tokens = tokens
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, where: slice) -> np.ndarray[Any, Any]:
+        self.read.append(where.start)
+        return self.tokens[where]
+
+
+def test_reads_only_the_rows_asked_for() -> None:
+    recorder: Any = Recorder(np.arange(1001))
+    sampler = BatchSampler(replace(counting_split(1001), tokens=recorder), 10, 16, seed=0)
+    sampler.batch(2, slice(4, 7))
+    assert recorder.read == (sampler.indices(2)[4:7] * 10).tolist()
+    assert sampler.batch(2, slice(3, 3)).shape == (0, 11)
+
+
+def test_fewer_samples_than_a_batch_wrap() -> None:
+    sampler = BatchSampler(counting_split(31), 10, 8, seed=0)
+    stream = np.concatenate([sampler.indices(step) for step in range(3)])
+    assert np.array_equal(np.sort(stream.reshape(8, 3)), np.tile(np.arange(3), (8, 1)))
+
+
+@pytest.mark.parametrize("n_tokens", [0, 1, 10])
+def test_too_short_names_a_length_that_works(n_tokens: int) -> None:
+    with pytest.raises(DataError, match="prepare more text") as error:
+        BatchSampler(counting_split(n_tokens), 10, 4)
+    assert "data.seq_len=10, which takes 11" in str(error.value)
+    if n_tokens == 10:
+        assert "use data.seq_len of at most 9" in str(error.value)
+        assert BatchSampler(counting_split(10), 9, 4).n_samples == 1
+
+
+def test_too_short_validation_suggests_a_larger_fraction() -> None:
+    with pytest.raises(DataError, match="larger --val-fraction"):
+        BatchSampler(counting_split(5, "val"), 10, 4)
+
+
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
+    split = replace(counting_split(101), vocab_size=50)
+    with pytest.raises(DataError, match="outside the vocabulary of 50"):
+        BatchSampler(split, 10, 10, sequential=True).batch(0)
+
+
+@pytest.mark.parametrize(("seq_len", "global_batch"), [(0, 1), (1, 0)])
+def test_impossible_sizes(seq_len: int, global_batch: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        BatchSampler(counting_split(10), seq_len, global_batch)
+
+
+def test_negative_steps() -> None:
+    with pytest.raises(ValueError, match="must not be negative"):
+        BatchSampler(counting_split(10), 3, 2).indices(-1)

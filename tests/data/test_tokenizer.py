@@ -1,0 +1,109 @@
+"""Training, loading and the round trip of any text."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, processors
+
+from gridformer.data.tokenizer import EOS_NAMES, SMALLEST_VOCAB, Tokenizer
+from gridformer.errors import DataError, UserError
+from tests.data.helpers import sentences
+
+TRAINED = Tokenizer.train(sentences(200), 400)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_round_trip(text: str) -> None:
+    assert TRAINED.decode(TRAINED.encode(text)) == text
+
+
+@given(text=st.text())
+def test_lone_surrogates_become_replacement_characters(text: str) -> None:
+    expected = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    assert TRAINED.decode(TRAINED.encode(text)) == expected
+
+
+@pytest.mark.parametrize("text", ["", " ", "\r\n\t x", "naïve 🦊\u200d", "a<|endoftext|>b", "\0"])
+def test_round_trip_of_awkward_text(text: str) -> None:
+    ids = TRAINED.encode(text)
+    assert TRAINED.decode(ids) == text
+    assert TRAINED.eos_id not in ids
+
+
+def test_batches_are_the_same_as_one_by_one() -> None:
+    texts = sentences(20)
+    assert TRAINED.encode_batch(texts) == [TRAINED.encode(text) for text in texts]
+
+
+def test_training_does_not_depend_on_the_order_of_the_texts(tmp_path: Path) -> None:
+    texts = sentences(200)
+    for name, order in (("a", texts), ("b", texts[::-1])):
+        Tokenizer.train(iter(order), 350).save(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_vocabulary_sizes() -> None:
+    assert TRAINED.vocab_size == 400
+    assert Tokenizer.train([], 5000).vocab_size == SMALLEST_VOCAB
+    with pytest.raises(UserError, match=r"vocab_size=256 .* use 257 or more"):
+        Tokenizer.train([], 256)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    TRAINED.save(tmp_path / "tokenizer.json")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = Tokenizer.load(path)
+        assert (loaded.vocab_size, loaded.eos_id) == (400, TRAINED.eos_id)
+        assert loaded.encode(sentences(1)[0]) == TRAINED.encode(sentences(1)[0])
+
+
+def _word_level(path: Path, *words: str) -> tokenizers.Tokenizer:
+    vocab = {word: number for number, word in enumerate(["a", "b", *words])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    backend.save(str(path))
+    return backend
+
+
+@pytest.mark.parametrize("name", EOS_NAMES)
+def test_other_names_for_the_end_of_text(tmp_path: Path, name: str) -> None:
+    _word_level(tmp_path / "t.json", "c", name)
+    loaded = Tokenizer.load(tmp_path / "t.json")
+    assert (loaded.eos_token, loaded.eos_id) == (name, 3)
+
+
+def test_no_end_of_text(tmp_path: Path) -> None:
+    _word_level(tmp_path / "t.json")
+    with pytest.raises(DataError, match=r"t.json: .* no end-of-text .* called <\|endoftext\|>"):
+        Tokenizer.load(tmp_path / "t.json")
+
+
+def test_settings_of_others_neither_truncate_nor_add(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer.from_str(TRAINED._backend.to_str())
+    backend.enable_truncation(3)
+    backend.enable_padding(length=7)
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    backend.save(str(tmp_path / "t.json"))
+    text = sentences(1)[0]
+    assert Tokenizer.load(tmp_path / "t.json").encode(text) == TRAINED.encode(text)
+
+
+def test_ids_with_holes(tmp_path: Path) -> None:
+    _word_level(tmp_path / "t.json", "</s>")
+    raw = json.loads((tmp_path / "t.json").read_text())
+    raw["model"]["vocab"]["b"] = 99
+    (tmp_path / "t.json").write_text(json.dumps(raw))
+    assert Tokenizer.load(tmp_path / "t.json").vocab_size == 100
+
+
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.json: no such tokenizer file"):
+        Tokenizer.load(tmp_path / "gone.json")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(DataError, match=r"bad\.json: is not a tokenizer\.json"):
+        Tokenizer.load(tmp_path / "bad.json")

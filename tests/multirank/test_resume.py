@@ -1,0 +1,207 @@
+"""Runs that stop and go on: bit-exact under the same layout, exact under any other."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from gridformer.config import parse_run
+from gridformer.errors import CheckpointError
+from gridformer.launch import World
+from gridformer.layout import check
+from gridformer.train import checkpoint
+from gridformer.train.metrics import read_metrics
+from gridformer.train.runner import Plan
+from gridformer.train.trainer import Trainer
+from tests.multirank.pool import RankFailed, WorkerPool
+from tests.multirank.test_exactness import GRIDS, name_of
+
+STEPS, MIDDLE = 6, 3
+
+
+def plan_of(data: Path, out: Path, layout: dict[str, Any], **train: Any) -> Plan:
+    model = {
+        "n_layers": 2,
+        "hidden_size": 24,
+        "n_heads": 12,
+        "vocab_size": 301,
+        "max_seq_len": 12,
+        "dropout": 0.1,
+        "attention_dropout": 0.1,
+    }
+    settings = {
+        "steps": STEPS,
+        "global_batch": 24,
+        "lr": 3e-3,
+        "warmup_steps": 2,
+        "eval_every": 0,
+        "eval_batches": 2,
+        "save_every": MIDDLE,
+        "dtype": "float64",
+        "sanity_checks": True,
+        **train,
+    }
+    sections = {"model": model, "layout": layout, "data": {"path": str(data), "seq_len": 12}}
+    run = parse_run({"name": "test", "train": settings, **sections})
+    check(run)
+    resume = checkpoint.latest(out)
+    step = checkpoint.read_manifest(resume).step if resume else 0
+    return Plan(run, out, resume, step)
+
+
+def train(plan: Plan) -> None:
+    """What one rank does: the production trainer on the pool's process group."""
+    world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"), "gloo", "test")
+    Trainer(plan, world).fit()
+
+
+def train_and_crash(plan: Plan) -> None:
+    """The same, but one rank dies while it writes the second checkpoint."""
+    written = []
+
+    def breaking(blocks: Any, folder: Path) -> None:
+        written.append(folder)
+        if len(written) == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            (folder / "shard-00001-half").write_bytes(b"half a file")
+            raise OSError("no space left on device")
+        original(blocks, folder)
+
+    original = checkpoint.write_blocks
+    checkpoint.write_blocks = breaking
+    try:
+        train(plan)
+    finally:
+        checkpoint.write_blocks = original
+
+
+def losses(out: Path) -> dict[int, tuple[float, float]]:
+    return {m["step"]: (m["loss"], m["grad_norm"]) for m in read_metrics(out) if "loss" in m}
+
+
+def start_from(finished: Path, out: Path) -> None:
+    """A run directory as it was after MIDDLE steps."""
+    name = f"step-{MIDDLE:08d}"
+    shutil.copytree(finished / "checkpoints" / name, out / "checkpoints" / name)
+    shutil.copy(finished / "metrics.jsonl", out)
+
+
+def stored(out: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Every block of the last checkpoint: parameters and moments, by name and offset."""
+    blocks = {}
+    for path in (out / f"checkpoints/step-{STEPS:08d}").glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118 - it is no dictionary
+                blocks[name, str(offsets[name])] = file.get_tensor(name)
+    return blocks
+
+
+def n_of(layout: dict[str, Any]) -> int:
+    n: int = layout.get("rows", 1) * layout.get("cols", 1) * layout.get("dp", 1)
+    return n
+
+
+SOME = [
+    {"scheme": "single", "dp": 2},
+    {"scheme": "megatron", "cols": 2, "dp": 2},
+    {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+    {"scheme": "optimus", "rows": 2, "cols": 2},
+    {"scheme": "optimus", "rows": 2, "cols": 3},
+]
+
+
+@pytest.mark.parametrize("layout", SOME, ids=name_of)
+def test_same_layout_is_bit_exact(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    pool.run(n_of(layout), train, plan_of(token_folder, whole, layout, dtype="float32"))
+    start_from(whole, resumed)
+    plan = plan_of(token_folder, resumed, layout, dtype="float32")
+    assert plan.resume_step == MIDDLE
+    pool.run(n_of(layout), train, plan)
+    assert losses(resumed) == losses(whole)
+    want, got = stored(whole), stored(resumed)
+    assert want.keys() == got.keys()
+    for key in want:
+        assert torch.equal(want[key], got[key]), key
+
+
+def random_pairs(n: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    chooser = random.Random(20)
+    layouts = [{**grid, "dp": dp} for grid in GRIDS for dp in (1, 2)]
+    layouts = [layout for layout in layouts if n_of(layout) <= 9]
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    while len(pairs) < n:
+        pair = chooser.choice(layouts), chooser.choice(layouts)
+        if pair[0] != pair[1]:
+            pairs.append(pair)
+    return pairs
+
+
+@pytest.mark.parametrize("pair", random_pairs(8), ids=lambda p: "-to-".join(map(name_of, p)))
+def test_any_layout_goes_on_from_any_other(
+    pool: WorkerPool,
+    token_folder: Path,
+    tmp_path: Path,
+    pair: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    before, after = pair
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    pool.run(n_of(before), train, plan_of(token_folder, whole, before))
+    start_from(whole, moved)
+    pool.run(n_of(after), train, plan_of(token_folder, moved, after))
+    want, got = losses(whole), losses(moved)
+    assert list(got) == list(range(1, STEPS + 1))
+    for step in want:
+        assert got[step] == pytest.approx(want[step], rel=1e-9), step
+    evals = [read_metrics(out)[-1]["val_loss"] for out in (whole, moved)]
+    assert evals[1] == pytest.approx(evals[0], rel=1e-9)
+
+
+def test_a_crash_while_writing_leaves_the_checkpoint_before(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    layout = {"scheme": "optimus", "rows": 2, "cols": 2}
+    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
+    pool.run(4, train, plan_of(token_folder, whole, layout))
+    with pytest.raises(RankFailed, match="no space left"):
+        pool.run(4, train_and_crash, plan_of(token_folder, crashed, layout))
+    found = checkpoint.latest(crashed)
+    assert found is not None
+    assert found.name == f"step-{MIDDLE:08d}"
+    checkpoint.verify(found)
+    pool.run(4, train, plan_of(token_folder, crashed, layout))
+    assert losses(crashed) == losses(whole)
+    left = sorted(path.name for path in (crashed / "checkpoints").iterdir())
+    assert left == [f"step-{MIDDLE:08d}", f"step-{STEPS:08d}"], "the half-written one is gone"
+
+
+def test_old_checkpoints_are_removed(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
+    pool.run(1, train, plan_of(token_folder, tmp_path, {}, save_every=1, keep_checkpoints=2))
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"]
+
+
+def test_another_models_checkpoint_is_refused(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    pool.run(1, train, plan_of(token_folder, tmp_path, {}))
+    plan = plan_of(token_folder, tmp_path, {})
+    assert plan.resume is not None
+    other = plan.run.model_copy(
+        update={"model": plan.run.model.model_copy(update={"hidden_size": 36, "ffn_size": 144})}
+    )
+    manifest = checkpoint.read_manifest(plan.resume)
+    with pytest.raises(CheckpointError, match=r"model.hidden_size is 36, there 24.*--out"):
+        checkpoint.check_same_run(manifest, other, plan.resume)
+    with pytest.raises(RankFailed, match="is of another model"):
+        pool.run(1, train, Plan(other, tmp_path, plan.resume, MIDDLE))
