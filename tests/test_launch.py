@@ -155,20 +155,19 @@ def test_a_step_longer_than_the_grace_is_cut(start: Start, tmp_path: Path) -> No
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # an impatient user must not cause a traceback
-    code, _, err = finish(process, 6.0)
-    assert time.monotonic() - began < 5.0
+    assert_gone(pids, 5.0 - (time.monotonic() - began))
+    code, _, err = finish(process, 5.0)
     assert code == 130
-    assert "without a new checkpoint" in err
+    assert "no new checkpoint" in err
     assert err.rstrip().endswith("stopped by Ctrl-C (SIGINT)")
     assert "Traceback" not in err
-    assert_gone(pids, 0.5)
 
 
 def test_workers_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:
     process = start("one_long_step", 2)
     pids = wait_for(tmp_path, ["pid0", "pid1"], process)
     process.kill()
-    assert_gone(pids, 2.0)
+    assert_gone(pids, 5.0)
 
 
 # --------------------------------------------------------------------------- failing

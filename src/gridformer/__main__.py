@@ -1,4 +1,4 @@
-"""`python -m gridformer`, for torchrun's -m."""
+"""`python -m gridformer`, for torchrun and for environments without the script on their path."""
 
 from gridformer.cli.app import main
 

@@ -21,6 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from gridformer import __version__
+
 GIB = 2**30
 _FIRST_PYTHON = (3, 11)
 
@@ -42,18 +44,22 @@ def examine(n_processes: int, timeout_s: float, folder: Path = Path()) -> Iterat
         timeout_s: after which connecting them counts as hanging.
         folder: where runs would be written.
     """
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        check_python,
-        check_packages,
-        check_machine,
-        check_gpus,
-        check_loopback,
-        lambda: check_shared_memory(Path("/dev/shm"), n_processes),
-        lambda: check_disk(folder),
-    ]
-    for check in checks:
-        yield from check()
-    yield from check_processes(n_processes, timeout_s)
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "Python": check_python,
+        "packages": check_packages,
+        "CPU and memory": check_machine,
+        "GPUs": check_gpus,
+        "loopback network": check_loopback,
+        "shared memory": lambda: check_shared_memory(Path("/dev/shm"), n_processes),
+        "disk": lambda: check_disk(folder),
+        "processes": lambda: check_processes(n_processes, timeout_s),
+    }
+    for name, check in checks.items():
+        try:
+            yield from check()
+        except Exception as error:  # whatever it is, the other checks are still worth making
+            text = f"{name}: the check failed ({type(error).__name__}: {error})"
+            yield Finding("bad", text, "this may say why; else report it with this output")
 
 
 # --------------------------------------------------------------------------- software
@@ -78,7 +84,7 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
             return
     from packaging.requirements import Requirement
 
-    fitting = [f"gridformer {metadata.version('gridformer')}"]
+    fitting = [f"gridformer {__version__}"]
     for text in requirements:
         wanted = Requirement(text)
         if wanted.marker and not wanted.marker.evaluate({"extra": ""}):

@@ -271,7 +271,9 @@ def _worker(entrypoint: Callable[..., None], args: tuple[Any, ...], threads: int
             if caused_by_peer:
                 time.sleep(_LINGER_S)
             raise SystemExit(2 if isinstance(error, UserError) else 1) from None
-        if not caused_by_peer:  # for instance a checkpoint that could not be written
+        if caused_by_peer:
+            stop.tell_nothing_was_saved("another rank did not end its step")
+        else:  # for instance a checkpoint that could not be written
             traceback.print_exc()
     stop.nothing_left_to_save()
     if stop.requested:

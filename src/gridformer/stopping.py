@@ -28,7 +28,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-GRACE_S = 4.0
+GRACE_S = 3.5  # with what the launcher needs to leave, all is over within 5 s
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
@@ -130,13 +130,15 @@ class StopRequest:
                         self.nothing_left_to_save()
 
     def _give_up(self) -> None:
-        if self.grace_s and os.environ.get("RANK", "0") == "0":  # one line a run, not one a rank
-            message = (
-                f"gridformer: did not reach the end of a step within {self.grace_s:g} s of "
-                f"{self.signal_name}; stopping without a new checkpoint\n"
-            )
-            os.write(2, message.encode())  # sys.stderr's lock may be held by the main thread
+        if self.grace_s:
+            self.tell_nothing_was_saved(f"the step did not end within {self.grace_s:g} s")
         _end_process(self.exit_code)
+
+    def tell_nothing_was_saved(self, why: str) -> None:
+        """Say, on one rank of the run, that the work since the last checkpoint is lost."""
+        if os.environ.get("RANK", "0") == "0":
+            message = f"gridformer: {self.signal_name}, but {why}: no new checkpoint\n"
+            os.write(2, message.encode())  # sys.stderr's lock may be held by the main thread
 
 
 def _end_process(code: int) -> None:

@@ -11,7 +11,7 @@ from gridformer.data.pieces import Piece, pieces
 from gridformer.data.sources import Source
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
 
-WORDS = "the quick brown fox jumps over lazy dogs while seven wizards boil green tea".split()
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
 
 
 @dataclass

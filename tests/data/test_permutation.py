@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from gridformer.data.permutation import permute
 
 
-@given(
-    n=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 2**40)
-)
+@given(n=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 2**40))
 def test_is_a_bijection(n: int, seed: int, epoch: int) -> None:
     image = permute(np.arange(n), n, seed, epoch)
     assert np.array_equal(np.sort(image), np.arange(n))
@@ -57,9 +55,6 @@ def test_small_domains_reach_every_order(n: int) -> None:
 
 def test_the_order_of_the_data_never_changes() -> None:
     """A resumed run of an older version must read on in the same order: these are its numbers."""
-    assert permute(np.arange(10), 10, 1234, 0).tolist() == GOLDEN_10
-    assert permute(np.array([0, 1, 10**12 - 1]), 10**12, 1234, 5).tolist() == GOLDEN_LARGE
-
-
-GOLDEN_10: list[int] = []
-GOLDEN_LARGE: list[int] = []
+    assert permute(np.arange(10), 10, 1234, 0).tolist() == [0, 4, 3, 8, 2, 9, 6, 1, 5, 7]
+    large = permute(np.array([0, 1, 10**12 - 1]), 10**12, 1234, 5)
+    assert large.tolist() == [146823573688, 840210480741, 208747988]

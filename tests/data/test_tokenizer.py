@@ -13,7 +13,7 @@ from gridformer.data.tokenizer import EOS_NAMES, SMALLEST_VOCAB, Tokenizer
 from gridformer.errors import DataError, UserError
 from tests.data.helpers import sentences
 
-TRAINED = Tokenizer.train(sentences(200), 400)
+TRAINED = Tokenizer.train(sentences(200), 300)
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
@@ -47,7 +47,7 @@ def test_training_does_not_depend_on_the_order_of_the_texts(tmp_path: Path) -> N
 
 
 def test_vocabulary_sizes() -> None:
-    assert TRAINED.vocab_size == 400
+    assert TRAINED.vocab_size == 300
     assert Tokenizer.train([], 5000).vocab_size == SMALLEST_VOCAB
     with pytest.raises(UserError, match=r"vocab_size=256 .* use 257 or more"):
         Tokenizer.train([], 256)
@@ -57,7 +57,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     TRAINED.save(tmp_path / "tokenizer.json")
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         loaded = Tokenizer.load(path)
-        assert (loaded.vocab_size, loaded.eos_id) == (400, TRAINED.eos_id)
+        assert (loaded.vocab_size, loaded.eos_id) == (300, TRAINED.eos_id)
         assert loaded.encode(sentences(1)[0]) == TRAINED.encode(sentences(1)[0])
 
 

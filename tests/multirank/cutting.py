@@ -1,18 +1,20 @@
 """Cut whole tensors into blocks and join them again, as two transposed autograd functions.
 
-With them a test can take what a grid of devices computes together for one function of whole tensors,
-which every rank evaluates alike: `join(op(cut(whole)))`. That function is what `gradcheck` checks
-and what is compared with the plain computation. Nothing here uses gridformer's collectives.
+With them a test can take what a grid of devices computes together for one function of whole
+tensors, which every rank evaluates alike: `join(op(cut(whole)))`. That function is what gradcheck
+checks and what is compared with the plain computation. Nothing here uses gridformer's collectives.
 
-`dims` says how a tensor lies: for each dimension the axis that cuts it ("row", "col"), or None. Along
-an axis that `dims` does not name every device holds the same block, and that block counts as one
-variable (see gridformer.comm.autograd): `cut` then expects the same gradient on every device of the
-axis, and `join` hands each of them the same gradient. A test that means one variable a device says
-so with a dimension of the axis's size, cut by it.
+`dims` says how a tensor lies: for each dimension the axis that cuts it ("row", "col"), or None.
+Along an axis that `dims` does not name every device holds the same block, and that block counts as
+one variable (see gridformer.comm.autograd): `cut` then expects the same gradient on every device of
+the axis, and `join` hands each of them the same gradient. A test that means one variable a device
+says so with a dimension of the axis's size, cut by it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +49,28 @@ def join(block: Tensor, dims: Dims, axes: Axes) -> Tensor:
     """The whole tensor, on every device. Backward takes this device's block of the gradient."""
     whole: Tensor = _Join.apply(block, dims, axes)
     return whole
+
+
+@dataclass
+class Case:
+    """Two ways to compute the same function of whole float64 tensors of these shapes."""
+
+    shapes: list[tuple[int, ...]]
+    on_grid: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
+
+
+def check(case: Case) -> None:
+    """Compare the two ways, and the grid's gradient with finite differences. On every rank."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in case.shapes
+    ]
+    torch.testing.assert_close(case.on_grid(*inputs), case.plain(*inputs), rtol=1e-12, atol=1e-12)
+    # The whole Jacobian where that is quick; its product with random vectors elsewhere.
+    small = dist.get_world_size() <= 4 and sum(x.numel() for x in inputs) <= 36
+    torch.autograd.gradcheck(case.on_grid, inputs, fast_mode=not small)
 
 
 class _Cut(torch.autograd.Function):

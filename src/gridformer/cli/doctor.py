@@ -15,9 +15,10 @@ def doctor(
         float, typer.Option("--timeout", min=1.0, help="Seconds after which that counts as hung.")
     ] = 60.0,
 ) -> None:
-    """Check versions, devices, disk and network; connect processes and measure how fast they add.
+    """Check what training needs; connect some processes and measure their speed.
 
-    Every line that is not in order says how to mend it. The exit code is 0 when training works.
+    Looks at versions, devices, memory, disk and network. What is not in
+    order says how to mend it. The exit code is 0 when training works.
 
     Try: gridformer doctor --nproc 8
     """

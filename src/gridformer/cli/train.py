@@ -16,7 +16,7 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE...", help="Values to use instead of the file's: train.steps=100."
+            metavar="KEY=VALUE", help="Values to use instead of the file's: train.steps=100."
         ),
     ] = None,
     nproc: Annotated[
@@ -29,19 +29,20 @@ def train(
 ) -> None:
     """Train a model, or go on where its run directory left off.
 
-    Starts as many processes as the layout needs (rows x cols x dp x pp) on this machine; under
-    torchrun or srun it joins the processes they have started. Ctrl-C saves a checkpoint first.
+    Starts as many processes as the layout needs (rows x cols x dp x pp) on
+    this machine; under torchrun or srun it joins those that they started.
+    Ctrl-C saves a checkpoint first; the same command then goes on from it.
 
     [bold]Examples:[/bold]
 
     gridformer train demo
 
-    gridformer train my.yaml train.steps=100 layout.scheme=optimus layout.rows=2 layout.cols=2
+    gridformer train my.yaml train.steps=100 layout.rows=2 layout.cols=2
 
     torchrun --nnodes 2 --nproc-per-node 4 -m gridformer train my.yaml
     """
     from gridformer.config import load_run
-    from gridformer.launch import joined, launch, warm_up
+    from gridformer.launch import joined, warm_up
 
     overrides = overrides or []
     if not joined() and load_run(run, overrides).layout.n_processes > 1:
@@ -49,5 +50,4 @@ def train(
 
     from gridformer.train import runner
 
-    plan = runner.plan_run(run, overrides, nproc, out)
-    launch(runner.worker, (plan,), plan.n_processes)
+    runner.execute(runner.plan_run(run, overrides, nproc, out))

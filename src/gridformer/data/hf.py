@@ -56,13 +56,14 @@ def hub_source(spec: str, split: str, text_key: str) -> TableSource:
         except Exception as error:
             problems.append(_reason(error))
             continue
-        return TableSource(spec, table.info.license or None, table, text_key)
+        return TableSource(spec, _license(table), table, text_key)
     raise UserError(f"{spec}: {'; '.join(dict.fromkeys(problems))}")
 
 
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote a folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    one = all((folder / name).is_file() for name in ("dataset_info.json", "state.json"))
+    return one or (folder / "dataset_dict.json").is_file()
 
 
 def saved_source(folder: Path, name: str, split: str, text_key: str) -> TableSource:
@@ -78,7 +79,7 @@ def saved_source(folder: Path, name: str, split: str, text_key: str) -> TableSou
         if split not in table:
             raise UserError(f"{name}: has no split '{split}'; use --split {' or '.join(table)}")
         table = table[split]
-    return TableSource(name, table.info.license or None, table, text_key)
+    return TableSource(name, _license(table), table, text_key)
 
 
 def table_pieces(path: Path, text_key: str, skipped: Counter[str]) -> Iterator[Piece]:
@@ -122,6 +123,12 @@ def _rows(name: str, table: Any, text_key: str, skipped: Counter[str]) -> Iterat
                 skipped[NO_TEXT] += 1
 
 
+def _license(table: Any) -> str | None:
+    """What the data set says of itself; some cards list several."""
+    found = table.info.license
+    return (found if isinstance(found, str) else ", ".join(found or ())) or None
+
+
 def _library(what: str) -> Any:
     try:
         import datasets
@@ -134,6 +141,6 @@ def _library(what: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of somebody else's exception."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """The beginning of somebody else's exception, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "..."

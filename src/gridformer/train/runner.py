@@ -8,7 +8,7 @@ from pathlib import Path
 from gridformer.config import RunConfig, load_run
 from gridformer.data import TokenFolder
 from gridformer.errors import CheckpointError, ConfigError, DataError
-from gridformer.launch import check_devices
+from gridformer.launch import check_devices, launch
 from gridformer.layout import check
 from gridformer.train import checkpoint
 
@@ -82,6 +82,17 @@ def _resolve(run: RunConfig) -> RunConfig:
     model = run.model.model_copy(update={"vocab_size": vocab_size})
     data = run.data.model_copy(update={"seq_len": run.seq_len})
     return run.model_copy(update={"model": model, "data": data})
+
+
+def execute(plan: Plan) -> None:
+    """Start the run's processes and wait for them; a run that is done already is left alone."""
+    if plan.done:
+        print(
+            f"{plan.out} has done {plan.resume_step} of {plan.run.train.steps} steps: raise "
+            "train.steps to go on, or name another --out"
+        )
+        return
+    launch(worker, (plan,), plan.n_processes)
 
 
 def worker(plan: Plan) -> None:

@@ -34,7 +34,7 @@ class Trainer:
         folder = TokenFolder.open(run.data.path)
         batch, seed = run.train.global_batch, run.train.seed
         self.batches = BatchSampler(folder.train, run.seq_len, batch, seed)
-        self.held_out = BatchSampler(folder.val, run.seq_len, batch, seed, sequential=True)
+        self.held_out = BatchSampler(folder.val, run.seq_len, batch, seed)
         self.model = build_parallel(
             run.model, run.layout, self.axes, seed, world.device, run.train.dtype
         )

@@ -1,0 +1,276 @@
+"""From sources to a token folder: contents, memory, interruptions, overwriting."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gridformer.data import TokenFolder, Tokenizer
+from gridformer.data import prepare as preparing
+from gridformer.data.prepare import Progress, prepare_corpus, sample
+from gridformer.errors import DataError, UserError
+from tests.data.helpers import ListSource, documents, listed, sentences
+
+TOKENIZER = Tokenizer.train(sentences(200), 300)
+
+
+@settings(max_examples=50)
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=12).filter(any),
+    seed=st.integers(0, 2**63 - 1),
+    fraction=st.floats(0.01, 0.99),
+)
+def test_every_document_is_there_once(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], seed: int, fraction: float
+) -> None:
+    out = tmp_path_factory.mktemp("t") / "tokens"
+    folder = prepare_corpus(
+        [listed(*texts)], out, tokenizer=TOKENIZER, seed=seed, val_fraction=fraction
+    )
+    got = documents(folder)
+    held = [text for text in texts if text]
+    assert got["train"]
+    assert got["val"]
+    if len(held) > 1:
+        assert sorted(got["train"] + got["val"]) == sorted(held)
+    else:
+        ids = np.concatenate([folder.train.tokens, folder.val.tokens]).tolist()
+        assert ids == [*TOKENIZER.encode(held[0]), TOKENIZER.eos_id]
+    n_bytes = sum(len(text.encode()) for text in held)
+    assert [source.bytes for source in folder.index.sources] == [n_bytes]
+
+
+def test_documents_end_with_the_end_of_text(tmp_path: Path) -> None:
+    folder = prepare_corpus([listed(*sentences(60))], tmp_path / "t", tokenizer=TOKENIZER)
+    for split in (folder.train, folder.val):
+        ends = np.flatnonzero(split.tokens == folder.eos_id) + 1
+        assert np.array_equal(ends, split.offsets[1:])
+
+
+def test_a_text_that_spells_the_end_of_text_is_one_document(tmp_path: Path) -> None:
+    texts = ["one<|endoftext|>still one", "two"]
+    folder = prepare_corpus([listed(*texts)], tmp_path / "t", tokenizer=TOKENIZER)
+    got = documents(folder)
+    assert sorted(got["train"] + got["val"]) == texts
+
+
+def test_a_document_longer_than_a_piece_keeps_its_tokens(tmp_path: Path) -> None:
+    text = "".join(sentences(3000))
+    folder = prepare_corpus([listed(text, "short")], tmp_path / "t", tokenizer=TOKENIZER)
+    lengths = {len(folder.train.document(0)), len(folder.val.document(0))}
+    assert lengths == {len(TOKENIZER.encode(text)) + 1, len(TOKENIZER.encode("short")) + 1}
+
+
+def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        prepare_corpus([listed(*sentences(80))], tmp_path / name, vocab_size=300)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(names) == 6
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_tokenizer_is_trained_where_none_is_given(tmp_path: Path) -> None:
+    folder = prepare_corpus([listed(*sentences(80))], tmp_path / "t", vocab_size=290)
+    assert folder.vocab_size == folder.tokenizer.vocab_size == 290
+    assert "trained" in folder.index.tokenizer.origin
+    assert folder.index.dtype == "uint16"
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    import tokenizers
+    from tokenizers import models
+
+    for size, dtype in ((1 << 16, "uint16"), ((1 << 16) + 1, "uint32")):
+        vocab = {f"w{i}": i for i in range(size - 1)} | {"</s>": size - 1}
+        backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+        wide = Tokenizer(backend, "words")
+        folder = prepare_corpus([listed("w5", "w6")], tmp_path / dtype, tokenizer=wide)
+        assert folder.index.dtype == folder.train.tokens.dtype.name == dtype
+        assert sorted([*folder.train.tokens, *folder.val.tokens]) == [5, 6, size - 1, size - 1]
+
+
+# --------------------------------------------------------------------------- streaming
+
+
+def test_documents_are_consumed_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "_BATCH_CHARS", 1000)
+    given_out, reported, ahead = 0, 0, []
+
+    def endless_looking() -> Iterator[str]:
+        nonlocal given_out
+        for text in itertools.islice(itertools.cycle(sentences(50)), 3000):
+            given_out += len(text)
+            ahead.append(given_out - reported)
+            yield text
+
+    def watch(now: Progress) -> None:
+        nonlocal reported
+        reported = now.bytes
+
+    source = ListSource(endless_looking)
+    folder = prepare_corpus([source], tmp_path / "t", tokenizer=TOKENIZER, on_progress=watch)
+    assert folder.train.n_documents + folder.val.n_documents == 3000
+    assert reported == given_out
+    assert max(ahead) < 1200  # characters read, but not yet written: one batch
+
+
+def test_the_sample_stops_at_its_limit_and_is_fair() -> None:
+    def endless(word: str) -> ListSource:
+        return ListSource(lambda: itertools.repeat(word))
+
+    short = listed("s" * 100)
+    texts = list(sample([endless("a" * 10), short, endless("é" * 5)], 2000))
+    assert sum(len(text.encode()) for text in texts) == 2000
+    assert texts.count("s" * 100) == 1
+    assert abs(texts.count("a" * 10) - texts.count("é" * 5)) <= 1
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    source = listed(*sentences(30))
+    source.n_bytes = sum(len(text) for text in sentences(30))
+    seen: list[Progress] = []
+    folder = prepare_corpus([source], tmp_path / "t", vocab_size=280, on_progress=seen.append)
+    assert [now.phase for now in seen] == ["sampling", "training the tokenizer", "tokenizing"]
+    assert seen[-1].bytes == seen[-1].total == source.n_bytes
+    assert seen[-1].documents == 30
+    assert seen[-1].tokens == folder.train.n_tokens + folder.val.n_tokens
+
+
+# --------------------------------------------------------------------------- what cannot be done
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", ""]])
+@pytest.mark.parametrize("tokenizer", [None, TOKENIZER])
+def test_nothing_to_prepare(tmp_path: Path, texts: list[str], tokenizer: Tokenizer | None) -> None:
+    with pytest.raises(DataError, match="a list: there is no text to prepare"):
+        prepare_corpus([listed(*texts)], tmp_path / "t", tokenizer=tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0, float("nan")])
+def test_fractions(tmp_path: Path, fraction: float) -> None:
+    with pytest.raises(UserError, match="must lie between 0 and 1"):
+        prepare_corpus([listed("x")], tmp_path / "t", val_fraction=fraction)
+
+
+class Stop(BaseException):
+    """As KeyboardInterrupt, but one that pytest does not take for itself."""
+
+
+def interrupted() -> ListSource:
+    def texts() -> Iterator[str]:
+        yield from sentences(20)
+        raise Stop
+
+    return ListSource(texts)
+
+
+def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "_BATCH_CHARS", 10)
+    out = tmp_path / "t"
+    with pytest.raises(Stop):
+        prepare_corpus([interrupted()], out, tokenizer=TOKENIZER)
+    assert list(tmp_path.iterdir()) == []
+    # The folder that was to be replaced is still whole.
+    kept = prepare_corpus([listed(*sentences(9))], out, tokenizer=TOKENIZER)
+    with pytest.raises(Stop):
+        prepare_corpus([interrupted()], out, tokenizer=TOKENIZER, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert documents(TokenFolder.open(out)) == documents(kept)
+
+
+def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import os, signal, sys
+        from pathlib import Path
+        from gridformer.data import Tokenizer, prepare as preparing
+        from tests.data.helpers import ListSource, sentences
+
+        preparing._BATCH_CHARS = 10
+
+        def texts():
+            yield from sentences(20)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        tokenizer = Tokenizer.train(sentences(20), 260)
+        preparing.prepare_corpus([ListSource(texts)], Path(sys.argv[1]), tokenizer=tokenizer)
+    """)
+    out = tmp_path / "t"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    died = subprocess.run([sys.executable, "-c", script, str(out)], env=environment, check=False)
+    assert died.returncode == -signal.SIGKILL
+    (partial,) = tmp_path.iterdir()
+    assert partial.name.startswith(".t.partial-")
+    for path in (out, partial):
+        with pytest.raises(DataError):
+            TokenFolder.open(path)
+    prepare_corpus([listed(*sentences(9))], out, tokenizer=TOKENIZER)
+
+
+def test_existing_folders_need_overwrite(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    out.mkdir()  # an empty one does not
+    prepare_corpus([listed(*sentences(9))], out, tokenizer=TOKENIZER)
+    with pytest.raises(UserError, match="add --overwrite"):
+        prepare_corpus([listed(*sentences(5))], out, tokenizer=TOKENIZER)
+    folder = prepare_corpus([listed(*sentences(5))], out, tokenizer=TOKENIZER, overwrite=True)
+    assert folder.index.sources[0].documents == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_folders_that_are_not_ours_stay(tmp_path: Path, overwrite: bool) -> None:
+    def refuse(match: str) -> None:
+        before = sorted(path.name for path in out.iterdir()) if out.is_dir() else None
+        with pytest.raises(UserError, match=match):
+            prepare_corpus([listed(*sentences(9))], out, tokenizer=TOKENIZER, overwrite=overwrite)
+        after = sorted(path.name for path in out.iterdir()) if out.is_dir() else None
+        assert before == after
+
+    out = tmp_path / "precious"
+    out.mkdir()
+    (out / "thesis.tex").write_text("x")
+    refuse(r"holds thesis\.tex, which prepare did not write")
+    (out / "thesis.tex").rename(out / "index.json")
+    refuse(r"index\.json does not make it a token folder")
+
+    out = tmp_path / "file"
+    out.write_text("x")
+    refuse("is a file")
+
+    out = tmp_path / "tokens"
+    prepare_corpus([listed(*sentences(9))], out, tokenizer=TOKENIZER)
+    (out / "notes.txt").write_text("x")
+    refuse(r"holds notes\.txt, which prepare did not write")
+
+
+def test_files_that_appear_meanwhile_stay(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+
+    def texts() -> Iterator[str]:
+        out.mkdir()
+        (out / "precious").write_text("x")
+        yield from sentences(5)
+
+    with pytest.raises(UserError, match="holds precious"):
+        prepare_corpus([ListSource(texts)], out, tokenizer=TOKENIZER)
+    assert [path.name for path in tmp_path.rglob("*")] == ["t", "precious"]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "t").symlink_to(tmp_path / "disk" / "t")
+    prepare_corpus([listed(*sentences(9))], tmp_path / "t", tokenizer=TOKENIZER)
+    assert (tmp_path / "t").is_symlink()
+    assert (tmp_path / "disk" / "t" / "index.json").is_file()

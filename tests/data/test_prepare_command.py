@@ -1,0 +1,96 @@
+"""`gridformer prepare` as it is typed."""
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gridformer.cli.prepare import prepare
+from gridformer.data import TokenFolder
+from gridformer.errors import DataError
+from tests.data.helpers import documents, sentences
+
+
+def run(*arguments: str | Path) -> str:
+    """The output of the command; its errors are raised."""
+    app = typer.Typer()
+    app.command("prepare", no_args_is_help=True)(prepare)
+    app.command("other")(lambda: None)  # so that `prepare` is a subcommand here too
+    words = ["prepare", *map(str, arguments)]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, text in enumerate(sentences(40)):
+        (folder / f"{number:02}.txt").write_text(text)
+    (folder / "binary.txt").write_bytes(b"\0\1")
+    return folder
+
+
+def test_summary(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "[tokens]"
+    output = run(corpus, "--out", out, "--vocab-size", "280", "--val-fraction", "0.2")
+    folder = TokenFolder.open(out)
+    index = folder.index
+    assert f"{index.train.documents} train, {index.val.documents} val" in output
+    assert f"{index.train.tokens:,} train, {index.val.tokens:,} val" in output
+    assert "280 (byte-level BPE" in output
+    assert "1 files with NUL bytes" in output
+    assert output.rstrip().endswith(f"data.path={out}")
+    assert index.train.documents + index.val.documents == 40
+
+
+def test_options_arrive(corpus: Path, tmp_path: Path) -> None:
+    (corpus / "a.jsonl").write_text('{"body": "from json"}\n{"body": "again"}\n')
+    run(corpus / "*.txt", "--out", tmp_path / "a", "--vocab-size", "290", "--seed", "7")
+    options = ("--suffix", ".jsonl", "--text-key", "body", "--tokenizer", tmp_path / "a")
+    run(corpus, "--out", tmp_path / "b", *options)
+    a, b = TokenFolder.open(tmp_path / "a"), TokenFolder.open(tmp_path / "b")
+    assert (a.index.seed, b.index.seed) == (7, 1234)
+    assert b.vocab_size == 290
+    assert b.index.tokenizer.origin == str(tmp_path / "a")
+    got = documents(b)
+    assert sorted(got["train"] + got["val"]) == ["again", "from json"]
+    run(corpus / "*.txt", "--out", tmp_path / "b", "--overwrite", "--tokenizer-sample-mb", "0.001")
+    assert TokenFolder.open(tmp_path / "b").index.sources[0].documents == 40
+
+
+def test_sources_are_required() -> None:
+    app = typer.Typer()
+    app.command("prepare", no_args_is_help=True)(prepare)
+    result = CliRunner().invoke(app, [])
+    assert "Usage" in result.output
+    assert "hf:NAME/CONFIG" in result.output
+
+
+def test_errors_reach_the_one_place_that_prints_them(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="there is no text"):
+        run(tmp_path / "empty.txt", "--out", tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
+def test_python_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two modules of it, for speed; tests/data/test_sources.py lists all of them."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    (tmp_path / "lib" / "json").mkdir(parents=True)
+    for name in ("os.py", "json/decoder.py"):
+        shutil.copy(stdlib / name, tmp_path / "lib" / name)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    output = run("python-stdlib", "--out", tmp_path / "t", "--vocab-size", "300")
+    folder = TokenFolder.open(tmp_path / "t")
+    (source,) = folder.index.sources
+    assert source.license is not None
+    assert "PSF-2.0" in source.license
+    assert "PSF-2.0" in output
+    got = documents(folder)
+    texts = {(stdlib / name).read_bytes().decode() for name in ("os.py", "json/decoder.py")}
+    assert set(got["train"] + got["val"]) == texts

@@ -1,0 +1,105 @@
+"""Which documents are held out, and that none is lost or torn on the way."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gridformer.data import splitting
+from gridformer.data.splitting import SplitWriter, split_of
+
+EOS = 9
+bodies = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=30), min_size=2, max_size=25)
+fractions = st.floats(0.001, 0.999)
+
+
+def write(
+    folder: Path, documents: list[list[int]], seed: int, fraction: float
+) -> dict[str, list[list[int]]]:
+    """Write documents, each in two parts; the split documents as they are read back."""
+    with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction) as writer:
+        for document in documents:
+            writer.append(document[:3], ends=False)
+            writer.append(document[3:], ends=True)
+        entries = writer.finish()
+    out: dict[str, list[list[int]]] = {}
+    for split, entry in entries.items():
+        tokens = np.fromfile(folder / f"{split}.bin", "<u2").tolist()
+        offsets = np.fromfile(folder / f"{split}.offsets.bin", "<i8").tolist()
+        assert offsets[0] == 0
+        assert offsets[-1] == len(tokens) == entry.tokens
+        assert entry.documents == len(offsets) - 1 >= 1
+        out[split] = [tokens[a:b] for a, b in pairwise(offsets)]
+    return out
+
+
+@given(documents=bodies, seed=st.integers(0, 2**63 - 1), fraction=fractions)
+def test_documents_stay_whole_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[int]],
+    seed: int,
+    fraction: float,
+) -> None:
+    got = write(tmp_path_factory.mktemp("t"), documents, seed, fraction)
+
+    hashed = [split_of(seed, number, fraction) for number in range(len(documents))]
+    whole = [[*document, EOS] for document in documents]
+    assert got["train"]
+    assert got["val"]
+    if len(set(hashed)) == 2:
+        for split in ("train", "val"):
+            assert got[split] == [d for d, where in zip(whole, hashed) if where == split]
+    else:
+        few, many = sorted(("train", "val"), key=lambda split: len(got[split]))
+        if len(documents) > 2:
+            assert (few, many) == ("val" if hashed[0] == "train" else "train", hashed[0])
+        (moved,) = got[few]
+        assert any(
+            got[many] == whole[:i] + whole[i + 1 :] and moved == whole[i] for i in range(len(whole))
+        )
+
+
+@given(
+    document=st.lists(st.integers(0, 8), min_size=1, max_size=200),
+    seed=st.integers(0, 99),
+    fraction=fractions,
+)
+def test_a_single_document_is_cut_by_position(
+    tmp_path_factory: pytest.TempPathFactory, document: list[int], seed: int, fraction: float
+) -> None:
+    got = write(tmp_path_factory.mktemp("t"), [document], seed, fraction)
+    (train,), (val,) = got["train"], got["val"]
+    assert [*train, *val] == [*document, EOS]
+    n = len(document) + 1
+    assert len(val) == min(max(1, round(fraction * n)), n - 1)
+
+
+def test_long_moves_go_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitting, "_COPY_TOKENS", 7)
+    documents = [[i % 9] * length for i, length in enumerate([100, 40, 60, 80])]
+    seed = next(s for s in range(99) if all(split_of(s, d, 0.01) == "train" for d in range(4)))
+    got = write(tmp_path, documents, seed, 0.01)
+    # The shortest is nearest to a hundredth of all tokens.
+    assert got["val"] == [[*documents[1], EOS]]
+    assert got["train"] == [[*documents[i], EOS] for i in (0, 2, 3)]
+
+
+def test_the_share_is_about_the_fraction() -> None:
+    for seed in range(5):
+        held_out = sum(split_of(seed, number, 0.1) == "val" for number in range(10_000))
+        assert abs(held_out - 1000) < 5 * 30
+    # A corpus prepared again, by any version, must hold out the same documents.
+    held_out_numbers = [n for n in range(150) if split_of(1234, n, 0.05) == "val"]
+    assert held_out_numbers == [4, 41, 51, 53, 69, 118, 142, 144, 148]
+
+
+def test_documents_without_tokens_are_none(tmp_path: Path) -> None:
+    with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.5) as writer:
+        assert not writer.append([], ends=True)
+        assert not writer.append([], ends=False)
+        assert not writer.append([1], ends=False)
+        assert writer.append([], ends=True)
+        assert (writer.documents, writer.tokens) == (1, 2)

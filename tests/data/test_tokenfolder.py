@@ -1,0 +1,144 @@
+"""Opening token folders, and the sentence for each way in which one can be wrong."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gridformer.data import BatchSampler, TokenFolder, Tokenizer
+from gridformer.data.prepare import prepare_corpus
+from gridformer.errors import DataError
+from tests.data.helpers import listed, sentences
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("original") / "tokens"
+    prepare_corpus([listed(*sentences(120))], out, vocab_size=300)
+    return out
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "tokens"))
+
+
+def change(folder: Path, **values: Any) -> None:
+    raw = json.loads((folder / "index.json").read_text())
+    for key, value in values.items():
+        if isinstance(value, dict):
+            raw[key].update(value)
+        else:
+            raw[key] = value
+    (folder / "index.json").write_text(json.dumps(raw))
+
+
+def test_opened(folder: Path) -> None:
+    tokens = TokenFolder.open(str(folder))
+    assert isinstance(tokens.train.tokens, np.memmap)
+    assert tokens.train.tokens.dtype == np.dtype("<u2")
+    assert tokens.vocab_size == 300
+    assert tokens.eos_id == tokens.tokenizer.eos_id
+    assert tokens.train.n_documents + tokens.val.n_documents == 120
+    assert tokens.val.document(0)[-1] == tokens.eos_id
+    assert tokens.val.document(0).dtype == np.int64
+    with pytest.raises(IndexError, match="has documents 0 to"):
+        tokens.val.document(tokens.val.n_documents)
+    with pytest.raises((ValueError, TypeError)):
+        tokens.train.tokens[0] = 1
+
+
+def test_sampled(folder: Path) -> None:
+    train = TokenFolder.open(folder).train
+    batch = BatchSampler(train, 8, 4, sequential=True).batch(1)
+    flat = np.asarray(train.tokens[32:65])
+    assert np.array_equal(batch[:, :-1].ravel(), flat[:-1])
+    assert np.array_equal(batch[:, 1:].ravel(), flat[1:])
+
+
+def test_missing_folder_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        TokenFolder.open(tmp_path / "gone")
+    command = f"gridformer prepare python-stdlib --out {tmp_path / 'gone'}"
+    assert str(error.value).endswith(command)
+
+
+def test_folders_without_an_index(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(DataError, match=r"has no index\.json; write one with gridformer prep"):
+            TokenFolder.open(path)
+
+
+def _truncate(name: str, by: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-by])
+
+    return damage
+
+
+def _grow(folder: Path) -> None:
+    with (folder / "val.bin").open("ab") as file:
+        file.write(b"\0\0")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            _truncate("train.bin", 1),
+            r"train\.bin: has \d+ bytes, expected \d+ \(\d+ tokens of uint",
+        ),
+        (_truncate("val.bin", 2), r"val\.bin: has \d+ bytes, expected \d+"),
+        (_grow, r"val\.bin: has \d+ bytes, expected \d+"),
+        (_truncate("train.offsets.bin", 8), r"train\.offsets\.bin: has .* \(\d+ int64 offsets"),
+        (_truncate("tokenizer.json", 1), r"tokenizer\.json: has \d+ bytes, expected \d+"),
+        (_truncate("index.json", 5), r"index\.json: cannot be read"),
+        (lambda f: (f / "val.bin").unlink(), r"val\.bin: is missing"),
+        (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json: is missing"),
+        (lambda f: change(f, dtype="uint32"), "says uint32, .* vocabulary of 300 .* as uint16"),
+        (lambda f: change(f, vocab_size=70_000), "says uint16, .* of 70000 .* as uint32"),
+        (lambda f: change(f, eos_id=300), "end-of-text id 300 is outside the vocabulary of 300"),
+        (
+            lambda f: change(f, train={"tokens": 5}),
+            r"gives train\.bin \d+ bytes, but 5 tokens .* 10",
+        ),
+        (lambda f: change(f, val={"documents": 1}), r"gives val\.offsets\.bin .* 2 int64 .* 16"),
+        (
+            lambda f: change(f, version=2),
+            "version 2 of the format, this gridformer reads version 1",
+        ),
+        (lambda f: change(f, dtype="int8", eos_id=-1), r"is damaged \(dtype: .*; eos_id: "),
+    ],
+)
+def test_damaged(folder: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(folder)
+    with pytest.raises(DataError, match=message) as error:
+        TokenFolder.open(folder)
+    assert f"gridformer prepare SOURCE --out {folder} --overwrite" in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"format": "webdataset"}'])
+def test_foreign_index(folder: Path, content: str) -> None:
+    (folder / "index.json").write_text(content)
+    with pytest.raises(DataError, match="is not the index of a token folder"):
+        TokenFolder.open(folder)
+
+
+def test_offsets_of_another_file(folder: Path) -> None:
+    offsets = np.fromfile(folder / "val.offsets.bin", "<i8")
+    (offsets + 1).tofile(folder / "val.offsets.bin")
+    with pytest.raises(DataError, match=r"val\.offsets\.bin: runs from 1 to "):
+        TokenFolder.open(folder)
+
+
+def test_tokenizer_of_another_folder(folder: Path) -> None:
+    Tokenizer.train(sentences(50), 270).save(folder / "tokenizer.json")
+    change(folder, tokenizer={"bytes": (folder / "tokenizer.json").stat().st_size})
+    with pytest.raises(DataError, match=r"has vocabulary .* \(270, 0\), but .* says \(300, 0\)"):
+        _ = TokenFolder.open(folder).tokenizer

@@ -1,0 +1,200 @@
+"""Blocks of parameters: all ranks' together are the global tensor, once, and nothing but zeros."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gridformer.comm import Axes, Axis
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.layout import padded_vocabulary
+from gridformer.models import GPT2, build_model
+from gridformer.models.blocks import Init, new_parameter
+from gridformer.parallel import parallelize
+from gridformer.parallel.placement import (
+    Placement,
+    Shard,
+    place,
+    shard_of,
+    vocabulary_multiple,
+)
+
+AXIS = st.sampled_from([None, "row", "col"])
+
+
+def ranks(rows: int, cols: int) -> Iterator[Axes]:
+    """The axes as every device of a grid sees them; no process group is needed to place."""
+    for row in range(rows):
+        for col in range(cols):
+            world = Axis("world", rows * cols, row * cols + col)
+            yield Axes(row=Axis("row", rows, row), col=Axis("col", cols, col), world=world)
+
+
+def placed(shape: tuple[int, ...], placement: Placement, axes: Axes) -> nn.Parameter:
+    module = nn.Module()
+    with torch.device("meta"):
+        module.weight = new_parameter(*shape, init=Init(std=0.5))
+    place(module, "weight", placement, axes)
+    return module.get_parameter("weight")
+
+
+def numbered(shape: tuple[int, ...]) -> Tensor:
+    """1, 2, 3 ...: no two elements alike, none zero."""
+    return torch.arange(1, math.prod(shape) + 1).reshape(shape)
+
+
+def tile(whole: Tensor, held: list[tuple[Shard, torch.Size]]) -> Tensor:
+    """How many of the given blocks hold each element of `whole`, their values checked."""
+    times = torch.zeros_like(whole)
+    for shard, shape in held:
+        local = shard.block_of(whole, shape)
+        assert local.shape == shape
+        part = shard.valid(local)
+        here = tuple(slice(o, o + n) for o, n in zip(shard.offset, part.shape))
+        if part.numel():
+            assert torch.equal(part, whole[here])
+            times[here] += 1
+        part.zero_()  # a view: what is left is padding
+        assert not local.any(), "padding is not zero"
+    return times
+
+
+@given(
+    shape=st.tuples(st.integers(1, 17), st.integers(1, 17)),
+    cut=st.sampled_from([(None, None), ("row", None), (None, "col"), ("col", None), ("row", "col")])
+    | st.tuples(AXIS, AXIS).filter(lambda cut: cut[0] != cut[1]),
+    grid=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    pads=st.booleans(),
+)
+def test_blocks_tile_the_whole(
+    shape: tuple[int, int], cut: tuple[str | None, ...], grid: tuple[int, int], pads: bool
+) -> None:
+    """Every element once for each rank of the axes that do not cut, whatever the sizes."""
+    rows, cols = grid
+    placement = Placement(cut=cut, pad=math.lcm(rows, cols) if pads else 0)
+    held, shapes = [], set()
+    for axes in ranks(rows, cols):
+        parameter = placed(shape, placement, axes)
+        assert parameter.is_meta
+        held.append((shard_of(parameter), parameter.shape))
+        shapes.add(tuple(parameter.shape))
+        assert shard_of(parameter).size == shape
+    assert len(shapes) == 1, "collectives need equal blocks"
+    copies = math.prod(n for name, n in (("row", rows), ("col", cols)) if name not in cut)
+    assert (tile(numbered(shape), held) == copies).all()
+    for dim, name in enumerate(cut):
+        n = {"row": rows, "col": cols, None: 1}[name]
+        padded = next(iter(shapes))[dim] * n
+        multiple = 1 if name is None else (placement.pad or n)
+        assert padded % multiple == 0
+        assert padded - shape[dim] < multiple
+
+
+@given(
+    size=st.integers(1, 30),
+    grid=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    copies=st.sampled_from(["row", "col"]),
+    partial=st.booleans(),
+)
+def test_one_copy_is_the_owner(
+    size: int, grid: tuple[int, int], copies: str, partial: bool
+) -> None:
+    rows, cols = grid
+    other = {"row": "col", "col": "row"}[copies]
+    held = []
+    for axes in ranks(rows, cols):
+        parameter = placed((size,), Placement((other,), copies=copies, partial=partial), axes)
+        shard = shard_of(parameter)
+        assert shard.copies == (copies if axes[copies].size > 1 else None)
+        assert shard.partial == (partial and axes[copies].size > 1)
+        if shard.owned:
+            held.append((shard, parameter.shape))
+    assert (tile(numbered((size,)), held) == 1).all()
+
+
+def test_placing_keeps_type_and_initial_values() -> None:
+    axes = next(ranks(2, 2))
+    module = nn.Module()
+    with torch.device("meta"):
+        module.weight = new_parameter(4, 6, init=Init(mean=1.0, std=0.5)).to(torch.float64)
+    module.weight = nn.Parameter(module.weight)
+    module.weight.init = Init(mean=1.0, std=0.5)
+    place(module, "weight", Placement(("row", "col")), axes)
+    local: Any = module.get_parameter("weight")
+    assert local.dtype == torch.float64
+    assert local.init == Init(mean=1.0, std=0.5)
+    assert local.shape == (2, 3)
+
+
+def test_a_plain_parameter_is_whole_and_owned() -> None:
+    parameter = nn.Parameter(torch.zeros(3, 5))
+    shard = shard_of(parameter)
+    assert shard == Shard(size=(3, 5), offset=(0, 0))
+    assert shard.owned
+    assert shard.valid(parameter).shape == (3, 5)
+    whole = numbered((3, 5))
+    assert torch.equal(shard.block_of(whole, whole.shape), whole)
+
+
+# --------------------------------------------------------------------------- whole models
+
+
+def shards_of(layout: LayoutConfig, vocab_size: int, max_seq_len: int) -> list[GPT2]:
+    """The model as each device of the grid holds it, unallocated."""
+    config = ModelConfig(
+        n_layers=1, hidden_size=12, n_heads=12, vocab_size=vocab_size, max_seq_len=max_seq_len
+    )
+    models = []
+    for axes in ranks(layout.rows, layout.cols):
+        with torch.device("meta"):
+            models.append(parallelize(build_model(config), layout, axes))
+    return models
+
+
+LAYOUTS = [
+    LayoutConfig(scheme="single"),
+    LayoutConfig(scheme="megatron", cols=3),
+    LayoutConfig(scheme="megatron", cols=4, sequence_parallel=True),
+    LayoutConfig(scheme="optimus", rows=1, cols=4),
+    LayoutConfig(scheme="optimus", rows=4, cols=1),
+    LayoutConfig(scheme="optimus", rows=2, cols=2),
+    LayoutConfig(scheme="optimus", rows=2, cols=3),
+    LayoutConfig(scheme="optimus", rows=3, cols=4),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
+@pytest.mark.parametrize(("vocab_size", "max_seq_len"), [(89, 13), (97, 24), (12, 12), (5, 2)])
+def test_owners_of_a_model_hold_each_element_once(
+    layout: LayoutConfig, vocab_size: int, max_seq_len: int
+) -> None:
+    """Each rank updates what it owns: every element of every parameter, exactly once."""
+    models = shards_of(layout, vocab_size, max_seq_len)
+    plain = shards_of(LayoutConfig(), vocab_size, max_seq_len)[0]
+    held: dict[str, list[tuple[Shard, torch.Size]]] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            shard = shard_of(parameter)
+            if shard.owned:
+                held.setdefault(name, []).append((shard, parameter.shape))
+    assert held.keys() == dict(plain.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        assert (tile(numbered(tuple(parameter.shape)), held[name]) == 1).all(), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
+def test_vocabulary_is_padded_as_the_layout_says(layout: LayoutConfig) -> None:
+    for model, axes in zip(shards_of(layout, 89, 24), ranks(layout.rows, layout.cols)):
+        table = model.tokens.weight
+        multiple = vocabulary_multiple(axes)
+        assert multiple == math.lcm(layout.rows, layout.cols)
+        cuts = layout.rows if layout.scheme == "optimus" else layout.cols
+        assert table.shape[0] * cuts == padded_vocabulary(89, layout)
+        assert padded_vocabulary(89, layout) == -(-89 // multiple) * multiple

@@ -1,0 +1,68 @@
+"""The command line as a whole: quick help, errors without tracebacks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gridformer.cli import app as cli
+from gridformer.errors import ConfigError, UserError
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gridformer", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_names_every_command_and_needs_no_torch() -> None:
+    found = run("--help")
+    assert found.returncode == 0
+    for command in ("demo", "prepare", "train", "generate", "doctor"):
+        assert f" {command} " in found.stdout
+    assert "completion" not in found.stdout
+    program = "import gridformer.cli.app, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_version() -> None:
+    found = run("--version")
+    assert (found.returncode, found.stdout) == (0, f"gridformer {cli.__version__}\n")
+
+
+def test_a_mistake_is_a_message_and_exit_code_2(tmp_path: Path) -> None:
+    found = run("train", "no-such-run", cwd=tmp_path)
+    assert found.returncode == 2
+    assert found.stdout == ""
+    assert found.stderr.startswith("error: no-such-run: no such run file")
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (UserError("what to do"), "error: what to do\n"),
+        (ConfigError(["only one"]), "error: only one\n"),
+        (ConfigError(["a", "b"]), "error: 2 problems\n  - a\n  - b\n"),
+    ],
+)
+def test_problems_are_listed(
+    error: UserError,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == text

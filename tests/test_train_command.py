@@ -1,0 +1,196 @@
+"""The command line as a user meets it: real processes, real signals, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gridformer.train import checkpoint
+from gridformer.train.metrics import read_metrics
+
+COMMAND = [sys.executable, "-m", "gridformer"]
+GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
+KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s"}
+
+
+@pytest.fixture
+def run_file(token_folder: Path, tmp_path: Path) -> Path:
+    sections: dict[str, Any] = {
+        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(token_folder)},
+        "layout": GRID,
+        "train": {"steps": 6, "global_batch": 4, "eval_every": 3, "eval_batches": 2},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def gridformer(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def losses(out: Path) -> list[float]:
+    return [m["loss"] for m in read_metrics(out) if "loss" in m]
+
+
+def wait_for_step(out: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while not any(m["step"] >= step for m in read_metrics(out)):
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.05)
+
+
+def wait_until_nobody_is_left(session: int) -> None:
+    """The fork server ends when it sees that the command has ended, a moment later."""
+    deadline = time.monotonic() + 5
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(session, 0)
+            time.sleep(0.05)
+
+
+def test_a_run_leaves_all_it_promises(run_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = gridformer("train", run_file, "train.lr=0.001", "--out", out, "--nproc", "4")
+    assert done.returncode == 0, done.stderr
+    assert "optimus 2x2" in done.stdout
+    assert "gloo" in done.stdout or "nccl" in done.stdout
+
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(7))
+    assert all(set(line) - {"val_loss"} == KEYS for line in lines[1:])
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 6]
+    assert [line["tokens"] for line in lines] == [64 * step for step in range(7)]
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert config["train"]["lr"] == 0.001
+    assert config["model"]["vocab_size"] == 301, "resolved from the data"
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out / "tensorboard").glob("events.out.tfevents.*"))
+    folder = checkpoint.latest(out)
+    assert folder is not None
+    assert checkpoint.verify(folder).step == 6
+
+    again = gridformer("train", run_file, "--out", out)
+    assert again.returncode == 0
+    assert "6 of 6 steps" in again.stdout
+
+    words = ("generate", out, "--prompt", "line 7", "--max-tokens", "20", "--seed", "3")
+    first, second = gridformer(*words), gridformer(*words)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert first.stdout.startswith("line 7")
+    assert len(first.stdout) > len("line 7\n")
+    other = gridformer(*words[:-1], "4")
+    assert other.stdout != first.stdout
+
+
+@pytest.mark.parametrize(
+    ("signum", "to_group", "code"),
+    [(signal.SIGTERM, False, 143), (signal.SIGINT, True, 130)],
+    ids=["SIGTERM-to-the-command", "Ctrl-C"],
+)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    run_file: Path, tmp_path: Path, signum: signal.Signals, to_group: bool, code: int
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    words = [str(run_file), "train.steps=60", "train.save_every=0", "train.eval_every=0"]
+    assert gridformer("train", *words, "--out", whole).returncode == 0
+    with subprocess.Popen(
+        [*COMMAND, "train", *words, "--out", str(stopped)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        wait_for_step(stopped, 5)
+        began = time.monotonic()
+        (os.killpg if to_group else os.kill)(process.pid, signum)
+        output, _ = process.communicate(timeout=30)
+        seconds = time.monotonic() - began
+    assert process.returncode == code, output
+    assert seconds < 5.5
+    assert "Traceback" not in output
+    folder = checkpoint.latest(stopped)
+    assert folder is not None
+    assert 5 <= checkpoint.verify(folder).step < 60
+    wait_until_nobody_is_left(process.pid)
+    resumed = gridformer("train", *words, "--out", stopped)
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(stopped) == losses(whole)
+
+
+def test_a_killed_worker_ends_the_run(run_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [str(run_file), "train.steps=100000", "train.save_every=2", "train.eval_every=0"]
+    with subprocess.Popen(
+        [*COMMAND, "train", *words, "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        wait_for_step(out, 4)
+        os.kill(worker_of(process.pid), signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    last = output.strip().splitlines()[-1]
+    assert "was killed by signal 9 (SIGKILL)" in last
+    folder = checkpoint.latest(out)
+    assert folder is not None
+    checkpoint.verify(folder)
+
+
+def worker_of(session: int) -> int:
+    """The process of the session that was started last: a worker, in the middle of training."""
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        fields = stat.read_text().rpartition(")")[2].split()
+        if int(fields[3]) == session:
+            pids.append((int(fields[19]), int(stat.parent.name)))
+    return max(pids)[1]
+
+
+def test_bad_input_is_refused_before_anything_starts(run_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    bad = gridformer(
+        "train", run_file, "layout.cols=3", "train.global_batch=5", "--nproc", "4", "--out", out
+    )
+    assert bad.returncode == 2
+    assert "Traceback" not in bad.stderr
+    for part in ("model.n_heads=2", "model.hidden_size=16", "train.global_batch=5", "--nproc=4"):
+        assert part in bad.stderr
+    unknown = gridformer("train", run_file, "train.step=3", "--out", out)
+    assert unknown.returncode == 2
+    assert "did you mean 'steps'?" in unknown.stderr
+    missing = gridformer("train", run_file, "data.path=nowhere", "--out", out)
+    assert missing.returncode == 2
+    assert "gridformer prepare" in missing.stderr
+    assert not out.exists()
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_starts(
+    run_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    single = ["layout.scheme=single", "layout.rows=1", "layout.cols=1"]
+    assert gridformer("train", run_file, *single, "train.steps=2", "--out", out).returncode == 0
+    shard = next((out / "checkpoints").glob("*/*.safetensors"))
+    os.truncate(shard, shard.stat().st_size // 2)
+    train: list[str | Path] = ["train", run_file, *single, "--out", out]
+    for words in (train, ["generate", out]):
+        refused = gridformer(*words)
+        assert refused.returncode == 2
+        assert str(shard) in refused.stderr
+        assert "truncated" in refused.stderr
