@@ -105,7 +105,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     run_file: Path, tmp_path: Path, signum: signal.Signals, to_group: bool, code: int
 ) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    words = [str(run_file), "train.steps=60", "train.save_every=0", "train.eval_every=0"]
+    words = [str(run_file), "train.steps=30", "train.save_every=0", "train.eval_every=0"]
     assert gridformer("train", *words, "--out", whole).returncode == 0
     with subprocess.Popen(
         [*COMMAND, "train", *words, "--out", str(stopped)],
@@ -114,7 +114,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
         text=True,
         start_new_session=True,
     ) as process:
-        wait_for_step(stopped, 5)
+        wait_for_step(stopped, 3)
         began = time.monotonic()
         (os.killpg if to_group else os.kill)(process.pid, signum)
         output, _ = process.communicate(timeout=30)
@@ -124,7 +124,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert "Traceback" not in output
     folder = checkpoint.latest(stopped)
     assert folder is not None
-    assert 5 <= checkpoint.verify(folder).step < 60
+    assert 3 <= checkpoint.verify(folder).step < 30
     wait_until_nobody_is_left(process.pid)
     resumed = gridformer("train", *words, "--out", stopped)
     assert resumed.returncode == 0, resumed.stderr

@@ -53,6 +53,7 @@ class ModelConfig(Config):
         description="dropout of attention probabilities; takes the unfused attention path",
     )
     norm_eps: float = Field(default=1e-5, gt=0.0)
+    init_std: float = Field(default=0.02, gt=0.0, description="of matrices; GPT-2's is 0.02")
 
     @model_validator(mode="before")
     @classmethod

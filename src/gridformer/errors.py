@@ -17,6 +17,9 @@ class ConfigError(UserError):
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
+        return ConfigError, (self.problems,)
+
 
 class CheckpointError(UserError):
     """A checkpoint that must not be loaded: truncated, damaged, foreign or of another model."""

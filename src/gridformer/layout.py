@@ -31,7 +31,7 @@ def build_axes(layout: LayoutConfig, device_type: str) -> Axes:
 
 def check(run: RunConfig) -> None:
     """Raise ConfigError with every reason why this model and batch cannot run under this layout."""
-    layout, model, train = run.layout, run.model, run.train
+    layout, model = run.layout, run.model
     rows, cols = layout.rows, layout.cols
     problems = _shape_problems(layout)
     if layout.scheme in ("megatron", "optimus"):
@@ -48,11 +48,6 @@ def check(run: RunConfig) -> None:
         problems.append(
             f"data.seq_len={run.seq_len} is longer than model.max_seq_len={model.max_seq_len}: "
             f"use data.seq_len={model.max_seq_len} or less, or raise model.max_seq_len"
-        )
-    if train.warmup_steps > train.steps:
-        problems.append(
-            f"train.warmup_steps={train.warmup_steps} is more than train.steps={train.steps}: "
-            f"use train.warmup_steps={train.steps // 10}"
         )
     if problems:
         raise ConfigError(problems)

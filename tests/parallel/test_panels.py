@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.parallel.summa import panels
@@ -12,6 +12,7 @@ from gridformer.parallel.summa import panels
 SIZES = st.integers(1, 24)
 
 
+@settings(deadline=None)
 @given(rows=SIZES, cols=SIZES, per_block=st.integers(1, 5))
 def test_panels_are_the_common_refinement(rows: int, cols: int, per_block: int) -> None:
     size = math.lcm(rows, cols) * per_block
@@ -35,6 +36,7 @@ def test_panels_are_the_common_refinement(rows: int, cols: int, per_block: int) 
     assert covered == size
 
 
+@settings(deadline=None)
 @given(rows=SIZES, cols=SIZES)
 def test_every_block_is_made_of_whole_panels(rows: int, cols: int) -> None:
     size = math.lcm(rows, cols) * 2
@@ -56,6 +58,7 @@ def test_panels_of_2x3() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(n=SIZES, per_block=st.integers(1, 5))
 def test_a_square_grid_has_one_panel_a_rank(n: int, per_block: int) -> None:
     """As in the paper: panel l is block l of both."""

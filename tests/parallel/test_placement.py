@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gridformer.comm import Axes, Axis
+from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.layout import padded_vocabulary
 from gridformer.models import GPT2, build_model
@@ -25,16 +24,9 @@ from gridformer.parallel.placement import (
     shard_of,
     vocabulary_multiple,
 )
+from tests.parallel.grids import LAYOUTS, ranks
 
 AXIS = st.sampled_from([None, "row", "col"])
-
-
-def ranks(rows: int, cols: int) -> Iterator[Axes]:
-    """The axes as every device of a grid sees them; no process group is needed to place."""
-    for row in range(rows):
-        for col in range(cols):
-            world = Axis("world", rows * cols, row * cols + col)
-            yield Axes(row=Axis("row", rows, row), col=Axis("col", cols, col), world=world)
 
 
 def placed(shape: tuple[int, ...], placement: Placement, axes: Axes) -> nn.Parameter:
@@ -66,6 +58,7 @@ def tile(whole: Tensor, held: list[tuple[Shard, torch.Size]]) -> Tensor:
     return times
 
 
+@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 17), st.integers(1, 17)),
     cut=st.sampled_from([(None, None), ("row", None), (None, "col"), ("col", None), ("row", "col")])
@@ -97,6 +90,7 @@ def test_blocks_tile_the_whole(
         assert padded - shape[dim] < multiple
 
 
+@settings(deadline=None)
 @given(
     size=st.integers(1, 30),
     grid=st.tuples(st.integers(1, 4), st.integers(1, 4)),
@@ -122,10 +116,9 @@ def test_one_copy_is_the_owner(
 def test_placing_keeps_type_and_initial_values() -> None:
     axes = next(ranks(2, 2))
     module = nn.Module()
-    with torch.device("meta"):
-        module.weight = new_parameter(4, 6, init=Init(mean=1.0, std=0.5)).to(torch.float64)
-    module.weight = nn.Parameter(module.weight)
-    module.weight.init = Init(mean=1.0, std=0.5)
+    weight: Any = nn.Parameter(torch.empty(4, 6, dtype=torch.float64, device="meta"))
+    weight.init = Init(mean=1.0, std=0.5)
+    module.weight = weight
     place(module, "weight", Placement(("row", "col")), axes)
     local: Any = module.get_parameter("weight")
     assert local.dtype == torch.float64
@@ -156,18 +149,6 @@ def shards_of(layout: LayoutConfig, vocab_size: int, max_seq_len: int) -> list[G
         with torch.device("meta"):
             models.append(parallelize(build_model(config), layout, axes))
     return models
-
-
-LAYOUTS = [
-    LayoutConfig(scheme="single"),
-    LayoutConfig(scheme="megatron", cols=3),
-    LayoutConfig(scheme="megatron", cols=4, sequence_parallel=True),
-    LayoutConfig(scheme="optimus", rows=1, cols=4),
-    LayoutConfig(scheme="optimus", rows=4, cols=1),
-    LayoutConfig(scheme="optimus", rows=2, cols=2),
-    LayoutConfig(scheme="optimus", rows=2, cols=3),
-    LayoutConfig(scheme="optimus", rows=3, cols=4),
-]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())

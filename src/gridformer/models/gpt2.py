@@ -21,26 +21,23 @@ from gridformer.models.blocks import (
     TokenEmbedding,
 )
 
-_STD = 0.02
-
-
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)). [b, s, h] to [b, s, h]."""
 
     def __init__(self, config: ModelConfig, index: int, clock: DropoutClock) -> None:
         super().__init__()
-        h = config.hidden_size
+        h, std = config.hidden_size, config.init_std
         # The two projections into the residual stream start smaller, so that the variance of the
         # sum over all layers does not grow with depth (Radford et al. 2019, section 2.3).
-        std_out = _STD / math.sqrt(2 * config.n_layers)
+        std_out = std / math.sqrt(2 * config.n_layers)
         site = f"layers.{index}"
         self.norm1 = LayerNorm(h, config.norm_eps)
         self.attention = Attention(
-            h, config.n_heads, config.attention_dropout, f"{site}.attention", clock, _STD, std_out
+            h, config.n_heads, config.attention_dropout, f"{site}.attention", clock, std, std_out
         )
         self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", clock)
         self.norm2 = LayerNorm(h, config.norm_eps)
-        self.mlp = FeedForward(h, config.ffn_size, _STD, std_out)
+        self.mlp = FeedForward(h, config.ffn_size, std, std_out)
         self.dropout2 = Dropout(config.dropout, f"{site}.dropout2", clock)
 
     def forward(self, x_BSH: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -59,12 +56,12 @@ class GPT2(nn.Module):
         super().__init__()
         if config.vocab_size < 1:
             raise ValueError("vocab_size must be known before a model is built")
-        h = config.hidden_size
+        h, std = config.hidden_size, config.init_std
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.clock = DropoutClock()
-        self.tokens = TokenEmbedding(config.vocab_size, h, _STD)
-        self.positions = PositionEmbedding(config.max_seq_len, h, _STD)
+        self.tokens = TokenEmbedding(config.vocab_size, h, std)
+        self.positions = PositionEmbedding(config.max_seq_len, h, std)
         self.dropout = Dropout(config.dropout, "embedding", self.clock)
         # A ModuleDict, so that names stay the same where a device holds some of the layers only.
         self.layers = nn.ModuleDict(

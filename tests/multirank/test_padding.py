@@ -1,0 +1,163 @@
+"""A vocabulary that does not divide over the grid: what pads it never counts and never moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
+from gridformer.layout import build_axes, padded_vocabulary
+from gridformer.models import GPT2
+from gridformer.models.blocks import IGNORE
+from gridformer.parallel import build_parallel
+from gridformer.parallel.loss import CutCrossEntropy
+from gridformer.parallel.placement import shard_of
+from gridformer.train.step import Stepper
+from tests.multirank.exactness import CPU, batch_of, tiny
+from tests.multirank.pool import WorkerPool
+
+# 5 words on 1x4 and 7 on 2x3 leave the last rank with nothing but padding.
+CASES: list[tuple[dict[str, Any], int]] = [
+    ({"scheme": "optimus", "rows": 2, "cols": 3}, 89),
+    ({"scheme": "optimus", "rows": 2, "cols": 3}, 97),
+    ({"scheme": "optimus", "rows": 2, "cols": 3}, 7),
+    ({"scheme": "optimus", "rows": 1, "cols": 4}, 89),
+    ({"scheme": "optimus", "rows": 1, "cols": 4}, 97),
+    ({"scheme": "optimus", "rows": 1, "cols": 4}, 5),
+    ({"scheme": "optimus", "rows": 4, "cols": 1}, 97),
+    ({"scheme": "megatron", "cols": 4}, 89),
+    ({"scheme": "megatron", "cols": 4}, 97),
+    ({"scheme": "megatron", "cols": 4, "sequence_parallel": True}, 5),
+]
+IDS = [f"{c['scheme']}-{c.get('rows', 1)}x{c['cols']}-v{v}" for c, v in CASES]
+N_STEPS = 4
+# Large steps and a strong decay: whatever could move, moves.
+TRAIN = TrainConfig(global_batch=12, lr=0.05, weight_decay=0.5, clip_norm=0.0, dtype="float64")
+
+
+def overhang(parameter: Tensor) -> Tensor:
+    """1 where a local block is padding."""
+    shard = shard_of(parameter)
+    mask = torch.ones_like(parameter, dtype=torch.bool)
+    shard.valid(mask).zero_()
+    return mask
+
+
+def config_of(vocab_size: int) -> ModelConfig:
+    return tiny(n_layers=1, vocab_size=vocab_size, max_seq_len=13 if vocab_size == 97 else 24)
+
+
+def train_and_look(layout: LayoutConfig, vocab_size: int) -> int:
+    """Train; padding must be exactly zero in values, gradients and moments. How much there is."""
+    config = config_of(vocab_size)
+    axes = build_axes(layout, "cpu")
+    model = build_parallel(config, layout, axes, 1, CPU, TRAIN.dtype)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    stepper = Stepper(model, TRAIN, axes)
+    for step in range(N_STEPS):
+        batch = batch_of(step, config, TRAIN.global_batch)
+        stepper(step, lambda rows, batch=batch: batch[rows])  # type: ignore[misc]
+    n_padding = 0
+    for name, parameter in model.named_parameters():
+        padding = overhang(parameter)
+        tensors = {"value": parameter, "gradient": parameter.grad}
+        tensors.update(stepper.optimizer.state.get(parameter, {}))
+        for what, tensor in tensors.items():
+            if tensor is not None and tensor.shape == parameter.shape:
+                assert not tensor[padding].any(), f"{what} of {name} has padding that moved"
+        n_padding += int(padding.sum())
+        if shard_of(parameter).valid(parameter).numel() and name == "tokens.weight":
+            assert not torch.equal(parameter, before[name]), "nothing was trained"
+    return n_padding
+
+
+@pytest.mark.parametrize(("layout", "vocab_size"), CASES, ids=IDS)
+def test_padding_stays_zero(pool: WorkerPool, layout: dict[str, Any], vocab_size: int) -> None:
+    plan, config = LayoutConfig(**layout), config_of(vocab_size)
+    found = pool.run(plan.n_processes, train_and_look, plan, vocab_size)
+    table = (padded_vocabulary(vocab_size, plan) - vocab_size) * config.hidden_size
+    positions = 0
+    if plan.scheme == "optimus":
+        positions = -config.max_seq_len % plan.rows * config.hidden_size
+    assert table > 0
+    assert sum(found) == table + positions
+
+
+# --------------------------------------------------------------------------- the loss
+
+
+def unlikely_words(model: GPT2, axes: Axes) -> None:
+    """Make every true logit about -1000, so that a padded one (zero) would win by far."""
+    with torch.no_grad():
+        table = model.tokens.weight
+        shard_of(table).valid(table).fill_(1.0)
+        model.norm.weight.fill_(0.1)
+        model.norm.bias.fill_(-1000.0 / model.config.hidden_size)
+
+
+def compare_losses(layout: LayoutConfig, vocab_size: int) -> tuple[float, float]:
+    """The loss of such a model, on this layout and on one device."""
+    config = config_of(vocab_size)
+    axes = build_axes(layout, "cpu")
+    batch = batch_of(0, config, 12)
+    losses = []
+    for plan, the_axes in ((layout, axes), (LayoutConfig(), Axes())):
+        model = build_parallel(config, plan, the_axes, 1, CPU, "float64")
+        unlikely_words(model, the_axes)
+        part = batch.chunk(the_axes.row.size)[the_axes.row.index]
+        loss = model.loss_sum(part[:, :-1], part[:, 1:]).detach()
+        losses.append(float(comm.all_reduce(loss.clone(), the_axes.row)))
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize(("layout", "vocab_size"), CASES, ids=IDS)
+def test_padded_words_never_win(pool: WorkerPool, layout: dict[str, Any], vocab_size: int) -> None:
+    plan = LayoutConfig(**layout)
+    n_targets = 12 * config_of(vocab_size).max_seq_len
+    for got, want in pool.run(plan.n_processes, compare_losses, plan, vocab_size):
+        assert want / n_targets < 20, "with the padded words in, it would be about 1000"
+        assert abs(got / want - 1) < 1e-9
+
+
+def loss_and_gradient(cols: int, vocab_size: int, padded: int, dtype: torch.dtype) -> None:
+    """Padded logits are huge or not numbers at all; loss and gradient must not see them."""
+    axes = build_axes(LayoutConfig(scheme="megatron", cols=cols), "cpu")
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(2, 4, vocab_size, generator=generator)).to(dtype).double()
+    targets = torch.randint(0, vocab_size, (2, 4), generator=generator)
+    targets[0, :2] = IGNORE
+    targets[1] = vocab_size - 1
+    whole = logits.clone().requires_grad_()
+    want = F.cross_entropy(whole.flatten(0, 1), targets.flatten(), reduction="sum")
+    (7 * want).backward()
+    assert whole.grad is not None
+    for filler in (1e4, torch.inf, torch.nan):
+        everything = torch.full((2, 4, padded), filler, dtype=dtype)
+        everything[..., :vocab_size] = logits
+        mine = everything.chunk(cols, -1)[axes.col.index].clone().requires_grad_()
+        got = CutCrossEntropy(axes.col, vocab_size)(mine, targets)
+        (7 * got).backward()
+        assert mine.grad is not None
+        assert mine.grad.dtype == dtype
+        grad = comm.all_gather(mine.grad.float(), axes.col, -1)
+        tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(got.double(), want.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            grad[..., :vocab_size].double(), whole.grad, rtol=tolerance, atol=tolerance
+        )
+        assert not grad[..., vocab_size:].any()
+        assert not grad[0, :2].any(), "a target that is ignored has a gradient"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("cols", "vocab_size", "padded"), [(2, 89, 90), (4, 97, 100), (4, 5, 8)])
+def test_loss_does_not_see_padding(
+    pool: WorkerPool, cols: int, vocab_size: int, padded: int, dtype: torch.dtype
+) -> None:
+    pool.run(cols, loss_and_gradient, cols, vocab_size, padded, dtype)

@@ -1,0 +1,138 @@
+"""First values of parameters: a function of the seed and the name, of the right spread, and alike
+in every layout."""
+
+from __future__ import annotations
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gridformer import rng
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.models.blocks import Init, new_parameter
+from gridformer.parallel import build_parallel, initialise
+from gridformer.parallel.placement import Placement, place, shard_of
+from tests.parallel.grids import LAYOUTS, ranks
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(n_layers=2, hidden_size=48, n_heads=12, vocab_size=89, max_seq_len=25)
+
+
+def values(
+    config: ModelConfig = CONFIG, seed: int = 1, dtype: str = "float32"
+) -> dict[str, Tensor]:
+    model = build_parallel(config, LayoutConfig(), Axes(), seed, CPU, dtype)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_block_is_cut_from_the_same_model(layout: LayoutConfig, dtype: str) -> None:
+    """Bit by bit; what pads it is zero."""
+    whole = values(dtype=dtype)
+    seen = set()
+    for axes in ranks(layout.rows, layout.cols):
+        model = build_parallel(CONFIG, layout, axes, 1, CPU, dtype)
+        for name, parameter in model.named_parameters():
+            want = shard_of(parameter).block_of(whole[name], parameter.shape)
+            assert parameter.dtype == want.dtype
+            assert torch.equal(parameter, want), name
+            assert parameter.requires_grad
+            seen.add(name)
+    assert seen == whole.keys()
+
+
+def test_nothing_but_seed_and_name_matters() -> None:
+    """Another depth or vocabulary, and torch's own random state, change no value that remains."""
+    torch.manual_seed(5)
+    first = values()
+    torch.manual_seed(6)
+    assert all(torch.equal(v, first[name]) for name, v in values().items())
+    changes = {"n_heads": 4, "vocab_size": 97, "max_seq_len": 30, "dropout": 0.5}
+    other = values(CONFIG.model_copy(update=changes))
+    for name, value in other.items():
+        rows = min(len(value), len(first[name]))
+        assert torch.equal(value[:rows], first[name][:rows]), name
+
+
+def test_values_are_the_stream_of_seed_and_name() -> None:
+    got = values(seed=7, dtype="float64")["layers.1.mlp.up.weight"]
+    key = rng.key(7, "layers.1.mlp.up.weight")
+    want = rng.normal(key, torch.arange(48), torch.arange(192)) * 0.02
+    torch.testing.assert_close(got, want, rtol=1e-15, atol=0)
+
+
+def test_float32_is_float64_rounded() -> None:
+    exact = values(dtype="float64")
+    for name, value in values().items():
+        assert torch.equal(value, exact[name].float()), name
+
+
+def test_seeds_differ() -> None:
+    first, second = values(seed=1), values(seed=2)
+    for name, value in first.items():
+        assert value.dim() == 1 or not (value == second[name]).any(), name
+
+
+def test_names_differ() -> None:
+    """No two matrices of a model begin alike or are correlated."""
+    matrices = [v[:25, :48].flatten() for v in values().values() if v.dim() == 2]
+    assert len(matrices) == 10
+    r = torch.corrcoef(torch.stack(matrices)) - torch.eye(len(matrices))
+    assert float(r.abs().max()) < 4.5 / math.sqrt(25 * 48)
+
+
+@pytest.mark.parametrize(("n_layers", "init_std"), [(1, 0.02), (8, 0.02), (2, 0.1)])
+def test_spread(n_layers: int, init_std: float) -> None:
+    """0.02 unless told; projections into the residual stream 1/sqrt(2 N) of that."""
+    config = CONFIG.model_copy(update={"n_layers": n_layers, "init_std": init_std})
+    for name, value in values(config).items():
+        if value.dim() == 1:
+            mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            assert (value == mean).all(), name
+            continue
+        std = init_std
+        if name.endswith(("attention.out.weight", "mlp.down.weight")):
+            std /= math.sqrt(2 * n_layers)
+        error = std / math.sqrt(value.numel())
+        assert abs(float(value.mean())) < 4.5 * error, name
+        assert abs(float(value.std()) - std) < 4.5 * error / math.sqrt(2), name
+        assert float(value.abs().max()) < 4.2 * std
+
+
+def test_bfloat16_computes_so_but_keeps_float32_parameters() -> None:
+    model = build_parallel(CONFIG, LayoutConfig(), Axes(), 1, CPU, "bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
+
+
+def test_filling_in_chunks_changes_nothing() -> None:
+    want = values()
+    with patch("gridformer.parallel.initialise._CHUNK", 100):
+        assert all(torch.equal(v, want[name]) for name, v in values().items())
+
+
+@pytest.mark.parametrize(("shape", "cut"), [((13,), ("col",)), ((13, 7), ("col", "row"))])
+def test_any_spread_of_vectors_and_matrices(
+    shape: tuple[int, ...], cut: tuple[str | None, ...]
+) -> None:
+    """Means and spreads that GPT-2 does not use, cut in blocks that do not divide."""
+
+    def filled(axes: Axes, cut: tuple[str | None, ...]) -> nn.Parameter:
+        module = nn.Module()
+        with torch.device("meta"):
+            module.weight = new_parameter(*shape, init=Init(mean=3.0, std=0.5))
+        place(module, "weight", Placement(cut), axes)
+        initialise(module, 1, CPU, torch.float64)
+        return module.get_parameter("weight")
+
+    whole = filled(Axes(), (None,) * len(shape)).detach()
+    assert 2.5 < float(whole.mean()) < 3.5
+    assert 0.3 < float(whole.std()) < 0.7
+    for axes in ranks(2, 3):
+        block = filled(axes, cut)
+        assert torch.equal(block, shard_of(block).block_of(whole, block.shape))

@@ -1,0 +1,239 @@
+"""Configs: what they refuse and what they say then, overrides, and the words they say it with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gridformer.config import (
+    LayoutConfig,
+    ModelConfig,
+    TrainConfig,
+    any_of,
+    closest,
+    configs_dir,
+    divisors,
+    model_names,
+    parse_run,
+    shipped_model,
+)
+from gridformer.errors import ConfigError
+
+RUN_FILES = sorted((configs_dir() / "runs").glob("*.yaml"))
+BASE: dict[str, Any] = {"model": "demo-3m", "data": {"path": "somewhere"}}
+
+
+def problems(raw: dict[str, Any], *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        parse_run(raw, overrides)
+    assert str(error.value) == "\n".join(error.value.problems)
+    return error.value.problems
+
+
+def problem(raw: dict[str, Any], *overrides: str) -> str:
+    (only,) = problems(raw, *overrides)
+    return only
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("raw", "key", "meant"),
+    [
+        ({"trian": {}}, "trian", "train"),
+        ({"train": {"stpes": 5}}, "train.stpes", "steps"),
+        ({"layout": {"columns": 2}}, "layout.columns", "cols"),
+        ({"layout": {"row": 2}}, "layout.row", "rows"),
+        ({"data": {"path": "x", "seqlen": 2}}, "data.seqlen", "seq_len"),
+        ({"model": {"name": "demo-3m", "n_layer": 2}}, "model.n_layer", "n_layers"),
+    ],
+)
+def test_unknown_key_names_the_closest(raw: dict[str, Any], key: str, meant: str) -> None:
+    assert problem({**BASE, **raw}) == f"run: unknown key {key}: did you mean '{meant}'?"
+
+
+def test_unknown_key_that_resembles_nothing_lists_what_is_known() -> None:
+    text = problem(BASE, "train.zzqzz=1")
+    assert text.startswith("run: unknown key train.zzqzz; known are ")
+    known = text.partition("known are ")[2].split(", ")
+    assert known == list(TrainConfig.model_fields)
+
+
+def test_all_problems_at_once() -> None:
+    raw = {
+        **BASE,
+        "trian": {},
+        "layout": {"scheme": "optmus", "rows": 0},
+        "train": {"lr": -1, "steps": "many", "stpes": 3, "dtype": "flaot32"},
+    }
+    found = problems(raw)
+    for text in (
+        "unknown key trian",
+        "layout.scheme=optmus: input should be 'single', 'megatron' or 'optimus': "
+        "did you mean 'optimus'?",
+        "layout.rows=0: input should be greater than or equal to 1",
+        "train.lr=-1: input should be greater than 0",
+        "train.steps=many: input should be a valid integer",
+        "unknown key train.stpes",
+        "did you mean 'float32'?",
+    ):
+        assert sum(text in each for each in found) == 1, (text, found)
+    assert len(found) == 7
+
+
+@pytest.mark.parametrize("missing", ["data", "data.path"])
+def test_missing_key(missing: str) -> None:
+    raw = {"model": "demo-3m"} if missing == "data" else {**BASE, "data": {}}
+    assert problem(raw) == f"run: {missing} is missing"
+
+
+def test_missing_keys_of_a_model() -> None:
+    found = problems({**BASE, "model": {"n_layers": 2}})
+    assert found == ["run: model.hidden_size is missing", "run: model.n_heads is missing"]
+
+
+@pytest.mark.xfail(strict=True, reason="says 'input should be a valid dictionary or instance'")
+def test_missing_model() -> None:
+    assert problem({"data": {"path": "x"}}) == "run: model is missing"
+
+
+def test_unknown_model_names_the_closest() -> None:
+    text = "model: no shipped model is called 'gpt2-125m': did you mean 'gpt2-124m'?"
+    for model in ("gpt2-125m", {"name": "gpt2-125m"}):
+        assert problem({**BASE, "model": model}) == text
+    assert problem(BASE, "model=gpt2-125m") == text
+    assert ", ".join(model_names()) in problem({**BASE, "model": "zzzz"})
+
+
+@pytest.mark.parametrize(
+    ("raw", "key", "section"),
+    [
+        ({"model": {"n_layers": 1, "hidden_size": 48, "n_heads": 5}}, "n_heads", "model"),
+        ({"train": {"global_batch": 30, "micro_batches": 4}}, "micro_batches", "train"),
+    ],
+)
+def test_every_divisor_that_is_offered_works(raw: dict[str, Any], key: str, section: str) -> None:
+    offer = problem({**BASE, **raw}).partition(f": use {key} ")[2]
+    values = [int(number) for number in re.findall(r"\d+", offer)]
+    assert len(values) > 3
+    for value in values:
+        run = parse_run({**BASE, **raw}, [f"{section}.{key}={value}"])
+        assert getattr(getattr(run, section), key) == value
+
+
+def test_configs_are_frozen() -> None:
+    run = parse_run(BASE)
+    with pytest.raises(ValueError, match="frozen"):
+        run.train.steps = 5
+
+
+# --------------------------------------------------------------------------- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.steps=7", "train", "steps", 7),
+        ("train.lr=1e-3", "train", "lr", 1e-3),  # which YAML itself takes for a word
+        ("train.lr=1", "train", "lr", 1.0),
+        ("train.dtype=bfloat16", "train", "dtype", "bfloat16"),
+        ("train.sanity_checks=true", "train", "sanity_checks", True),
+        ("layout.sequence_parallel=yes", "layout", "sequence_parallel", True),
+        ("layout.rows=2", "layout", "rows", 2),
+        ("data.path=/a folder/with=sign", "data", "path", Path("/a folder/with=sign")),
+        ("model.dropout=0.1", "model", "dropout", 0.1),
+        ("model.n_layers=2", "model", "n_layers", 2),
+        ("model=gpt2-124m", "model", "hidden_size", 768),
+    ],
+)
+def test_override(override: str, section: str, key: str, value: Any) -> None:
+    found = getattr(getattr(parse_run(BASE, [override]), section), key)
+    assert found == value
+    assert type(found) is type(value) or isinstance(found, Path)
+
+
+def test_overrides_leave_the_rest_alone() -> None:
+    raw = {**BASE, "train": {"steps": 5}}
+    run = parse_run(raw, ["train.lr=0.5", "model.dropout=0.1", "model.n_layers=2"])
+    assert raw == {**BASE, "train": {"steps": 5}}, "the caller's mapping was changed"
+    assert (run.train.steps, run.train.lr) == (5, 0.5)
+    demo = ModelConfig(**shipped_model("demo-3m"))
+    assert run.model == demo.model_copy(update={"dropout": 0.1, "n_layers": 2})
+
+
+def test_later_overrides_win() -> None:
+    run = parse_run(BASE, ["train.steps=1", "train.steps=2", "model.dropout=0.1", "model=demo-3m"])
+    assert run.train.steps == 2
+    assert run.model.dropout == 0.0
+
+
+def test_feed_forward_follows_an_overridden_width() -> None:
+    assert parse_run(BASE, ["model.hidden_size=512"]).model.ffn_size == 2048
+    assert parse_run(BASE, ["model.ffn_size=100"]).model.ffn_size == 100
+
+
+@pytest.mark.xfail(strict=True, reason="takes the name of one model and the sizes of the other")
+def test_override_of_the_models_name() -> None:
+    assert parse_run(BASE, ["model.name=gpt2-355m"]).model.n_layers == 24
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("train.steps", "'train.steps' is no override: write section.key=value"),
+        ("=5", "'=5' is no override"),
+        ("train.steps.more=1", "train.steps"),
+        ("name.more=1", "'name.more=1': name is a value, not a section"),
+        ("train.steps=1.5", "train.steps=1.5: input should be a valid integer"),
+        ("train.lr=", "train.lr=: input should be a valid number"),
+        ("train.lr=[1", "train.lr=[1: input should be a valid number"),
+        ("train.lr=.nan", "train.lr=nan: input should be greater than 0"),
+        ("train=5", "train=5: input should be a valid dictionary"),
+    ],
+)
+def test_override_that_is_wrong(override: str, text: str) -> None:
+    assert text in problem({**BASE, "name": "x"}, override)
+
+
+# --------------------------------------------------------------------------- words and numbers
+
+
+@given(value=st.integers(1, 3000))
+def test_divisors(value: int) -> None:
+    assert divisors(value) == [d for d in range(1, value + 1) if value % d == 0]
+
+
+def test_any_of() -> None:
+    assert any_of([4]) == "4"
+    assert any_of([1, 2]) == "1 or 2"
+    assert any_of([1, 2, 4]) == "1, 2 or 4"
+    assert any_of(range(1, 21)) == "1, 2, 3, 4, 5, 6, ..., 18, 19 or 20"
+
+
+def test_closest() -> None:
+    assert closest("stpes", ["lr", "steps"]) == ": did you mean 'steps'?"
+    assert closest("q", ["lr", "steps"]) == "; known are lr, steps"
+    assert closest("q", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "single device"),
+        ({"dp": 2}, "single device, dp=2"),
+        ({"scheme": "megatron", "cols": 4}, "megatron 1x4"),
+        (
+            {"scheme": "megatron", "cols": 4, "sequence_parallel": True, "dp": 2},
+            "megatron 1x4, sequence parallel, dp=2",
+        ),
+        ({"scheme": "optimus", "rows": 2, "cols": 3}, "optimus 2x3"),
+    ],
+)
+def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:
+    assert LayoutConfig(**changes).describe() == text

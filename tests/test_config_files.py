@@ -1,0 +1,146 @@
+"""Run files and models as they ship, files that are no run files, and the YAML round trip."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gridformer import layout
+from gridformer.config import (
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    configs_dir,
+    load_run,
+    model_names,
+    parse_run,
+)
+from gridformer.errors import ConfigError
+from gridformer.models import build_model
+
+RUN_FILES = sorted((configs_dir() / "runs").glob("*.yaml"))
+BASE: dict[str, Any] = {"model": "demo-3m", "data": {"path": "somewhere"}}
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
+def test_shipped_run_files_work_as_they_are(path: Path) -> None:
+    assert RUN_FILES
+    for run in (load_run(path), load_run(path.stem), load_run(f"configs/runs/{path.name}")):
+        assert run == load_run(path)
+        layout.check(run)
+
+
+SIZES = {  # specification, section 1: N, h, n, and the parameters where a paper counts them
+    "gpt2-124m": (12, 768, 12, 124_439_808),
+    "gpt2-355m": (24, 1024, 16, 354_823_168),
+    "gpt2-774m": (36, 1280, 20, 774_030_080),
+    "gpt2-1.5b": (48, 1600, 25, 1_557_611_200),
+    "megatron-1.2b": (40, 1536, 16, 1.2e9),
+    "megatron-2.5b": (54, 1920, 20, 2.5e9),
+    "megatron-4.2b": (64, 2304, 24, 4.2e9),
+    "megatron-8.3b": (72, 3072, 32, 8.3e9),
+}
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_shipped_models_have_the_sizes_of_their_names(name: str) -> None:
+    run = parse_run({**BASE, "model": name}, ["train.global_batch=8"])
+    layout.check(run)
+    model = run.model
+    assert model.name == name
+    if not model.vocab_size:  # the data's
+        model = model.model_copy(update={"vocab_size": 4096})
+    with torch.device("meta"):
+        n_parameters = sum(p.numel() for p in build_model(model).parameters())
+    if name == "demo-3m":
+        assert 3e6 < n_parameters < 5e6
+        return
+    *shape, count = SIZES[name]
+    assert [model.n_layers, model.hidden_size, model.n_heads] == shape
+    assert n_parameters == (count if isinstance(count, int) else pytest.approx(count, rel=0.02))
+
+
+def test_a_model_of_unknown_vocabulary_cannot_be_built() -> None:
+    with pytest.raises(ValueError, match="vocab_size"):
+        build_model(parse_run(BASE).model)
+
+
+def test_file_that_is_missing_names_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"no\.yaml: no such run file; .*demo"):
+        load_run("no.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "just words", "", "\x00"])
+def test_file_that_is_no_run_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml: (is not valid YAML|must be a mapping)"):
+        load_run(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_run(tmp_path)
+
+
+def test_problems_and_name_come_from_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "my-run.yaml"
+    path.write_text(yaml.safe_dump(BASE))
+    assert load_run(path).name == "my-run"
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: unknown key train.stpes"):
+        load_run(path, ["train.stpes=5"])
+
+
+# --------------------------------------------------------------------------- round trip
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1)
+SMALL = st.integers(1, 9)
+RATES = st.floats(1e-12, 10.0)
+RUNS = st.builds(
+    RunConfig,
+    name=WORDS,
+    model=st.builds(
+        lambda heads, width, **rest: ModelConfig(n_heads=heads, hidden_size=heads * width, **rest),
+        heads=SMALL,
+        width=SMALL,
+        name=WORDS | st.just("demo-3m"),
+        n_layers=SMALL,
+        ffn_size=st.integers(0, 99),
+        vocab_size=st.integers(0, 99),
+        dropout=st.floats(0.0, 0.99),
+        norm_eps=RATES,
+    ),
+    layout=st.builds(LayoutConfig, rows=SMALL, cols=SMALL, sequence_parallel=st.booleans()),
+    data=st.builds(DataConfig, path=WORDS, seq_len=SMALL),
+    train=st.builds(
+        TrainConfig,
+        seed=st.integers(0, 2**63 - 1),
+        lr=RATES,
+        adam_eps=RATES,
+        timeout_s=st.floats(1.0, 1e9),
+        sanity_checks=st.booleans(),
+    ),
+)
+
+
+@settings(deadline=None)
+@given(run=RUNS)
+def test_yaml_round_trip(run: RunConfig) -> None:
+    """What a run directory keeps is read back as the same run, to the last bit."""
+    assert parse_run(yaml.safe_load(run.to_yaml())) == run
+
+
+def test_yaml_holds_every_key() -> None:
+    """Resolved: defaults of a later version do not change an old run."""
+    raw = yaml.safe_load(parse_run(BASE).to_yaml())
+    assert raw.keys() == RunConfig.model_fields.keys()
+    for section in ("model", "layout", "data", "train"):
+        known = RunConfig.model_fields[section].annotation
+        assert isinstance(known, type)
+        assert raw[section].keys() == known.model_fields.keys()
