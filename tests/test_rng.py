@@ -154,11 +154,11 @@ def test_a_block_is_a_slice_of_the_whole(
     assert torch.equal(rng.keep(key, *mine, p), rng.keep(key, all_rows, all_cols, p)[here])
 
 
-@settings(deadline=None, max_examples=20)
-@given(threads=st.sampled_from([1, 2]), n=st.integers(1, 70_000))
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("n", [1, 7, 1001, 32_769])
 def test_length_and_threads_do_not_matter(threads: int, n: int) -> None:
     """Long tensors are computed by several threads and by vector instructions, short ones not."""
-    want = rng.normal(KEY, torch.tensor([5]), torch.arange(70_000))
+    want = rng.normal(KEY, torch.tensor([5]), torch.arange(40_000))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

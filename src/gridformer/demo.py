@@ -29,7 +29,7 @@ from gridformer.train.runner import execute, plan_run
 
 RUN_FILE = "demo"
 CORPUS = "python-stdlib"
-VOCABULARY = 2048
+VOCABULARY = 512
 PROMPT = "def read(self, size=-1):\n"
 
 

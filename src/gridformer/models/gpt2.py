@@ -21,6 +21,7 @@ from gridformer.models.blocks import (
     TokenEmbedding,
 )
 
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)). [b, s, h] to [b, s, h]."""
 
