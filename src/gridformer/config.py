@@ -27,7 +27,9 @@ SCHEMES: tuple[Scheme, ...] = ("single", "megatron", "optimus")
 class Config(BaseModel):
     """Base of every section: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Config):
@@ -229,7 +231,11 @@ def parse_run(
     values: dict[str, Any] = {**raw}
     for override in overrides:
         _apply(values, override)
-    values["model"] = _expand_model(values.get("model"))
+    for section in ("model", "layout", "data", "train"):
+        if section in values and values[section] is None:  # a heading with nothing below it
+            values[section] = {}
+    if "model" in values:
+        values["model"] = _expand_model(values["model"])
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -262,7 +268,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for section in sections:
         below = here.get(section)
         if section == "model" and isinstance(below, str):
-            below = shipped_model(below)
+            shipped_model(below)  # says so if there is none of that name
+            below = {"name": below}
         if below is None:
             below = {}
         if not isinstance(below, dict):

@@ -71,6 +71,7 @@ def _quantiles() -> Tensor:
 
 def _fold(index: Tensor) -> Tensor:
     """An index of up to 62 bits in 32, without a collision below 2^32."""
+    index = index.to(torch.int64)
     return (index ^ _mix(index >> 32)) & _MASK
 
 

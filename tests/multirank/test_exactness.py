@@ -29,9 +29,9 @@ LAYOUTS = sorted(
     ),
     key=lambda g: g.get("rows", 1) * g.get("cols", 1) * g["dp"],
 )
-# The gradient of the keys' bias is zero in exact arithmetic (softmax does not see it), so in float32
+# The gradient of the keys' bias is zero in exact arithmetic (softmax does not see it): in float32
 # it is rounding noise, which AdamW with its usual eps scales up to full steps. An eps above the
-# noise keeps the comparison of parameters meaningful in float32; in float64 noise is far below.
+# noise keeps comparing parameters meaningful in float32; in float64 noise is far below it.
 TRAIN = {"global_batch": 24, "clip_norm": 0.05, "lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-4}
 
 

@@ -190,7 +190,10 @@ class Attention(nn.Module):
         if self.training and self.dropout > 0.0:
             o_BNSD = self._unfused(q, k, v)
         else:
-            o_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=s == k.shape[2])
+            seen, mask = k.shape[2], None
+            if 1 < s < seen:  # several tokens after cached ones: each sees those up to itself
+                mask = torch.ones(s, seen, dtype=torch.bool, device=q.device).tril(seen - s)
+            o_BNSD = F.scaled_dot_product_attention(q, k, v, mask, is_causal=s == seen)
         return self.out(o_BNSD.transpose(1, 2).reshape(b, s, -1))
 
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
