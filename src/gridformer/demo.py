@@ -30,7 +30,8 @@ from gridformer.train.runner import execute, plan_run
 RUN_FILE = "demo"
 CORPUS = "python-stdlib"
 VOCABULARY = 512
-PROMPT = "def read(self, size=-1):\n"
+PROMPT = 'class Reader:\n    """'
+SAMPLING = Sampling(temperature=0.6, top_p=0.9, seed=1)
 
 
 def run_demo(out: Path) -> None:
@@ -75,10 +76,9 @@ def show_summary(out: Path, console: Console) -> None:
     ):
         table.add_row(name, value)
     model, tokenizer = load_model(out, torch.device("cpu"))
-    sampling = Sampling(temperature=0.7, top_p=0.95, seed=5)
-    sample = PROMPT + "".join(stream(model, tokenizer, PROMPT, 120, sampling))
+    sample = PROMPT + "".join(stream(model, tokenizer, PROMPT, 160, SAMPLING))
     console.print(table)
-    title = "a sample (temperature 0.7; the first line was given)"
+    title = f"what the model makes of 'class Reader:' at temperature {SAMPLING.temperature}"
     console.print(Panel(Text(sample.rstrip()), title=title, title_align="left"))
     later = metrics[-1]["step"] + 100
     console.print(

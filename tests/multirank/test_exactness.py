@@ -78,3 +78,14 @@ def test_accumulating_micro_batches_changes_nothing(
     pool: WorkerPool, layout: dict[str, Any]
 ) -> None:
     check(pool, layout, {"dropout": 0.1}, dtype="float64", micro_batches=3)
+
+
+@pytest.mark.parametrize("layout", [g for g in LAYOUTS if g["dp"] == 1], ids=name_of)
+def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    """Rounding to 8 bits happens in other places, so only loss and norm are held, and loosely."""
+    n = layout.get("rows", 1) * layout.get("cols", 1)
+    for worst in pool.run(n, compare, layout, {}, {**TRAIN, "dtype": "bfloat16"}):
+        assert worst["init"] == 0.0
+        assert worst["loss"] < 2e-3
+        assert worst["eval"] < 2e-3
+        assert worst["norm"] < 2e-2

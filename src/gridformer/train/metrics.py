@@ -76,7 +76,10 @@ def plot_loss(run_dir: Path, title: str) -> Path | None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     steps, losses = zip(*train)
     axes.plot(steps, losses, color="#9ec5e8", linewidth=1, label="training, each step")
-    axes.plot(steps, _smooth(losses), color="#1f6fb4", linewidth=2, label="training, smoothed")
+    weight = 1 - 1 / max(1, min(50, len(losses) / 30))
+    axes.plot(
+        steps, _smooth(losses, weight), color="#1f6fb4", linewidth=2, label="training, smoothed"
+    )
     if val:
         axes.plot(*zip(*val), color="#d1495b", marker="o", markersize=5, label="validation")
         step, loss = val[-1]
@@ -98,7 +101,7 @@ def plot_loss(run_dir: Path, title: str) -> Path | None:
     return path
 
 
-def _smooth(values: tuple[float, ...], weight: float = 0.9) -> list[float]:
+def _smooth(values: tuple[float, ...], weight: float) -> list[float]:
     """Exponential moving average, corrected for its start."""
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:

@@ -70,7 +70,7 @@ class Trainer:
                 if flagged:
                     break
             if self.report:
-                plot_loss(self.plan.out, self.run.name)
+                plot_loss(self.plan.out, f"{self.run.model.name} on {self.run.layout.describe()}")
                 self.report.end(step, saved, stopped=step < train.steps)
         finally:
             if self.report:
