@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gridformer import stopping
 from gridformer.errors import ConfigError
-from gridformer.launch import close_world, init_world
+from gridformer.launch import close_world, init_world, stopping
 
 
 def _note(folder: Path, name: str, text: str = "") -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gridformer.errors import UserError
-from gridformer.joining import expand_counts, expand_nodes, joined
 from gridformer.launch import check_devices, init_world
+from gridformer.launch.joining import expand_counts, expand_nodes, joined
 
 ROOT = Path(__file__).parents[1]
 SRUN = {

@@ -24,8 +24,9 @@ from gridformer.evaluate.generate import Sampling, load_model, stream
 from gridformer.launch import warm_up
 from gridformer.train import checkpoint
 from gridformer.train.metrics import EVENTS, PLOT, read_metrics
+from gridformer.train.plan import plan_run
 from gridformer.train.report import human, perplexity
-from gridformer.train.runner import execute, plan_run
+from gridformer.train.runner import execute
 
 RUN_FILE = "demo"
 CORPUS = "python-stdlib"
@@ -37,7 +38,7 @@ SAMPLING = Sampling(temperature=0.6, top_p=0.9, seed=1)
 def run_demo(out: Path) -> None:
     """Prepare the corpus if need be, train (or go on training) into `out`, and show the result."""
     console = Console(highlight=False)
-    warm_up("gridformer.train.trainer")
+    warm_up("gridformer.train.runner")
     data = load_run(RUN_FILE).data.path
     console.rule("1. text", align="left")
     _prepare(data, console)

@@ -25,5 +25,9 @@ class CheckpointError(UserError):
     """A checkpoint that must not be loaded: truncated, damaged, foreign or of another model."""
 
 
+class DivergedError(UserError):
+    """Loss or gradients are no longer finite; parameters are still those of the step before."""
+
+
 class DataError(UserError):
     """Token files that are missing, damaged or do not fit the run."""

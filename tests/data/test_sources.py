@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gridformer.data import files
+from gridformer.data import files, records
 from gridformer.data.sources import FileSource, open_sources, python_stdlib
 from gridformer.errors import DataError, UserError
 from tests.data.helpers import texts
@@ -147,7 +147,7 @@ def test_json_lines(tmp_path: Path, name: str) -> None:
     skipped: Counter[str] = Counter()
     (source,) = open_sources([str(tmp_path)])
     assert [piece.text for piece in source.pieces(skipped)] == ["one\nline", "two"]
-    assert skipped == {files.NO_TEXT: 2}
+    assert skipped == {records.NO_TEXT: 2}
     assert texts(open_sources([str(tmp_path / name)], text_key="body")) == ["1", "2", "3", "4"]
 
 
@@ -215,7 +215,7 @@ def test_tables(tmp_path: Path) -> None:
         skipped: Counter[str] = Counter()
         (source,) = open_sources([str(path)])
         assert [p.text for p in source.pieces(skipped)] == ["one\nline", "two"] * 50
-        assert skipped == {files.NO_TEXT: 100}
+        assert skipped == {records.NO_TEXT: 100}
     (tmp_path / "t.parquet").write_bytes(b"not a table")
     with pytest.raises(DataError, match=r"t\.parquet: "):
         texts(open_sources([str(tmp_path / "t.parquet")]))

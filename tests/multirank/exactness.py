@@ -67,8 +67,8 @@ def compare(
     worst["parameter"] = _distance(cut, whole, "value")
     assert_copies_equal(cut, axes)
     held = [lambda rows, b=b: b[rows] for b in batches]
-    want_eval = reference.evaluate(held, settings.global_batch)  # type: ignore[arg-type]
-    got_eval = stepper.evaluate(held, settings.global_batch)  # type: ignore[arg-type]
+    want_eval = reference.evaluate(held)  # type: ignore[arg-type]
+    got_eval = stepper.evaluate(held)  # type: ignore[arg-type]
     worst["eval"] = abs(got_eval / want_eval - 1)
     return worst
 

@@ -19,7 +19,7 @@ from gridformer.launch import World
 from gridformer.layout import check
 from gridformer.train import checkpoint
 from gridformer.train.metrics import read_metrics
-from gridformer.train.runner import Plan
+from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from tests.multirank.pool import RankFailed, WorkerPool
 from tests.multirank.test_exactness import GRIDS, name_of

@@ -48,6 +48,7 @@ def train(
     if not joined() and load_run(run, overrides).layout.n_processes > 1:
         warm_up("gridformer.train.runner")  # loads beside this process's own imports
 
-    from gridformer.train import runner
+    from gridformer.train.plan import plan_run
+    from gridformer.train.runner import execute
 
-    runner.execute(runner.plan_run(run, overrides, nproc, out))
+    execute(plan_run(run, overrides, nproc, out))

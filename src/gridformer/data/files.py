@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from gridformer.data.pieces import Piece, pieces
+from gridformer.data.records import NO_TEXT, checked_text, missing_key
 from gridformer.errors import DataError
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
@@ -22,7 +23,6 @@ TEXT_SUFFIXES = (
 )
 DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES, *TABLES)
 BINARY = "files with NUL bytes"
-NO_TEXT = "records without text"
 _CHUNK = 1 << 20
 
 
@@ -43,26 +43,6 @@ def file_pieces(path: Path, text_key: str, skipped: Counter[str]) -> Iterator[Pi
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read ({reason})") from error
-
-
-def checked_text(value: object, where: str, text_key: str) -> str:
-    """The text of a record; None counts as empty. Raises DataError for anything but text."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: '{text_key}' holds {type(value).__name__}, not text: choose another column "
-            f"with --text-key"
-        )
-    return value
-
-
-def missing_key(where: str, text_key: str, present: list[str]) -> DataError:
-    """The error for records that lack the text column."""
-    return DataError(
-        f"{where}: has no '{text_key}'; name the text with --text-key, there are "
-        f"{', '.join(sorted(present)) or 'no keys at all'}"
-    )
 
 
 def _open(path: Path) -> BinaryIO:

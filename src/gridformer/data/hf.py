@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.files import NO_TEXT, checked_text, missing_key
 from gridformer.data.pieces import Piece, pieces
+from gridformer.data.records import NO_TEXT, checked_text, missing_key
 from gridformer.errors import DataError, UserError
 
 _ROWS = 64  # read at a time

@@ -17,7 +17,7 @@ from gridformer.models import GPT2
 from gridformer.models.blocks import KVCache
 from gridformer.parallel import build_parallel
 from gridformer.train import checkpoint
-from gridformer.train.runner import load_for_inference
+from gridformer.train.plan import load_for_inference
 
 
 @dataclass(frozen=True)

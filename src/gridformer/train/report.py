@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gridformer.launch import World
-    from gridformer.train.runner import Plan
+    from gridformer.train.plan import Plan
 
 _LINE_EVERY_S = 5.0  # where the output is no terminal
 

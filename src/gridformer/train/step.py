@@ -12,6 +12,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Axes
 from gridformer.config import TrainConfig
+from gridformer.errors import DivergedError
 from gridformer.models import GPT2
 from gridformer.models.blocks import IGNORE
 from gridformer.parallel.gradients import (
@@ -63,17 +64,19 @@ class Stepper:
             fused=True,
         )
 
-    def rows(self, micro: int, n_rows: int | None = None, n_micro: int | None = None) -> slice:
-        """The rows of a global batch of `n_rows` that belong to this device's micro-batch."""
-        n_rows = n_rows or self.train.global_batch
-        n_micro = n_micro or self.train.micro_batches
+    def rows(self, micro: int) -> slice:
+        """The rows of a global batch that make up one of this device's micro-batches."""
+        n_rows, n_micro = self.train.global_batch, self.train.micro_batches
         size, rest = divmod(n_rows, self.axes.dp.size * n_micro * self.axes.row.size)
         assert not rest, "gridformer.layout.check was not called"
         part = (self.axes.dp.index * n_micro + micro) * self.axes.row.size + self.axes.row.index
         return slice(part * size, (part + 1) * size)
 
     def __call__(self, step: int, read: ReadRows, flag: bool = False) -> StepResult:
-        """Train on the global batch of `step` (counted from 0); all ranks learn of any flag."""
+        """Train on the global batch of `step` (counted from 0); all ranks learn of any flag.
+
+        Raises DivergedError, on all ranks and before any update, if loss or norm is not finite.
+        """
         micro_rows = [self.rows(micro) for micro in range(self.train.micro_batches)]
         batches = [self._to_device(read(rows)) for rows in micro_rows]
         mine = torch.stack([(b[:, 1:] != IGNORE).sum() for b in batches]).sum() * self._first()
@@ -92,26 +95,32 @@ class Stepper:
 
         both = torch.stack((loss_sum * self._first(), squared_norm(self.model, self.axes)))
         total_loss, total_square = comm.all_reduce(both, self.axes.world, label="metrics").tolist()
-        norm = math.sqrt(total_square)
+        norm, tokens = math.sqrt(total_square), int(count)
+        if not (math.isfinite(total_loss) and math.isfinite(norm)):
+            raise DivergedError(
+                f"step {step + 1}: the loss is {total_loss / tokens:g} and the gradient norm "
+                f"{norm:g}; nothing was updated. Lower train.lr ({self.train.lr:g}), lengthen "
+                f"train.warmup_steps ({self.train.warmup_steps}) or look at the data of this step"
+            )
         clip_gradients(self.model, norm, self.train.clip_norm)
         lr = learning_rate(step, self.train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         share_copies(self.model, self.axes)
-        tokens = int(count)
         return StepResult(total_loss / tokens, norm, lr, tokens, flagged=bool(flags))
 
     @torch.no_grad()
-    def evaluate(self, reads: list[ReadRows], n_rows: int) -> float:
-        """Mean loss over several global batches of `n_rows` sequences, without dropout."""
+    def evaluate(self, reads: list[ReadRows]) -> float:
+        """Mean loss over several global batches, without dropout."""
         self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64)
+        device = next(self.model.parameters()).device
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, of tokens
         for read in reads:
-            batch = self._to_device(read(self.rows(0, n_rows, 1)))
-            loss = self.model.loss_sum(batch[:, :-1], batch[:, 1:])
-            count = (batch[:, 1:] != IGNORE).sum()
-            total = total.to(loss.device) + torch.stack((loss.double(), count.double()))
+            for micro in range(self.train.micro_batches):
+                batch = self._to_device(read(self.rows(micro)))
+                total[0] += self.model.loss_sum(batch[:, :-1], batch[:, 1:])
+                total[1] += (batch[:, 1:] != IGNORE).sum()
         total = comm.all_reduce(total * self._first(), self.axes.world, label="metrics")
         loss_sum, n_tokens = total.tolist()
         return loss_sum / n_tokens

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from gridformer.data import BatchSampler, TokenFolder
 from gridformer.launch import World
+from gridformer.launch.stopping import install
 from gridformer.layout import build_axes
 from gridformer.parallel import build_parallel
 from gridformer.parallel.gradients import assert_copies_equal
-from gridformer.stopping import install
 from gridformer.train import checkpoint
 from gridformer.train.metrics import MetricsLog, plot_loss
+from gridformer.train.plan import Plan
 from gridformer.train.report import Reporter
-from gridformer.train.runner import Plan
 from gridformer.train.step import ReadRows, Stepper
 
 
@@ -103,7 +103,7 @@ class Trainer:
             partial(self._rows, self.held_out, number)
             for number in range(self.run.train.eval_batches)
         ]
-        return self.stepper.evaluate(reads, self.run.train.global_batch)
+        return self.stepper.evaluate(reads)
 
     def _save(self, step: int) -> None:
         if self.report:

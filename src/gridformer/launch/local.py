@@ -1,4 +1,4 @@
-"""How worker processes start, and how a run ends when one of them fails or is told to stop.
+"""How local worker processes start, and how a run ends when one of them fails or is told to stop.
 
     launch(worker, (plan,), n_processes)        # in the command line's process
         def worker(plan): world = init_world(...); ...; close_world()
@@ -29,25 +29,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gridformer import stopping
 from gridformer.errors import ConfigError, UserError
-from gridformer.joining import Joined, joined
-from gridformer.world import DeviceChoice, World, check_devices, close_world, init_world
+from gridformer.launch import stopping
+from gridformer.launch.joining import joined
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-__all__ = [
-    "DeviceChoice",
-    "Joined",
-    "World",
-    "check_devices",
-    "close_world",
-    "init_world",
-    "joined",
-    "launch",
-    "warm_up",
-]
 
 # Workers end themselves stopping.GRACE_S after a stop signal; later than this they are killed.
 _PATIENCE_S = stopping.GRACE_S + 0.5

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from gridformer.errors import UserError
-from gridformer.joining import Joined, joined
+from gridformer.launch.joining import Joined, joined
 
 if TYPE_CHECKING:  # torch takes a second to import, and the command line imports this file
     import torch

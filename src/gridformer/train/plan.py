@@ -1,0 +1,100 @@
+"""From a run file to a plan that can start: everything is checked before any process does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gridformer.config import RunConfig, load_run
+from gridformer.data import TokenFolder
+from gridformer.errors import CheckpointError, ConfigError, DataError
+from gridformer.launch import check_devices
+from gridformer.layout import check
+from gridformer.train import checkpoint
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that can start: everything was checked. `resume` is the checkpoint to go on from."""
+
+    run: RunConfig
+    out: Path
+    resume: Path | None
+    resume_step: int
+
+    @property
+    def n_processes(self) -> int:
+        return self.run.layout.n_processes
+
+    @property
+    def done(self) -> bool:
+        """The checkpoint has all the steps that were asked for."""
+        return self.resume_step >= self.run.train.steps
+
+
+def plan_run(
+    path: Path | str,
+    overrides: list[str] | tuple[str, ...] = (),
+    nproc: int | None = None,
+    out: Path | None = None,
+) -> Plan:
+    """Read a run file and check all of it: values, layout, devices, data, checkpoint to resume.
+
+    out defaults to `runs/NAME`. The plan's config is resolved: vocabulary and sequence length are
+    those that the run uses. Raises ConfigError with all problems at once; DataError and
+    CheckpointError for a folder that must not be used.
+    """
+    run = load_run(path, overrides)
+    problems: list[str] = []
+    try:
+        run = _resolve(run)
+    except (DataError, ConfigError) as error:
+        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+    try:
+        check(run)
+    except ConfigError as error:
+        problems += error.problems
+    problems += check_devices(run.train.device, run.layout.n_processes, nproc)
+    if problems:
+        raise ConfigError(problems)
+    out = out or Path("runs") / run.name
+    if out.exists() and not out.is_dir():
+        raise ConfigError([f"--out {out} is a file: name a folder"])
+    resume = checkpoint.latest(out)
+    if resume is None:
+        return Plan(run, out, None, 0)
+    manifest = checkpoint.verify(resume, contents=False)
+    checkpoint.check_same_run(manifest, run, resume)
+    return Plan(run, out, resume, manifest.step)
+
+
+def _resolve(run: RunConfig) -> RunConfig:
+    """Fill in what the data decides, and check that data and model fit each other."""
+    folder = TokenFolder.open(run.data.path)
+    vocab_size = run.model.vocab_size or folder.vocab_size
+    if vocab_size < folder.vocab_size:
+        raise ConfigError(
+            [
+                f"model.vocab_size={vocab_size} is smaller than the {folder.vocab_size} words of "
+                f"{run.data.path}: use model.vocab_size={folder.vocab_size}, or 0 for the data's"
+            ]
+        )
+    model = run.model.model_copy(update={"vocab_size": vocab_size})
+    data = run.data.model_copy(update={"seq_len": run.seq_len})
+    return run.model_copy(update={"model": model, "data": data})
+
+
+def load_for_inference(run_dir: Path) -> tuple[RunConfig, Path]:
+    """The resolved config and newest checkpoint of a run directory, verified.
+
+    `run_dir` may also be one of its checkpoints. Raises CheckpointError.
+    """
+    is_one = (run_dir / checkpoint.MANIFEST).is_file()
+    folder = run_dir if is_one else checkpoint.latest(run_dir)
+    if folder is None:
+        raise CheckpointError(
+            f"{run_dir} holds no checkpoint: train first, for instance "
+            f"`gridformer train configs/runs/demo.yaml --out {run_dir}`"
+        )
+    manifest = checkpoint.verify(folder)
+    return RunConfig.model_validate(manifest.run), folder

@@ -1,0 +1,64 @@
+"""The step's own arithmetic: learning rate, which rows a device reads, divergence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gridformer.comm import Axes, Axis
+from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
+from gridformer.errors import DivergedError
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper, learning_rate
+
+MODEL = ModelConfig(n_layers=1, hidden_size=8, n_heads=2, vocab_size=11, max_seq_len=4)
+CPU = torch.device("cpu")
+
+
+def stepper(axes: Axes | None = None, **train: Any) -> Stepper:
+    model = build_parallel(MODEL, LayoutConfig(), Axes(), 1, CPU)
+    return Stepper(model, TrainConfig(**train), axes or Axes())
+
+
+def test_learning_rate_warms_up_then_falls() -> None:
+    train = TrainConfig(steps=100, warmup_steps=10, lr=2.0, min_lr_ratio=0.1)
+    rates = [learning_rate(step, train) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[9] == rates[10] == pytest.approx(2.0)
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[55] == pytest.approx(1.1, abs=0.03), "half way down a cosine"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    dp=st.integers(1, 4), rows=st.integers(1, 4), micro=st.integers(1, 4), each=st.integers(1, 3)
+)
+def test_every_row_is_read_once(dp: int, rows: int, micro: int, each: int) -> None:
+    batch = dp * rows * micro * each
+    read: list[int] = []
+    for replica in range(dp):
+        for part in range(micro):
+            for row in range(rows):
+                axes = Axes(dp=Axis("dp", dp, replica), row=Axis("row", rows, row))
+                device = stepper(axes, global_batch=batch, micro_batches=micro)
+                read += range(batch)[device.rows(part)]
+    assert read == list(range(batch)), "and in order"
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_diverged_step_changes_nothing(poison: float) -> None:
+    device = stepper(global_batch=2)
+    tokens = torch.randint(0, 11, (2, 5))
+    device(0, lambda rows: tokens[rows])
+    with torch.no_grad():
+        device.model.norm.weight[3] = poison
+    before = [p.clone() for p in device.model.parameters()]
+    with pytest.raises(DivergedError, match=r"step 2: .*Lower train\.lr"):
+        device(1, lambda rows: tokens[rows])
+    for a, b in zip(before, device.model.parameters()):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
