@@ -38,14 +38,14 @@ $(VENV)/.ready: pyproject.toml requirements.lock
 	  { echo "gridformer needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch $(TORCH) and the pinned dependencies (a minute or two)"
-	@$(BIN)/python -m pip install --quiet torch==$(TORCH)
-	@$(BIN)/python -m pip install --quiet -r requirements.lock
-	@$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@$(BIN)/python -m pip install -qq torch==$(TORCH)
+	@$(BIN)/python -m pip install -qq -r requirements.lock
+	@$(BIN)/python -m pip install -qq --no-deps --editable .
 	@touch $@
 
 # Upgrade everything pyproject.toml allows, then pin what was installed. torch has its own line above.
 lock: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager torch==$(TORCH) --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --upgrade --upgrade-strategy eager torch==$(TORCH) --editable '.[dev]'
 	$(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude gridformer > requirements.lock
 
 clean:

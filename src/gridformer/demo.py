@@ -32,7 +32,7 @@ RUN_FILE = "demo"
 CORPUS = "python-stdlib"
 VOCABULARY = 512
 PROMPT = 'class Reader:\n    """'
-SAMPLING = Sampling(temperature=0.6, top_p=0.9, seed=1)
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=2)
 
 
 def run_demo(out: Path) -> None:
@@ -73,7 +73,7 @@ def show_summary(out: Path, console: Console) -> None:
         ("speed", _speed(steps)),
         ("loss curve", str(out / PLOT)),
         ("checkpoint", str(checkpoint.latest(out))),
-        ("TensorBoard", f"tensorboard --logdir {out / EVENTS}"),
+        ("TensorBoard", f"{_command('tensorboard')} --logdir {out / EVENTS}"),
     ):
         table.add_row(name, value)
     model, tokenizer = load_model(out, torch.device("cpu"))
@@ -95,11 +95,9 @@ def show_summary(out: Path, console: Console) -> None:
     )
 
 
-def _command() -> str:
-    """How a person calls the command: by its path, when it is not on theirs."""
-    if shutil.which("gridformer"):
-        return "gridformer"
-    return os.path.relpath(Path(sys.executable).with_name("gridformer"))
+def _command(name: str = "gridformer") -> str:
+    """How a person calls a command of this environment: by its path, when it is not on theirs."""
+    return name if shutil.which(name) else os.path.relpath(Path(sys.executable).with_name(name))
 
 
 def _prepare(path: Path, console: Console) -> None:
