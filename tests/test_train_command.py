@@ -132,6 +132,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     resumed = gridformer("train", *words, "--out", stopped)
     assert resumed.returncode == 0, resumed.stderr
     assert losses(stopped) == losses(whole)
+    assert losses(whole)[-1] < losses(whole)[0] - 0.1, "it learns"
 
 
 def test_a_killed_worker_ends_the_run(run_file: Path, tmp_path: Path) -> None:

@@ -35,15 +35,15 @@ PROMPT = 'class Reader:\n    """'
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=2)
 
 
-def run_demo(out: Path) -> None:
+def run_demo(out: Path, run_file: Path | str = RUN_FILE) -> None:
     """Prepare the corpus if need be, train (or go on training) into `out`, and show the result."""
     console = Console(highlight=False)
     warm_up("gridformer.train.runner")
-    data = load_run(RUN_FILE).data.path
+    data = load_run(run_file).data.path
     console.rule("1. text", align="left")
     _prepare(data, console)
     console.rule("2. training", align="left")
-    plan = plan_run(RUN_FILE, out=out)
+    plan = plan_run(run_file, out=out)
     execute(plan)
     console.rule("3. what came of it", align="left")
     show_summary(out, console)
@@ -59,6 +59,7 @@ def show_summary(out: Path, console: Console) -> None:
     train_loss = sum(recent) / len(recent)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
+    table.add_column(overflow="fold")  # a path is shown whole, whatever the width
     for name, value in (
         (
             "validation loss",
@@ -111,7 +112,8 @@ def _prepare(path: Path, console: Console) -> None:
     source = index.sources[0]
     console.print(
         f"{source.source}: {human(folder.train.n_tokens)} tokens for training, "
-        f"{human(folder.val.n_tokens)} held out, vocabulary {folder.vocab_size:,} ({path})"
+        f"{human(folder.val.n_tokens)} held out, vocabulary {folder.vocab_size:,} ({path})",
+        soft_wrap=True,
     )
 
 

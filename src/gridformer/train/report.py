@@ -30,17 +30,17 @@ class Reporter:
         self._last_line = 0.0
         run = plan.run
         size = sum(math.prod(shard_of(p).size) for p in model.parameters())
-        self.console.print(
+        self._print(
             f"[bold]{run.name}[/bold]: {run.model.name} ({human(size)} parameters, vocabulary "
             f"{run.model.vocab_size:,}) on {run.layout.describe()}"
         )
-        self.console.print(f"  {world.why}; {run.train.dtype}")
-        self.console.print(
+        self._print(f"  {world.why}; {run.train.dtype}")
+        self._print(
             f"  {human(n_train_tokens)} tokens of text; batches of {run.train.global_batch} x "
             f"{run.seq_len} tokens"
         )
         if plan.resume is not None:
-            self.console.print(f"  resuming after step {plan.resume_step} from {plan.resume}")
+            self._print(f"  resuming after step {plan.resume_step} from {plan.resume}")
         self.progress = Progress(
             TextColumn("  step"),
             MofNCompleteColumn(),
@@ -75,25 +75,29 @@ class Reporter:
             self.progress.disable and now - self._last_line > _LINE_EVERY_S
         ):
             self._last_line = now
-            self.console.print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
+            self._print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
 
     def end(self, step: int, saved: int, stopped: bool) -> None:
         """The run is over; say where it left off."""
         self.close()
         out = self.plan.out
         if stopped:
-            self.console.print(
+            self._print(
                 f"  stopped after step {step}; checkpoint of step {saved} saved: the same command "
                 "goes on from there"
             )
         else:
-            self.console.print(
+            self._print(
                 f"  done: {out}/loss.png, metrics.jsonl, tensorboard/, checkpoints/\n"
                 f'  next: gridformer generate {out} --prompt "..."'
             )
 
     def close(self) -> None:
         self.progress.stop()
+
+    def _print(self, text: str) -> None:
+        """A line as it is: one that is folded at 80 columns cannot be searched or copied."""
+        self.console.print(text, soft_wrap=True)
 
 
 def perplexity(loss: float) -> float:

@@ -1,0 +1,57 @@
+"""The demo's three parts, on a small run of one process; `make demo` is the same on four."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gridformer import demo
+from gridformer.config import load_run
+from gridformer.data import TokenFolder
+from gridformer.train import checkpoint
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    sections = {
+        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(tmp_path / "text")},
+        "train": {"steps": 3, "global_batch": 2, "eval_batches": 1},
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def test_from_nothing_to_a_summary(
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(demo, "warm_up", lambda *modules: None)  # there are no workers to come
+    corpus = tmp_path / "corpus.py"
+    corpus.write_text("\n\n".join(f"def read_{i}(self):\n    return {i}" for i in range(300)))
+    monkeypatch.setattr(demo, "CORPUS", str(corpus))
+    out = tmp_path / "out"
+    demo.run_demo(out, run_file)
+    text = capsys.readouterr().out
+    assert TokenFolder.open(tmp_path / "text").vocab_size <= demo.VOCABULARY
+    folder = checkpoint.latest(out)
+    assert folder is not None
+    shown = "".join(text.split())
+    for part in (folder, out / "loss.png", out / "tensorboard"):
+        assert str(part) in shown
+    for word in ("validation loss", "training loss", "tokens/s", "perplexity", "class Reader:"):
+        assert word in text
+    assert "gridformer generate" in text
+    assert "layout.scheme=megatron" in text
+    demo.run_demo(out, run_file)  # again: nothing is prepared or trained anew
+    assert "3 of 3 steps" in capsys.readouterr().out
+
+
+def test_the_shipped_run_is_a_2x2_grid() -> None:
+    layout = load_run(demo.RUN_FILE).layout
+    assert (layout.scheme, layout.rows, layout.cols, layout.n_processes) == ("optimus", 2, 2, 4)
