@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from gridformer.errors import ConfigError
-from gridformer.layout import build_axes, check, padded_vocabulary
+from gridformer.layout import build_axes, check
 
 Offer = dict[str, str]  # keys to set together, with their values
 
@@ -284,13 +283,6 @@ def test_what_passes_really_divides(run: RunConfig) -> None:
     if plan.sequence_parallel:
         assert plan.scheme == "megatron"
         assert run.seq_len % plan.cols == 0
-
-
-@given(v=st.integers(1, 60_000), rows=st.integers(1, 12), cols=st.integers(1, 12))
-def test_padded_vocabulary(v: int, rows: int, cols: int) -> None:
-    padded = padded_vocabulary(v, LayoutConfig(scheme="optimus", rows=rows, cols=cols))
-    assert padded % rows == padded % cols == 0
-    assert 0 <= padded - v < math.lcm(rows, cols)
 
 
 def test_axes_of_one_process() -> None:

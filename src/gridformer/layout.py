@@ -149,9 +149,3 @@ def _length_problems(run: RunConfig) -> list[str]:
         f"data.seq_len={run.seq_len} is longer than model.max_seq_len={longest}: use {shorter}"
         f"model.max_seq_len={run.seq_len}"
     ]
-
-
-def padded_vocabulary(vocab_size: int, layout: LayoutConfig) -> int:
-    """The vocabulary that a layout computes with: the next multiple of lcm(rows, cols)."""
-    multiple = math.lcm(layout.rows, layout.cols)
-    return -(-vocab_size // multiple) * multiple

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
-from gridformer.layout import build_axes, padded_vocabulary
+from gridformer.layout import build_axes
 from gridformer.models import GPT2
 from gridformer.models.blocks import IGNORE
 from gridformer.parallel import build_parallel
@@ -81,7 +82,7 @@ def train_and_look(layout: LayoutConfig, vocab_size: int) -> int:
 def test_padding_stays_zero(pool: WorkerPool, layout: dict[str, Any], vocab_size: int) -> None:
     plan, config = LayoutConfig(**layout), config_of(vocab_size)
     found = pool.run(plan.n_processes, train_and_look, plan, vocab_size)
-    table = (padded_vocabulary(vocab_size, plan) - vocab_size) * config.hidden_size
+    table = -vocab_size % math.lcm(plan.rows, plan.cols) * config.hidden_size
     positions = 0
     if plan.scheme == "optimus":
         positions = -config.max_seq_len % plan.rows * config.hidden_size

@@ -62,3 +62,20 @@ def test_a_diverged_step_changes_nothing(poison: float) -> None:
         device(1, lambda rows: tokens[rows])
     for a, b in zip(before, device.model.parameters()):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def test_each_step_has_masks_of_its_own() -> None:
+    """Same weights, same batch: another step drops other elements, the same step the same ones."""
+    tokens = torch.randint(0, 11, (2, 5))
+
+    def loss_at(step: int, dropout: float) -> float:
+        config = MODEL.model_copy(update={"dropout": dropout})
+        model = build_parallel(config, LayoutConfig(), Axes(), 1, CPU)
+        stepper = Stepper(model, TrainConfig(global_batch=2), Axes())
+        with torch.no_grad():  # larger weights, so that what is dropped is seen in the loss
+            model.tokens.weight.mul_(20)
+        return stepper(step, lambda rows: tokens[rows]).loss
+
+    assert loss_at(0, 0.5) == loss_at(0, 0.5)
+    assert len({loss_at(step, 0.5) for step in range(4)}) == 4
+    assert len({loss_at(step, 0.0) for step in range(4)}) == 1

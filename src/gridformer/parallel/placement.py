@@ -32,7 +32,6 @@ class Placement:
 
 
 WHOLE_1D = Placement(cut=(None,))
-WHOLE_2D = Placement(cut=(None, None))
 
 
 @dataclass(frozen=True)
