@@ -81,7 +81,12 @@ class ModelConfig(Config):
 
 
 class LayoutConfig(Config):
-    """How a model is spread over processes: a scheme on a rows x cols grid, times dp, times pp."""
+    """How a model is spread over processes: a scheme on a rows x cols grid, times dp, times pp.
+
+    `schedule`, `stationary` and `keep_gathered` say how products communicate; `auto` decides for
+    each product from message sizes and memory, and `gridformer train --explain` prints what and
+    why (gridformer.parallel.plan).
+    """
 
     scheme: Scheme = "single"
     rows: int = Field(default=1, ge=1)
@@ -89,6 +94,21 @@ class LayoutConfig(Config):
     dp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
+    schedule: Literal["auto", "broadcast", "pipelined", "gather"] = Field(
+        default="auto",
+        description="optimus: a panel at a time, the same with the next on its way, or all at once",
+    )
+    stationary: Literal["auto", "output", "input"] = Field(
+        default="auto", description="optimus: which activation of a product does not travel"
+    )
+    keep_gathered: Literal["auto", "none", "inputs", "weights", "all"] = Field(
+        default="auto",
+        description="what is kept instead of gathered again: a product's input until its backward "
+        "pass, its weight until the step ends",
+    )
+    devices_per_node: int = Field(
+        default=0, ge=0, description="places blocks of the grid on nodes; 0 places rows in order"
+    )
 
     @property
     def n_processes(self) -> int:
