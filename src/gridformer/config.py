@@ -47,6 +47,9 @@ class ModelConfig(Config):
     ffn_size: int = Field(default=0, ge=0, description="0 means 4 times hidden_size")
     vocab_size: int = Field(default=0, ge=0, description="0 means the data's vocabulary")
     max_seq_len: int = Field(default=1024, ge=1)
+    n_labels: int = Field(
+        default=0, ge=0, description="of a classification branch; 0 leaves it out"
+    )
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     attention_dropout: float = Field(
         default=0.0,
@@ -146,6 +149,10 @@ class TrainConfig(Config):
         description="of the computation; bfloat16 keeps float32 parameters and statistics",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = Field(
+        default=False,
+        description="torch.compile of each block; for layouts whose blocks do not communicate",
+    )
     lr: float = Field(default=3e-4, gt=0.0)
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     warmup_steps: int = Field(default=0, ge=0)
@@ -363,7 +370,7 @@ def divisors(value: int) -> list[int]:
     return sorted({*small, *(value // d for d in small)})
 
 
-def any_of(values: Iterable[int]) -> str:
+def any_of(values: Iterable[object]) -> str:
     """`1, 2, 4 or 8`: the end of a sentence that offers a choice; long lists keep both ends."""
     words = [str(v) for v in values]
     if len(words) > 10:

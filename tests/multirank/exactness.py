@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,13 +13,18 @@ from torch import Tensor
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.layout import build_axes
+from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import assert_copies_equal, reduce_gradients
+from gridformer.parallel.gradients import assert_copies_equal, owned, reduce_gradients
+from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.placement import shard_of
-from gridformer.train.step import Stepper
+from gridformer.train.step import ReadRows, Stepper
+from tests.multirank.pool import group_cache
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+
+Tensors = dict[str, Tensor]
 
 
 def tiny(**changes: Any) -> ModelConfig:
@@ -37,6 +45,15 @@ def batch_of(step: int, config: ModelConfig, rows: int) -> Tensor:
     return torch.randint(0, config.vocab_size, shape, generator=generator)
 
 
+def axes_of(layout: LayoutConfig) -> Axes:
+    """The axes of a layout over the worker's whole default group, made once a group."""
+    key = ("axes", layout.dp, layout.rows, layout.cols)
+    if key not in group_cache():
+        group_cache()[key] = build_axes(layout, "cpu")
+    axes: Axes = group_cache()[key]
+    return axes
+
+
 def compare(
     layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any], n_steps: int = 5
 ) -> dict[str, float]:
@@ -44,72 +61,126 @@ def compare(
 
     Relative to the largest element of the whole tensor of the reference.
     """
-    config, settings = tiny(**model), TrainConfig(**train)
     torch.set_num_threads(1)
-    plan = LayoutConfig(**layout)
-    axes = build_axes(plan, "cpu")
-    whole = build_parallel(config, LayoutConfig(), Axes(), settings.seed, CPU, settings.dtype)
+    config, settings, plan = tiny(**model), TrainConfig(**train), LayoutConfig(**layout)
+    at_once = settings.model_copy(update={"micro_batches": 1})
+    want = _one_device(config.model_dump_json(), at_once.model_dump_json(), n_steps)
+    axes = axes_of(plan)
     cut = build_parallel(config, plan, axes, settings.seed, CPU, settings.dtype)
-    worst = {"init": _distance(cut, whole, "value"), "loss": 0.0, "norm": 0.0}
+    worst = {"init": distance(cut, values(cut), want.initial), "loss": 0.0, "norm": 0.0}
 
-    reference = Stepper(whole, settings.model_copy(update={"micro_batches": 1}), Axes())
     stepper = Stepper(cut, settings, axes)
-    batches = [batch_of(step, config, settings.global_batch) for step in range(n_steps)]
-    worst["grad"] = _compare_gradients(whole, cut, reference, stepper, batches[0], axes)
-    for step, batch in enumerate(batches):
-        want = reference(step, lambda rows, batch=batch: batch[rows])  # type: ignore[misc]
-        got = stepper(step, lambda rows, batch=batch: batch[rows])  # type: ignore[misc]
-        assert got.tokens == want.tokens == batch[:, 1:].numel()
-        worst["loss"] = max(worst["loss"], abs(got.loss / want.loss - 1))
-        worst["norm"] = max(worst["norm"], abs(got.grad_norm / want.grad_norm - 1))
-        if settings.clip_norm:
-            assert want.grad_norm > settings.clip_norm, "the test must clip"
-    worst["parameter"] = _distance(cut, whole, "value")
+    _check_decay(stepper)
+    reads = _reads(config, settings, n_steps)
+    worst["grad"] = distance(cut, _gradients(stepper, reads[0]), want.gradients)
+    for step, read in enumerate(reads):
+        got = stepper(step, read)
+        assert got.tokens == settings.global_batch * config.max_seq_len
+        worst["loss"] = max(worst["loss"], abs(got.loss / want.losses[step] - 1))
+        worst["norm"] = max(worst["norm"], abs(got.grad_norm / want.norms[step] - 1))
+    worst["parameter"] = distance(cut, values(cut), want.trained)
     assert_copies_equal(cut, axes)
-    held = [lambda rows, b=b: b[rows] for b in batches]
-    want_eval = reference.evaluate(held)  # type: ignore[arg-type]
-    got_eval = stepper.evaluate(held)  # type: ignore[arg-type]
-    worst["eval"] = abs(got_eval / want_eval - 1)
+    worst["eval"] = abs(stepper.evaluate(reads[::2]) / want.evaluated - 1)
     return worst
 
 
-def _compare_gradients(
-    whole: torch.nn.Module,
-    cut: torch.nn.Module,
-    reference: Stepper,
-    stepper: Stepper,
-    batch: Tensor,
-    axes: Axes,
-) -> float:
-    """Gradients of the sum of losses, before clipping, through the production reduction."""
-    for model, step, the_axes in ((whole, reference, Axes()), (cut, stepper, axes)):
-        model.train()
-        model.zero_grad()
-        for micro in range(step.train.micro_batches):
-            rows = step.rows(micro)
-            step.model.clock.first_sample = rows.start
-            part = batch[rows]
-            step.model.loss_sum(part[:, :-1], part[:, 1:]).backward()
-        reduce_gradients(model, the_axes)
-    return _distance(cut, whole, "grad")
+def values(model: GPT2) -> Tensors:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _distance(cut: torch.nn.Module, whole: torch.nn.Module, what: str) -> float:
+def gradients(model: GPT2) -> Tensors:
+    """Of what this rank owns; the others' are undefined once they are reduced."""
+    found = {}
+    for name, parameter in owned(model):
+        assert parameter.grad is not None, name
+        assert parameter.grad.stride() == parameter.stride(), name
+        found[name] = parameter.grad
+    return found
+
+
+def distance(model: GPT2, got: Tensors, want: Tensors) -> float:
+    """Of this device's blocks in `got` from those of the whole tensors in `want`."""
     worst = 0.0
-    reference = dict(whole.named_parameters())
-    for name, parameter in cut.named_parameters():
-        shard = shard_of(parameter)
-        assert shard.size == tuple(reference[name].shape), name
-        if what == "grad" and not shard.owned:
-            continue
-        mine, other = parameter.detach(), reference[name].detach()
-        if what == "grad":
-            assert parameter.grad is not None, name
-            other_grad = reference[name].grad
-            assert other_grad is not None
-            mine, other = parameter.grad, other_grad
-        want = shard.block_of(other, mine.shape)
-        scale = float(other.abs().max())
-        difference = float((mine - want).abs().max()) if mine.numel() else 0.0
+    shards = {name: shard_of(parameter) for name, parameter in model.named_parameters()}
+    assert shards.keys() <= want.keys()
+    for name, mine in got.items():
+        whole = want[name]
+        assert shards[name].size == tuple(whole.shape), name
+        scale = float(whole.abs().max())
+        block = shards[name].block_of(whole, mine.shape)
+        difference = float((mine - block).abs().max()) if mine.numel() else 0.0
+        assert math.isfinite(difference), name
         worst = max(worst, difference / scale if scale else difference)
     return worst
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What one device makes of a model, its batches and settings."""
+
+    initial: Tensors
+    gradients: Tensors  # of the first batch
+    trained: Tensors
+    losses: list[float]
+    norms: list[float]
+    evaluated: float
+
+
+@cache  # a worker sees the same few models and settings again and again
+def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Reference:
+    config = ModelConfig.model_validate_json(config_json)
+    settings = TrainConfig.model_validate_json(settings_json)
+    whole = build_parallel(config, LayoutConfig(), Axes(), settings.seed, CPU, settings.dtype)
+    initial = {name: value.clone() for name, value in values(whole).items()}
+    stepper = Stepper(whole, settings, Axes())
+    reads = _reads(config, settings, n_steps)
+    first = {name: grad.clone() for name, grad in _gradients(stepper, reads[0]).items()}
+    results = [stepper(step, read) for step, read in enumerate(reads)]
+    norms = [result.grad_norm for result in results]
+    assert not settings.clip_norm or min(norms) > settings.clip_norm, "the test must clip"
+    return _Reference(
+        initial,
+        first,
+        values(whole),
+        [result.loss for result in results],
+        norms,
+        stepper.evaluate(reads[::2]),
+    )
+
+
+def _reads(config: ModelConfig, settings: TrainConfig, n_steps: int) -> list[ReadRows]:
+    def read_of(batch: Tensor) -> ReadRows:
+        return lambda rows: batch[rows]
+
+    return [read_of(batch_of(step, config, settings.global_batch)) for step in range(n_steps)]
+
+
+def _gradients(stepper: Stepper, read: ReadRows) -> Tensors:
+    """Gradients of the sum of losses, before clipping, through the production reduction."""
+    model = stepper.model
+    model.train()
+    model.zero_grad()
+    model.clock.step = 0
+    with weights_kept(model):
+        for micro in range(stepper.train.micro_batches):
+            rows = stepper.rows(micro)
+            model.clock.first_sample = rows.start
+            part = read(rows)
+            model.loss_sum(part[:, :-1], part[:, 1:]).backward()
+    reduce_gradients(model, stepper.axes)
+    return gradients(model)
+
+
+def _check_decay(stepper: Stepper) -> None:
+    """Of what a rank owns, biases and norms never decay, all else does; each is updated once."""
+    decays = {
+        id(parameter): group["weight_decay"]
+        for group in stepper.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    held = owned(stepper.model)
+    assert len(decays) == sum(len(g["params"]) for g in stepper.optimizer.param_groups)
+    assert decays.keys() == {id(parameter) for _, parameter in held}
+    for name, parameter in held:
+        vector = name.endswith(".bias") or "norm" in name
+        assert decays[id(parameter)] == (0.0 if vector else stepper.train.weight_decay), name

@@ -1,15 +1,24 @@
-"""Every layout trains exactly as one device: loss, every gradient, parameters after 5 steps."""
+"""Every layout trains exactly as one device: loss, every gradient, parameters after some steps.
+
+`compare` also checks that initial weights do not depend on the layout, and which weights decay.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
-from tests.multirank.exactness import TOLERANCE, compare
+from gridformer.config import LayoutConfig
+from gridformer.parallel import build_parallel
+from gridformer.parallel.gradients import assert_copies_equal
+from tests.multirank.exactness import CPU, TOLERANCE, axes_of, compare, tiny
 from tests.multirank.pool import WorkerPool
 
-GRIDS: list[dict[str, Any]] = [
+Layout = dict[str, Any]
+
+GRIDS: list[Layout] = [
     {"scheme": "single"},
     {"scheme": "megatron", "cols": 2},
     {"scheme": "megatron", "cols": 4},
@@ -20,32 +29,73 @@ GRIDS: list[dict[str, Any]] = [
     {"scheme": "optimus", "rows": 2, "cols": 3},
     {"scheme": "optimus", "rows": 3, "cols": 3},
 ]
-LAYOUTS = sorted(
-    (
-        {**grid, "dp": dp}
-        for grid in GRIDS
-        for dp in (1, 2)
-        if grid.get("rows", 1) * grid.get("cols", 1) * dp <= 12
-    ),
-    key=lambda g: g.get("rows", 1) * g.get("cols", 1) * g["dp"],
-)
 # The gradient of the keys' bias is zero in exact arithmetic (softmax does not see it): in float32
 # it is rounding noise, which AdamW with its usual eps scales up to full steps. An eps above the
 # noise keeps comparing parameters meaningful in float32; in float64 noise is far below it.
 TRAIN = {"global_batch": 24, "clip_norm": 0.05, "lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-4}
+# Small, with dropout wherever it can be.
+EVERYTHING = {"dropout": 0.2, "attention_dropout": 0.1, "max_seq_len": 12, "n_layers": 1}
 
 
-def name_of(layout: dict[str, Any]) -> str:
+def n_of(layout: Layout) -> int:
+    n: int = layout.get("rows", 1) * layout.get("cols", 1) * layout.get("dp", 1)
+    return n
+
+
+def name_of(layout: Layout) -> str:
     sequence = "-sp" if layout.get("sequence_parallel") else ""
     grid = f"{layout.get('rows', 1)}x{layout.get('cols', 1)}"
-    return f"{layout['scheme']}{sequence}-{grid}-dp{layout.get('dp', 1)}"
+    kept = f"keep_{layout['keep_gathered']}" if "keep_gathered" in layout else ""
+    stays = f"{layout['stationary']}_stays" if "stationary" in layout else ""
+    how = "".join(f"-{word}" for word in (layout.get("schedule", ""), stays, kept) if word)
+    return f"{layout['scheme']}{sequence}-{grid}-dp{layout.get('dp', 1)}{how}"
 
 
-def check(pool: WorkerPool, layout: dict[str, Any], model: dict[str, Any], **train: Any) -> None:
-    n = layout.get("rows", 1) * layout.get("cols", 1) * layout.get("dp", 1)
+def by_size(layouts: list[Layout]) -> list[Layout]:
+    """Process groups are made anew whenever their size changes, so not too often."""
+    return sorted(layouts, key=n_of)
+
+
+LAYOUTS = by_size([{**g, "dp": dp} for g in GRIDS for dp in (1, 2) if n_of({**g, "dp": dp}) <= 12])
+OPTIMUS = [grid for grid in GRIDS if grid["scheme"] == "optimus"]
+PRODUCTS = by_size(
+    [
+        {**grid, "schedule": schedule, "stationary": stationary}
+        for grid in OPTIMUS
+        for schedule in ("broadcast", "pipelined", "gather")
+        for stationary in ("auto", "output", "input")
+    ]
+)
+TWO_BY_TWO: Layout = {"scheme": "optimus", "rows": 2, "cols": 2}
+TWO_BY_THREE: Layout = {"scheme": "optimus", "rows": 2, "cols": 3}
+SEQUENCE: Layout = {"scheme": "megatron", "cols": 4, "sequence_parallel": True}
+KEPT = by_size(
+    [
+        {**grid, "schedule": "gather", "stationary": stationary, "keep_gathered": keep}
+        for grid in (TWO_BY_TWO, TWO_BY_THREE)
+        for stationary in ("auto", "output")
+        for keep in ("none", "inputs", "weights", "all")
+    ]
+    + [{**SEQUENCE, "keep_gathered": keep} for keep in ("none", "inputs")]
+)
+SOME_PRODUCTS = by_size(
+    [
+        {**TWO_BY_TWO, "schedule": "broadcast", "stationary": "input"},
+        {**TWO_BY_TWO, "schedule": "pipelined", "stationary": "auto", "dp": 2},
+        {**TWO_BY_TWO, "schedule": "gather", "keep_gathered": "none"},
+        {**TWO_BY_THREE, "schedule": "pipelined", "stationary": "output"},
+        {**TWO_BY_THREE, "schedule": "gather", "stationary": "input", "keep_gathered": "all"},
+    ]
+)
+
+
+def check(
+    pool: WorkerPool, layout: Layout, model: dict[str, Any], n_steps: int = 5, **train: Any
+) -> None:
     settings = {**TRAIN, **train}
     limit = TOLERANCE[settings.get("dtype", "float32")]
-    for rank, worst in enumerate(pool.run(n, compare, layout, model, settings)):
+    results = pool.run(n_of(layout), compare, layout, model, settings, n_steps)
+    for rank, worst in enumerate(results):
         assert worst["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
         wrong = {k: v for k, v in worst.items() if not v <= limit}
         assert not wrong, f"rank {rank}: {wrong}"
@@ -53,14 +103,13 @@ def check(pool: WorkerPool, layout: dict[str, Any], model: dict[str, Any], **tra
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_equals_one_device(pool: WorkerPool, layout: dict[str, Any], dtype: str) -> None:
+def test_equals_one_device(pool: WorkerPool, layout: Layout, dtype: str) -> None:
     check(pool, layout, {}, dtype=dtype)
 
 
 @pytest.mark.parametrize("layout", [g for g in LAYOUTS if g["dp"] == 1], ids=name_of)
-def test_dropout_masks_do_not_depend_on_the_layout(
-    pool: WorkerPool, layout: dict[str, Any]
-) -> None:
+def test_dropout_masks_do_not_depend_on_the_layout(pool: WorkerPool, layout: Layout) -> None:
+    """Nor is the same mask used twice on a grid: that would be another mask than one device's."""
     check(pool, layout, {"dropout": 0.2, "attention_dropout": 0.1}, dtype="float64")
 
 
@@ -74,17 +123,77 @@ def test_dropout_masks_do_not_depend_on_the_layout(
     ],
     ids=name_of,
 )
-def test_accumulating_micro_batches_changes_nothing(
-    pool: WorkerPool, layout: dict[str, Any]
-) -> None:
+def test_accumulating_micro_batches_changes_nothing(pool: WorkerPool, layout: Layout) -> None:
     check(pool, layout, {"dropout": 0.1}, dtype="float64", micro_batches=3)
 
 
-@pytest.mark.parametrize("layout", [g for g in LAYOUTS if g["dp"] == 1], ids=name_of)
-def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layout", PRODUCTS, ids=name_of)
+def test_schedules_and_stationary_operands(pool: WorkerPool, layout: Layout) -> None:
+    check(pool, layout, EVERYTHING, n_steps=2, micro_batches=2, dtype="float64")
+
+
+@pytest.mark.parametrize("layout", KEPT, ids=name_of)
+def test_kept_operands(pool: WorkerPool, layout: Layout) -> None:
+    """A weight that was kept into the next step would show in its loss."""
+    settings = {"global_batch": 36, "micro_batches": 3, "dtype": "float64"}
+    check(pool, layout, EVERYTHING, n_steps=2, **settings)
+
+
+@pytest.mark.parametrize("layout", SOME_PRODUCTS, ids=name_of)
+def test_schedules_in_float32(pool: WorkerPool, layout: Layout) -> None:
+    check(pool, layout, {"max_seq_len": 12}, n_steps=3, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"scheme": "megatron", "cols": 2}, SEQUENCE, TWO_BY_TWO, TWO_BY_THREE],
+    ids=name_of,
+)
+@pytest.mark.parametrize("ffn_size", [24, 48])
+def test_feed_forward_no_wider_than_the_model(
+    pool: WorkerPool, layout: Layout, ffn_size: int
+) -> None:
+    """And a vocabulary that is smaller: what is narrower is not what it usually is."""
+    model = {"ffn_size": ffn_size, "vocab_size": 13, "n_layers": 1, "max_seq_len": 12}
+    check(pool, layout, model, n_steps=2, dtype="float64")
+
+
+def with_one_copy_changed(layout: Layout, name: str, rank: int) -> str:
+    """What the sanity check says on this rank."""
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    model = build_parallel(tiny(), plan, axes, 1, CPU)
+    assert_copies_equal(model, axes)
+    if axes.world.index == rank:
+        with torch.no_grad():
+            model.get_parameter(name)[-1] += 1e-6
+    try:
+        assert_copies_equal(model, axes)
+    except RuntimeError as error:
+        return str(error)
+    return "equal"
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "axis"),
+    [
+        ({**TWO_BY_TWO, "schedule": "gather"}, "norm.weight", "grid"),
+        (SEQUENCE, "layers.0.mlp.down.bias", "col"),
+    ],
+)
+def test_unequal_copies_are_found(pool: WorkerPool, layout: Layout, name: str, axis: str) -> None:
+    """A norm that a product computes has a copy on every device of the grid."""
+    for sentence in pool.run(4, with_one_copy_changed, layout, name, 3):
+        assert sentence == f"copies over axis {axis} differ: {name}"
+
+
+@pytest.mark.parametrize(
+    "layout", by_size([g for g in LAYOUTS if g["dp"] == 1] + SOME_PRODUCTS), ids=name_of
+)
+def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, layout: Layout) -> None:
     """Rounding to 8 bits happens in other places, so only loss and norm are held, and loosely."""
-    n = layout.get("rows", 1) * layout.get("cols", 1)
-    for worst in pool.run(n, compare, layout, {}, {**TRAIN, "dtype": "bfloat16"}):
+    n = LayoutConfig(**layout).n_processes
+    for worst in pool.run(n, compare, layout, {}, {**TRAIN, "dtype": "bfloat16"}, 3):
         assert worst["init"] == 0.0
         assert worst["loss"] < 2e-3
         assert worst["eval"] < 2e-3

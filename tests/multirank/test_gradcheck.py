@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from gridformer.comm import Axes, autograd
 from gridformer.models.blocks import IGNORE, LayerNorm
 from gridformer.parallel import summa
+from gridformer.parallel.ends import Cut, Replicated
 from gridformer.parallel.loss import CutCrossEntropy
 from gridformer.parallel.optimus import GridLayerNorm
 from tests.multirank.cutting import Case, Dims, check, cut, grid_axes, join
@@ -139,45 +141,202 @@ def reduce_broadcast(name: str, root: int, axes: Axes) -> Case:
 
 # --------------------------------------------------------------------------- products
 
+# How a product is carried out: a schedule, and what it keeps. Made anew for every evaluation, as a
+# cell that stays open must not see a weight change.
+How = Callable[[Axes], tuple[summa.Schedule, summa.Keep]]
 
-def product_ab(b: int, s: int, k: int, n: int, axes: Axes) -> Case:
+
+def _gather(axes: Axes, keep_input: bool = False, keep_weight: bool = False) -> tuple[Any, Any]:
+    cell = summa.WeightCell()
+    cell.open()
+    keep = summa.Keep(keep_input, cell if keep_weight else None)
+    return summa.Gather(axes, Cut(axes.col, -1)), keep
+
+
+SCHEDULES: dict[str, How] = {
+    "broadcast": lambda axes: (summa.Broadcast(axes), summa.Keep()),
+    "pipelined": lambda axes: (summa.Pipelined(axes), summa.Keep()),
+    "gather": _gather,
+}
+KEEPS: dict[str, How] = {
+    "gather-keep_input": partial(_gather, keep_input=True),
+    "gather-keep_weight": partial(_gather, keep_weight=True),
+    "gather-keep_all": partial(_gather, keep_input=True, keep_weight=True),
+}
+
+
+def _bias(bias: Tensor, axes: Axes) -> Tensor:
+    """[r, N] as this device's [N/c]: copies on the rows are one variable each."""
+    return cut(bias, (ROW, COL), axes)[0]
+
+
+def product_ab(how: How, has_bias: bool, sizes: tuple[int, ...], axes: Axes) -> Case:
     """[b, s, K] times [K, N], b over rows, K of the weight over rows, the rest over columns."""
+    b, s, k, n = sizes
 
-    def on_grid(a: Tensor, w: Tensor) -> Tensor:
+    def on_grid(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
+        schedule, keep = how(axes)
         mine = cut(a, (ROW, None, COL), axes), cut(w, (ROW, COL), axes)
-        return join(summa.product_ab(*mine, axes), (ROW, None, COL), axes)
+        my_bias = _bias(bias[0], axes) if bias else None
+        c = summa.product_ab(*mine, schedule, my_bias, keep)
+        return join(c, (ROW, None, COL), axes)
 
-    return Case([(b, s, k), (k, n)], on_grid, lambda a, w: a @ w)
+    def plain(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
+        return a @ w + _per_row(bias, b)
+
+    return Case([(b, s, k), (k, n), *[(axes.row.size, n)] * has_bias], on_grid, plain)
 
 
-def product_abt(b: int, s: int, k: int, n: int, axes: Axes) -> Case:
-    def on_grid(a: Tensor, w: Tensor) -> Tensor:
+def product_abt(how: How, has_bias: bool, sizes: tuple[int, ...], axes: Axes) -> Case:
+    b, s, k, n = sizes
+
+    def on_grid(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
+        schedule, keep = how(axes)
         mine = cut(a, (ROW, None, COL), axes), cut(w, (ROW, COL), axes)
-        return join(summa.product_abt(*mine, axes), (ROW, None, COL), axes)
+        my_bias = _bias(bias[0], axes) if bias else None
+        c = summa.product_abt(*mine, schedule, my_bias, keep)
+        return join(c, (ROW, None, COL), axes)
 
-    return Case([(b, s, k), (n, k)], on_grid, lambda a, w: a @ w.t())
+    def plain(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
+        return a @ w.t() + _per_row(bias, b)
+
+    return Case([(b, s, k), (n, k), *[(axes.row.size, n)] * has_bias], on_grid, plain)
 
 
-def product_atb(k: int, m: int, n: int, axes: Axes) -> Case:
+def _per_row(bias: tuple[Tensor, ...], b: int) -> Tensor | float:
+    """A bias for each of b sequences, from one for each row of the grid."""
+    if not bias:
+        return 0.0
+    return bias[0].repeat_interleave(b // len(bias[0]), 0).unsqueeze(1)
+
+
+def product_atb(how: How, sizes: tuple[int, ...], axes: Axes) -> Case:
+    k, m, n = sizes
+
     def on_grid(a: Tensor, b: Tensor) -> Tensor:
         mine = cut(a, (ROW, COL), axes), cut(b, (ROW, COL), axes)
-        return join(summa.product_atb(*mine, axes), (ROW, COL), axes)
+        return join(summa.product_atb(*mine, how(axes)[0]), (ROW, COL), axes)
 
     return Case([(k, m), (k, n)], on_grid, lambda a, b: a.t() @ b)
 
 
-def one_hot_product(v: int, h: int, n_tokens: int, axes: Axes) -> Case:
-    """Tokens differ between the rows, or (as positions do) are the same; some words occur twice."""
+def one_operand_wanted(wanted: int, product: Callable[..., Case], how: How, axes: Axes) -> Case:
+    """A product where the other operand needs no gradient, so that its half is left out."""
+    both = product(how, False, (2, 2, 6, 6), axes)
+    generator = torch.Generator().manual_seed(4)
+    constant = torch.randn(both.shapes[1 - wanted], generator=generator, dtype=torch.float64)
+
+    def of_one(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return function(x, constant) if wanted == 0 else function(constant, x)
+
+    return Case([both.shapes[wanted]], partial(of_one, both.on_grid), partial(of_one, both.plain))
+
+
+def normed_ab(how: How, sizes: tuple[int, ...], axes: Axes) -> Case:
+    """LayerNorm, then a product. The norm's parameters are one variable on each device."""
+    b, s, k, n = sizes
+    rows, cols, eps = axes.row.size, axes.col.size, 1e-1
+
+    def on_grid(x: Tensor, scale: Tensor, shift: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        schedule, keep = how(axes)
+        mine = [cut(vector, (*EACH, None), axes)[0, 0] for vector in (scale, shift)]
+        a = summa.Normed(cut(x, (ROW, None, COL), axes), summa.Norm(mine[0], mine[1], eps))
+        c = summa.product_ab(a, cut(w, (ROW, COL), axes), schedule, _bias(bias, axes), keep)
+        return join(c, (ROW, None, COL), axes)
+
+    def plain(x: Tensor, scale: Tensor, shift: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        blocks = [
+            torch.cat(
+                [
+                    F.layer_norm(part, (k,), scale[i, j], shift[i, j], eps) @ columns
+                    for j, columns in enumerate(w.chunk(cols, 1))
+                ],
+                -1,
+            )
+            for i, part in enumerate(x.chunk(rows))
+        ]
+        return torch.cat(blocks) + _per_row((bias,), b)
+
+    return Case([(b, s, k), (rows, cols, k), (rows, cols, k), (k, n), (rows, n)], on_grid, plain)
+
+
+def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Axes) -> Case:
+    """Rows of a table [v, h], or of one stored [h, v]; tokens differ between the rows, and some
+    words occur twice."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, v, (axes.row.size, n_tokens, 2), generator=generator)
-    tokens[:, 0] = torch.tensor([v - 1, 0])
+    tokens[:, :, 0] = v - 1
+    tokens[:, 0, 1] = 0
 
     def on_grid(table: Tensor) -> Tensor:
-        mine = tokens[axes.row.index]
-        rows = summa.one_hot_product(mine, cut(table, (ROW, COL), axes), axes)
+        schedule, keep = how(axes)
+        mine = tokens[axes.row.index], cut(table, (ROW, COL), axes)
+        rows = summa.lookup(*mine, schedule, axes, output_stays, keep)
         return join(rows.unsqueeze(0), (ROW, None, None, COL), axes)
 
-    return Case([(v, h)], on_grid, lambda table: F.embedding(tokens, table))
+    if output_stays:
+        return Case([(v, h)], on_grid, lambda table: F.embedding(tokens, table))
+    return Case([(h, v)], on_grid, lambda table: F.embedding(tokens, table.t()))
+
+
+# --------------------------------------------------------------------------- Megatron's ends
+
+# On one row of devices: activations between sections are whole on all of them, or cut over s.
+BETWEEN: dict[str, Dims] = {"replicated": (None, None, None), "sequence": (None, COL, None)}
+
+
+def _megatron(between: str, axes: Axes) -> summa.Gather:
+    col = axes.col
+    return summa.Gather(axes, Replicated(col) if between == "replicated" else Cut(col, 1))
+
+
+def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
+    """C = A B + bias: A whole or cut over s, the columns of B, bias and C are cut."""
+    keep = summa.Keep(keep_input)
+
+    def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        mine = cut(a, BETWEEN[between], axes), cut(w, (None, COL), axes)
+        my_bias = cut(bias, (COL,), axes)
+        c = summa.product_ab(*mine, _megatron(between, axes), my_bias, keep)
+        return join(c, (None, None, COL), axes)
+
+    cols = axes.col.size
+    shapes: list[tuple[int, ...]] = [(2, cols, 3), (3, 2 * cols), (2 * cols,)]
+    return Case(shapes, on_grid, lambda a, w, bias: a @ w + bias)
+
+
+def section_closes(between: str, axes: Axes) -> Case:
+    """C = A Bᵀ + bias: A and the columns of B are cut, C is whole or cut over s.
+
+    The bias is one variable that all devices hold, or one on each, which has seen its part of s.
+    """
+    cols, cut_s = axes.col.size, between == "sequence"
+
+    def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        mine = cut(a, (None, None, COL), axes), cut(w, (None, COL), axes)
+        my_bias = cut(bias, (COL, None), axes)[0] if cut_s else cut(bias, (None, None), axes)[0]
+        c = summa.product_abt(*mine, _megatron(between, axes), my_bias)
+        return join(c, BETWEEN[between], axes)
+
+    def plain(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return a @ w.t() + bias.repeat_interleave(2 * cols // len(bias), 0)
+
+    shapes: list[tuple[int, ...]] = [(2, 2 * cols, 2 * cols), (3, 2 * cols)]
+    return Case([*shapes, (cols if cut_s else 1, 3)], on_grid, plain)
+
+
+def section_lookup(between: str, axes: Axes) -> Case:
+    """Rows of a table [h, v] whose words are cut, for tokens that all devices know."""
+    cols = axes.col.size
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 2 * cols, (2, 2 * cols), generator=generator)
+
+    def on_grid(table: Tensor) -> Tensor:
+        mine = cut(table, (None, COL), axes)
+        rows = summa.lookup(tokens, mine, _megatron(between, axes), axes, output_stays=False)
+        return join(rows, BETWEEN[between], axes)
+
+    return Case([(3, 2 * cols)], on_grid, lambda table: F.embedding(tokens, table.t()))
 
 
 # --------------------------------------------------------------------------- norm and loss
@@ -260,11 +419,49 @@ def collectives_of(rows: int, cols: int) -> dict[str, CaseMaker]:
 def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
     """M, K and N differ, and panels are at least two wide, except on 3x4 to save time."""
     both = math.lcm(rows, cols) * (1 if rows * cols > 9 else 2)
+    ab, abt, atb = (rows, 2, both, 2 * cols), (rows, 2, 2 * cols, both), (2 * rows, both, 2 * cols)
+    makers: dict[str, CaseMaker] = {
+        "product_ab-gather": partial(product_ab, _gather, False, ab),
+        "product_abt-gather": partial(product_abt, _gather, False, abt),
+    }
+    for name, how in {**SCHEDULES, **KEEPS}.items():
+        makers[f"product_ab-{name}-bias"] = partial(product_ab, how, True, ab)
+        if name in SCHEDULES:
+            makers[f"product_atb-{name}"] = partial(product_atb, how, atb)
+        if name in SCHEDULES or name == "gather-keep_weight":  # the other keeps change nothing
+            makers[f"product_abt-{name}-bias"] = partial(product_abt, how, True, abt)
+            makers[f"lookup-output_stays-{name}"] = partial(lookup, how, True, both, 2 * cols, 2)
+            makers[f"lookup-input_stays-{name}"] = partial(lookup, how, False, 2 * cols, both, 2)
+        if name not in ("broadcast", "pipelined"):
+            makers[f"normed_ab-{name}"] = partial(normed_ab, how, ab)
+    return makers
+
+
+def one_wanted() -> dict[str, CaseMaker]:
+    """On 2x3 alone, as it is the same everywhere."""
+    makers: dict[str, CaseMaker] = {}
+    for name in ("broadcast", "gather", "gather-keep_all"):
+        how = {**SCHEDULES, **KEEPS}[name]
+        for product, maker in (("product_ab", product_ab), ("product_abt", product_abt)):
+            for wanted, letter in enumerate("ab"):
+                make = partial(one_operand_wanted, wanted, maker, how)
+                makers[f"{product}-{name}-only_{letter}_wanted"] = make
+    return makers
+
+
+def sections() -> dict[str, CaseMaker]:
+    """Megatron's products, on one row of devices."""
+    makers: dict[str, CaseMaker] = {}
+    for between in BETWEEN:
+        makers[f"section_opens-{between}"] = partial(section_opens, between, False)
+        makers[f"section_opens-{between}-keep_input"] = partial(section_opens, between, True)
+        makers[f"section_closes-{between}"] = partial(section_closes, between)
+        makers[f"section_lookup-{between}"] = partial(section_lookup, between)
+    return makers
+
+
+def norm_and_loss_of(rows: int, cols: int) -> dict[str, CaseMaker]:
     return {
-        "product_ab": partial(product_ab, rows, 2, both, 2 * cols),
-        "product_abt": partial(product_abt, rows, 2, 2 * cols, both),
-        "product_atb": partial(product_atb, 2 * rows, both, 2 * cols),
-        "one_hot_product": partial(one_hot_product, 3 * rows, 2 * cols, 4),
         "layer_norm-one-column-each": partial(layer_norm, cols, 1e-5, 0.0),
         "layer_norm": partial(layer_norm, 2 * cols, 1e-1, 3.0),
         "cross_entropy": partial(cross_entropy, 3 * cols, 3 * cols),
@@ -273,7 +470,12 @@ def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
     }
 
 
-MAKERS = {(r, c): {**collectives_of(r, c), **products_of(r, c)} for r, c in GRIDS}
+MAKERS = {
+    (r, c): {**collectives_of(r, c), **products_of(r, c), **norm_and_loss_of(r, c)}
+    for r, c in GRIDS
+}
+MAKERS[1, 3] |= sections()
+MAKERS[2, 3] |= one_wanted()
 CASES = [(grid, name) for grid, makers in MAKERS.items() for name in makers]
 
 

@@ -10,23 +10,28 @@ import torch
 from torch import Tensor
 
 from gridformer.config import LayoutConfig
-from gridformer.layout import build_axes
-from gridformer.parallel import build_parallel
-from tests.multirank.exactness import CPU, batch_of, tiny
+from gridformer.parallel import build_parallel, summa
+from gridformer.parallel.choices import Work, decide
+from gridformer.parallel.grid import weights_kept
+from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool
 
 B = 12
 CONFIG = tiny()
 BSH = B * CONFIG.max_seq_len * CONFIG.hidden_size
+LAYER = ("qkv", "out", "up", "down")
+
+Kept = tuple[float, float]
 
 
-def kept(layout: dict[str, Any], n_layers: int) -> int:
-    """Elements of all distinct tensors of the size of activations that autograd holds on to."""
+def kept(layout: dict[str, Any], n_layers: int) -> Kept:
+    """Elements, of all distinct tensors: those of the size of activations that autograd holds on
+    to, and those of gathered weights."""
+    torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
-    axes = build_axes(plan, "cpu")
+    axes = axes_of(plan)
     model = build_parallel(tiny(n_layers=n_layers), plan, axes, 1, CPU)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    rows = B // axes.row.size
     held: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -35,29 +40,88 @@ def kept(layout: dict[str, Any], n_layers: int) -> int:
             held[place] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        part = batch_of(0, CONFIG, B)[:rows]
-        model.loss_sum(part[:, :-1], part[:, 1:])
-    return sum(t.untyped_storage().nbytes() // t.element_size() for t in held.values())
+    part = batch_of(0, CONFIG, B).chunk(axes.row.size)[axes.row.index]
+    with weights_kept(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model.loss_sum(part[:, :-1], part[:, 1:])
+        keeps = {id(k): k for m in model.modules() if (k := getattr(m, "keep", None)) is not None}
+        cells = [k.weight for k in keeps.values() if k.weight is not None]
+        weights = sum(_elements(whole) for cell in cells for whole in _wholes(cell))
+    assert loss.requires_grad
+    return sum(map(_elements, held.values())), weights
 
 
-def one_layer(layout: dict[str, Any]) -> float:
-    return (kept(layout, 3) - kept(layout, 1)) / 2
+def _wholes(cell: summa.WeightCell) -> list[Tensor]:
+    operands = cell._operands.values()
+    return [operand.whole.wait() for operand in operands if operand.whole is not None]
 
 
-@pytest.mark.parametrize(
-    ("layout", "share"),
-    [
-        ({}, Fraction(16)),
-        ({"scheme": "megatron", "cols": 4}, 4 + Fraction(12, 4)),
-        ({"scheme": "megatron", "cols": 4, "sequence_parallel": True}, 2 + Fraction(14, 4)),
-        ({"scheme": "optimus", "rows": 2, "cols": 2}, Fraction(16, 4)),
-        ({"scheme": "optimus", "rows": 2, "cols": 3}, Fraction(16, 6)),
-    ],
-    ids=["single", "megatron", "sequence", "optimus-2x2", "optimus-2x3"],
-)
+def _elements(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def one_layer(layout: dict[str, Any]) -> Kept:
+    three, one = kept(layout, 3), kept(layout, 1)
+    return (three[0] - one[0]) / 2, (three[1] - one[1]) / 2
+
+
+def optimus(rows: int, cols: int, keep: str = "none", **how: str) -> dict[str, Any]:
+    fixed = {"schedule": "gather", "keep_gathered": keep}
+    return {"scheme": "optimus", "rows": rows, "cols": cols, **fixed, **how}
+
+
+SEQUENCE = {"scheme": "megatron", "cols": 4, "sequence_parallel": True}
+
+# Of bsh, on one device. 16: the inputs of both norms (x), their results, q, k, v, the attention's
+# result, and twice the feed-forward's width (before and after the GELU).
+SHARES: dict[str, tuple[dict[str, Any], Fraction]] = {
+    "single": ({}, Fraction(16)),
+    "megatron": ({"scheme": "megatron", "cols": 4}, 4 + Fraction(12, 4)),
+    "sequence": ({**SEQUENCE, "keep_gathered": "none"}, Fraction(16, 4)),
+    "sequence-inputs": ({**SEQUENCE, "keep_gathered": "inputs"}, 2 + Fraction(14, 4)),
+    # A norm inside its product keeps nothing but x, and that once.
+    "gather-2x2": (optimus(2, 2), Fraction(14, 4)),
+    "gather-2x3": (optimus(2, 3), Fraction(14, 6)),
+    "gather-4x1": (optimus(4, 1), Fraction(14, 4)),
+    "gather-2x2-inputs": (optimus(2, 2, "inputs"), Fraction(2, 2) + Fraction(12, 4)),
+    "gather-2x3-inputs": (optimus(2, 3, "inputs"), Fraction(2, 2) + Fraction(12, 6)),
+    "gather-2x3-weights": (optimus(2, 3, "weights"), Fraction(14, 6)),
+    "gather-1x4-inputs": (optimus(1, 4, "inputs"), 2 + Fraction(12, 4)),
+    # All four inputs travel, the attention's result is kept by the attention besides.
+    "gather-output-2x3": (optimus(2, 3, stationary="output"), Fraction(14, 6)),
+    "gather-output-2x3-inputs": (
+        optimus(2, 3, "inputs", stationary="output"),
+        Fraction(7, 2) + Fraction(8, 6),
+    ),
+    "gather-input-2x3": (optimus(2, 3, "all", stationary="input"), Fraction(16, 6)),
+    "broadcast-2x2": (optimus(2, 2, schedule="broadcast"), Fraction(16, 4)),
+    "broadcast-2x3": (optimus(2, 3, "all", schedule="broadcast"), Fraction(16, 6)),
+    "pipelined-2x3": (optimus(2, 3, schedule="pipelined"), Fraction(16, 6)),
+}
+
+
+@pytest.mark.parametrize(("layout", "share"), SHARES.values(), ids=SHARES)
 def test_kept_for_backward(pool: WorkerPool, layout: dict[str, Any], share: Fraction) -> None:
     """Statistics (a number or two a token and head) come on top of the table's terms."""
-    for elements in pool.run(LayoutConfig(**layout).n_processes, one_layer, layout):
-        assert elements / BSH == pytest.approx(float(share), rel=0.06)
-        assert elements >= share * BSH
+    plan = LayoutConfig(**layout)
+    weights = 0.0
+    if plan.keep_gathered in ("weights", "all") and plan.schedule == "gather":
+        weights = 12 * CONFIG.hidden_size**2 / plan.cols
+    for activations, held in pool.run(plan.n_processes, one_layer, layout):
+        assert activations / BSH == pytest.approx(float(share), rel=0.06)
+        assert activations >= share * BSH
+        assert held == weights
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(2, 2), (2, 3), (1, 4), (4, 1)], ids=lambda n: str(n))
+@pytest.mark.parametrize("keep", ["inputs", "weights", "all"])
+def test_keeping_costs_what_choices_says(pool: WorkerPool, rows: int, cols: int, keep: str) -> None:
+    work = Work(tokens=B * CONFIG.max_seq_len)
+    layout = optimus(rows, cols, keep)
+    choices = decide(CONFIG, LayoutConfig(**layout), work)
+    said = sum(choices.kept_bytes(choices[name]) for name in LAYER) / CONFIG.n_layers
+    with_keep = pool.run(rows * cols, one_layer, layout)
+    without = pool.run(rows * cols, one_layer, optimus(rows, cols))
+    for (activations, weights), (before, none) in zip(with_keep, without):
+        assert none == 0
+        more = (activations - before + weights) * work.itemsize
+        assert more == pytest.approx(said, rel=1e-6, abs=1)

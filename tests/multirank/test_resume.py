@@ -22,7 +22,7 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from tests.multirank.pool import RankFailed, WorkerPool
-from tests.multirank.test_exactness import GRIDS, name_of
+from tests.multirank.test_exactness import GRIDS, n_of, name_of
 
 STEPS, MIDDLE = 6, 3
 
@@ -104,17 +104,30 @@ def stored(out: Path) -> dict[tuple[str, str], torch.Tensor]:
     return blocks
 
 
-def n_of(layout: dict[str, Any]) -> int:
-    n: int = layout.get("rows", 1) * layout.get("cols", 1) * layout.get("dp", 1)
-    return n
-
-
 SOME = [
     {"scheme": "single", "dp": 2},
     {"scheme": "megatron", "cols": 2, "dp": 2},
     {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
     {"scheme": "optimus", "rows": 2, "cols": 2},
+    {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "pipelined", "stationary": "input"},
     {"scheme": "optimus", "rows": 2, "cols": 3},
+]
+# Weights that lie otherwise, and norms that are whole on every device or cut.
+PAIRS = [
+    (
+        {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "gather"},
+        {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast", "stationary": "input"},
+    ),
+    (
+        {
+            "scheme": "optimus",
+            "rows": 2,
+            "cols": 3,
+            "schedule": "pipelined",
+            "stationary": "output",
+        },
+        {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+    ),
 ]
 
 
@@ -147,7 +160,9 @@ def random_pairs(n: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return pairs
 
 
-@pytest.mark.parametrize("pair", random_pairs(8), ids=lambda p: "-to-".join(map(name_of, p)))
+@pytest.mark.parametrize(
+    "pair", PAIRS + random_pairs(8), ids=lambda p: "-to-".join(map(name_of, p))
+)
 def test_any_layout_goes_on_from_any_other(
     pool: WorkerPool,
     token_folder: Path,

@@ -16,12 +16,24 @@ LAYOUTS = [
     LayoutConfig(scheme="optimus", rows=2, cols=2),
     LayoutConfig(scheme="optimus", rows=2, cols=3),
     LayoutConfig(scheme="optimus", rows=3, cols=4),
+    LayoutConfig(scheme="optimus", rows=2, cols=3, stationary="input", schedule="broadcast"),
+    LayoutConfig(scheme="optimus", rows=3, cols=2, stationary="output", schedule="pipelined"),
 ]
+
+
+def name_of(layout: LayoutConfig) -> str:
+    how = [word for word in (layout.stationary, layout.schedule) if word != "auto"]
+    return ", ".join([layout.describe(), *how])
 
 
 def ranks(rows: int, cols: int) -> Iterator[Axes]:
     """The axes as every device of a grid sees them; no process group is needed to place."""
     for row in range(rows):
         for col in range(cols):
-            world = Axis("world", rows * cols, row * cols + col)
-            yield Axes(row=Axis("row", rows, row), col=Axis("col", cols, col), world=world)
+            every = [Axis(name, rows * cols, row * cols + col) for name in ("grid", "world")]
+            yield Axes(
+                row=Axis("row", rows, row),
+                col=Axis("col", cols, col),
+                grid=every[0],
+                world=every[1],
+            )

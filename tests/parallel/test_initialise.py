@@ -4,6 +4,7 @@ in every layout."""
 from __future__ import annotations
 
 import math
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +17,7 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.models.blocks import Init, new_parameter
 from gridformer.parallel import build_parallel, initialise
 from gridformer.parallel.placement import Placement, place, shard_of
-from tests.parallel.grids import LAYOUTS, ranks
+from tests.parallel.grids import LAYOUTS, name_of, ranks
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(n_layers=2, hidden_size=48, n_heads=12, vocab_size=89, max_seq_len=25)
@@ -29,7 +30,7 @@ def values(
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_block_is_cut_from_the_same_model(layout: LayoutConfig, dtype: str) -> None:
     """Bit by bit; what pads it is zero."""
@@ -44,6 +45,50 @@ def test_every_block_is_cut_from_the_same_model(layout: LayoutConfig, dtype: str
             assert parameter.requires_grad
             seen.add(name)
     assert seen == whole.keys()
+
+
+def test_transposed_blocks_are_stored_column_by_column() -> None:
+    """The same values, laid out for products that read them so: Wᵀ's block is contiguous."""
+    axes = next(ranks(2, 3))
+
+    def block(transposed: bool) -> nn.Parameter:
+        module = nn.Module()
+        with torch.device("meta"):
+            module.weight = new_parameter(7, 10, init=Init(std=0.5))
+        place(module, "weight", Placement(("row", "col"), pad=6, transposed=transposed), axes)
+        initialise(module, 1, CPU, torch.float64)
+        return module.get_parameter("weight")
+
+    plain, turned = block(False), block(True)
+    assert plain.shape == turned.shape == (6, 4)
+    assert torch.equal(plain, turned)
+    assert shard_of(turned).transposed
+    assert plain.stride() == (4, 1)
+    assert turned.stride() == (1, 6)
+    assert turned.t().is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("stationary", "turned"),
+    [
+        ("auto", {"attention.out", "mlp.down"}),
+        ("output", set()),
+        ("input", {"attention.qkv", "attention.out", "mlp.up", "mlp.down"}),
+    ],
+)
+def test_weights_whose_input_stays_are_transposed(
+    stationary: Literal["auto", "output", "input"], turned: set[str]
+) -> None:
+    layout = LayoutConfig(scheme="optimus", rows=2, cols=3, stationary=stationary)
+    model = build_parallel(CONFIG, layout, next(ranks(2, 3)), 1, CPU)
+    found = set()
+    for name, parameter in model.named_parameters():
+        if shard_of(parameter).transposed:
+            assert parameter.t().is_contiguous()
+            found.add(name.removeprefix("layers.0.").removeprefix("layers.1."))
+        else:
+            assert parameter.is_contiguous()
+    assert found == {f"{name}.weight" for name in turned}
 
 
 def test_nothing_but_seed_and_name_matters() -> None:

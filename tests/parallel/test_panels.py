@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gridformer.parallel.summa import panels
+from gridformer.parallel.summa import Panel, panels
 
 SIZES = st.integers(1, 24)
 
@@ -22,6 +22,7 @@ def test_panels_are_the_common_refinement(rows: int, cols: int, per_block: int) 
     covered = 0
     for panel in found:
         start, stop = covered, covered + panel.width
+        assert (panel.start, panel.stop) == (start, stop)
         assert panel.width > 0
         for owner, where, blocks in (
             (panel.row, panel.in_row, rows),
@@ -49,12 +50,11 @@ def test_every_block_is_made_of_whole_panels(rows: int, cols: int) -> None:
 
 def test_panels_of_2x3() -> None:
     """Written out: 12 columns, cut at 6 by the rows and at 4 and 8 by the columns."""
-    found = [(p.row, p.col, p.in_row, p.in_col) for p in panels(12, 2, 3)]
-    assert found == [
-        (0, 0, slice(0, 4), slice(0, 4)),
-        (0, 1, slice(4, 6), slice(0, 2)),
-        (1, 1, slice(0, 2), slice(2, 4)),
-        (1, 2, slice(2, 6), slice(0, 4)),
+    assert list(panels(12, 2, 3)) == [
+        Panel(0, 4, row=0, col=0, in_row=slice(0, 4), in_col=slice(0, 4)),
+        Panel(4, 6, row=0, col=1, in_row=slice(4, 6), in_col=slice(0, 2)),
+        Panel(6, 8, row=1, col=1, in_row=slice(0, 2), in_col=slice(2, 4)),
+        Panel(8, 12, row=1, col=2, in_row=slice(2, 6), in_col=slice(0, 4)),
     ]
 
 

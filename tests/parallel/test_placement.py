@@ -23,7 +23,7 @@ from gridformer.parallel.placement import (
     shard_of,
     vocabulary_multiple,
 )
-from tests.parallel.grids import LAYOUTS, ranks
+from tests.parallel.grids import LAYOUTS, name_of, ranks
 
 AXIS = st.sampled_from([None, "row", "col"])
 
@@ -93,17 +93,17 @@ def test_blocks_tile_the_whole(
 @given(
     size=st.integers(1, 30),
     grid=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    copies=st.sampled_from(["row", "col"]),
+    copies=st.sampled_from(["row", "col", "grid"]),
     partial=st.booleans(),
 )
 def test_one_copy_is_the_owner(
     size: int, grid: tuple[int, int], copies: str, partial: bool
 ) -> None:
     rows, cols = grid
-    other = {"row": "col", "col": "row"}[copies]
+    cut = {"row": "col", "col": "row", "grid": None}[copies]
     held = []
     for axes in ranks(rows, cols):
-        parameter = placed((size,), Placement((other,), copies=copies, partial=partial), axes)
+        parameter = placed((size,), Placement((cut,), copies=copies, partial=partial), axes)
         shard = shard_of(parameter)
         assert shard.copies == (copies if axes[copies].size > 1 else None)
         assert shard.partial == (partial and axes[copies].size > 1)
@@ -150,7 +150,7 @@ def shards_of(layout: LayoutConfig, vocab_size: int, max_seq_len: int) -> list[G
     return models
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize(("vocab_size", "max_seq_len"), [(89, 13), (97, 24), (12, 12), (5, 2)])
 def test_owners_of_a_model_hold_each_element_once(
     layout: LayoutConfig, vocab_size: int, max_seq_len: int
@@ -169,11 +169,12 @@ def test_owners_of_a_model_hold_each_element_once(
         assert (tile(numbered(tuple(parameter.shape)), held[name]) == 1).all(), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_vocabulary_is_padded_as_the_layout_says(layout: LayoutConfig) -> None:
     for model, axes in zip(shards_of(layout, 89, 24), ranks(layout.rows, layout.cols)):
         table = model.tokens.weight
         multiple = vocabulary_multiple(axes)
         assert multiple == math.lcm(layout.rows, layout.cols)
-        cuts = layout.rows if layout.scheme == "optimus" else layout.cols
+        # Over columns, so that logits lie where the head's product leaves them; or the paper's way.
+        cuts = layout.rows if layout.stationary == "input" else layout.cols
         assert table.shape[0] * cuts == -(-89 // multiple) * multiple

@@ -13,6 +13,7 @@ from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.errors import DivergedError
 from gridformer.parallel import build_parallel
+from gridformer.parallel.gradients import squared_norm
 from gridformer.train.step import Stepper, learning_rate
 
 MODEL = ModelConfig(n_layers=1, hidden_size=8, n_heads=2, vocab_size=11, max_seq_len=4)
@@ -22,6 +23,16 @@ CPU = torch.device("cpu")
 def stepper(axes: Axes | None = None, **train: Any) -> Stepper:
     model = build_parallel(MODEL, LayoutConfig(), Axes(), 1, CPU)
     return Stepper(model, TrainConfig(**train), axes or Axes())
+
+
+def test_the_norm_of_a_large_gradient_is_accurate() -> None:
+    """A float32 sum taken one by one is 4e-4 off at this size, and so depends on the layout."""
+    parameter = torch.nn.Parameter(torch.empty(1600, 6400))
+    parameter.grad = torch.rand(1600, 6400, generator=torch.Generator().manual_seed(1))
+    model = torch.nn.Module()
+    model.weight = parameter
+    want = float(parameter.grad.double().square().sum())
+    assert float(squared_norm(model, Axes())) == pytest.approx(want, rel=1e-6)
 
 
 def test_learning_rate_warms_up_then_falls() -> None:

@@ -2,18 +2,25 @@
 
 from gridformer.comm.axis import Axes, Axis
 from gridformer.comm.collectives import (
+    Pending,
     all_gather,
     all_reduce,
     barrier,
     broadcast,
     reduce,
     reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_broadcast,
+    start_reduce,
+    start_reduce_scatter,
 )
 from gridformer.comm.recorder import Record, Recorder, record
 
 __all__ = [
     "Axes",
     "Axis",
+    "Pending",
     "Record",
     "Recorder",
     "all_gather",
@@ -23,4 +30,9 @@ __all__ = [
     "record",
     "reduce",
     "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_broadcast",
+    "start_reduce",
+    "start_reduce_scatter",
 ]

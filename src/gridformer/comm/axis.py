@@ -27,7 +27,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Axes:
-    """The four axes of a layout (pipeline stage, replica, grid row, grid column) and all of it.
+    """The four axes of a layout (pipeline stage, replica, grid row, grid column), the whole grid of
+    one replica as an axis, and all of the layout.
 
     `row` indexes the rows of the grid, so the devices that differ only in it form a *column*: a
     broadcast "along row i" of the papers is a collective over the axis `col`.
@@ -37,6 +38,7 @@ class Axes:
     dp: Axis = Axis("dp")
     row: Axis = Axis("row")
     col: Axis = Axis("col")
+    grid: Axis = Axis("grid")
     world: Axis = Axis("world")
 
     def __getitem__(self, name: str) -> Axis:
@@ -51,4 +53,14 @@ class Axes:
             if size > 1:
                 axis = Axis(name, size, mesh.get_local_rank(name), mesh.get_group(name))
                 axes[name] = axis
+        axes["grid"] = _grid(mesh, axes.get("row", Axis("row")), axes.get("col", Axis("col")))
         return Axes(**axes)
+
+
+def _grid(mesh: DeviceMesh, row: Axis, col: Axis) -> Axis:
+    """Rows and columns taken together, row by row."""
+    if row.size == 1 or col.size == 1:
+        line = row if row.size > 1 else col
+        return Axis("grid", line.size, line.index, line.group)
+    group = mesh["row", "col"]._flatten("grid").get_group()
+    return Axis("grid", row.size * col.size, row.index * col.size + col.index, group)

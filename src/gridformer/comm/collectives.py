@@ -2,6 +2,7 @@
 
 They work on plain tensors and know nothing of gradients; `gridformer.comm.autograd` pairs them.
 On an axis of size 1 each returns its input. `label` names the purpose in counts and traces.
+Each has a form that only starts it, `start_...`, and returns a Pending to wait for.
 """
 
 from __future__ import annotations
@@ -23,45 +24,72 @@ _OPS = {
 }
 # torch 2.13 renames the two single-tensor collectives; 2.11 has only the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+class Pending:
+    """A collective on its way. `wait()` gives its result, as often as it is asked.
+
+    The tensors that travel are held until then. On a GPU `wait()` makes the current stream wait,
+    not the host. Every rank of an axis must start its collectives in the same order.
+    """
+
+    def __init__(self, result: Tensor, work: Any = None, *held: Any) -> None:
+        self._result, self._work, self._held = result, work, held
+        self._steps: list[Callable[[Tensor], Tensor]] = []
+
+    def then(self, step: Callable[[Tensor], Tensor]) -> Pending:
+        """Apply `step` to the result when it is waited for."""
+        self._steps.append(step)
+        return self
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._held = ()
+        steps, self._steps = self._steps, []
+        for step in steps:
+            self._result = step(self._result)
+        return self._result
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tensor:
     """In place: every rank's x combined. Returns x, made contiguous if it was not."""
-    if axis.size == 1:
-        return x
-    x = x.contiguous()
-    _note("all_reduce", axis, 2 * _share(axis) * x.numel(), x, label)
-    dist.all_reduce(x, op=_OPS[op], group=axis.group)
-    return x
+    return _start_all_reduce(x, axis, op, label, later=False).wait()
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Pending:
+    return _start_all_reduce(x, axis, op, label, later=True)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
     """In place: x of the rank with index `root`. x must be contiguous."""
-    if axis.size == 1:
-        return x
-    _note("broadcast", axis, 0 if axis.index == root else x.numel(), x, label)
-    dist.broadcast(x, group_src=root, group=axis.group)
-    return x
+    return _start_broadcast(x, axis, root, label, later=False).wait()
+
+
+def start_broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
+    return _start_broadcast(x, axis, root, label, later=True)
 
 
 def reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
     """In place: on `root` the sum of every rank's x; elsewhere x's content is undefined after."""
-    if axis.size == 1:
-        return x
-    _note("reduce", axis, 0 if axis.index == root else x.numel(), x, label)
-    dist.reduce(x, group_dst=root, group=axis.group)
-    return x
+    return _start_reduce(x, axis, root, label, later=False).wait()
+
+
+def start_reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
+    return _start_reduce(x, axis, root, label, later=True)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
     """The ranks' blocks joined along `dim`: [.., k, ..] to [.., size*k, ..]."""
-    if axis.size == 1:
-        return x
-    front = x.movedim(dim, 0).contiguous()
-    out = front.new_empty((axis.size * front.shape[0], *front.shape[1:]))
-    _note("all_gather", axis, _share(axis) * out.numel(), x, label)
-    _all_gather(out, front, group=axis.group)
-    return out.movedim(0, dim)
+    return _start_all_gather(x, axis, dim, label, later=False).wait()
+
+
+def start_all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
+    return _start_all_gather(x, axis, dim, label, later=True)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
@@ -69,24 +97,11 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
 
     Raises ValueError when x's `dim` does not divide over the axis.
     """
-    if axis.size == 1:
-        return x
-    if x.shape[dim] % axis.size:
-        raise ValueError(f"{x.shape[dim]} does not divide over {axis.name}={axis.size}")
-    front = x.movedim(dim, 0).contiguous()
-    _note("reduce_scatter", axis, _share(axis) * front.numel(), x, label)
-    if front.device.type == "cpu":
-        # gloo's own reduce-scatter sends twice the minimum; an exchange and a local sum do not.
-        parts = torch.empty_like(front)
-        dist.all_to_all_single(parts, front, group=axis.group)
-        out = parts.view(axis.size, -1, *front.shape[1:]).sum(0)
-    else:
-        scatter: Callable[..., Any] = getattr(
-            dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-        )
-        out = front.new_empty((front.shape[0] // axis.size, *front.shape[1:]))
-        scatter(out, front, group=axis.group)
-    return out.movedim(0, dim)
+    return _start_reduce_scatter(x, axis, dim, label, later=False).wait()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
+    return _start_reduce_scatter(x, axis, dim, label, later=True)
 
 
 def barrier(axes: tuple[Axis, ...]) -> None:
@@ -94,6 +109,93 @@ def barrier(axes: tuple[Axis, ...]) -> None:
     for axis in axes:
         if axis.size > 1:
             dist.barrier(group=axis.group)
+
+
+# --------------------------------------------------------------------------- how each is done
+
+
+def _start_all_reduce(x: Tensor, axis: Axis, op: str, label: str, later: bool) -> Pending:
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    _note("all_reduce", axis, 2 * _share(axis) * x.numel(), x, label)
+    return Pending(x, dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=later))
+
+
+def _start_broadcast(x: Tensor, axis: Axis, root: int, label: str, later: bool) -> Pending:
+    if axis.size == 1:
+        return Pending(x)
+    _note("broadcast", axis, 0 if axis.index == root else x.numel(), x, label)
+    return Pending(x, dist.broadcast(x, group_src=root, group=axis.group, async_op=later))
+
+
+def _start_reduce(x: Tensor, axis: Axis, root: int, label: str, later: bool) -> Pending:
+    if axis.size == 1:
+        return Pending(x)
+    _note("reduce", axis, 0 if axis.index == root else x.numel(), x, label)
+    return Pending(x, dist.reduce(x, group_dst=root, group=axis.group, async_op=later))
+
+
+def _start_all_gather(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
+    if axis.size == 1:
+        return Pending(x)
+    dim %= x.dim()
+    x = x.contiguous()
+    _note("all_gather", axis, (axis.size - 1) * x.numel(), x, label)
+    if _over_gloo(x, axis):
+        rest, sent, work = _exchange([x] * (axis.size - 1), axis, later)
+        return Pending(rest, work, sent).then(lambda rest: torch.cat(_around(rest, x, axis), dim))
+    blocks = x.new_empty((axis.size, *x.shape))
+    work = _all_gather(blocks.view(-1), x.view(-1), group=axis.group, async_op=later)
+    return Pending(blocks, work, x).then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
+
+
+def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
+    if axis.size == 1:
+        return Pending(x)
+    dim %= x.dim()
+    if x.shape[dim] % axis.size:
+        raise ValueError(f"{x.shape[dim]} does not divide over {axis.name}={axis.size}")
+    _note("reduce_scatter", axis, _share(axis) * x.numel(), x, label)
+    blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
+    if _over_gloo(x, axis):
+        mine = blocks[axis.index]
+        others = [block for index, block in enumerate(blocks) if index != axis.index]
+        rest, sent, work = _exchange(others, axis, later)
+        return Pending(rest, work, sent).then(lambda rest: _sum(rest, mine))
+    blocks = blocks.contiguous()
+    out = torch.empty_like(blocks[0])
+    work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
+    return Pending(out, work, blocks)
+
+
+def _over_gloo(x: Tensor, axis: Axis) -> bool:
+    return x.device.type == "cpu" or dist.get_backend(axis.group) == "gloo"
+
+
+def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> tuple[Tensor, Tensor, Any]:
+    """Send one block to each other rank, receive one from each: [size-1, *block], in rank order.
+
+    gloo's own all-gather costs half as much processor time again, and its reduce-scatter sends
+    twice the minimum; and neither would leave out the block that stays at home.
+    """
+    sent = blocks[0].reshape(-1) if len(blocks) == 1 else torch.stack(blocks).view(-1)
+    received = sent.new_empty((len(blocks), *blocks[0].shape))
+    sizes = [blocks[0].numel()] * axis.size
+    sizes[axis.index] = 0
+    work = dist.all_to_all_single(
+        received.view(-1), sent, sizes, sizes, group=axis.group, async_op=later
+    )
+    return received, sent, work
+
+
+def _around(rest: Tensor, mine: Tensor, axis: Axis) -> list[Tensor]:
+    """The other ranks' blocks with this rank's in its place."""
+    return [*rest[: axis.index], mine, *rest[axis.index :]]
+
+
+def _sum(rest: Tensor, mine: Tensor) -> Tensor:
+    return mine + rest[0] if len(rest) == 1 else rest.sum(0).add_(mine)
 
 
 def _share(axis: Axis) -> float:

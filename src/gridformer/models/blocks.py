@@ -54,11 +54,14 @@ class Linear(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over h, statistics in at least float32."""
+    """LayerNorm over h, statistics in at least float32.
 
-    def __init__(self, h: int, eps: float) -> None:
+    `opens` tells that nothing but the product that opens a section reads its result.
+    """
+
+    def __init__(self, h: int, eps: float, opens: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.opens = eps, opens
         self.weight = new_parameter(h, init=Init(mean=1.0))
         self.bias = new_parameter(h, init=Init())
 
@@ -183,8 +186,9 @@ class Attention(nn.Module):
         self.out = Linear(h, h, opens=False, std=std_out)
 
     def forward(self, x_BSH: Tensor, cache: KVCache | None = None) -> Tensor:
-        b, s, _ = x_BSH.shape
-        q, k, v = self.qkv(x_BSH).view(b, s, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+        qkv_BSO = self.qkv(x_BSH)
+        b, s, _ = qkv_BSO.shape
+        q, k, v = qkv_BSO.view(b, s, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4)
         if cache is not None:
             k, v = cache.append(k, v)
         if self.training and self.dropout > 0.0:
@@ -223,6 +227,43 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_BSH), approximate=self.gelu))
+
+
+class Classifier(nn.Module):
+    """The hidden vector at one chosen token of each sequence to a label (Optimus, figure 2).
+
+    x [b, s, h] and positions [b] to logits [b, n_labels]: `choose`, a pooler with tanh, `labels`.
+    """
+
+    def __init__(self, h: int, n_labels: int, std: float) -> None:
+        super().__init__()
+        self.choose: nn.Module = ChosenToken()
+        self.pooler = Linear(h, h, opens=True, std=std)
+        self.labels: nn.Module = LabelHead(h, n_labels, std)
+
+    def forward(self, x_BSH: Tensor, at_B: Tensor) -> Tensor:
+        logits: Tensor = self.labels(torch.tanh(self.pooler(self.choose(x_BSH, at_B))))
+        return logits
+
+
+class ChosenToken(nn.Module):
+    """One token's vector of each sequence: x [b, s, h], positions [b], to [b, h]."""
+
+    def forward(self, x_BSH: Tensor, at_B: Tensor) -> Tensor:
+        return x_BSH[torch.arange(len(at_B), device=at_B.device), at_B]
+
+
+class LabelHead(nn.Module):
+    """[b, h] to logits [b, n_labels]: too few columns to be cut."""
+
+    def __init__(self, h: int, n_labels: int, std: float) -> None:
+        super().__init__()
+        self.weight = new_parameter(h, n_labels, init=Init(std=std))
+        self.bias: nn.Parameter | None = new_parameter(n_labels, init=Init())
+
+    def forward(self, x_BH: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x_BH.dtype)
+        return F.linear(x_BH, self.weight.to(x_BH.dtype).t(), bias)
 
 
 def _range(start: int, n: int, like: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """Parallel schemes, applied to plain models from outside.
 
-| scheme            | weights [in, out]    | between sections     | enter, leave                 |
-|-------------------|----------------------|----------------------|------------------------------|
-| single            | whole                | nothing cut          | -                            |
-| megatron          | cut over col         | nothing cut          | identity, all-reduce         |
-| sequence parallel | cut over col         | s over col           | all-gather, reduce-scatter   |
-| optimus           | in: row, out: col    | b over row, h: col   | SUMMA products throughout    |
+| scheme            | weights          | between sections     | enter, leave                     |
+|-------------------|------------------|----------------------|----------------------------------|
+| single            | whole            | nothing cut          | -                                |
+| megatron          | cut over col     | nothing cut          | identity, all-reduce             |
+| sequence parallel | cut over col     | s over col           | all-gather, reduce-scatter of s  |
+| optimus, gather   | cut over row, col| b over row, h: col   | all-gather, reduce-scatter of h  |
+| optimus, panels   | cut over row, col| b over row, h: col   | SUMMA products panel by panel    |
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.models import GPT2, build_model
 from gridformer.parallel import megatron, optimus
+from gridformer.parallel.choices import Choices, decide
 from gridformer.parallel.initialise import initialise
 
 __all__ = ["build_parallel", "initialise", "parallelize"]
@@ -27,16 +29,21 @@ PARAMETER_DTYPE = {
 }
 
 
-def parallelize(model: GPT2, layout: LayoutConfig, axes: Axes) -> GPT2:
+def parallelize(
+    model: GPT2, layout: LayoutConfig, axes: Axes, choices: Choices | None = None
+) -> GPT2:
     """Cut a plain model (on the meta device) as `layout` says, in place; returns it.
 
-    Parameter names never change. The result is unallocated: `initialise` fills it.
+    choices: how each product is carried out, from `gridformer.parallel.choices.decide`, which is
+    asked if there are none. Parameter names never change. The result is unallocated: `initialise`
+    fills it.
     """
+    choices = choices or decide(model.config, layout)
     match layout.scheme:
         case "megatron":
-            megatron.apply(model, axes, layout.sequence_parallel)
+            megatron.apply(model, axes, choices, layout.sequence_parallel)
         case "optimus":
-            optimus.apply(model, axes)
+            optimus.apply(model, axes, choices)
         case "single":
             pass
     return model
@@ -49,14 +56,16 @@ def build_parallel(
     seed: int,
     device: torch.device,
     dtype: str = "float32",
+    choices: Choices | None = None,
 ) -> GPT2:
     """This device's part of a freshly initialised model.
 
     dtype: `float32`, `float64`, or `bfloat16` (activations; parameters stay float32).
+    choices: see `parallelize`.
     """
     with torch.device("meta"):
         model = build_model(config)
-    parallelize(model, layout, axes)
+    parallelize(model, layout, axes, choices)
     initialise(model, seed, device, PARAMETER_DTYPE[dtype])
     model.clock.seed = seed
     model.compute_dtype = getattr(torch, dtype)

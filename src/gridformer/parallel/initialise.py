@@ -16,8 +16,10 @@ def initialise(model: nn.Module, seed: int, device: torch.device, dtype: torch.d
     """Give every parameter of a meta model memory on `device` and its first values."""
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
-        local = torch.zeros(parameter.shape, dtype=dtype, device=device)
         shard, init = shard_of(parameter), _init_of(parameter)
+        shape = parameter.shape[::-1] if shard.transposed else parameter.shape
+        local = torch.zeros(shape, dtype=dtype, device=device)
+        local = local.t() if shard.transposed else local
         part = shard.valid(local)
         _fill(part, init, rng.key(seed, name), shard.offset)
         filled = nn.Parameter(local)

@@ -1,10 +1,9 @@
 """Optimus: two-dimensional tensor parallelism on an r x c grid (Xu, Li, Gong, You 2021).
 
-Activations [b, s, h] are cut b over rows and h over columns; weights [in, out] are cut `in` over
-rows and `out` over columns. Every product is a SUMMA product, attention is local (a device holds
-b/r sequences and n/c heads, all s), LayerNorm adds up its statistics along a row.
-
-A module here stands in for its plain namesake: same name, same parameters, local blocks.
+Activations [b, s, h] are cut b over rows and h over columns; weights are cut both ways. Every
+product is a SUMMA product, attention is local (a device holds b/r sequences and n/c heads, all s).
+A norm adds up its statistics along a row, unless the product that reads it gathers whole rows: then
+these are normalised, and the norm sends nothing.
 """
 
 from __future__ import annotations
@@ -18,77 +17,33 @@ from gridformer import comm
 from gridformer.comm import Axes
 from gridformer.models import blocks
 from gridformer.models.gpt2 import GPT2
-from gridformer.parallel import summa
+from gridformer.parallel.choices import Choices
+from gridformer.parallel.ends import Cut
+from gridformer.parallel.grid import (
+    CutLabelHead,
+    DeferredLayerNorm,
+    GridLinear,
+    GridTiedHead,
+    GridTokenEmbedding,
+    Schedules,
+    keep_of,
+)
 from gridformer.parallel.loss import CutCrossEntropy
-from gridformer.parallel.placement import Placement, place, vocabulary_multiple
+from gridformer.parallel.placement import Placement, place
 
-WEIGHT = Placement(cut=("row", "col"))
 # Vectors lie over h like activations. Each row of the grid holds a copy and sees b/r sequences, so
 # gradients are partial; row 0 owns. The paper sends them along the columns in every layer; here
-# all travel once a step, in one message (gridformer.parallel.gradients).
+# all travel once a step, in one message (gridformer.parallel.gradients). So does the position
+# table: it is small, and no device needs another's columns of it.
 VECTOR = Placement(cut=("col",), copies="row", partial=True)
-
-
-class SummaLinear(nn.Module):
-    """y = x W + b. x [b/r, s, in/c], W [in/r, out/c], b [out/c], y [b/r, s, out/c]."""
-
-    def __init__(self, plain: blocks.Linear, axes: Axes) -> None:
-        super().__init__()
-        self.axes = axes
-        self.weight, self.bias = plain.weight, plain.bias
-        place(self, "weight", WEIGHT, axes)
-        if plain.bias is not None:
-            place(self, "bias", VECTOR, axes)
-
-    def forward(self, x_BSI: Tensor) -> Tensor:
-        y_BSO = summa.product_ab(x_BSI, self.weight.to(x_BSI.dtype), self.axes)
-        return y_BSO if self.bias is None else y_BSO + self.bias.to(y_BSO.dtype)
-
-
-class SummaTokenEmbedding(nn.Module):
-    """One-hot tokens times the table: tokens [b/r, s] equal along a row, table [v/r, h/c]."""
-
-    def __init__(self, plain: blocks.TokenEmbedding, axes: Axes) -> None:
-        super().__init__()
-        self.axes = axes
-        self.weight = plain.weight
-        pad = vocabulary_multiple(axes)
-        place(self, "weight", Placement(cut=("row", "col"), pad=pad), axes)
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        return summa.one_hot_product(tokens_BS, self.weight, self.axes)
-
-
-class SummaPositionEmbedding(nn.Module):
-    """Positions as tokens of a second table [max_seq_len/r, h/c], padded if r does not divide."""
-
-    def __init__(self, plain: blocks.PositionEmbedding, axes: Axes) -> None:
-        super().__init__()
-        self.axes = axes
-        self.weight = plain.weight
-        place(self, "weight", WEIGHT, axes)
-
-    def forward(self, s: int, start: int = 0) -> Tensor:
-        positions_S = torch.arange(start, start + s, device=self.weight.device)
-        return summa.one_hot_product(positions_S, self.weight, self.axes)
-
-
-class SummaTiedHead(nn.Module):
-    """Logits [b/r, s, v/c] = x Tᵀ with the table that also embeds."""
-
-    def __init__(self, axes: Axes) -> None:
-        super().__init__()
-        self.axes = axes
-
-    def forward(self, x_BSH: Tensor, table_VH: Tensor) -> Tensor:
-        return summa.product_abt(x_BSH, table_VH.to(x_BSH.dtype), self.axes)
+POSITIONS = Placement(cut=(None, "col"), copies="row", partial=True)
 
 
 class GridLayerNorm(nn.Module):
     """LayerNorm over h where h is cut over the columns.
 
-    One message each way: forward the devices of a row exchange (mean, M2) and combine them, which
-    does not cancel as E[x²]-E[x]² does; backward two sums a token are all-reduced.
+    One message each way: forward the devices of a row exchange (mean, variance) and combine them,
+    which does not cancel as E[x²]-E[x]² does; backward two sums a token are all-reduced.
     """
 
     def __init__(self, plain: blocks.LayerNorm, axes: Axes) -> None:
@@ -134,21 +89,29 @@ class _GridLayerNorm(torch.autograd.Function):
         return grad_x.to(ctx.dtype), grad_weight, grad_bias, None, None
 
 
-def apply(model: GPT2, axes: Axes) -> None:
+def apply(model: GPT2, axes: Axes, choices: Choices) -> None:
     """Replace a plain model's modules by their grid forms, in place."""
+    schedules = Schedules(axes, Cut(axes.col, dim=-1))
+    head, table = choices["head"], keep_of(choices["head"])
+    inside = {name for name, choice in choices.products.items() if choice.norm_inside}
+    readers = {"norm1": "qkv", "norm2": "up", "norm": "head"}  # which product reads a norm
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             match child:
                 case blocks.Linear():
-                    setattr(module, name, SummaLinear(child, axes))
+                    setattr(module, name, GridLinear(child, choices[name], VECTOR, schedules))
                 case blocks.LayerNorm():
-                    setattr(module, name, GridLayerNorm(child, axes))
+                    deferred = child.opens and readers[name] in inside
+                    norm = DeferredLayerNorm if deferred else GridLayerNorm
+                    setattr(module, name, norm(child, axes))
                 case blocks.TokenEmbedding():
-                    setattr(module, name, SummaTokenEmbedding(child, axes))
+                    setattr(module, name, GridTokenEmbedding(child, head, table, schedules))
                 case blocks.PositionEmbedding():
-                    setattr(module, name, SummaPositionEmbedding(child, axes))
+                    place(child, "weight", POSITIONS, axes)
                 case blocks.TiedHead():
-                    setattr(module, name, SummaTiedHead(axes))
+                    setattr(module, name, GridTiedHead(head, table, schedules))
+                case blocks.LabelHead():
+                    setattr(module, name, CutLabelHead(child, "row", axes))
                 case blocks.CrossEntropy():
                     cut = CutCrossEntropy(axes.col, model.config.vocab_size)
                     setattr(module, name, cut)

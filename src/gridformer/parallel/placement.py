@@ -23,15 +23,14 @@ class Placement:
         where tokens are cut along `copies`, and are equal everywhere otherwise).
     pad: for each cut dimension the multiple to which the global size is padded with zeros; 0 means
         the axis's size.
+    transposed: a matrix whose block is stored column by column, because products read it so.
     """
 
     cut: tuple[str | None, ...]
     copies: str | None = None
     partial: bool = False
     pad: int = 0
-
-
-WHOLE_1D = Placement(cut=(None,))
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Shard:
     copies: str | None = None
     partial: bool = False
     owned: bool = True
+    transposed: bool = False
 
     def valid(self, local: Tensor) -> Tensor:
         """The part of the local tensor that is not padding (a view)."""
@@ -92,6 +92,7 @@ def place(module: nn.Module, name: str, placement: Placement, axes: Axes) -> Non
         copies=copies,
         partial=placement.partial and copies is not None,
         owned=copies is None or axes[copies].index == 0,
+        transposed=placement.transposed,
     )
     setattr(module, name, local)
 

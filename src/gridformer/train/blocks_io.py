@@ -126,7 +126,7 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.blocks[index.fqn].tensor
+        return self.blocks[index.fqn].tensor.contiguous()  # blocks may lie transposed in memory
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -22,6 +22,7 @@ from gridformer.parallel.gradients import (
     share_copies,
     squared_norm,
 )
+from gridformer.parallel.grid import weights_kept
 
 # Reads the given rows of a step's global batch: [rows, s+1] tokens, inputs and shifted targets.
 ReadRows = Callable[[slice], Tensor]
@@ -86,11 +87,12 @@ class Stepper:
         self.model.zero_grad(set_to_none=True)  # copies, which the optimizer has not, included
         loss_sum = torch.zeros((), device=count.device, dtype=torch.float64)
         self.model.clock.step = step
-        for rows, batch in zip(micro_rows, batches):
-            self.model.clock.first_sample = rows.start
-            loss = self.model.loss_sum(batch[:, :-1], batch[:, 1:])
-            (loss / count.to(loss.dtype)).backward()
-            loss_sum += loss.detach()
+        with weights_kept(self.model):
+            for rows, batch in zip(micro_rows, batches):
+                self.model.clock.first_sample = rows.start
+                loss = self.model.loss_sum(batch[:, :-1], batch[:, 1:])
+                (loss / count.to(loss.dtype)).backward()
+                loss_sum += loss.detach()
         reduce_gradients(self.model, self.axes)
 
         both = torch.stack((loss_sum * self._first(), squared_norm(self.model, self.axes)))
@@ -116,11 +118,12 @@ class Stepper:
         self.model.eval()
         device = next(self.model.parameters()).device
         total = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, of tokens
-        for read in reads:
-            for micro in range(self.train.micro_batches):
-                batch = self._to_device(read(self.rows(micro)))
-                total[0] += self.model.loss_sum(batch[:, :-1], batch[:, 1:])
-                total[1] += (batch[:, 1:] != IGNORE).sum()
+        with weights_kept(self.model):
+            for read in reads:
+                for micro in range(self.train.micro_batches):
+                    batch = self._to_device(read(self.rows(micro)))
+                    total[0] += self.model.loss_sum(batch[:, :-1], batch[:, 1:])
+                    total[1] += (batch[:, 1:] != IGNORE).sum()
         total = comm.all_reduce(total * self._first(), self.axes.world, label="metrics")
         loss_sum, n_tokens = total.tolist()
         return loss_sum / n_tokens

@@ -1,0 +1,332 @@
+"""Which operand of each product stays, by which schedule the rest travels, and what is kept.
+
+`decide` turns a layout's `auto` into choices, by rules with numbers: elements that travel, and
+bytes that a device holds. Volumes are elements received by one device with ring algorithms
+(specification, section 3); T is the tokens of a micro-batch over all rows of the grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from gridformer.config import LayoutConfig, ModelConfig
+
+ScheduleName = Literal["broadcast", "pipelined", "gather"]
+Stays = Literal["output", "input"]
+
+# `auto` keeps gathered operands as long as they add no more than this share to what a device holds:
+# a grid is chosen for memory, and gathering again was found to cost no time that can be measured on
+# one machine (benchmarks/schemes.py), and a fifth of a step's traffic.
+KEEP_SHARE = 1 / 32
+# Gathered operands below this are always taken all at once: so few bytes do not matter.
+SMALL_BYTES = 64 << 20
+
+
+LAYER = ("qkv", "out", "up", "down")  # the products of one layer
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device group computes at a time.
+
+    tokens: T, of one replica's micro-batch, all rows; micro_batches: of one step; itemsize: bytes
+    of an element of the computation; state_bytes: of one parameter with gradient and optimizer.
+    """
+
+    tokens: int
+    micro_batches: int = 1
+    itemsize: int = 4
+    state_bytes: int = 16
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product of a model: y = x W, W [n_in, n_out], `count` of them in the model.
+
+    normed: x is a LayerNorm's result that nothing else reads. closes: it closes a section.
+    """
+
+    name: str
+    n_in: int
+    n_out: int
+    count: int
+    normed: bool = False
+    closes: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one product is carried out."""
+
+    product: Product
+    stays: Stays = "output"
+    schedule: ScheduleName = "gather"
+    keep_input: bool = False
+    keep_weight: bool = False
+
+    @property
+    def norm_inside(self) -> bool:
+        """Rows are gathered before they are normalised, so the norm itself sends nothing."""
+        return self.product.normed and self.schedule == "gather" and self.stays == "output"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one product on one device and micro-batch: elements over each axis, and messages.
+
+    col: activations, along the rows of the grid; row: weights, down its columns.
+    """
+
+    col: float
+    row: float
+    messages: int
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.col + other.col, self.row + other.row, self.messages + other.messages)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices for every product of a model on a grid, and why they were taken."""
+
+    rows: int
+    cols: int
+    work: Work
+    products: dict[str, Choice]
+    replicated: bool = False  # plain Megatron: activations between sections are not cut
+    parameters: int = 0  # elements of the model's matrices
+    held_bytes: float = 0.0
+    reasons: list[str] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Choice:
+        return self.products[name]
+
+    def forward(self, choice: Choice, first: bool = True) -> Traffic:
+        """Of one product's forward pass; `first`: in the first micro-batch of a step."""
+        activation, weight = self._unit(choice)
+        steps = self._steps(choice)
+        if choice.keep_weight and not first:
+            weight = 0.0
+        if self.replicated:  # all-reduced where a section is left
+            left = choice.stays == "input"
+            return self._traffic(2 * activation * left, weight, 1, 1)
+        return self._traffic(activation, weight, steps, steps)
+
+    def backward(self, choice: Choice) -> Traffic:
+        activation, weight = self._unit(choice)
+        steps = self._steps(choice)
+        if self.replicated:  # all-reduced where it was entered
+            entered = choice.stays == "output"
+            return self._traffic(2 * activation * entered, weight, 1, 1)
+        if choice.schedule != "gather":
+            return self._traffic(2 * activation, 2 * weight, 2 * steps, 2 * steps)
+        again_input = choice.stays == "output" and not choice.keep_input
+        again_weight = not choice.keep_weight
+        return self._traffic(
+            (1 + again_input) * activation,
+            (1 + again_weight) * weight,
+            1 + again_input,
+            1 + again_weight,
+        )
+
+    def step(self, choice: Choice) -> Traffic:
+        """Of all of a model's products of this name over one optimizer step, one device."""
+        m, count = self.work.micro_batches, choice.product.count
+        first = self.forward(choice)
+        later, back = self.forward(choice, first=False), self.backward(choice)
+        return Traffic(
+            count * (first.col + (m - 1) * later.col + m * back.col),
+            count * (first.row + (m - 1) * later.row + m * back.row),
+            count * (first.messages + (m - 1) * later.messages + m * back.messages),
+        )
+
+    def gathered_bytes(self, choice: Choice) -> float:
+        """What `gather` holds for one such product while it multiplies, its own blocks aside."""
+        product, work = choice.product, self.work
+        width = product.n_in if choice.stays == "output" else product.n_out
+        rows = 1 - 1 / self.rows if self.rows > 1 else 0.0
+        activation = work.tokens / self.rows * width * (self.cols > 1 and not self.replicated)
+        return (activation + product.n_in * product.n_out / self.cols * rows) * work.itemsize
+
+    def kept_bytes(self, choice: Choice) -> float:
+        """What keeping costs: bytes a device holds longer, all products of this name."""
+        product, work, total = choice.product, self.work, 0.0
+        if choice.keep_input and choice.stays == "output":
+            total += work.tokens * product.n_in / self.rows * (1 - 1 / self.cols)
+        if choice.keep_weight:
+            total += product.n_in * product.n_out / self.cols  # beside this device's block of it
+        return total * product.count * work.itemsize
+
+    def _unit(self, choice: Choice) -> tuple[float, float]:
+        """Elements received to make this product's travelling activation, or its weight, whole."""
+        product, r, c = choice.product, self.rows, self.cols
+        width = product.n_in if choice.stays == "output" else product.n_out
+        activation = (c - 1) / (r * c) * self.work.tokens * width
+        return activation, (r - 1) / (r * c) * product.n_in * product.n_out
+
+    def _steps(self, choice: Choice) -> int:
+        if choice.schedule == "gather":
+            return 1
+        return self.rows + self.cols - math.gcd(self.rows, self.cols)
+
+    def _traffic(self, col: float, row: float, col_messages: int, row_messages: int) -> Traffic:
+        messages = (col_messages if col else 0) + (row_messages if row else 0)
+        return Traffic(col, row, messages)
+
+
+def products_of(model: ModelConfig) -> list[Product]:
+    """The products of a model, by the name of the module that does them, in forward order."""
+    n, h, f = model.n_layers, model.hidden_size, model.ffn_size
+    branch = model.n_labels > 0  # reads the last norm's result, too
+    products = [
+        Product("qkv", h, 3 * h, n, normed=True),
+        Product("out", h, h, n, closes=True),
+        Product("up", h, f, n, normed=True),
+        Product("down", f, h, n, closes=True),
+        Product("head", h, max(model.vocab_size, 1), 1, normed=not branch),
+    ]
+    return [*products, Product("pooler", h, h, 1)] if branch else products
+
+
+def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -> Choices:
+    """The choices for a model under a layout; see `Choices.reasons` for why.
+
+    Without `work` one sequence a row is assumed.
+    """
+    work = work or Work(tokens=layout.rows * model.max_seq_len)
+    rows = layout.rows if layout.scheme == "optimus" else 1
+    cols = 1 if layout.scheme == "single" else layout.cols
+    products = {product.name: Choice(product) for product in products_of(model)}
+    replicated = layout.scheme == "megatron" and not layout.sequence_parallel
+    h, f = model.hidden_size, model.ffn_size
+    parameters = model.n_layers * (4 * h * h + 2 * h * f) + model.vocab_size * h
+    chosen = Choices(rows, cols, work, products, replicated, parameters)
+    chosen = _stationary(chosen, layout)
+    chosen = replace(chosen, held_bytes=_held_bytes(chosen, model))
+    chosen = _schedules(chosen, layout)
+    return _kept(chosen, layout)
+
+
+def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
+    """The narrower activation travels; alike, or in Megatron, sections are entered and left."""
+    if layout.scheme == "optimus" and layout.stationary != "auto":
+        return _each(choices, lambda choice: replace(choice, stays=layout.stationary))  # type: ignore[arg-type]
+
+    def narrower(choice: Choice) -> Choice:
+        product = choice.product
+        input_stays = product.closes
+        if layout.scheme == "optimus" and product.n_in != product.n_out:
+            input_stays = product.n_in > product.n_out
+        return replace(choice, stays="input" if input_stays else "output")
+
+    choices = _each(choices, narrower)
+    if layout.scheme == "optimus":
+        layers = [c.product for c in choices.products.values() if c.product.name in LAYER]
+        paper = sum(product.n_in for product in layers)
+        layer = sum(min(product.n_in, product.n_out) for product in layers)
+        h = choices["qkv"].product.n_in
+        choices.reasons.append(
+            f"stationary: the narrower activation of each product travels, {layer / h:g} h a token "
+            f"and layer instead of the paper's {paper / h:g} h"
+        )
+    return choices
+
+
+def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
+    if layout.scheme != "optimus":
+        return choices
+    if layout.schedule != "auto":
+        return _each(choices, lambda choice: replace(choice, schedule=layout.schedule))  # type: ignore[arg-type]
+    limit = max(SMALL_BYTES, choices.held_bytes / 8)
+
+    def by_size(choice: Choice) -> Choice:
+        small = choices.gathered_bytes(choice) <= limit
+        return replace(choice, schedule="gather" if small else "pipelined")
+
+    choices = _each(choices, by_size)
+    large = [c.product.name for c in choices.products.values() if c.schedule == "pipelined"]
+    sentence = f"schedule: gather where the gathered operands stay below {_size(limit)}"
+    choices.reasons.append(
+        sentence
+        + (f"; above it, panel by panel: {', '.join(large)}" if large else ", which all do")
+    )
+    return choices
+
+
+def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
+    """Explicit wishes as they are; `auto` keeps what saves most bytes for each byte held."""
+    wish = layout.keep_gathered
+    inputs, weights = _with_inputs(choices), _with_weights(choices)
+    if wish != "auto":
+        if wish in ("inputs", "all"):
+            choices = inputs
+        return _with_weights(choices) if wish in ("weights", "all") else choices
+    budget = choices.held_bytes * KEEP_SHARE
+    offers = []
+    for name, changed in (("inputs", inputs), ("weights", weights)):
+        price = _kept_bytes(changed)
+        saved = _moved_bytes(choices) - _moved_bytes(changed)
+        if price > 0 and saved > 0:
+            offers.append((saved / price, name, price, saved))
+    offers.sort(key=lambda offer: -offer[0])  # alike: inputs, which are let go of sooner
+    for _, name, price, saved in offers:
+        fits = price <= budget
+        choices.reasons.append(
+            f"keep_gathered: {name} {'are' if fits else 'are not'} kept: that holds "
+            f"{_size(price)} more and receives {_size(saved)} less a step; "
+            f"{_size(budget)} of room, 1/32 of what a device holds"
+        )
+        if fits:
+            choices = _with_inputs(choices) if name == "inputs" else _with_weights(choices)
+            budget -= price
+    return choices
+
+
+def _with_inputs(choices: Choices) -> Choices:
+    if choices.cols == 1 or choices.replicated:
+        return choices
+
+    def keep(choice: Choice) -> Choice:
+        gathered = choice.schedule == "gather" and choice.stays == "output"
+        return replace(choice, keep_input=gathered)
+
+    return _each(choices, keep)
+
+
+def _with_weights(choices: Choices) -> Choices:
+    if choices.rows == 1:
+        return choices
+    return _each(choices, lambda c: replace(c, keep_weight=c.schedule == "gather"))
+
+
+def _each(choices: Choices, change: Callable[[Choice], Choice]) -> Choices:
+    return replace(choices, products={k: change(c) for k, c in choices.products.items()})
+
+
+def _kept_bytes(choices: Choices) -> float:
+    return sum(choices.kept_bytes(choice) for choice in choices.products.values())
+
+
+def _moved_bytes(choices: Choices) -> float:
+    steps = [choices.step(choice) for choice in choices.products.values()]
+    return sum(step.col + step.row for step in steps) * choices.work.itemsize
+
+
+def _held_bytes(choices: Choices, model: ModelConfig) -> float:
+    """About what a device holds when nothing gathered is kept: states, activations, logits.
+
+    A layer keeps x twice, q, k, v, the attention's result and both widths of the feed-forward.
+    """
+    work, p = choices.work, choices.rows * choices.cols
+    h, f = model.hidden_size, model.ffn_size
+    activations = work.tokens * model.n_layers * (6 * h + 2 * f) * work.itemsize
+    logits = work.tokens * model.vocab_size * (work.itemsize + 4)
+    return (choices.parameters * work.state_bytes + activations + logits) / p
+
+
+def _size(n_bytes: float) -> str:
+    mib = n_bytes / 2**20
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.3g} MiB"

@@ -1,0 +1,182 @@
+"""The modules whose products travel, for every scheme on a grid; Megatron's grid has one row.
+
+A module here stands in for its plain namesake: same name, same parameters, local blocks. Where its
+blocks lie follows from which operand of its product stays (gridformer.parallel.choices):
+
+    output stays    W [in, out]: in over rows, out over columns    C = A B, B = W
+    input stays     W [in, out]: in over columns, out over rows    C = A Bᵀ, B = Wᵀ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gridformer.comm import Axes, autograd
+from gridformer.models import blocks
+from gridformer.parallel import summa
+from gridformer.parallel.choices import Choice
+from gridformer.parallel.ends import End
+from gridformer.parallel.placement import Placement, place, vocabulary_multiple
+
+OUTPUT_STAYS = Placement(cut=("row", "col"))
+INPUT_STAYS = Placement(cut=("col", "row"), transposed=True)  # B is read row by row
+
+
+class Schedules:
+    """One of each schedule that a model uses, so that its products share their workspace."""
+
+    def __init__(self, axes: Axes, end: End) -> None:
+        self.axes, self.end = axes, end
+        self._made: dict[str, summa.Schedule] = {}
+
+    def __getitem__(self, name: str) -> summa.Schedule:
+        if name not in self._made:
+            match name:
+                case "broadcast":
+                    self._made[name] = summa.Broadcast(self.axes)
+                case "pipelined":
+                    self._made[name] = summa.Pipelined(self.axes)
+                case _:
+                    self._made[name] = summa.Gather(self.axes, self.end)
+        return self._made[name]
+
+
+def keep_of(choice: Choice) -> summa.Keep:
+    return summa.Keep(choice.keep_input, summa.WeightCell() if choice.keep_weight else None)
+
+
+class GridLinear(nn.Module):
+    """y = x W + b. x [.., in/c], y [.., out/c]; W as its choice says; b [out/c]."""
+
+    def __init__(
+        self, plain: blocks.Linear, choice: Choice, bias: Placement, schedules: Schedules
+    ) -> None:
+        super().__init__()
+        self.output_stays = choice.stays == "output"
+        self.schedule, self.keep = schedules[choice.schedule], keep_of(choice)
+        self.weight, self.bias = plain.weight, plain.bias
+        place(self, "weight", OUTPUT_STAYS if self.output_stays else INPUT_STAYS, schedules.axes)
+        if plain.bias is not None:
+            place(self, "bias", bias, schedules.axes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.output_stays:
+            return summa.product_ab(x, self.weight, self.schedule, self.bias, self.keep)
+        return summa.product_abt(x, self.weight.t(), self.schedule, self.bias, self.keep)
+
+
+class GridTokenEmbedding(nn.Module):
+    """Rows of the table [v, h] for tokens [b/r, s] that are equal along a row of devices.
+
+    The tied head reads the same table, so the head's choice places it. Head's output stays: v over
+    columns, h over rows; each column finds the tokens of its range, and the terms are summed.
+    Head's input stays (the paper's): v over rows, h over columns.
+    """
+
+    def __init__(
+        self, plain: blocks.TokenEmbedding, head: Choice, keep: summa.Keep, schedules: Schedules
+    ) -> None:
+        super().__init__()
+        self.axes = axes = schedules.axes
+        self.schedule, self.keep = schedules[head.schedule], keep
+        self.head_output_stays = head.stays == "output"
+        self.weight = plain.weight
+        cut = ("col", "row") if self.head_output_stays else ("row", "col")
+        place(self, "weight", Placement(cut=cut, pad=vocabulary_multiple(axes)), axes)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        table = self.weight.t() if self.head_output_stays else self.weight
+        return summa.lookup(
+            tokens_BS, table, self.schedule, self.axes, not self.head_output_stays, self.keep
+        )
+
+
+class GridTiedHead(nn.Module):
+    """Logits [b/r, s, v/c] = x Tᵀ with the table that also embeds, and what it keeps of it."""
+
+    def __init__(self, choice: Choice, keep: summa.Keep, schedules: Schedules) -> None:
+        super().__init__()
+        self.output_stays = choice.stays == "output"
+        self.schedule, self.keep = schedules[choice.schedule], keep
+
+    def forward(self, x_BSH: Tensor, table_VH: Tensor) -> Tensor:
+        if self.output_stays:
+            return summa.product_ab(x_BSH, table_VH.t(), self.schedule, keep=self.keep)
+        return summa.product_abt(x_BSH, table_VH, self.schedule, keep=self.keep)
+
+
+class DeferredLayerNorm(nn.Module):
+    """A LayerNorm that is left to the product which reads it and gathers its rows anyway.
+
+    Weight and bias [h] are whole on every device of the grid. Nothing is computed here.
+    """
+
+    PLACE = Placement(cut=(None,), copies="grid", partial=True)
+
+    def __init__(self, plain: blocks.LayerNorm, axes: Axes) -> None:
+        super().__init__()
+        self.eps = plain.eps
+        self.weight, self.bias = plain.weight, plain.bias
+        place(self, "weight", self.PLACE, axes)
+        place(self, "bias", self.PLACE, axes)
+
+    def forward(self, x_BSH: Tensor) -> summa.Normed:
+        return summa.Normed(x_BSH, summa.Norm(self.weight, self.bias, self.eps))
+
+
+class CutLabelHead(nn.Module):
+    """Logits [b, n_labels] = x W + b, x [b, h/c]: terms over the columns are added up.
+
+    W [h/c, n_labels]. The bias exists on column 0 alone, which adds it to its terms.
+    """
+
+    def __init__(self, plain: blocks.LabelHead, copies: str | None, axes: Axes) -> None:
+        super().__init__()
+        self.col = axes.col
+        self.weight, self.bias = plain.weight, plain.bias
+        partial = copies is not None
+        place(self, "weight", Placement(cut=("col", None), copies=copies, partial=partial), axes)
+        if self.col.index:
+            self.bias = None
+        else:
+            place(self, "bias", Placement(cut=(None,), copies=copies, partial=partial), axes)
+
+    def forward(self, x_BH: Tensor) -> Tensor:
+        terms = x_BH @ self.weight.to(x_BH.dtype)
+        if self.bias is not None:
+            terms = terms + self.bias.to(terms.dtype)
+        return autograd.allreduce_identity(terms, self.col)
+
+
+class CutChosenToken(nn.Module):
+    """One token's vector of each sequence where s is cut over columns; every column gets it."""
+
+    def __init__(self, axes: Axes) -> None:
+        super().__init__()
+        self.col = axes.col
+
+    def forward(self, x_BSH: Tensor, at_B: Tensor) -> Tensor:
+        b, part, _ = x_BSH.shape
+        local = at_B - self.col.index * part
+        here = (local >= 0) & (local < part)
+        mine = x_BSH[torch.arange(b, device=at_B.device), torch.where(here, local, 0)]
+        terms = mine * here.unsqueeze(-1).to(mine.dtype)
+        return autograd.allreduce_identity(terms, self.col)
+
+
+@contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """While weights do not change: what is gathered of them may be kept, as the choices say."""
+    keeps = [getattr(module, "keep", None) for module in model.modules()]
+    cells = [keep.weight for keep in keeps if isinstance(keep, summa.Keep) and keep.weight]
+    for cell in cells:
+        cell.open()
+    try:
+        yield
+    finally:
+        for cell in cells:
+            cell.close()

@@ -1,0 +1,87 @@
+"""What a product is made of: blocks of matrices, and what has been gathered of them already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gridformer.comm import Axis, Pending
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """The columns [first, first + size) of the one-hot matrix of tokens, as far as products need.
+
+    tokens: any shape [...]; the matrix is [..., size], and is never built.
+    """
+
+    tokens: Tensor
+    first: int
+    size: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.tokens.shape, self.size))
+
+    def columns(self, start: int, stop: int) -> OneHot:
+        """Other columns of the same matrix, counted from the vocabulary's beginning."""
+        return OneHot(self.tokens, start, stop - start)
+
+    def rows_of(self, table: Tensor) -> Tensor:
+        """This matrix times [size, N]: rows of a table, zero for tokens of other columns."""
+        here, local = self._here()
+        rows = F.embedding(local, table)
+        return rows.mul_(here.unsqueeze(-1).to(rows.dtype))
+
+    def added_up(self, grad: Tensor) -> Tensor:
+        """This matrix's transpose times [..., N]: rows added up by token, [size, N]."""
+        here, local = self._here()
+        grad = (grad * here.unsqueeze(-1).to(grad.dtype)).flatten(0, -2)
+        return grad.new_zeros((self.size, grad.shape[-1])).index_add_(0, local.flatten(), grad)
+
+    def _here(self) -> tuple[Tensor, Tensor]:
+        """Which tokens are of these columns, and which of them (0 for the others)."""
+        local = self.tokens - self.first
+        here = (local >= 0) & (local < self.size)
+        return here, torch.where(here, local, 0)
+
+
+Matrix = Tensor | OneHot
+
+
+class Operand:
+    """A matrix cut over the grid: this device's block, and the whole of its row or column.
+
+    An activation [.., K/c] is made whole along its row of devices, a weight [K/r, N/c] down its
+    column. Neither is ever needed both ways, so one `whole` serves.
+    """
+
+    def __init__(self, local: Matrix, whole: Pending | None = None) -> None:
+        self.local, self.whole = local, whole
+
+
+class OneHotOperand(Operand):
+    """The one-hot matrix of tokens that every device of a row knows: nothing of it travels."""
+
+    def __init__(self, tokens: Tensor, size: int, col: Axis) -> None:
+        part = size // col.size
+        self.all = OneHot(tokens, 0, size)
+        super().__init__(self.all.columns(col.index * part, (col.index + 1) * part))
+
+
+def times(a: Matrix, b: Tensor) -> Tensor:
+    """a [.., K] times b [K, N]."""
+    return a.rows_of(b) if isinstance(a, OneHot) else a @ b
+
+
+def transposed_times(a: Matrix, b: Matrix) -> Tensor:
+    """The transpose of a [.., M] times b [.., N], leading dimensions alike: [M, N]."""
+    if isinstance(a, OneHot):
+        assert isinstance(b, Tensor)
+        return a.added_up(b)
+    if isinstance(b, OneHot):
+        return b.added_up(a).t()
+    return a.flatten(0, -2).t() @ b.flatten(0, -2)

@@ -1,0 +1,360 @@
+"""The products as autograd sees them. The set is closed under differentiation:
+
+    C = A B     dA = dC Bᵀ    dB = Aᵀ dC
+    C = A Bᵀ    dA = dC B     dB = dCᵀ A
+    C = Aᵀ B    dA = B dCᵀ    dB = A dC
+
+Backward, both gradients' operands are asked for first, and the first gradient's sum travels while
+the second is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gridformer.comm import Axes, Pending
+from gridformer.parallel.summa.operands import OneHotOperand, Operand
+from gridformer.parallel.summa.schedules import Gather, Schedule
+
+
+class WeightCell:
+    """The whole of a weight's column, kept from the first product with it until `close`.
+
+    Nothing is kept while it is closed: only who knows that weights do not change opens it.
+    """
+
+    def __init__(self) -> None:
+        self._open = False
+        self._operands: dict[torch.dtype, Operand] = {}
+
+    def operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
+        if not self._open:
+            return Operand(weight.to(dtype))
+        if dtype not in self._operands:
+            self._operands[dtype] = Operand(weight.to(dtype))
+        return self._operands[dtype]
+
+    def open(self) -> None:
+        self._open = True
+
+    def close(self) -> None:
+        self._open = False
+        self._operands = {}
+
+
+@dataclass
+class Keep:
+    """What of a product's gathered operands is kept: its input for the backward pass, its weight
+    for the whole step. What is not kept is gathered again when it is needed again."""
+
+    input: bool = False
+    weight: WeightCell | None = None
+
+    def weight_operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
+        if self.weight is None:
+            return Operand(weight.to(dtype))
+        return self.weight.operand(weight, dtype)
+
+
+NOTHING = Keep()
+
+
+@dataclass
+class Norm:
+    """A LayerNorm over whole rows: weight and bias [h], the same on every device of the grid."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+@dataclass
+class Normed:
+    """An activation [.., h/c] whose norm is left to the product that reads it."""
+
+    x: Tensor
+    norm: Norm
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+
+def product_ab(
+    a: Tensor | Normed,
+    b: Tensor,
+    schedule: Schedule,
+    bias: Tensor | None = None,
+    keep: Keep = NOTHING,
+) -> Tensor:
+    """Differentiable C = A B + bias. a [.., K/c], b [K/r, N/c], bias [N/c]; result [.., N/c].
+
+    The input stays behind; A travels along the rows. A `Normed` a needs the schedule `Gather`: the
+    rows are gathered first and normalised whole, so that the norm itself sends nothing.
+    """
+    if isinstance(a, Normed):
+        norm = a.norm
+        out: Tensor = _NormedAB.apply(
+            a.x, norm.weight, norm.bias, b, bias, norm.eps, schedule, keep
+        )
+    else:
+        out = _AB.apply(a, b, bias, schedule, keep)
+    return out
+
+
+def product_abt(
+    a: Tensor, b: Tensor, schedule: Schedule, bias: Tensor | None = None, keep: Keep = NOTHING
+) -> Tensor:
+    """Differentiable C = A Bᵀ + bias. a [.., K/c], b [N/r, K/c], bias [N/c]; result [.., N/c].
+
+    A stays where it is; terms of C travel along the rows, summed.
+    """
+
+    def compute() -> Tensor:
+        c = schedule.abt(Operand(a), keep.weight_operand(b, a.dtype)).wait()
+        if bias is not None:
+            c += bias.to(c.dtype)
+        return c
+
+    shape = schedule.abt_shape(a.shape, b.shape[0])
+    place = _ABt.apply(a, b, bias, schedule, keep, shape)
+    out: Tensor = _Carry.apply(place, compute)
+    return out
+
+
+def product_atb(a: Tensor, b: Tensor, schedule: Schedule) -> Tensor:
+    """Differentiable C = Aᵀ B. a [K/r, M/c], b [K/r, N/c]; result [M/r, N/c]."""
+    out: Tensor = _AtB.apply(a, b, schedule)
+    return out
+
+
+def lookup(
+    tokens: Tensor,
+    table: Tensor,
+    schedule: Schedule,
+    axes: Axes,
+    output_stays: bool,
+    keep: Keep = NOTHING,
+) -> Tensor:
+    """Differentiable rows of a table for tokens [...] that are equal along a row: [..., h/c].
+
+    The one-hot matrix of the tokens times the table: C = A B with table [v/r, h/c], or
+    (`output_stays` false) C = A Bᵀ with table [h/r, v/c]. Nothing of the one-hot matrix travels.
+    """
+    out: Tensor = _Lookup.apply(tokens, table, schedule, axes, output_stays, keep)
+    return out
+
+
+class _AB(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, schedule: Schedule, keep: Keep
+    ) -> Tensor:
+        operand = Operand(a)
+        c = schedule.ab(operand, keep.weight_operand(b, a.dtype)).wait()
+        if bias is not None:
+            c += bias.to(c.dtype)
+        ctx.whole = keep.input and operand.whole is not None
+        ctx.save_for_backward(operand.whole.wait() if ctx.whole else a, b)  # type: ignore[union-attr]
+        ctx.schedule, ctx.keep, ctx.bias = schedule, keep, _type_of(bias)
+        return c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        schedule, grad = ctx.schedule, Operand(grads[0])
+        wants_a, wants_b = ctx.needs_input_grad[:2]
+        operand = Operand(a, Pending(a) if ctx.whole else None)
+        weight = ctx.keep.weight_operand(b, a.dtype)
+        schedule.ahead(operand if wants_b else None, weight if wants_a else None)
+        grad_a = schedule.abt(grad, weight) if wants_a else None
+        grad_b = schedule.atb(operand, grad) if wants_b else None
+        grad_bias = _bias_gradient(grads[0], ctx.bias)
+        return _wait(grad_a, a.dtype), _wait(grad_b, b.dtype), grad_bias, None, None
+
+
+class _ABt(torch.autograd.Function):
+    """Records C = A Bᵀ + bias for the backward pass. `_Carry` computes it, after.
+
+    This product closes a section. Where a section is computed again in the backward pass
+    (torch.utils.checkpoint), that ends once all that is needed has been recorded: so before this
+    product, which nothing backward needs the result of.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        schedule: Schedule,
+        keep: Keep,
+        shape: torch.Size,
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.schedule, ctx.keep, ctx.bias = schedule, keep, _type_of(bias)
+        return a.new_empty(()).expand(shape)  # stands for C, without its memory
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        schedule, grad = ctx.schedule, Operand(grads[0])
+        wants_a, wants_b = ctx.needs_input_grad[:2]
+        weight = ctx.keep.weight_operand(b, a.dtype)
+        schedule.ahead(grad, weight if wants_a else None)
+        grad_b = schedule.atb(grad, Operand(a)) if wants_b else None
+        grad_a = schedule.ab(grad, weight) if wants_a else None
+        grad_bias = _bias_gradient(grads[0], ctx.bias)
+        return _wait(grad_a, a.dtype), _wait(grad_b, b.dtype), grad_bias, None, None, None
+
+
+class _Carry(torch.autograd.Function):
+    """The result of `compute` in the place of a tensor that stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _AtB(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, schedule: Schedule) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.schedule = schedule
+        return schedule.atb(Operand(a), Operand(b)).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        schedule, grad = ctx.schedule, Operand(grads[0])
+        grad_a = schedule.abt(Operand(b), grad) if ctx.needs_input_grad[0] else None
+        grad_b = schedule.ab(Operand(a), grad) if ctx.needs_input_grad[1] else None
+        return _wait(grad_a, a.dtype), _wait(grad_b, b.dtype), None
+
+
+class _NormedAB(torch.autograd.Function):
+    """C = LayerNorm(X) B. X is gathered along the rows, each device normalises whole rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        schedule: Gather,
+        keep: Keep,
+    ) -> Tensor:
+        weight = keep.weight_operand(b, x.dtype)
+        operand = Operand(x)
+        schedule.ahead(operand, weight)
+        x_whole = _whole_row(operand, schedule)
+        normed, _, _ = _normalise(x_whole, norm_weight, norm_bias, eps)
+        c = schedule.ab(Operand(x, Pending(normed)), weight).wait()
+        if bias is not None:
+            c += bias.to(c.dtype)
+        kept = x_whole if keep.input else x
+        ctx.save_for_backward(kept, norm_weight, norm_bias, b)
+        ctx.schedule, ctx.keep, ctx.eps, ctx.bias = schedule, keep, eps, _type_of(bias)
+        return c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, norm_weight, norm_bias, b = ctx.saved_tensors
+        schedule, grad = ctx.schedule, Operand(grads[0])
+        weight = ctx.keep.weight_operand(b, x.dtype)
+        operand = Operand(x, Pending(x) if ctx.keep.input else None)
+        schedule.ahead(operand, weight)
+        # Terms of the norm's gradient: this device's columns of B have seen all of a row. A norm's
+        # gradient is linear in its output's, so the terms pass through it and are summed after.
+        terms = grads[0] @ schedule.whole_column(weight).t()
+        x_whole = _whole_row(operand, schedule)
+        wide = torch.promote_types(x_whole.dtype, norm_weight.dtype)
+        normed, mean, rstd = _normalise(x_whole, norm_weight, norm_bias, ctx.eps)
+        terms_x, grad_norm_weight, grad_norm_bias = torch.ops.aten.native_layer_norm_backward(
+            terms.to(wide),
+            x_whole.to(wide),
+            [x_whole.shape[-1]],
+            mean,
+            rstd,
+            norm_weight,
+            norm_bias,
+            [True, True, True],
+        )
+        grad_x = schedule.end.cut(terms_x.to(x.dtype))
+        grad_b = schedule.atb(Operand(x, Pending(normed)), grad)
+        grad_bias = _bias_gradient(grads[0], ctx.bias)
+        return (
+            grad_x.wait(),
+            grad_norm_weight,
+            grad_norm_bias,
+            _wait(grad_b, b.dtype),
+            grad_bias,
+            None,
+            None,
+            None,
+        )
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        table: Tensor,
+        schedule: Schedule,
+        axes: Axes,
+        output_stays: bool,
+        keep: Keep,
+    ) -> Tensor:
+        ctx.save_for_backward(tokens)
+        v = table.shape[0] * axes.row.size if output_stays else table.shape[1] * axes.col.size
+        ctx.schedule, ctx.axes, ctx.v, ctx.output_stays = schedule, axes, v, output_stays
+        product = schedule.ab if output_stays else schedule.abt
+        one_hot = OneHotOperand(tokens, v, axes.col)
+        return product(one_hot, keep.weight_operand(table, table.dtype)).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (tokens,) = ctx.saved_tensors
+        one_hot, grad = OneHotOperand(tokens, ctx.v, ctx.axes.col), Operand(grads[0])
+        both = (one_hot, grad) if ctx.output_stays else (grad, one_hot)
+        return None, ctx.schedule.atb(*both).wait(), None, None, None, None
+
+
+def _normalise(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm in the parameters' precision: result in x's, mean and 1/std."""
+    wide = x.to(torch.promote_types(x.dtype, weight.dtype))
+    normed, mean, rstd = torch.native_layer_norm(wide, [x.shape[-1]], weight, bias, eps)
+    return normed.to(x.dtype), mean, rstd
+
+
+def _whole_row(activation: Operand, schedule: Gather) -> Tensor:
+    whole = schedule.whole_row(activation)
+    assert isinstance(whole, Tensor)
+    return whole
+
+
+def _bias_gradient(grad: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    return None if dtype is None else grad.flatten(0, -2).sum(0).to(dtype)
+
+
+def _type_of(bias: Tensor | None) -> torch.dtype | None:
+    return None if bias is None else bias.dtype
+
+
+def _wait(gradient: Pending | None, dtype: torch.dtype) -> Tensor | None:
+    return None if gradient is None else gradient.wait().to(dtype)

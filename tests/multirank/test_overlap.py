@@ -1,0 +1,179 @@
+"""What is on its way while a product is multiplied: the order of a schedule's steps on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from gridformer.comm import Pending, collectives
+from gridformer.parallel import ends, summa
+from gridformer.parallel.summa import schedules
+from tests.multirank.cutting import cut, grid_axes
+from tests.multirank.pool import WorkerPool
+
+ROW, COL = "row", "col"
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """Events: `send x`, `have x` when its result is waited for, and `multiply`."""
+    events: list[str] = []
+
+    def starting(real: Callable[..., Pending], what: str) -> Callable[..., Pending]:
+        def start(x: Tensor, axis: Any, *args: Any, **kwargs: Any) -> Pending:
+            events.append(f"send {what} {axis.name}")
+
+            def have(result: Tensor) -> Tensor:
+                events.append(f"have {what} {axis.name}")
+                return result
+
+            return real(x, axis, *args, **kwargs).then(have)
+
+        return start
+
+    def blocking(real: Callable[..., Tensor], what: str) -> Callable[..., Tensor]:
+        def do(x: Tensor, axis: Any, *args: Any, **kwargs: Any) -> Tensor:
+            events.extend((f"send {what} {axis.name}", f"have {what} {axis.name}"))
+            return real(x, axis, *args, **kwargs)
+
+        return do
+
+    def multiplying(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def multiply(*args: Any, **kwargs: Any) -> Tensor:
+            events.append("multiply")
+            return real(*args, **kwargs)
+
+        return multiply
+
+    with ExitStack() as stack:
+
+        def put(module: Any, name: str, value: Any) -> None:
+            stack.enter_context(patch.object(module, name, value))
+
+        for what in ("all_gather", "reduce_scatter", "broadcast", "reduce"):
+            start = starting(getattr(collectives, f"start_{what}"), what)
+            done = blocking(getattr(collectives, what), what)
+            for module in (schedules, ends):
+                put(module.comm, f"start_{what}", start)
+                put(module.comm, what, done)
+        for name in ("times", "transposed_times"):
+            put(schedules, name, multiplying(getattr(schedules, name)))
+        put(torch, "mm", multiplying(torch.mm))
+        put(torch, "matmul", multiplying(torch.matmul))
+        put(Tensor, "addmm_", multiplying(Tensor.addmm_))
+        yield events
+
+
+def operands(rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Blocks of two square matrices."""
+    axes, n = grid_axes(rows, cols), 2 * rows * cols
+    mine = (cut(torch.ones(n, n), (ROW, COL), axes).clone().requires_grad_() for _ in range(2))
+    a, b = mine
+    return a, b
+
+
+def panel_by_panel(rows: int, cols: int, schedule: type[summa.Broadcast]) -> list[list[str]]:
+    a, b = operands(rows, cols)
+    made = schedule(grid_axes(rows, cols))
+    found = []
+    for product in (summa.product_ab, summa.product_abt, summa.product_atb):
+        with watched() as events, torch.no_grad():
+            product(a, b, made)
+        found.append(events)
+    return found
+
+
+def one_by_one(n_panels: int, sent: tuple[str, ...], summed: str) -> list[str]:
+    """Nothing is on its way while a panel is multiplied."""
+    step = [f"{verb} {what}" for what in sent for verb in ("send", "have")] + ["multiply"]
+    return (step + [f"{verb} {summed}" for verb in ("send", "have") if summed]) * n_panels
+
+
+def one_ahead(n_panels: int, sent: tuple[str, ...], summed: str) -> list[str]:
+    """The next panel is, and the sum of the one before."""
+    events: list[str] = []
+    for turn in range(n_panels + 1):
+        if turn < n_panels:
+            events += [f"send {what}" for what in sent]
+        if turn:
+            events += [f"have {what}" for what in sent] + ["multiply"]
+            events += [f"send {summed}"] * bool(summed)
+            events += [f"have {summed}"] * (bool(summed) and turn > 1)
+    return events + [f"have {summed}"] * bool(summed)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [(summa.Broadcast, one_by_one), (summa.Pipelined, one_ahead)],
+    ids=["broadcast", "pipelined"],
+)
+@pytest.mark.parametrize(("grid", "n_panels"), [((2, 2), 2), ((2, 3), 4)], ids=str)
+def test_panels_in_flight(
+    pool: WorkerPool,
+    grid: tuple[int, int],
+    n_panels: int,
+    schedule: type[summa.Broadcast],
+    steps: Callable[[int, tuple[str, ...], str], list[str]],
+) -> None:
+    for ab, abt, atb in pool.run(grid[0] * grid[1], panel_by_panel, *grid, schedule):
+        assert ab == steps(n_panels, ("broadcast col", "broadcast row"), "")
+        assert abt == steps(n_panels, ("broadcast row",), "reduce col")
+        assert atb == steps(n_panels, ("broadcast col",), "reduce row")
+
+
+def gathering(rows: int, cols: int) -> dict[str, list[str]]:
+    a, b = operands(rows, cols)
+    axes = grid_axes(rows, cols)
+    schedule = summa.Gather(axes, ends.Cut(axes.col, -1))
+    found = {}
+    for name, product in (("ab", summa.product_ab), ("abt", summa.product_abt)):
+        with watched() as events:
+            c = product(a, b, schedule)
+        found[name] = events
+        with watched() as events:
+            c.backward(torch.ones_like(c))
+        found[f"{name} backward"] = events
+    return found
+
+
+def test_sums_travel_while_the_other_gradient_is_multiplied(pool: WorkerPool) -> None:
+    """Gather: backward both operands are asked for first."""
+    for found in pool.run(6, gathering, 2, 3):
+        asked = {"send all_gather row", "send all_gather col"}
+        assert set(found["ab"][:2]) == asked
+        assert found["ab"][-1] == "multiply"
+        assert found["abt"] == [
+            "send all_gather row",
+            "have all_gather row",
+            "multiply",
+            "send reduce_scatter col",
+            "have reduce_scatter col",
+        ]
+        # dA's sum is on its way while dB is multiplied.
+        assert set(found["ab backward"][:2]) == asked
+        assert found["ab backward"][2:] == [
+            "have all_gather row",
+            "multiply",
+            "send reduce_scatter col",
+            "have all_gather col",
+            "multiply",
+            "send reduce_scatter row",
+            "have reduce_scatter col",
+            "have reduce_scatter row",
+        ]
+        # dB's is while dA is.
+        assert set(found["abt backward"][:2]) == asked
+        assert found["abt backward"][2:] == [
+            "have all_gather col",
+            "multiply",
+            "send reduce_scatter row",
+            "have all_gather row",
+            "multiply",
+            "have reduce_scatter row",
+        ]

@@ -1,0 +1,366 @@
+"""What `auto` decides, and why; tests/multirank/test_volumes.py counts what choices predict."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.parallel import choices as module
+from gridformer.parallel.choices import KEEP_SHARE, SMALL_BYTES, Choices, Work, decide, products_of
+
+LAYER = ("qkv", "out", "up", "down")
+SMALL = ModelConfig(n_layers=2, hidden_size=64, n_heads=4, vocab_size=500, max_seq_len=32)
+GPT3 = ModelConfig(n_layers=96, hidden_size=12288, n_heads=96, vocab_size=50304, max_seq_len=2048)
+
+
+def optimus(rows: int, cols: int, **how: Any) -> LayoutConfig:
+    return LayoutConfig(scheme="optimus", rows=rows, cols=cols, **how)
+
+
+def stays(choices: Choices) -> dict[str, str]:
+    return {name: choice.stays for name, choice in choices.products.items()}
+
+
+def kept_bytes(choices: Choices) -> float:
+    return sum(choices.kept_bytes(choice) for choice in choices.products.values())
+
+
+def moved(choices: Choices) -> float:
+    """Elements a device receives in a step for all products."""
+    steps = [choices.step(choice) for choice in choices.products.values()]
+    return sum(step.col + step.row for step in steps)
+
+
+# Any model whose dimensions divide over any grid of 1 to 6 by 1 to 6 devices, and a layout for it.
+MODELS = st.builds(
+    lambda n, h, f, v, labels: ModelConfig(
+        n_layers=n,
+        hidden_size=60 * h,
+        n_heads=60,
+        ffn_size=60 * f,
+        vocab_size=v,
+        max_seq_len=60,
+        n_labels=labels,
+    ),
+    n=st.integers(1, 96),
+    h=st.integers(1, 300),
+    f=st.integers(1, 1200),
+    v=st.integers(1, 300_000),
+    labels=st.integers(0, 3),
+)
+GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 6))
+WORKS = st.builds(
+    Work,
+    tokens=st.integers(1, 10_000).map(lambda n: 60 * n),
+    micro_batches=st.integers(1, 8),
+    itemsize=st.sampled_from([2, 4, 8]),
+)
+HOW = st.fixed_dictionaries(
+    {
+        "schedule": st.sampled_from(["auto", "broadcast", "pipelined", "gather"]),
+        "stationary": st.sampled_from(["auto", "output", "input"]),
+        "keep_gathered": st.sampled_from(["auto", "none", "inputs", "weights", "all"]),
+    }
+)
+ONE_ROW = st.builds(
+    lambda cols, sequence, keep: LayoutConfig(
+        scheme="megatron", cols=cols, sequence_parallel=sequence, keep_gathered=keep
+    ),
+    cols=st.integers(1, 6),
+    sequence=st.booleans(),
+    keep=st.sampled_from(["auto", "none", "inputs", "weights", "all"]),
+)
+LAYOUTS = st.builds(lambda grid, how: optimus(*grid, **how), GRIDS, HOW) | ONE_ROW
+
+
+# --------------------------------------------------------------------------- what travels
+
+
+def test_of_a_usual_model_bsh_travels_four_times() -> None:
+    """The head's input too: logits are left where they are computed."""
+    chosen = decide(SMALL, optimus(2, 3), Work(tokens=600))
+    want = {"qkv": "output", "out": "input", "up": "output", "down": "input", "head": "output"}
+    assert stays(chosen) == want
+    traffic = [chosen.forward(chosen[name]) for name in LAYER]
+    assert sum(t.col for t in traffic) == pytest.approx(2 / 6 * 4 * 600 * 64)
+    assert sum(t.row for t in traffic) == pytest.approx(1 / 6 * 12 * 64**2)
+    assert sum(t.messages for t in traffic) == 8
+
+
+def test_the_narrower_activation_travels_whichever_it_is() -> None:
+    model = SMALL.model_copy(update={"ffn_size": 32, "vocab_size": 10})
+    want = {"qkv": "output", "out": "input", "up": "input", "down": "output", "head": "input"}
+    assert stays(decide(model, optimus(2, 2))) == want
+
+
+@settings(deadline=None)
+@given(model=MODELS, layout=ONE_ROW)
+def test_megatron_cuts_what_opens_by_columns_and_what_closes_by_rows(
+    model: ModelConfig, layout: LayoutConfig
+) -> None:
+    """Whatever is narrower: the two ends of a section are not for choice."""
+    want = {"qkv": "output", "out": "input", "up": "output", "down": "input", "head": "output"}
+    chosen = stays(decide(model, layout))
+    assert {name: chosen[name] for name in want} == want
+
+
+@settings(deadline=None)
+@given(model=MODELS, grid=GRIDS, work=WORKS, how=HOW)
+def test_auto_never_moves_more_than_the_paper(
+    model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]
+) -> None:
+    """Which broadcasts every product's input, and every weight; and twice that backward."""
+    rows, cols = grid
+    chosen = decide(model, optimus(rows, cols, **{**how, "stationary": "auto"}), work)
+    for choice in chosen.products.values():
+        product = choice.product
+        col = (cols - 1) / (rows * cols) * work.tokens * product.n_in
+        row = (rows - 1) / (rows * cols) * product.n_in * product.n_out
+        narrower = min(product.n_in, product.n_out) / product.n_in
+        forward, backward = chosen.forward(choice), chosen.backward(choice)
+        assert forward.col == pytest.approx(narrower * col)
+        assert forward.row == pytest.approx(row)
+        assert backward.col <= 2 * narrower * col * (1 + 1e-9)
+        assert backward.row <= 2 * row * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(model=MODELS, layout=LAYOUTS, work=WORKS)
+def test_an_axis_of_one_device_carries_nothing(
+    model: ModelConfig, layout: LayoutConfig, work: Work
+) -> None:
+    chosen = decide(model, layout, work)
+    for choice in chosen.products.values():
+        for traffic in (
+            chosen.forward(choice),
+            chosen.forward(choice, first=False),
+            chosen.backward(choice),
+            chosen.step(choice),
+        ):
+            assert traffic.col >= 0
+            assert traffic.row >= 0
+            assert (traffic.messages > 0) == (traffic.col + traffic.row > 0)
+            assert layout.cols > 1 or traffic.col == 0
+            assert layout.rows > 1 or traffic.row == 0
+
+
+def test_one_device_sends_nothing() -> None:
+    for layout in (LayoutConfig(), optimus(1, 1), LayoutConfig(scheme="megatron")):
+        chosen = decide(SMALL, layout)
+        assert moved(chosen) == kept_bytes(chosen) == 0
+
+
+@settings(deadline=None)
+@given(model=MODELS, layout=LAYOUTS, work=WORKS)
+def test_a_step_is_its_micro_batches(model: ModelConfig, layout: LayoutConfig, work: Work) -> None:
+    """And weights that are kept come in the first one alone."""
+    chosen = decide(model, layout, work)
+    for choice in chosen.products.values():
+        first, later = chosen.forward(choice), chosen.forward(choice, first=False)
+        back, step = chosen.backward(choice), chosen.step(choice)
+        assert later.col == first.col
+        assert later.row == (0 if choice.keep_weight else first.row)
+        m, count = work.micro_batches, choice.product.count
+        rows = m * back.row + first.row * (1 if choice.keep_weight else m)
+        assert step.row == pytest.approx(count * rows)
+        assert step.col == pytest.approx(count * m * (first.col + back.col))
+
+
+# --------------------------------------------------------------------------- schedules
+
+
+def test_small_operands_are_gathered() -> None:
+    chosen = decide(SMALL, optimus(2, 2))
+    assert {choice.schedule for choice in chosen.products.values()} == {"gather"}
+    assert all(chosen[name].norm_inside for name in ("qkv", "up", "head"))
+    assert not any(chosen[name].norm_inside for name in ("out", "down"))
+    assert "which all do" in _reason(chosen, "schedule")
+
+
+def test_huge_operands_travel_panel_by_panel() -> None:
+    """On many rows a gathered weight is many times what a device holds itself."""
+    model = GPT3.model_copy(update={"n_layers": 1, "vocab_size": 1_000_000})
+    chosen = decide(model, optimus(64, 2), Work(tokens=64 * 2048, itemsize=2))
+    large = {name for name, c in chosen.products.items() if c.schedule == "pipelined"}
+    assert large >= {"head"}
+    assert large < set(chosen.products), "not all of them"
+    assert not any(chosen[name].norm_inside for name in large)
+    assert "panel by panel: " + ", ".join(n for n in chosen.products if n in large) in _reason(
+        chosen, "schedule"
+    )
+
+
+@settings(deadline=None)
+@given(model=MODELS, grid=GRIDS, work=WORKS)
+def test_what_is_gathered_stays_below_an_eighth_of_what_is_held(
+    model: ModelConfig, grid: tuple[int, int], work: Work
+) -> None:
+    chosen = decide(model, optimus(*grid), work)
+    limit = max(SMALL_BYTES, chosen.held_bytes / 8)
+    for choice in chosen.products.values():
+        small = chosen.gathered_bytes(choice) <= limit
+        assert choice.schedule == ("gather" if small else "pipelined")
+
+
+# --------------------------------------------------------------------------- what is kept
+
+
+@settings(deadline=None)
+@given(model=MODELS, layout=LAYOUTS, work=WORKS)
+def test_kept_operands_are_gathered_ones_and_cost_no_less_than_nothing(
+    model: ModelConfig, layout: LayoutConfig, work: Work
+) -> None:
+    chosen = decide(model, layout, work)
+    for choice in chosen.products.values():
+        kept = chosen.kept_bytes(choice)
+        assert kept >= 0
+        assert (kept > 0) == (choice.keep_input or choice.keep_weight)
+        if choice.keep_input or choice.keep_weight:
+            assert choice.schedule == "gather"
+        if choice.keep_input:
+            assert choice.stays == "output"
+            assert layout.cols > 1
+        if choice.keep_weight:
+            assert layout.rows > 1
+
+
+@settings(deadline=None)
+@given(model=MODELS, layout=LAYOUTS, work=WORKS)
+def test_auto_keeps_within_its_share(model: ModelConfig, layout: LayoutConfig, work: Work) -> None:
+    layout = layout.model_copy(update={"keep_gathered": "auto"})
+    chosen = decide(model, layout, work)
+    assert kept_bytes(chosen) <= chosen.held_bytes * KEEP_SHARE
+
+
+@settings(deadline=None)
+@given(model=MODELS, layout=LAYOUTS, work=WORKS, shares=st.tuples(*[st.floats(0, 4)] * 2))
+def test_more_room_never_moves_more(
+    model: ModelConfig, layout: LayoutConfig, work: Work, shares: tuple[float, float]
+) -> None:
+    layout = layout.model_copy(update={"keep_gathered": "auto"})
+    traffic = []
+    for share in (0.0, *sorted(shares), 1e9):
+        with patch.object(module, "KEEP_SHARE", share):
+            chosen = decide(model, layout, work)
+        assert kept_bytes(chosen) <= chosen.held_bytes * share
+        traffic.append(moved(chosen))
+    assert traffic == sorted(traffic, reverse=True)
+    everything = decide(model, layout.model_copy(update={"keep_gathered": "all"}), work)
+    nothing = decide(model, layout.model_copy(update={"keep_gathered": "none"}), work)
+    assert traffic[0] == moved(nothing)
+    assert traffic[-1] == moved(everything)
+
+
+@settings(deadline=None)
+@given(model=MODELS, layout=LAYOUTS, work=WORKS)
+def test_keeping_more_moves_less_and_costs_more(
+    model: ModelConfig, layout: LayoutConfig, work: Work
+) -> None:
+    by_wish = {
+        wish: decide(model, layout.model_copy(update={"keep_gathered": wish}), work)
+        for wish in ("none", "inputs", "weights", "all")
+    }
+    assert kept_bytes(by_wish["none"]) == 0
+    for less, more in (("none", "inputs"), ("none", "weights"), ("inputs", "all")):
+        assert moved(by_wish[more]) <= moved(by_wish[less])
+        assert kept_bytes(by_wish[more]) >= kept_bytes(by_wish[less])
+    parts = kept_bytes(by_wish["inputs"]) + kept_bytes(by_wish["weights"])
+    assert kept_bytes(by_wish["all"]) == pytest.approx(parts)
+
+
+def test_many_micro_batches_are_what_weights_are_kept_for() -> None:
+    """Activations of a micro-batch are few, weights come again for each of them."""
+    one, many = (
+        decide(SMALL, optimus(4, 1, keep_gathered="weights"), Work(128, micro_batches=m))
+        for m in (1, 8)
+    )
+    none = decide(SMALL, optimus(4, 1, keep_gathered="none"), Work(128, micro_batches=8))
+    layer = sum(p.n_in * p.n_out * p.count for p in products_of(SMALL))
+    assert moved(one) == pytest.approx(3 / 4 * layer * 2)  # forward, and the gradient's sum
+    assert moved(many) == pytest.approx(3 / 4 * layer * (1 + 8))
+    assert moved(none) == pytest.approx(3 / 4 * layer * 8 * 3)
+
+
+# --------------------------------------------------------------------------- wishes and reasons
+
+
+@settings(deadline=None)
+@given(model=MODELS, grid=GRIDS, work=WORKS, how=HOW)
+def test_what_is_asked_for_is_done(
+    model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]
+) -> None:
+    rows, cols = grid
+    chosen = decide(model, optimus(rows, cols, **how), work)
+    assert list(chosen.products) == [product.name for product in products_of(model)]
+    for choice in chosen.products.values():
+        if how["stationary"] != "auto":
+            assert choice.stays == how["stationary"]
+        if how["schedule"] != "auto":
+            assert choice.schedule == how["schedule"]
+        gathered = choice.schedule == "gather"
+        if how["keep_gathered"] != "auto":
+            inputs = how["keep_gathered"] in ("inputs", "all")
+            weights = how["keep_gathered"] in ("weights", "all")
+            travels = gathered and choice.stays == "output" and cols > 1
+            assert choice.keep_input == (inputs and travels)
+            assert choice.keep_weight == (weights and gathered and rows > 1)
+
+
+@settings(deadline=None)
+@given(model=MODELS, grid=GRIDS, work=WORKS, how=HOW)
+def test_every_decision_has_a_reason_and_no_wish_has(
+    model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]
+) -> None:
+    chosen = decide(model, optimus(*grid, **how), work)
+    starts = [reason.split(":")[0] for reason in chosen.reasons]
+    for name in ("stationary", "schedule"):
+        assert starts.count(name) == (how[name] == "auto")
+    kept = [reason for reason in chosen.reasons if reason.startswith("keep_gathered")]
+    if how["keep_gathered"] != "auto":
+        assert not kept
+        return
+    could = decide(model, optimus(*grid, **{**how, "keep_gathered": "all"}), work)
+    flags = {
+        "inputs": [c.keep_input for c in could.products.values()],
+        "weights": [c.keep_weight for c in could.products.values()],
+    }
+    assert len(kept) == sum(map(any, flags.values())), "one for each kind that could be kept"
+    for what in flags:
+        said = [reason for reason in kept if f": {what} are" in reason]
+        taken = [
+            c.keep_input if what == "inputs" else c.keep_weight for c in chosen.products.values()
+        ]
+        assert any(taken) == any(f"{what} are kept" in reason for reason in said)
+
+
+def test_work_is_one_sequence_a_row_unless_told() -> None:
+    layout = optimus(3, 2)
+    assert decide(SMALL, layout).work == Work(tokens=3 * SMALL.max_seq_len)
+    assert decide(SMALL, layout).products == decide(SMALL, layout, Work(3 * 32)).products
+
+
+def test_products_of_a_model() -> None:
+    """Their elements are the model's matrices; each by the name of its module."""
+    model = ModelConfig(n_layers=3, hidden_size=8, n_heads=2, vocab_size=11, n_labels=2)
+    sizes = {p.name: (p.n_in, p.n_out, p.count) for p in products_of(model)}
+    assert sizes == {
+        "qkv": (8, 24, 3),
+        "out": (8, 8, 3),
+        "up": (8, 32, 3),
+        "down": (32, 8, 3),
+        "head": (8, 11, 1),
+        "pooler": (8, 8, 1),
+    }
+    total = sum(math.prod(size) for name, size in sizes.items() if name != "pooler")
+    assert decide(model, optimus(1, 2)).parameters == total
+
+
+def _reason(chosen: Choices, about: str) -> str:
+    (reason,) = (r for r in chosen.reasons if r.startswith(f"{about}:"))
+    return reason
