@@ -211,6 +211,10 @@ def runs(draw: st.DrawFn) -> RunConfig:
         dp=draw(st.integers(1, 5)),
         pp=draw(st.sampled_from([1, 1, 1, 2])),
         sequence_parallel=draw(st.booleans()),
+        schedule=draw(st.sampled_from(["auto", "auto", "broadcast", "pipelined", "gather"])),
+        stationary=draw(st.sampled_from(["auto", "auto", "output", "input"])),
+        keep_gathered=draw(st.sampled_from(["auto", "auto", "none", "inputs", "weights", "all"])),
+        devices_per_node=draw(st.sampled_from([0, 0, 1, 2, 3, 4, 8])),
     )
     micro = draw(st.integers(1, 4))
     train = TrainConfig(global_batch=micro * draw(st.integers(1, 12)), micro_batches=micro)

@@ -7,26 +7,27 @@ from typing import TYPE_CHECKING
 
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.errors import ConfigError
+from gridformer.nodes import MESH_AXES, NodeBlock, rank_grid, sizes_of
+from gridformer.nodes import problems as node_problems
 
 if TYPE_CHECKING:
     from gridformer.comm import Axes
 
-MESH_AXES = ("pp", "dp", "row", "col")  # outermost first: ranks of one node differ in `col`
 
-
-def build_axes(layout: LayoutConfig, device_type: str) -> Axes:
+def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None = None) -> Axes:
     """The axes of this process. Needs a process group of layout.n_processes ranks, if more than 1.
 
-    Ranks are numbered with `col` innermost and `pp` outermost (Narayanan et al. 2021).
+    Ranks are numbered with `col` innermost and `pp` outermost (Narayanan et al. 2021), within a
+    node's block if there is one, and the blocks likewise.
     """
     from gridformer.comm import Axes
 
     if layout.n_processes == 1:
         return Axes()
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
 
-    shape = (layout.pp, layout.dp, layout.rows, layout.cols)
-    return Axes.of(init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES))
+    ranks = rank_grid(sizes_of(layout), block)
+    return Axes.of(DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES))
 
 
 def check(run: RunConfig) -> None:
@@ -44,6 +45,7 @@ def check(run: RunConfig) -> None:
                     f"{_remedies(key, value, axis, run)}"
                 )
     problems += _batch_problems(run)
+    problems += node_problems(run.layout)
     problems += _length_problems(run)
     if problems:
         raise ConfigError(problems)
@@ -70,13 +72,18 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
     if axis == "rows" and replica_batch:
         over_axis.append(replica_batch)
     largest = max(16, 2 * getattr(layout, axis))
-    sizes = [size for size in divisors(math.gcd(*over_axis)) if size <= largest]
-    remedies = [f"layout.{axis}={any_of(sizes)}"]
+    fitting = [size for size in divisors(math.gcd(*over_axis)) if size <= largest]
+    alone = [size for size in fitting if not _beside(layout, **{axis: size})]
+    if alone:
+        remedies = [f"layout.{axis}={any_of(alone)}"]
+    else:
+        beside = _beside(layout, **{axis: fitting[-1]})
+        remedies = [f"layout.{axis}={fitting[-1]}{beside}"]
 
     grid = math.lcm(layout.rows if layout.scheme == "optimus" else 1, layout.cols)
     if key == "model.n_heads":  # must also divide hidden_size
-        fitting = [n for n in divisors(model.hidden_size) if n % layout.cols == 0]
-        nearest = sorted(sorted(fitting, key=lambda n: abs(n - value))[:2])
+        heads = [n for n in divisors(model.hidden_size) if n % layout.cols == 0]
+        nearest = sorted(sorted(heads, key=lambda n: abs(n - value))[:2])
     elif key == "model.hidden_size":
         nearest = _multiples_around(value, math.lcm(grid, model.n_heads))
     elif key == "model.ffn_size":
@@ -86,6 +93,14 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
     if nearest:
         remedies.append(f"{key}={any_of(nearest)}")
     return ", or ".join(remedies)
+
+
+def _beside(layout: LayoutConfig, **changes: int) -> str:
+    """What else to set so that the nodes still fit with these changes: the end of a remedy."""
+    changed = layout.model_copy(update=changes)
+    if node_problems(layout) or not node_problems(changed):
+        return ""
+    return " and devices_per_node=0"
 
 
 def _multiples_around(value: int, factor: int) -> list[int]:
@@ -100,23 +115,55 @@ def _cuts_sequence(run: RunConfig) -> bool:
 def _shape_problems(run: RunConfig) -> list[str]:
     layout, problems = run.layout, []
     if layout.pp > 1:
-        problems.append(f"layout.pp={layout.pp}: pipelines are not in this release; use pp=1")
+        problems.append(
+            f"layout.pp={layout.pp}: pipelines are not in this release; use pp=1"
+            + _beside(layout, pp=1)
+        )
     if layout.scheme == "single" and (layout.rows, layout.cols) != (1, 1):
         problems.append(
             f"layout.scheme=single is a 1x1 grid, not {layout.rows}x{layout.cols}: use rows=1 and "
-            "cols=1 (dp adds replicas), or scheme=megatron or scheme=optimus"
+            f"cols=1{_beside(layout, rows=1, cols=1)} (dp adds replicas), or scheme=megatron or "
+            "scheme=optimus"
         )
     if layout.scheme == "megatron" and layout.rows != 1:
         widths = divisors(math.gcd(*_cut_over("cols", run).values()))
         width = max(width for width in widths if width <= layout.rows * layout.cols)
         problems.append(
-            f"layout.rows={layout.rows}: megatron cuts one way; use rows=1 and cols={width}, or "
-            "scheme=optimus"
+            f"layout.rows={layout.rows}: megatron cuts one way; use rows=1 and cols={width}"
+            f"{_beside(layout, rows=1, cols=width)}, or scheme=optimus"
         )
     if layout.sequence_parallel and layout.scheme != "megatron":
         problems.append(
             f"layout.sequence_parallel belongs to scheme=megatron, not {layout.scheme}: use "
             "sequence_parallel=false"
+        )
+    return problems + _schedule_problems(layout)
+
+
+def _schedule_problems(layout: LayoutConfig) -> list[str]:
+    """Wishes about products that a scheme does not have; `auto` fits every scheme."""
+    problems = []
+    for key in ("schedule", "stationary"):
+        wish = getattr(layout, key)
+        if wish != "auto" and layout.scheme != "optimus":
+            problems.append(
+                f"layout.{key}={wish} belongs to scheme=optimus, not {layout.scheme}: use "
+                f"layout.{key}=auto"
+            )
+    wish, gathers = layout.keep_gathered, {"auto", "none"}
+    if layout.scheme == "megatron" and layout.sequence_parallel:
+        gathers |= {"inputs"}
+    if layout.scheme == "optimus" and layout.schedule in ("auto", "gather"):
+        gathers |= {"inputs", "weights", "all"}
+    if wish not in gathers:
+        name: str = layout.scheme
+        if layout.scheme == "megatron":
+            name += ", sequence parallel" if layout.sequence_parallel else ""
+        if layout.scheme == "optimus":
+            name += f" with schedule={layout.schedule}"
+        problems.append(
+            f"layout.keep_gathered={wish}: {name} gathers no such thing: use "
+            f"layout.keep_gathered={any_of(sorted(gathers))}"
         )
     return problems
 

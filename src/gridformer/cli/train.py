@@ -26,6 +26,10 @@ def train(
     out: Annotated[
         Path | None, typer.Option("--out", help="Run directory; without it runs/NAME.")
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Print what the layout's auto comes to, and stop there."),
+    ] = False,
 ) -> None:
     """Train a model, or go on where its run directory left off.
 
@@ -39,12 +43,23 @@ def train(
 
     gridformer train my.yaml train.steps=100 layout.rows=2 layout.cols=2
 
+    gridformer train my.yaml --explain
+
     torchrun --nnodes 2 --nproc-per-node 4 -m gridformer train my.yaml
     """
     from gridformer.config import load_run
     from gridformer.launch import joined, warm_up
 
     overrides = overrides or []
+    if explain:
+        from rich.console import Console
+
+        from gridformer.decisions import decide_run, print_decisions
+        from gridformer.train.plan import read_run
+
+        checked = read_run(run, overrides)
+        print_decisions(checked, decide_run(checked), Console())
+        return
     if not joined() and load_run(run, overrides).layout.n_processes > 1:
         warm_up("gridformer.train.runner")  # loads beside this process's own imports
 

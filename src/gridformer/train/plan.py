@@ -11,6 +11,7 @@ from gridformer.errors import CheckpointError, ConfigError, DataError
 from gridformer.launch import check_devices
 from gridformer.layout import check
 from gridformer.train import checkpoint
+from gridformer.train.compile import compile_problems
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,9 @@ def plan_run(
     those that the run uses. Raises ConfigError with all problems at once; DataError and
     CheckpointError for a folder that must not be used.
     """
-    run = load_run(path, overrides)
-    problems: list[str] = []
-    try:
-        run = _resolve(run)
-    except (DataError, ConfigError) as error:
-        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
-    try:
-        check(run)
-    except ConfigError as error:
-        problems += error.problems
+    run, problems = _read(path, overrides)
     problems += check_devices(run.train.device, run.layout.n_processes, nproc)
+    problems += compile_problems(run)
     if problems:
         raise ConfigError(problems)
     out = out or Path("runs") / run.name
@@ -66,6 +59,36 @@ def plan_run(
     manifest = checkpoint.verify(resume, contents=False)
     checkpoint.check_same_run(manifest, run, resume)
     return Plan(run, out, resume, manifest.step)
+
+
+def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """A run file, resolved and checked against its data, wherever it is to run.
+
+    Raises ConfigError with all problems at once.
+    """
+    run, problems = _read(path, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return run
+
+
+def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[RunConfig, list[str]]:
+    run = load_run(path, overrides)
+    problems: list[str] = []
+    try:
+        run = _resolve(run)
+    except (DataError, ConfigError) as error:
+        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+    try:
+        check(run)
+    except ConfigError as error:
+        problems += error.problems
+    if run.model.n_labels:
+        problems.append(
+            f"model.n_labels={run.model.n_labels}: `prepare` writes no labels to train on yet; use "
+            "model.n_labels=0"
+        )
+    return run, problems
 
 
 def _resolve(run: RunConfig) -> RunConfig:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from gridformer.data import BatchSampler, TokenFolder
+from gridformer.decisions import decide_run
 from gridformer.launch import World
 from gridformer.launch.stopping import install
 from gridformer.layout import build_axes
 from gridformer.parallel import build_parallel
 from gridformer.parallel.gradients import assert_copies_equal
 from gridformer.train import checkpoint
+from gridformer.train.compile import compile_model
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
 from gridformer.train.report import Reporter
@@ -30,14 +32,23 @@ class Trainer:
         run = plan.run
         self.plan, self.run, self.world = plan, run, world
         self.stop = install()
-        self.axes = build_axes(run.layout, world.device.type)
+        decisions = decide_run(run)
+        self.axes = build_axes(run.layout, world.device.type, decisions.block)
         folder = TokenFolder.open(run.data.path)
         batch, seed = run.train.global_batch, run.train.seed
         self.batches = BatchSampler(folder.train, run.seq_len, batch, seed)
         self.held_out = BatchSampler(folder.val, run.seq_len, batch, seed)
         self.model = build_parallel(
-            run.model, run.layout, self.axes, seed, world.device, run.train.dtype
+            run.model,
+            run.layout,
+            self.axes,
+            seed,
+            world.device,
+            run.train.dtype,
+            decisions.choices,
         )
+        if run.train.compile:
+            compile_model(self.model)
         self.stepper = Stepper(self.model, run.train, self.axes)
         self.tokens = 0
         if plan.resume is not None:

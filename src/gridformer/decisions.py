@@ -1,0 +1,113 @@
+"""Everything about a run that `auto` leaves open, decided before any process starts.
+
+The same function decides on every process from the run's config alone, so all agree.
+`gridformer train --explain` prints what it says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gridformer import nodes
+from gridformer.config import RunConfig
+from gridformer.nodes import Candidate, NodeBlock
+from gridformer.parallel.choices import Choice, Choices, Work, decide
+
+_ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2}
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """choices: of every product. traffic: bytes one device receives over an axis in one step, by
+    products and gradients, with ring collectives. candidates: blocks of the grid a node may hold,
+    best first; none where the devices of a node were not told."""
+
+    choices: Choices
+    traffic: dict[str, float]
+    candidates: list[Candidate]
+
+    @property
+    def block(self) -> NodeBlock | None:
+        return self.candidates[0].block if self.candidates else None
+
+
+def decide_run(run: RunConfig) -> Decisions:
+    """What a checked run's `auto` settings come to."""
+    layout, train = run.layout, run.train
+    parameter_bytes = 8 if train.dtype == "float64" else 4
+    work = Work(
+        tokens=train.global_batch // (layout.dp * train.micro_batches) * run.seq_len,
+        micro_batches=train.micro_batches,
+        itemsize=_ITEMSIZE[train.dtype],
+        state_bytes=4 * parameter_bytes,  # value, gradient, two moments
+    )
+    choices = decide(run.model, layout, work)
+    steps = [choices.step(choice) for choice in choices.products.values()]
+    owned = choices.parameters / (choices.rows * choices.cols)
+    traffic = {
+        "col": sum(step.col for step in steps) * work.itemsize,
+        "row": sum(step.row for step in steps) * work.itemsize,
+        "dp": 2 * (layout.dp - 1) / layout.dp * owned * parameter_bytes,
+    }
+    candidates = []
+    if layout.devices_per_node:
+        sizes = nodes.sizes_of(layout)
+        candidates = nodes.search(sizes, traffic, layout.devices_per_node)
+    return Decisions(choices, traffic, candidates)
+
+
+def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
+    """For people: how each product is carried out, what travels, what is kept, and why."""
+    choices, layout = decisions.choices, run.layout
+    work = choices.work
+    said = f"{run.model.name} on {layout.describe()}: {work.tokens:,} tokens a micro-batch"
+    console.print(Text(f"{said}, {work.micro_batches} a step, {run.train.dtype}"))
+    if choices.rows * choices.cols == 1:
+        console.print("One device holds a whole replica: no product sends anything.")
+    else:
+        console.print(_products(choices))
+    total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
+    if total:
+        axes = {"col": "activations along rows", "row": "weights down columns", "dp": "gradients"}
+        parts = [f"{axes[name]} {n_bytes / _MIB:,.1f} MiB" for name, n_bytes in total.items()]
+        console.print(Text(f"One device receives in a step: {', '.join(parts)}."))
+    for reason in choices.reasons:
+        console.print(Text(f"- {reason}"))
+    if decisions.candidates:
+        sizes = nodes.sizes_of(layout)
+        console.print(Text(nodes.explain(decisions.candidates, sizes, layout.devices_per_node)))
+        console.print(Text("Bytes are those of ring collectives."))
+
+
+def _products(choices: Choices) -> Table:
+    """What one device does for each product of one micro-batch, forward + backward."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("product", "in x out", "stays", "schedule", "kept"):
+        table.add_column(name)
+    for name in ("messages", "MiB received", "held"):
+        table.add_column(name, justify="right")
+    for choice in choices.products.values():
+        table.add_row(*_row(choices, choice))
+    return table
+
+
+def _row(choices: Choices, choice: Choice) -> list[str]:
+    product, mib = choice.product, choices.work.itemsize / _MIB
+    forward, backward = choices.forward(choice), choices.backward(choice)
+    kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
+    received = [(traffic.col + traffic.row) * mib for traffic in (forward, backward)]
+    return [
+        product.name + (f" x{product.count}" if product.count > 1 else ""),
+        f"{product.n_in} x {product.n_out}",
+        choice.stays,
+        choice.schedule,
+        ", ".join(kept) or "-",
+        f"{forward.messages} + {backward.messages}",
+        " + ".join(f"{value:,.3g}" for value in received),
+        f"{choices.kept_bytes(choice) / _MIB:,.3g}" if kept else "-",
+    ]

@@ -1,0 +1,104 @@
+"""What `auto` comes to in a run, and what `gridformer train --explain` says of it."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gridformer.cli.app import app
+from gridformer.config import RunConfig
+from gridformer.decisions import decide_run, print_decisions
+
+
+def run_of(layout: dict[str, Any], **train: Any) -> RunConfig:
+    sections = {
+        "model": {"n_layers": 4, "hidden_size": 512, "n_heads": 8, "vocab_size": 2048},
+        "data": {"path": "somewhere", "seq_len": 128},
+        "layout": layout,
+        "train": {"global_batch": 16, **train},
+    }
+    return RunConfig.model_validate(sections)
+
+
+def said(run: RunConfig) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_decisions(run, decide_run(run), console)
+    return console.export_text()
+
+
+GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
+
+
+def test_traffic_is_that_of_the_choices() -> None:
+    """Bytes over rows and columns by the specification's formula; dp reduces every gradient."""
+    run = run_of({**GRID, "dp": 2, "keep_gathered": "none", "schedule": "broadcast"})
+    traffic = decide_run(run).traffic
+    tokens, h, v, n = 16 * 128 / 2, 512, 2048, 4
+    assert traffic["col"] == 3 * tokens * (4 * h * n + h) / 4 * 4  # forward and twice it backward
+    assert traffic["row"] == 3 * (12 * h * h * n + v * h) / 4 * 4
+    assert traffic["dp"] == (12 * h * h * n + v * h) / 4 * 4  # 2 (dp - 1) / dp of what one owns
+
+
+def test_types_and_micro_batches_count() -> None:
+    whole = decide_run(run_of({**GRID, "keep_gathered": "none"})).traffic
+    half = decide_run(run_of({**GRID, "keep_gathered": "none"}, dtype="bfloat16")).traffic
+    cut = decide_run(run_of({**GRID, "keep_gathered": "none"}, micro_batches=4)).traffic
+    assert half["col"] == whole["col"] / 2
+    assert cut["col"] == whole["col"]  # the same tokens
+    assert cut["row"] == 4 * whole["row"]  # weights anew for each
+    kept = decide_run(run_of({**GRID, "keep_gathered": "weights"}, micro_batches=4)).traffic
+    assert kept["row"] == whole["row"] * (1 + 4) / 3  # once, and a gradient for each
+
+
+def test_explanation_names_every_product_and_reason() -> None:
+    text = said(run_of({**GRID, "devices_per_node": 2}))
+    for product in ("qkv x4", "out x4", "up x4", "down x4", "head"):
+        assert re.search(rf"^{product} ", text, re.MULTILINE), text
+    for word in ("stationary:", "schedule:", "keep_gathered:", "a node holds", "MiB"):
+        assert word in text
+    decided = decide_run(run_of({**GRID, "devices_per_node": 2}))
+    assert decided.block is not None
+    assert decided.block.describe((1, 1, 2, 2)) in text
+
+
+def test_numbers_in_the_explanation_are_the_choices() -> None:
+    run = run_of({**GRID, "keep_gathered": "none"})
+    choices = decide_run(run).choices
+    row = next(line for line in said(run).splitlines() if line.startswith("down"))
+    forward, backward = choices.forward(choices["down"]), choices.backward(choices["down"])
+    assert f"{forward.messages} + {backward.messages}" in row
+    received = [(t.col + t.row) * 4 / 2**20 for t in (forward, backward)]
+    assert f"{received[0]:.3g} + {received[1]:.3g}" in row
+
+
+def test_one_device_says_so() -> None:
+    text = said(run_of({"dp": 2}))
+    assert "no product sends anything" in text
+    assert "gradients" in text  # of the two replicas
+
+
+@pytest.mark.parametrize("overrides", [[], ["layout.scheme=megatron", "layout.rows=1"]])
+def test_command(overrides: list[str], token_folder: Path, tmp_path: Path) -> None:
+    """It starts nothing, writes nothing, and refuses what does not fit."""
+    sections = {
+        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(token_folder)},
+        "layout": GRID,
+        "train": {"global_batch": 4},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    done = CliRunner().invoke(app, ["train", str(path), *overrides, "--explain"])
+    assert done.exit_code == 0, done.output
+    assert "qkv" in done.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.yaml"]
+    refused = CliRunner().invoke(app, ["train", str(path), "layout.cols=3", "--explain"])
+    assert refused.exit_code != 0
+    assert "does not divide" in str(refused.exception)

@@ -1,0 +1,404 @@
+"""Blocks of the mesh on nodes: what the formula says enters a node is what rings bring into it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gridformer import layout as layouts
+from gridformer.config import LayoutConfig, divisors
+from gridformer.nodes import (
+    MESH_AXES,
+    Candidate,
+    NodeBlock,
+    Sizes,
+    blocks,
+    explain,
+    plain_block,
+    problems,
+    rank_grid,
+    reason,
+    rows,
+    search,
+    sizes_of,
+)
+
+Traffic = dict[str, int]
+MIB = 2**20
+
+
+def grid(n_rows: int, n_cols: int) -> Sizes:
+    return 1, 1, n_rows, n_cols
+
+
+def lines(ranks: Tensor, axis: int) -> list[list[int]]:
+    """The ranks of every group of an axis, by coordinate."""
+    by_line: list[list[int]] = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+    return by_line
+
+
+def simulated(ranks: Tensor, traffic: Traffic, devices_per_node: int) -> list[Traffic]:
+    """Bytes that enter each node, edge by edge of every group's ring in rank order, by axis."""
+    n_nodes = math.ceil(ranks.numel() / devices_per_node)
+    entered = [dict.fromkeys(MESH_AXES, 0) for _ in range(n_nodes)]
+    for number, axis in enumerate(MESH_AXES):
+        for line in lines(ranks, number):
+            ring = sorted(line)
+            for source, target in zip(ring, ring[1:] + ring[:1]):
+                node = target // devices_per_node
+                if source // devices_per_node != node:
+                    entered[node][axis] += traffic[axis]
+    return entered
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Sizes, Traffic, int]:
+    """A mesh, its traffic, and a number of devices a node that divides it or holds all of it."""
+    size = st.sampled_from([1, 1, 2, 3, 4, 5, 6, 8])
+    sizes: Sizes = draw(st.tuples(st.integers(1, 3), st.integers(1, 4), size, size))
+    n = math.prod(sizes)
+    traffic = {axis: draw(st.sampled_from([0, 1, 2, 3, 7, 1000])) for axis in MESH_AXES}
+    return sizes, traffic, draw(st.sampled_from([*divisors(n), n + 1, 2 * n]))
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases())
+@example(case=(grid(4, 5), dict.fromkeys(MESH_AXES, 1), 4))  # the plain order is no block
+@example(case=((2, 2, 4, 4), dict.fromkeys(MESH_AXES, 1), 8))
+def test_bytes_into_every_node_are_those_of_simulated_rings(
+    case: tuple[Sizes, Traffic, int],
+) -> None:
+    sizes, traffic, k = case
+    for candidate in search(sizes, traffic, k):
+        nodes = simulated(rank_grid(sizes, candidate.block), traffic, k)
+        if candidate.block is None:
+            assert max(sum(node.values()) for node in nodes) == candidate.total
+            assert candidate.bytes_in in nodes
+        else:
+            assert nodes == [candidate.bytes_in] * len(nodes)
+        assert {a: n * traffic[a] for a, n in candidate.receivers.items()} == candidate.bytes_in
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases())
+def test_ranks_of_a_node_are_a_block_and_rise_along_every_axis(
+    case: tuple[Sizes, Traffic, int],
+) -> None:
+    sizes, _, k = case
+    for block in blocks(sizes, k):
+        ranks = rank_grid(sizes, block)
+        assert ranks.shape == sizes
+        assert ranks.dtype == torch.int64
+        assert sorted(ranks.flatten().tolist()) == list(range(math.prod(sizes)))
+        assert ranks[0, 0, 0, 0] == 0
+        # torch sorts the members of a process group: rank order must be the order of coordinates
+        for axis in range(4):
+            assert all(line == sorted(line) for line in lines(ranks, axis))
+        for node in range(math.prod(sizes) // block.n_devices):
+            places = (ranks // block.n_devices == node).nonzero()
+            lengths = places.max(0).values - places.min(0).values + 1
+            assert tuple(lengths.tolist()) == block.extents
+            in_node = ranks[tuple(places.T)]  # by coordinate, col innermost
+            assert in_node.tolist() == list(range(in_node[0], in_node[0] + block.n_devices))
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases())
+def test_the_best_lets_in_the_fewest_bytes(case: tuple[Sizes, Traffic, int]) -> None:
+    sizes, traffic, k = case
+    found = search(sizes, traffic, k)
+    totals = [candidate.total for candidate in found]
+    assert totals == sorted(totals)
+    every = {
+        extents
+        for extents in itertools.product(*(divisors(size) for size in sizes))
+        if math.prod(extents) == k
+    } or {sizes}
+    assert {c.block.extents for c in found if c.block} == every
+    in_order = rank_grid(sizes, None)
+    plain = max(sum(node.values()) for node in simulated(in_order, traffic, k))
+    assert totals[0] <= plain
+    (as_found,) = [c for c in found if c.block == plain_block(sizes, k)]
+    assert as_found.total == plain
+    assert torch.equal(rank_grid(sizes, as_found.block), in_order)
+
+
+def partitions(devices: tuple[int, ...], k: int) -> Iterator[list[set[int]]]:
+    """Every way to put devices on nodes of k each."""
+    if not devices:
+        yield []
+        return
+    for others in itertools.combinations(devices[1:], k - 1):
+        node = {devices[0], *others}
+        for rest in partitions(tuple(d for d in devices if d not in node), k):
+            yield [node, *rest]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "k"),
+    [
+        (grid(2, 2), 2),
+        (grid(2, 3), 2),
+        (grid(3, 2), 3),
+        (grid(2, 4), 2),
+        (grid(2, 4), 4),
+        (grid(3, 3), 3),
+        ((1, 2, 2, 2), 2),
+        ((2, 1, 2, 2), 4),
+    ],
+)
+def test_no_other_way_to_fill_nodes_is_better(sizes: Sizes, k: int) -> None:
+    """Not even one that is no block, with rings that visit a node's members one after the other."""
+    ranks = rank_grid(sizes, None)
+    groups = [[set(line) for line in lines(ranks, axis)] for axis in range(4)]
+    amounts = (0, 1, 2, 3, 5)
+    fewest = dict.fromkeys(itertools.product(amounts, repeat=2), math.inf)
+    # Two axes carry the two amounts; a third, dp or pp, as much as the rows.
+    for nodes in partitions(tuple(range(math.prod(sizes))), k):
+        entered = [
+            [sum(1 for line in lines_ if line & node and not line <= node) for lines_ in groups]
+            for node in nodes
+        ]
+        for a, b in fewest:
+            most = max(a * (pp + dp + row) + b * col for pp, dp, row, col in entered)
+            fewest[a, b] = min(fewest[a, b], most)
+    for (a, b), total in fewest.items():
+        assert search(sizes, {"pp": a, "dp": a, "row": a, "col": b}, k)[0].total == total
+
+
+# --------------------------------------------------------------------------- known answers
+
+
+def best(sizes: Sizes, devices_per_node: int, **traffic: int) -> Candidate:
+    return search(sizes, traffic, devices_per_node)[0]
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_square_grid_is_bunched(n: int) -> None:
+    """Xu et al. 2021, figure 8: 4 devices a node hold 2x2; 2 of them share the cable, not 4."""
+    found = search(grid(n, n), {"row": 100, "col": 100}, 4)
+    assert found[0].block == NodeBlock(row=2, col=2)
+    assert found[0].bytes_in == {"pp": 0, "dp": 0, "row": 200, "col": 200}
+    assert found[0].sharing == 2
+    (strip,) = [c for c in found if c.block == NodeBlock(col=4)]
+    assert strip.sharing == 4
+    assert strip.total == (400 if n == 4 else 500)  # on 4x4 a strip is a whole row
+
+
+def test_strips_when_one_axis_dominates() -> None:
+    assert best(grid(4, 4), 4, row=10, col=100).block == NodeBlock(col=4)
+    assert best(grid(4, 4), 4, row=100, col=10).block == NodeBlock(row=4)
+    assert best(grid(8, 8), 4, row=10, col=100).block == NodeBlock(col=4)
+    assert best(grid(16, 16), 8, row=100, col=10).block == NodeBlock(row=8)
+
+
+def test_eight_devices_a_node() -> None:
+    """2x4 and 4x2 let in the same: the longer rows are closer to plain order."""
+    found = search(grid(16, 16), {"row": 100, "col": 100}, 8)
+    assert [c.block for c in found[:2]] == [NodeBlock(row=2, col=4), NodeBlock(row=4, col=2)]
+    assert [c.total for c in found] == [600, 600, 900, 900]
+    assert best(grid(16, 16), 16, row=100, col=100).block == NodeBlock(row=4, col=4)
+
+
+def test_tensor_parallel_ranks_inside_a_node() -> None:
+    """Narayanan et al. 2021: they move the most; then replicas, pipeline stages outermost."""
+    moved = {"pp": 2, "dp": 10, "col": 100}
+    assert best((2, 4, 1, 8), 8, **moved).block == NodeBlock(col=8)
+    assert best((2, 4, 1, 4), 8, **moved).block == NodeBlock(dp=2, col=4)
+    assert best((2, 4, 1, 2), 16, **moved).block == NodeBlock(pp=2, dp=4, col=2)
+
+
+def test_replicas_share_a_node_when_gradients_are_what_moves() -> None:
+    assert best((1, 4, 2, 2), 4, dp=100, row=1, col=1).block == NodeBlock(dp=4)
+
+
+def test_plain_order_where_all_is_equal() -> None:
+    for sizes, k in [(grid(4, 4), 4), ((2, 2, 2, 2), 8), ((1, 6, 1, 1), 2)]:
+        quiet = best(sizes, k)
+        assert quiet.block == plain_block(sizes, k)
+        assert (quiet.total, quiet.sharing) == (0, 0)
+
+
+def test_plain_order_is_kept_where_it_beats_every_block() -> None:
+    """Rows of 5 on nodes of 4: the only block is a whole column, and it cuts every row."""
+    found = search(grid(4, 5), {"row": 1, "col": 100}, 4)
+    assert [c.block for c in found] == [None, NodeBlock(row=4)]
+    assert [c.total for c in found] == [204, 400]
+    assert torch.equal(rank_grid(grid(4, 5), None), torch.arange(20).view(1, 1, 4, 5))
+
+
+def test_fewer_devices_than_a_node_holds() -> None:
+    (only,) = search((1, 1, 2, 3), {"row": 5, "col": 5}, 8)
+    assert only.block == NodeBlock(row=2, col=3)
+    assert only.total == 0
+
+
+def test_plain_block() -> None:
+    assert plain_block(grid(4, 4), 4) == NodeBlock(col=4)
+    assert plain_block(grid(4, 4), 8) == NodeBlock(row=2, col=4)
+    assert plain_block(grid(4, 8), 4) == NodeBlock(col=4)
+    assert plain_block((2, 2, 2, 2), 8) == NodeBlock(dp=2, row=2, col=2)
+    assert plain_block(grid(2, 3), 2) is None
+    assert plain_block(grid(3, 4), 6) is None
+    assert plain_block(grid(2, 3), 9) == NodeBlock(row=2, col=3)
+
+
+def test_rank_grid() -> None:
+    assert rank_grid(grid(4, 4), NodeBlock(row=2, col=2))[0, 0].tolist() == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+        [8, 9, 12, 13],
+        [10, 11, 14, 15],
+    ]
+    assert rank_grid((1, 2, 2, 2), NodeBlock(dp=2, col=2))[0].tolist() == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
+
+
+def test_a_block_in_words() -> None:
+    assert NodeBlock(row=2, col=4).describe((1, 2, 4, 4)) == "2x4 of the grid"
+    assert NodeBlock(dp=2, col=2).describe((1, 2, 4, 4)) == "dp 2 x 1x2"
+    assert NodeBlock(pp=2, dp=4).describe((4, 4, 1, 1)) == "pp 2 x dp 4"
+    assert NodeBlock().describe((1, 8, 1, 1)) == "1 device"
+
+
+def test_axes_are_those_of_the_mesh() -> None:
+    assert MESH_AXES == layouts.MESH_AXES
+    layout = LayoutConfig(scheme="optimus", rows=2, cols=3, dp=4, pp=5)
+    assert dict(zip(MESH_AXES, sizes_of(layout))) == {"pp": 5, "dp": 4, "row": 2, "col": 3}
+
+
+# --------------------------------------------------------------------------- problems
+
+
+def plan(n_rows: int, n_cols: int, dp: int, devices_per_node: int) -> LayoutConfig:
+    return LayoutConfig(
+        scheme="optimus", rows=n_rows, cols=n_cols, dp=dp, devices_per_node=devices_per_node
+    )
+
+
+def test_a_node_that_does_not_come_out() -> None:
+    assert problems(plan(2, 2, 1, 3)) == [
+        "layout.devices_per_node=3 does not divide rows x cols x dp x pp=4: use "
+        "layout.devices_per_node=1, 2 or 4"
+    ]
+    (only,) = problems(plan(6, 8, 2, 7))
+    assert only.endswith("use layout.devices_per_node=4, 6 or 8")
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    n_rows=st.integers(1, 9),
+    n_cols=st.integers(1, 9),
+    dp=st.integers(1, 4),
+    devices_per_node=st.integers(0, 40),
+)
+def test_a_layout_without_problems_has_a_block(
+    n_rows: int, n_cols: int, dp: int, devices_per_node: int
+) -> None:
+    layout = plan(n_rows, n_cols, dp, devices_per_node)
+    found = problems(layout)
+    if not found:
+        assert devices_per_node == 0 or blocks(sizes_of(layout), devices_per_node)
+        return
+    assert not blocks(sizes_of(layout), devices_per_node)
+    offered = re.split(r", | or ", found[0].rpartition("=")[2])
+    for value in offered:
+        other = layout.model_copy(update={"devices_per_node": int(value)})
+        assert problems(other) == []
+
+
+# --------------------------------------------------------------------------- explanation
+
+
+def test_explanation_of_a_bunched_grid() -> None:
+    sizes, traffic = grid(8, 8), {"row": 8 * MIB, "col": 8 * MIB}
+    assert explain(search(sizes, traffic, 4), sizes, 4).splitlines() == [
+        "MiB into a node in one step, 4 devices a node, by axis:",
+        "  a node holds                     row  col  total  ratio  sharing",
+        "> 2x2 of the grid                   16   16     32   1.00        2",
+        "  1x4 of the grid (rows in order)   32    8     40   1.25        4",
+        "  4x1 of the grid                    8   32     40   1.25        4",
+        "A node holds 2x2 of the grid: 32 MiB enter one in a step; with rows in order 40.",
+    ]
+
+
+def test_plain_order_is_always_among_the_rows() -> None:
+    sizes, traffic = (1, 4, 8, 8), {"dp": 40 * MIB, "row": 8 * MIB, "col": 8 * MIB}
+    candidates = search(sizes, traffic, 8)
+    found = rows(candidates, sizes, 8, few=2)
+    assert [row.block for row in found] == [
+        "dp 4 x 1x2",
+        "dp 4 x 2x1",
+        "1x8 of the grid (rows in order)",
+    ]
+    assert [row.chosen for row in found] == [True, False, False]
+    assert [row.plain for row in found] == [False, False, True]
+    assert [row.total_mib for row in found] == [96, 96, 384]
+    assert [row.ratio for row in found] == [1, 1, 4]
+    assert found[0].mib == {"dp": 0, "row": 64, "col": 32}
+    assert len(rows(candidates, sizes, 8, few=99)) == len(candidates)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "k", "traffic", "text"),
+    [
+        (grid(2, 2), 8, {"row": MIB}, "One node holds all 4 devices: nothing enters it."),
+        (
+            grid(4, 4),
+            4,
+            {"row": MIB, "col": MIB},
+            "A node holds 2x2 of the grid: 4 MiB enter one in a step, as with rows in order, but "
+            "2 of its devices share the cable, not 4.",
+        ),
+        (
+            (1, 2, 1, 4),
+            4,
+            {"dp": MIB // 2, "col": 200 * MIB},
+            "A node holds 1x4 of the grid (rows in order): 2 MiB enter one in a step; with "
+            "dp 2 x 1x2, the next best, 400.",
+        ),
+        (
+            (1, 8, 1, 1),
+            4,
+            {"dp": MIB},
+            "A node holds dp 4 (rows in order): 1 MiB enter one in a step; no other block fills a "
+            "node.",
+        ),
+        (
+            grid(4, 5),
+            4,
+            {"row": MIB, "col": 12 * MIB},
+            "Nodes are filled with rows in order, wherever a row ends: 28 MiB enter one in a step; "
+            "with 4x1 of the grid, the next best, 48.",
+        ),
+    ],
+)
+def test_reason(sizes: Sizes, k: int, traffic: Traffic, text: str) -> None:
+    candidates = search(sizes, traffic, k)
+    assert reason(candidates, sizes, k) == text
+    assert explain(candidates, sizes, k).endswith("\n" + text)
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases())
+def test_everything_can_be_explained(case: tuple[Sizes, Traffic, int]) -> None:
+    """Exactly one row is chosen, exactly one is the plain order, and the text is not too wide."""
+    sizes, traffic, k = case
+    candidates = search(sizes, traffic, k)
+    found = rows(candidates, sizes, k)
+    assert sum(row.chosen for row in found) == sum(row.plain for row in found) == 1
+    assert found[0].chosen
+    assert len(found) <= 4
+    text = explain(candidates, sizes, k).splitlines()
+    assert len(text) == len(found) + 3
+    assert max(map(len, text)) <= 140

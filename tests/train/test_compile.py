@@ -1,0 +1,270 @@
+"""train.compile: the same training, compiled once, and refused where it cannot work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig, parse_run
+from gridformer.errors import ConfigError
+from gridformer.layout import build_axes
+from gridformer.models import GPT2
+from gridformer.parallel import build_parallel
+from gridformer.train import compile as compiling
+from gridformer.train import trainer
+from gridformer.train.compile import compile_model, compile_problems
+from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import plan_run
+from gridformer.train.runner import execute
+from gridformer.train.step import Stepper, StepResult
+from tests.multirank.pool import WorkerPool
+
+CPU = torch.device("cpu")
+ON: dict[str, Any] = {"compile": True, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled yet; one thread, since tiny tensors gain nothing from more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+def tiny(**changes: Any) -> ModelConfig:
+    values = {"n_layers": 3, "hidden_size": 48, "n_heads": 4, "vocab_size": 61, "max_seq_len": 16}
+    return ModelConfig(**{**values, **changes})
+
+
+def batch_of(step: int, config: ModelConfig) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    shape = (4, config.max_seq_len + 1)
+    return torch.randint(0, config.vocab_size, shape, generator=generator)
+
+
+def train(
+    config: ModelConfig,
+    backend: str,
+    n_steps: int = 3,
+    layout: LayoutConfig | None = None,
+    axes: Axes | None = None,
+    dtype: Any = "float32",
+) -> tuple[list[StepResult], float, GPT2]:
+    """Some steps of two micro-batches and an evaluation; not compiled if `backend` is empty."""
+    layout, axes = layout or LayoutConfig(), axes or Axes()
+    model = build_parallel(config, layout, axes, 3, CPU, dtype)
+    if backend:
+        compile_model(model, backend)
+    # The keys' biases have gradients of rounding error only; a large epsilon keeps Adam from them.
+    settings = TrainConfig(global_batch=4, micro_batches=2, dtype=dtype, lr=1e-2, adam_eps=1e-3)
+    stepper = Stepper(model, settings, axes)
+    batches = [batch_of(step, config) for step in range(n_steps)]
+    results = [stepper(i, lambda rows, b=b: b[rows]) for i, b in enumerate(batches)]  # type: ignore[misc]
+    return results, stepper.evaluate([lambda rows: batches[0][rows]]), model
+
+
+def assert_same(got: tuple[Any, ...], want: tuple[Any, ...], tolerance: float = 1e-5) -> None:
+    for a, b in zip(got[0], want[0]):
+        assert a.loss == pytest.approx(b.loss, rel=tolerance)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=tolerance)
+    assert got[1] == pytest.approx(want[1], rel=tolerance)
+    for (name, p), (other, q) in zip(got[2].named_parameters(), want[2].named_parameters()):
+        assert name == other
+        scale = max(float(q.detach().abs().max()), 1e-3)
+        assert float((p - q).detach().abs().max()) < 10 * tolerance * scale, name
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+# --------------------------------------------------------------------------- the same training
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU backend compiles C++ with g++")
+@pytest.mark.timeout(600)
+def test_compiled_steps_are_the_same_steps() -> None:
+    """With the real compiler: losses, norms and weights of 3 steps, and one compilation each of
+    the block, the head and the loss, however many layers there are."""
+    want = train(tiny(), "")
+    counters.clear()
+    got = train(tiny(), "inductor")
+    assert_same(got, want)
+    assert not counters["graph_break"]
+    assert graphs() == 6, "block, head, loss: for training and for evaluation"
+
+
+@pytest.mark.parametrize("changes", [{"dropout": 0.2}, {"attention_dropout": 0.2}], ids=str)
+def test_dropout_compiles_once_and_keeps_its_masks(changes: dict[str, float]) -> None:
+    config = tiny(**changes)
+    assert_same(train(config, "aot_eager"), train(config, ""))
+    model = build_parallel(config, LayoutConfig(), Axes(), 3, CPU)
+    compile_model(model, "aot_eager")
+    stepper = Stepper(model, TrainConfig(global_batch=4, micro_batches=2), Axes())
+    seen = []
+    for step in range(12):  # more than torch's limit of 8 recompilations
+        batch = batch_of(step, config)
+        stepper(step, lambda rows, batch=batch: batch[rows])  # type: ignore[misc]
+        seen.append(graphs())
+    assert len(set(seen)) == 1, f"graphs after each step: {seen}"
+
+
+def test_bfloat16_keeps_float32_parameters() -> None:
+    got, want = (train(tiny(), backend, dtype="bfloat16") for backend in ("aot_eager", ""))
+    assert_same(got, want, tolerance=5e-3)
+    assert {p.dtype for p in got[2].parameters()} == {torch.float32}
+
+
+def test_names_and_state_stay() -> None:
+    plain, compiled = (build_parallel(tiny(), LayoutConfig(), Axes(), 3, CPU) for _ in range(2))
+    names = [name for name, _ in compiled.named_modules()]
+    compile_model(compiled, "aot_eager")
+    assert [name for name, _ in compiled.named_modules()] == names
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    compiled.load_state_dict(plain.state_dict(), strict=True)
+
+
+def test_replicas_may_be_compiled(pool: WorkerPool) -> None:
+    assert max(pool.run(2, compare_replicas)) < 1e-5
+
+
+def compare_replicas() -> float:
+    """On each of two ranks: the largest relative difference of losses to one device's."""
+    torch.set_num_threads(1)
+    layout = LayoutConfig(dp=2)
+    config = tiny(dropout=0.1)
+    want, want_eval, _ = train(config, "")
+    got, got_eval, _ = train(config, "aot_eager", layout=layout, axes=build_axes(layout, "cpu"))
+    pairs = [(a.loss, b.loss) for a, b in zip(got, want)] + [(got_eval, want_eval)]
+    return max(abs(a / b - 1) for a, b in pairs)
+
+
+def test_a_run_with_it_goes_on_from_one_without(
+    token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections: dict[str, Any] = {
+        "model": {"n_layers": 2, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(token_folder)},
+        "train": {"steps": 2, "global_batch": 4, "eval_every": 0, "eval_batches": 2},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(sections))
+    calls: list[GPT2] = []
+
+    def compile_quickly(model: GPT2) -> None:
+        calls.append(model)
+        compile_model(model, "aot_eager")
+
+    monkeypatch.setattr(trainer, "compile_model", compile_quickly)
+    monkeypatch.setattr(compiling, "_no_headers", list)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    for out, on in (("plain", "false"), ("compiled", "true")):
+        for steps, flag in ((2, "false"), (5, on)):
+            words = [f"train.steps={steps}", f"train.compile={flag}", "train.device=cpu"]
+            execute(plan_run(tmp_path / "mine.yaml", words, out=tmp_path / out))
+    assert len(calls) == 1, "only the run that asks for it"
+    plain, compiled = (
+        [m["loss"] for m in read_metrics(tmp_path / out) if "loss" in m]
+        for out in ("plain", "compiled")
+    )
+    assert len(plain) == 5
+    assert compiled == pytest.approx(plain, rel=1e-5)
+
+
+# --------------------------------------------------------------------------- where it cannot work
+
+
+def run_of(train: dict[str, Any], **layout: Any) -> RunConfig:
+    raw = {"model": "gpt2-124m", "data": {"path": "x"}, "layout": layout, "train": train}
+    return parse_run(raw)
+
+
+@pytest.fixture
+def full_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(compiling, "find_spec", lambda name: name)
+    monkeypatch.setattr(compiling, "_no_headers", list)
+
+
+@pytest.mark.usefixtures("full_toolchain")
+def test_blocks_that_communicate_are_refused() -> None:
+    grids: list[dict[str, Any]] = [
+        {"scheme": "optimus", "rows": 2, "cols": 2},
+        {"scheme": "megatron", "cols": 4, "dp": 2},
+        {"scheme": "optimus", "rows": 4},
+    ]
+    for grid in grids:
+        (problem,) = compile_problems(run_of(ON, **grid))
+        assert "do not communicate" in problem
+        assert "layout.scheme=single" in problem
+        assert LayoutConfig(**grid).describe() in problem
+        assert not compile_problems(run_of({}, **grid))
+    for fitting in ({}, {"dp": 4}, {"scheme": "optimus"}, {"scheme": "megatron", "dp": 2}):
+        assert not compile_problems(run_of(ON, **fitting))
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling, "_no_headers", list)
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    assert not compile_problems(run_of({}))
+    (problem,) = compile_problems(run_of(ON))
+    assert "C++ compiler" in problem
+    assert "g++" in problem
+    assert "train.compile=false" in problem
+    triton, c_compiler = compile_problems(run_of({**ON, "device": "cuda"}))
+    assert "pip install triton" in triton
+    assert "gcc or clang" in c_compiler
+    monkeypatch.setenv("CXX", "my-c++")
+    monkeypatch.setenv("CC", "my-cc")
+    assert "there is no my-c++" in compile_problems(run_of(ON))[0]
+    assert "there is no my-cc" in compile_problems(run_of({**ON, "device": "cuda"}))[1]
+
+
+def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda *_: str(tmp_path))
+    (problem,) = compile_problems(run_of(ON))
+    assert "Python.h" in problem
+    (tmp_path / "Python.h").touch()
+    assert not compile_problems(run_of(ON))
+
+
+@pytest.mark.parametrize(("n_gpus", "sign"), [(0, "C++ compiler"), (1, "C++ compiler"), (2, "CC")])
+def test_auto_looks_at_the_device_that_will_be_taken(
+    monkeypatch: pytest.MonkeyPatch, n_gpus: int, sign: str
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling, "_no_headers", list)
+    monkeypatch.setattr(compiling, "find_spec", partial(str))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    (problem,) = compile_problems(run_of({**ON, "device": "auto"}, dp=2))
+    assert sign in problem
+
+
+def test_the_plan_says_so_before_anything_starts(token_folder: Path, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(token_folder)},
+        "layout": {"scheme": "optimus", "rows": 2, "cols": 2},
+        "train": {"global_batch": 4, "compile": True},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(sections))
+    with pytest.raises(ConfigError, match=r"train\.compile=true belongs to layouts"):
+        plan_run(tmp_path / "mine.yaml")
