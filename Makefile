@@ -21,13 +21,13 @@ test: $(VENV)/.ready lint
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check src tests docs
-	$(BIN)/ruff format --check src tests docs
+	$(BIN)/ruff check src tests docs benchmarks
+	$(BIN)/ruff format --check src tests docs benchmarks
 	$(BIN)/mypy
 
 fmt: $(VENV)/.ready
-	$(BIN)/ruff check --fix src tests docs
-	$(BIN)/ruff format src tests docs
+	$(BIN)/ruff check --fix src tests docs benchmarks
+	$(BIN)/ruff format src tests docs benchmarks
 
 figures: $(VENV)/.ready
 	$(BIN)/python docs/figures.py

@@ -1,0 +1,192 @@
+"""What gridformer does on one GPU, measured: the matrix ceiling, a training step, the schemes.
+
+    python -m benchmarks.gpu ceiling                     how fast torch.matmul is: 1 minute
+    python -m benchmarks.gpu single --model gpt2-774m    beside Hugging Face's GPT-2: 4 minutes
+    python -m benchmarks.gpu single --model gpt2-1.5b                                 6 minutes
+    python -m benchmarks.gpu schemes                     4 processes share the GPU:   3 minutes
+
+Each prints Markdown that names the device, the versions and the command; `--out FILE` appends it to
+a file too. What goes on meanwhile goes to stderr. With `--device cpu --quick` the same code runs on
+tiny models on the CPU, in seconds: it shows that the code works, and its figures mean nothing.
+Times above are estimates; most of `single` is Hugging Face's and inductor's compiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks import gpu_ceiling, gpu_schemes, gpu_single, gpu_single_report
+from benchmarks.gpu_report import Report, choose_device
+from gridformer.config import ModelConfig, shipped_model
+from gridformer.errors import UserError
+from gridformer.train.compile import toolchain_problems
+
+app = typer.Typer(help=(__doc__ or "").splitlines()[0], add_completion=False)
+
+MODELS = ["gpt2-774m", "gpt2-1.5b"]
+BATCHES = (32, 16, 8, 4, 2, 1)  # sequences; the largest that fits is taken
+TINY = ModelConfig(
+    name="tiny", n_layers=2, hidden_size=32, n_heads=2, vocab_size=211, max_seq_len=16
+)
+
+
+class DeviceName(StrEnum):
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class Modes(StrEnum):
+    both = "both"
+    eager = "eager"
+    compiled = "compiled"
+
+
+class AttentionName(StrEnum):
+    auto = "auto"
+    flash = "flash"
+    cudnn = "cudnn"
+    efficient = "efficient"
+
+
+class HFCompileName(StrEnum):
+    blocks = "blocks"
+    whole = "whole"
+
+
+MODES: dict[Modes, tuple[gpu_single.Mode, ...]] = {
+    Modes.both: ("eager", "compiled"),
+    Modes.eager: ("eager",),
+    Modes.compiled: ("compiled",),
+}
+
+Device = Annotated[DeviceName, typer.Option(help="Where to measure.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that the code works.")]
+Out = Annotated[Path | None, typer.Option(help="Append the Markdown to this file too.")]
+Model = Annotated[list[str] | None, typer.Option(help="Shipped GPT-2; may be repeated.")]
+
+
+@app.command()
+def ceiling(
+    model: Model = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of the models' shapes.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Products that count, of each.")] = 30,
+    device: Device = DeviceName.cuda,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
+    """The measured ceiling of bfloat16 products: large squares, and the models' own shapes."""
+    place, report = _begin(device), Report(out)
+    products = gpu_ceiling.squares(quick)
+    for config in _models(model, quick):
+        products += gpu_ceiling.products_of(config, batch * config.max_seq_len)
+    report.heading("Ceiling of matrix products", place, quick)
+    repeats = 3 if quick else repeats
+    speeds = gpu_ceiling.measure_all(products, place, repeats, report)
+    gpu_ceiling.write(speeds, repeats, report)
+
+
+@app.command()
+def single(
+    model: Model = None,
+    batch: Annotated[int, typer.Option(min=0, help="Sequences a step; 0: the most that fit.")] = 0,
+    seq_len: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: the most.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each side and mode.")] = 3,
+    modes: Annotated[Modes, typer.Option(help="Compiled, as it is, or both.")] = Modes.both,
+    hf_compile: Annotated[
+        HFCompileName,
+        typer.Option(help="Compile Hugging Face's by block, head and loss as ours, or whole."),
+    ] = HFCompileName.blocks,
+    attention: Annotated[
+        AttentionName, typer.Option(help="The fused kernel that both sides prefer.")
+    ] = AttentionName.auto,
+    backend: Annotated[str, typer.Option(help="Of torch.compile.")] = "inductor",
+    profile: Annotated[bool, typer.Option("--profile", help="Show each side's kernels.")] = False,
+    limit_s: Annotated[float, typer.Option(help="No round starts later than this.")] = 480.0,
+    device: Device = DeviceName.cuda,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
+    """A training step in bfloat16 beside Hugging Face's GPT-2, in turns in the same run."""
+    place, report = _begin(device), Report(out)
+    if "compiled" in MODES[modes] and backend == "inductor":
+        _stop_if(toolchain_problems(place.type))
+    squares = gpu_ceiling.squares(quick)
+    speeds = gpu_ceiling.measure_all(squares, place, 3 if quick else 20, report)
+    top = gpu_ceiling.ceiling_of(speeds).median
+    report.progress(f"ceiling: {top:,.3g} TFLOP/s")
+    for config in _models(model, quick):
+        settings = gpu_single.Settings(
+            config,
+            batches=(batch,) if batch else ((4, 2) if quick else BATCHES),
+            s=seq_len or config.max_seq_len,
+            steps=2 if quick else steps,
+            rounds=2 if quick else rounds,
+            modes=MODES[modes],
+            hf_compile=hf_compile.value,
+            attention=attention.value,
+            backend=backend,
+            limit_s=limit_s,
+        )
+        comparison, kernels = gpu_single.compare(settings, place, report, profile)
+        report.heading(f"Training step of {config.name} on one device", place, quick)
+        gpu_single_report.write(comparison, top, report)
+        for name, text in kernels.items():
+            report.write(f"\nOne step, {name}:\n\n```\n{text}\n```")
+
+
+@app.command()
+def schemes(
+    timeout_s: Annotated[float, typer.Option(help="For one layout.")] = 150.0,
+    device: Device = DeviceName.cuda,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
+    """Each scheme's losses, gradients and weights on 4 processes that share the GPU over gloo.
+
+    Exit code 1 if a layout is too far from one device, or could not run.
+    """
+    place, report = _begin(device), Report(out)
+    report.heading("Numerics of the schemes: 4 processes on one device over gloo", place, quick)
+    if not gpu_schemes.measure(place, quick, report, timeout_s):
+        raise typer.Exit(1)
+
+
+def _begin(device: DeviceName) -> torch.device:
+    try:
+        return choose_device(device.value)
+    except ValueError as error:
+        _stop_if([str(error)])
+        raise
+
+
+def _models(names: list[str] | None, quick: bool) -> list[ModelConfig]:
+    if quick and not names:
+        return [TINY]
+    return [ModelConfig(**shipped_model(name)) for name in names or MODELS]
+
+
+def _stop_if(problems: list[str]) -> None:
+    for problem in problems:
+        typer.echo(f"error: {problem}", err=True)
+    if problems:
+        raise typer.Exit(2)
+
+
+def main(run: Callable[[], None] = app) -> None:
+    """Run the command line; what a user can mend is one sentence and exit code 2."""
+    try:
+        run()
+    except (UserError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The measured ceiling of a device: how fast torch.matmul is, on large squares and on our shapes.
+
+A share of the vendor's peak says little, since no product reaches it. What the fastest product
+reaches, on random data (zeros are faster), is what a training step can be held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu_report import Report, median, seconds_of, table
+from gridformer.config import ModelConfig
+
+SQUARES = (4096, 8192, 16384)
+QUICK_SQUARES = (64, 128)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product [m, k] x [k, n]; `transposed`: the second operand lies in memory as [n, k]."""
+
+    label: str
+    m: int
+    k: int
+    n: int
+    transposed: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.k * self.n
+
+
+@dataclass(frozen=True)
+class Speed:
+    """TFLOP/s of a product: the median of its repeats, and the fastest."""
+
+    product: Product
+    median: float
+    best: float
+
+
+def squares(quick: bool) -> list[Product]:
+    return [Product("square", n, n, n) for n in (QUICK_SQUARES if quick else SQUARES)]
+
+
+def products_of(config: ModelConfig, tokens: int) -> list[Product]:
+    """The forward products of a GPT-2 on that many tokens.
+
+    The head's product comes twice: as it is, and with the vocabulary padded to a multiple of 128.
+    An odd vocabulary such as 50257 gives rows that are not aligned in memory, and slower kernels.
+    """
+    h, f, v = config.hidden_size, config.ffn_size, config.vocab_size
+    name = config.name
+    padded = -(-v // 128) * 128
+    return [
+        Product(f"{name} qkv", tokens, h, 3 * h),
+        Product(f"{name} attention out", tokens, h, h),
+        Product(f"{name} mlp up", tokens, h, f),
+        Product(f"{name} mlp down", tokens, f, h),
+        Product(f"{name} head", tokens, h, v, transposed=True),
+        Product(f"{name} head, v padded", tokens, h, padded, transposed=True),
+    ]
+
+
+def measure(product: Product, device: torch.device, repeats: int) -> Speed:
+    """In bfloat16, on normal random numbers, after three products that do not count."""
+    a = torch.randn(product.m, product.k, device=device, dtype=torch.bfloat16)
+    shape = (product.n, product.k) if product.transposed else (product.k, product.n)
+    b = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    b = b.t() if product.transposed else b
+    out = torch.empty(product.m, product.n, device=device, dtype=torch.bfloat16)
+    for _ in range(3):
+        torch.matmul(a, b, out=out)
+    times = seconds_of(lambda: torch.matmul(a, b, out=out), device, repeats)
+    return Speed(product, product.flops / median(times) / 1e12, product.flops / min(times) / 1e12)
+
+
+def measure_all(
+    products: list[Product], device: torch.device, repeats: int, report: Report
+) -> list[Speed]:
+    """Each product's speed; one that does not fit into memory is left out, and named."""
+    speeds = []
+    for product in products:
+        try:
+            speeds.append(measure(product, device, repeats))
+        except torch.OutOfMemoryError:
+            report.progress(f"{product.label} {product.m}x{product.k}x{product.n}: out of memory")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if not speeds:
+        raise ValueError("no product fitted into the device's memory: free some")
+    return speeds
+
+
+def ceiling_of(speeds: list[Speed]) -> Speed:
+    """The fastest product by its median."""
+    return max(speeds, key=lambda speed: speed.median)
+
+
+def write(speeds: list[Speed], repeats: int, report: Report) -> None:
+    """The table, and the ceiling below it."""
+    top = ceiling_of(speeds)
+    rows = [
+        [
+            s.product.label,
+            f"{s.product.m} x {s.product.k} x {s.product.n}",
+            f"{s.median:,.3g}",
+            f"{s.best:,.3g}",
+            f"{100 * s.median / top.median:.0f} %",
+        ]
+        for s in speeds
+    ]
+    columns = ["product", "m x k x n", "TFLOP/s, median", "fastest", "of the ceiling"]
+    report.write(table(columns, rows))
+    report.write(
+        f"\nbfloat16, random data, {repeats} products each after 3 that do not count. Ceiling: "
+        f"{top.median:,.3g} TFLOP/s ({top.product.label} of {top.product.m})."
+    )

@@ -1,0 +1,228 @@
+"""The two sides that `benchmarks.gpu single` compares: gridformer's GPT-2 and Hugging Face's.
+
+Each trains with its own usual mixed precision: gridformer with bfloat16 activations throughout
+(the residual stream too) over float32 parameters; Hugging Face as its Trainer does with bf16=True,
+float32 parameters under autocast, so that its residual stream stays float32. Optimizer (fused
+AdamW), its settings, clipping, schedule, batches and first weights are the same.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded, whatever transformers thinks
+
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
+from gridformer.parallel import build_parallel
+from gridformer.train.compile import compile_model
+from gridformer.train.step import Stepper, learning_rate
+
+HFCompile = Literal["blocks", "whole"]
+
+
+class Side(Protocol):
+    """One implementation, with its weights and optimizer.
+
+    It is set up to be compiled; `torch.compiler.set_stance("force_eager")` runs it as it is.
+    """
+
+    name: str
+
+    def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        """One optimizer step on [b, s+1] tokens: loss and gradient norm, before the update."""
+        ...
+
+    def held_bytes(self) -> int:
+        """Of parameters and optimizer state: what stays between steps."""
+        ...
+
+    def rest(self) -> None:
+        """Give up gradients while the other side has its turn."""
+        ...
+
+
+class Gridformer:
+    """`build_parallel` and the trainer's own Stepper, on the single scheme."""
+
+    name = "gridformer"
+
+    def __init__(
+        self, config: ModelConfig, train: TrainConfig, device: torch.device, backend: str
+    ) -> None:
+        self.model = build_parallel(config, LayoutConfig(), Axes(), train.seed, device, "bfloat16")
+        compile_model(self.model, backend)
+        self.stepper = Stepper(self.model, train, Axes())
+
+    def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        result = self.stepper(number, lambda rows: batch[rows])
+        return result.loss, result.grad_norm
+
+    def held_bytes(self) -> int:
+        return _bytes(self.model, self.stepper.optimizer)
+
+    def rest(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
+class _HuggingFaceLoss(nn.Module):
+    """What GPT2LMHeadModel computes with labels: logits, in float32 their mean cross entropy.
+
+    Targets come shifted, so that both sides predict the same s tokens of a sequence.
+    """
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.transformer = net.transformer
+        self.head = _HeadAndLoss(net.lm_head)
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        x_BSH = self.transformer(input_ids=tokens_BS, use_cache=False).last_hidden_state
+        loss: Tensor = self.head(x_BSH, targets_BS)
+        return loss
+
+
+class _HeadAndLoss(nn.Module):
+    """A module of its own, since torch.compile leaves a bare nn.Linear as it is."""
+
+    def __init__(self, lm_head: nn.Module) -> None:
+        super().__init__()
+        self.lm_head = lm_head
+
+    def forward(self, x_BSH: Tensor, targets_BS: Tensor) -> Tensor:
+        logits_BSV = self.lm_head(x_BSH)
+        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
+
+
+class HuggingFace:
+    """GPT2LMHeadModel, built from a config (no download), as a Trainer with bf16=True runs it.
+
+    how: `blocks` compiles each block, the head and the loss, as gridformer does; `whole` the whole
+    model at once, as Trainer's torch_compile=True does. Before torch 2.14 the latter makes
+    transformers build an explicit attention mask, which rules flash attention out.
+    """
+
+    name = "Hugging Face"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        train: TrainConfig,
+        device: torch.device,
+        backend: str,
+        how: HFCompile = "blocks",
+    ) -> None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        with device:
+            self.net: Any = transformers.GPT2LMHeadModel(hugging_face_config(config)).train()
+        self.train, self.device = train, device
+        self.loss = _HuggingFaceLoss(self.net)
+        whole: list[nn.Module] = [self.loss]
+        parts = [*self.net.transformer.h, self.loss.head]
+        for module in whole if how == "whole" else parts:
+            module.compile(backend=backend, dynamic=False)
+        matrices = [p for p in self.net.parameters() if p.dim() > 1]
+        vectors = [p for p in self.net.parameters() if p.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": train.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            eps=train.adam_eps,
+            fused=True,
+        )
+
+    def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            loss = self.loss(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.net.parameters(), self.train.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(number, self.train)
+        self.optimizer.step()
+        return loss.detach(), norm
+
+    def held_bytes(self) -> int:
+        return _bytes(self.net, self.optimizer)
+
+    def rest(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def take_weights(self, model: nn.Module, config: ModelConfig) -> None:
+        """Start from the weights of gridformer's model."""
+        state = to_hugging_face(dict(model.named_parameters()), config)
+        ours = dict(self.net.named_parameters())
+        assert state.keys() == ours.keys(), state.keys() ^ ours.keys()
+        with torch.no_grad():
+            for name, value in state.items():
+                ours[name].copy_(value)
+
+
+def hugging_face_config(config: ModelConfig) -> Any:
+    """The same GPT-2 in Hugging Face's words, without dropout and with fused attention."""
+    import transformers
+
+    return transformers.GPT2Config(
+        vocab_size=config.vocab_size,
+        n_positions=config.max_seq_len,
+        n_embd=config.hidden_size,
+        n_layer=config.n_layers,
+        n_head=config.n_heads,
+        n_inner=config.ffn_size,
+        layer_norm_epsilon=config.norm_eps,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+
+
+def to_hugging_face(state: dict[str, Any], config: ModelConfig) -> dict[str, Tensor]:
+    """Our names to theirs; the columns of qkv go from [n, 3, d] to [3, n, d].
+
+    The way back is in tests/models/test_hf.py.
+    """
+    n, d = config.n_heads, config.head_dim
+    theirs = {
+        "transformer.wte.weight": state["tokens.weight"],
+        "transformer.wpe.weight": state["positions.weight"],
+        "transformer.ln_f.weight": state["norm.weight"],
+        "transformer.ln_f.bias": state["norm.bias"],
+    }
+    parts = {
+        "norm1": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "norm2": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    for i in range(config.n_layers):
+        for our_part, their_part in parts.items():
+            for leaf in ("weight", "bias"):
+                value = state[f"layers.{i}.{our_part}.{leaf}"]
+                if our_part == "attention.qkv":
+                    value = value.unflatten(-1, (n, 3, d)).transpose(-3, -2).flatten(-3)
+                theirs[f"transformer.h.{i}.{their_part}.{leaf}"] = value
+    return theirs
+
+
+def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    state: Iterable[Any] = (v for s in optimizer.state.values() for v in s.values())
+    tensors = [*model.parameters(), *(v for v in state if isinstance(v, Tensor))]
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,267 @@
+"""One device's training step beside Hugging Face's: tokens a second, and the share of the ceiling.
+
+Both sides stay on the device and take turns, so that whatever else slows the machine down slows
+both. They see the same batches from the same weights, so their losses must agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu_report import Report, median, phrase, seconds_of, synchronize
+from benchmarks.gpu_sides import Gridformer, HFCompile, HuggingFace, Side
+from gridformer.config import ModelConfig, TrainConfig
+
+Attention = Literal["auto", "flash", "cudnn", "efficient"]
+Mode = Literal["eager", "compiled"]
+
+N_BATCHES = 4  # that come again and again, so that the loss falls and its fall can be compared
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one comparison is made with. batches: sequences to try, the largest that fits counts."""
+
+    config: ModelConfig
+    batches: tuple[int, ...]
+    s: int
+    steps: int = 10
+    rounds: int = 3
+    modes: tuple[Mode, ...] = ("eager", "compiled")
+    hf_compile: HFCompile = "blocks"
+    attention: Attention = "auto"
+    backend: str = "inductor"
+    limit_s: float = 540.0
+
+
+@dataclass
+class Result:
+    """Of one side in one mode: seconds a step in each turn, and the most bytes its turns held."""
+
+    side: str
+    mode: Mode
+    warm_up_s: float
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+
+@dataclass
+class Comparison:
+    """b: sequences a step; losses of every step, and the first gradient norm, by side.
+
+    failures: what a side in a mode raised instead of running, in words.
+    """
+
+    settings: Settings
+    b: int
+    results: list[Result]
+    losses: dict[str, list[float]]
+    first_norm: dict[str, float]
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.b * self.settings.s
+
+    def result(self, side: str, mode: Mode) -> Result | None:
+        matching = (r for r in self.results if (r.side, r.mode) == (side, mode) and r.seconds)
+        return next(matching, None)
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+def compare(
+    settings: Settings, device: torch.device, report: Report, profile: bool = False
+) -> tuple[Comparison, dict[str, str]]:
+    """Find the largest batch that both sides hold, then let them take turns.
+
+    The second result holds a table of kernels for each side and mode, if profiles are asked for.
+    Raises ValueError if no batch fits.
+    """
+    with attention_kernel(settings.attention):
+        for b in settings.batches:
+            arena = _try(settings, b, device, report)
+            if arena is not None:
+                return arena.run(), arena.profiles() if profile else {}
+    raise ValueError(f"not even a batch of {settings.batches[-1]} fits into the device's memory")
+
+
+def _try(settings: Settings, b: int, device: torch.device, report: Report) -> Arena | None:
+    """Both sides, warm in every mode; None if memory does not suffice."""
+    arena: Arena | None = None
+    try:
+        arena = Arena(settings, b, device, report)
+        arena.warm_up()
+        return arena
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    report.progress(f"{settings.config.name}: a batch of {b} does not fit")
+    del arena
+    torch.compiler.reset()
+    _release(device)
+    return None
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Also of a library's, and of one met while compiling, which arrives as the compiler's."""
+    signs = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
+
+
+def _release(device: torch.device) -> None:
+    """Give memory that nothing uses back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Arena:
+    """Both sides on one device, with the batches that they take in turns."""
+
+    def __init__(self, settings: Settings, b: int, device: torch.device, report: Report) -> None:
+        self.settings, self.b, self.device, self.report = settings, b, device, report
+        torch.compiler.reset()  # what other sizes have left would count as recompilations
+        config = settings.config
+        train = TrainConfig(global_batch=b, steps=100_000, lr=1e-4, dtype="bfloat16", clip_norm=1.0)
+        generator = torch.Generator().manual_seed(0)
+        shape = (N_BATCHES, b, settings.s + 1)
+        self.batches = torch.randint(0, config.vocab_size, shape, generator=generator).to(device)
+        ours = Gridformer(config, train, device, settings.backend)
+        self.sides: list[Side] = [ours]
+        if find_spec("transformers"):
+            theirs = HuggingFace(config, train, device, settings.backend, settings.hf_compile)
+            theirs.take_weights(ours.model, config)
+            self.sides.append(theirs)
+        else:
+            report.progress("transformers is missing: gridformer is measured alone")
+        self.results: dict[tuple[str, Mode], Result] = {}
+        self.failures: dict[str, str] = {}
+        self.losses: dict[str, list[float | Tensor]] = {side.name: [] for side in self.sides}
+        self.norms: dict[str, list[float | Tensor]] = {side.name: [] for side in self.sides}
+
+    def warm_up(self) -> None:
+        """Two steps of each side in each mode; compiling is part of it.
+
+        What fails is left out of the rounds and reported, so that the rest is still measured.
+        """
+        for mode, side in itertools.product(self.settings.modes, self.sides):
+            began = self.report.seconds
+            try:
+                with self._turn(side, mode):
+                    self._steps(side, 2)
+            except Exception as error:
+                if out_of_memory(error):
+                    raise
+                self.failures[f"{side.name} {mode}"] = phrase(error)
+                self.report.progress(f"{side.name} {mode} FAILED: {phrase(error)}")
+                continue
+            took = self.report.seconds - began
+            self.results[side.name, mode] = Result(side.name, mode, took)
+            self.report.progress(
+                f"{self.settings.config.name}, batch {self.b}: {side.name} {mode} is warm after "
+                f"{took:.1f} s"
+            )
+
+    def run(self) -> Comparison:
+        """The rounds, each side first in every other one, while there is time.
+
+        Raises RuntimeError if nothing runs.
+        """
+        if not self.results:
+            raise RuntimeError(f"nothing runs: {self.failures}")
+        for number in range(self.settings.rounds):
+            if number and self.report.seconds > self.settings.limit_s:
+                self.report.progress(f"time is up after {number} of {self.settings.rounds} rounds")
+                break
+            order = self.sides if number % 2 == 0 else self.sides[::-1]
+            for mode, side in itertools.product(self.settings.modes, order):
+                if (side.name, mode) in self.results:
+                    self._measure(side, mode)
+        losses = {name: [float(loss) for loss in all] for name, all in self.losses.items()}
+        norms = {name: float(all[0]) for name, all in self.norms.items() if all}
+        results = list(self.results.values())
+        return Comparison(self.settings, self.b, results, losses, norms, self.failures)
+
+    def profiles(self, n_rows: int = 18) -> dict[str, str]:
+        """Where one step of each side and mode spends its time, kernel by kernel."""
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = self.device.type == "cuda"
+        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        tables = {}
+        for mode, side in itertools.product(self.settings.modes, self.sides):
+            if (side.name, mode) not in self.results:
+                continue
+            with self._turn(side, mode):
+                self._steps(side, 1)
+                synchronize(self.device)
+                with profile(activities=[activity]) as profiler:
+                    self._steps(side, 1)
+                    synchronize(self.device)
+            averages = profiler.key_averages()
+            tables[f"{side.name} {mode}"] = averages.table(
+                sort_by=key, row_limit=n_rows, max_name_column_width=60
+            )
+        return tables
+
+    def _measure(self, side: Side, mode: Mode) -> None:
+        result, steps = self.results[side.name, mode], self.settings.steps
+        with self._turn(side, mode):
+            self._steps(side, 1)
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            (seconds,) = seconds_of(lambda: self._steps(side, steps), self.device, 1)
+            result.seconds.append(seconds / steps)
+            if self.device.type == "cuda":
+                others = sum(other.held_bytes() for other in self.sides if other is not side)
+                peak = torch.cuda.max_memory_allocated(self.device) - others
+                result.peak_bytes = max(result.peak_bytes, peak)
+        tokens = self.b * self.settings.s * steps / seconds
+        self.report.progress(f"{side.name} {mode}: {tokens:,.0f} tokens/s")
+
+    @contextlib.contextmanager
+    def _turn(self, side: Side, mode: Mode) -> Iterator[None]:
+        with torch.compiler.set_stance("force_eager" if mode == "eager" else "default"):
+            yield
+        synchronize(self.device)
+        side.rest()
+        _release(self.device)  # the other side's pieces are of other sizes
+
+    def _steps(self, side: Side, n: int) -> None:
+        losses, norms = self.losses[side.name], self.norms[side.name]
+        for _ in range(n):
+            number = len(losses)
+            loss, norm = side.step(number, self.batches[number % N_BATCHES])
+            losses.append(loss)
+            norms.append(norm)
+
+
+def attention_kernel(attention: Attention) -> AbstractContextManager[object]:
+    """Prefer one of torch's fused attention kernels; those after it stand in where it cannot."""
+    if attention == "auto":
+        return contextlib.nullcontext()
+    named = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    first = named.pop(attention)
+    return sdpa_kernel([first, *named.values(), SDPBackend.MATH], set_priority=True)

@@ -1,0 +1,107 @@
+"""What `benchmarks.gpu single` writes: the table, what it counts, and whether targets are met."""
+
+from __future__ import annotations
+
+from benchmarks.gpu_report import GIB, Report, table
+from benchmarks.gpu_sides import Gridformer, HuggingFace
+from benchmarks.gpu_single import Comparison
+from gridformer.config import ModelConfig
+
+LOSS_AGREES, NORM_AGREES = 2e-3, 2e-2  # relative; bfloat16 holds 8 bits
+CEILING_TARGET, RATIO_TARGET = 0.5, 1.15
+
+
+def matrix_parameters(config: ModelConfig) -> int:
+    """P of `step_flops`: weights that are multiplied with; the tied table counts once, as head."""
+    h = config.hidden_size
+    return config.n_layers * (4 * h * h + 2 * h * config.ffn_size) + config.vocab_size * h
+
+
+def step_flops(config: ModelConfig, tokens: int, s: int) -> float:
+    """Model FLOPs of one step: 6 P T + 12 N h s T.
+
+    This is Narayanan et al. 2021, equation 3 (96 B s l h^2 (1 + s/6h + V/16lh)), without the
+    recomputation that it includes: three passes and not four. As there, attention counts the whole
+    s x s scores, although a causal kernel computes half of them.
+    """
+    attention = 12 * config.n_layers * config.hidden_size * s
+    return float((6 * matrix_parameters(config) + attention) * tokens)
+
+
+def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None:
+    """The table, what it counts, whether both sides trained alike, and the targets."""
+    settings, config = comparison.settings, comparison.settings.config
+    flops = step_flops(config, comparison.tokens, settings.s)
+    columns = ["side", "tokens/s", "turns", "ms/step", "model TFLOP/s", "of the ceiling"]
+    rows = []
+    for r in (r for r in comparison.results if r.seconds):
+        other = comparison.result(HuggingFace.name, r.mode)
+        span = [comparison.tokens / seconds for seconds in (max(r.seconds), min(r.seconds))]
+        rows.append(
+            [
+                f"{r.side}, {r.mode}",
+                f"{comparison.tokens / r.median:,.0f}",
+                f"{span[0]:,.0f} to {span[1]:,.0f}",
+                f"{1e3 * r.median:,.1f}",
+                f"{flops / r.median / 1e12:,.3g}",
+                f"{100 * flops / r.median / 1e12 / ceiling_tflops:.1f} %",
+                f"{other.median / r.median:.2f}x" if other else "-",
+                f"{r.peak_bytes / GIB:.1f}" if r.peak_bytes else "-",
+                f"{r.warm_up_s:.0f}",
+            ]
+        )
+    columns += ["against Hugging Face, same mode", "peak GiB", "warm-up s"]
+    report.write(table(columns, rows))
+    share = 12 * config.n_layers * config.hidden_size * settings.s * comparison.tokens / flops
+    report.write(
+        f"\nb={comparison.b}, s={settings.s}, T={comparison.tokens:,} tokens a step; bfloat16, "
+        f"float32 parameters, fused AdamW, clipping at 1, no dropout, no recomputation. Model "
+        f"FLOPs a step: 6PT + 12NhsT = {flops / 1e12:,.3g} T with P = {matrix_parameters(config):,}"
+        f" (Narayanan et al. 2021, equation 3, without recomputation); {100 * share:.0f} % of them "
+        f"are attention's, counted without the causal half. Ceiling: {ceiling_tflops:,.3g} "
+        f"TFLOP/s. Hugging Face compiled: {settings.hf_compile}. Attention: {settings.attention}. "
+        f"Medians of {settings.rounds} turns of {settings.steps} steps each, taken in turns."
+    )
+    for name, said in comparison.failures.items():
+        report.write(f"- {name} did not run: {said}")
+    for line in [*agreement(comparison), *verdict(comparison, flops, ceiling_tflops)]:
+        report.write(f"- {line}")
+
+
+def agreement(comparison: Comparison) -> list[str]:
+    """Whether both sides, from the same weights on the same batches, had the same losses."""
+    ours, theirs = (comparison.losses.get(name) for name in (Gridformer.name, HuggingFace.name))
+    if not ours or not theirs:
+        return ["one side did not run: there is nothing to compare with"]
+    norms = [comparison.first_norm[name] for name in (Gridformer.name, HuggingFace.name)]
+    first, norm = abs(ours[0] / theirs[0] - 1), abs(norms[0] / norms[1] - 1)
+    worst = max(abs(a / b - 1) for a, b in zip(ours, theirs))
+    agree = first < LOSS_AGREES and norm < NORM_AGREES
+    return [
+        f"same weights, same batch: loss {ours[0]:.5f} and {theirs[0]:.5f} ({first:.1e} apart), "
+        f"gradient norm {norms[0]:.4f} and {norms[1]:.4f} ({norm:.1e}): "
+        + ("they agree" if agree else "THEY DISAGREE"),
+        f"after {len(ours)} steps: loss {ours[-1]:.5f} and {theirs[-1]:.5f}; at most {worst:.1e} "
+        "apart on the way",
+    ]
+
+
+def verdict(comparison: Comparison, flops: float, ceiling_tflops: float) -> list[str]:
+    """The two targets: half of the ceiling, and 1.15 times the fastest of Hugging Face's modes."""
+    ours = [r for r in comparison.results if r.side == Gridformer.name and r.seconds]
+    theirs = [r for r in comparison.results if r.side == HuggingFace.name and r.seconds]
+    if not ours:
+        return []
+    best = min(ours, key=lambda r: r.median)
+    share = flops / best.median / 1e12 / ceiling_tflops
+    met = "met" if share >= CEILING_TARGET else "not met"
+    lines = [f"gridformer {best.mode}: {100 * share:.1f} % of the ceiling (target 50 %: {met})"]
+    if theirs:
+        fastest = min(theirs, key=lambda r: r.median)
+        ratio = fastest.median / best.median
+        met = "met" if ratio >= RATIO_TARGET else "not met"
+        lines.append(
+            f"gridformer {best.mode}: {ratio:.2f} times Hugging Face {fastest.mode}, its fastest "
+            f"(target 1.15: {met})"
+        )
+    return lines

@@ -1,0 +1,136 @@
+"""The file of results: one JSON line a finished group, the newest line of a group counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Case
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of a group. Seconds and bytes are of the whole stack, the slowest/fullest rank's.
+
+    obstacles: why it could not run; then nothing else is set.
+    seconds: [forward, backward] of every round.
+    count: collectives by kind, forward and backward; moved, formula: elements (formula: a layer's).
+    live: bytes by kind (benchmarks.live_memory.Live).
+    worst: the largest relative difference to one process, of y, dx and the weights' gradients.
+    """
+
+    name: str
+    title: str
+    obstacles: list[str]
+    threads: int = 0
+    seconds: list[list[float]] | None = None
+    count: list[dict[str, int]] | None = None
+    moved: list[float] | None = None
+    formula: list[float] | None = None
+    live: dict[str, int] | None = None
+    worst: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A finished case: its variants, measured alternating in one run."""
+
+    key: str
+    title: str
+    name: str
+    processes: int
+    recompute: bool
+    size: dict[str, int]
+    rounds: int
+    rows: list[Row]
+    machine: dict[str, str]
+
+    def covers(self, case: Case, variants: Iterable[str], rounds: int) -> bool:
+        """Whether it answers what is asked now: same shape, these variants, as many rounds."""
+        names = {row.name for row in self.rows}
+        same = self.key == case.key and self.size == asdict(case.size)
+        return same and names.issuperset(variants) and self.rounds >= rounds
+
+
+def read(path: Path) -> dict[str, Group]:
+    """Groups by key. A line that was cut off when a run was killed is passed over."""
+    groups: dict[str, Group] = {}
+    if not path.exists():
+        return groups
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            values: dict[str, Any] = json.loads(line)
+            rows = [Row(**row) for row in values.pop("rows")]
+            group = Group(rows=rows, **values)
+        except (ValueError, KeyError, TypeError):
+            continue
+        groups[group.key] = group
+    return groups
+
+
+def append(path: Path, group: Group) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cut_off = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if cut_off else "") + json.dumps(asdict(group)) + "\n")
+
+
+def n_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine() -> dict[str, str]:
+    """What the numbers depend on besides the code; written beside them."""
+    import torch
+
+    return {
+        "date": datetime.now().strftime("%Y-%m-%d"),
+        "cpu": _cpu_model(),
+        "cores": str(n_cores()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "backend": "gloo",
+        "commit": _commit(),
+        "command": command_line(),
+    }
+
+
+def command_line() -> str:
+    """As a person would type it in the repository's root."""
+    return shlex.join(["python", "-m", "benchmarks.schemes", *sys.argv[1:]])
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The source's commit, with `+` where files differ from it; empty outside a checkout."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip()

@@ -1,0 +1,172 @@
+"""The Markdown of `benchmarks.schemes`, made from its file of results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median, quantiles
+
+from benchmarks.results import Group, Row
+
+REFERENCE = "single"
+_NOTES = """\
+A stack of N GPT-2 blocks, x [b, s, h] to y [b, s, h]: no embedding, head or optimizer; float32, no
+dropout. All variants start from the same weights, and y, dx and every weight's gradient equal one
+process's to 1e-4, or the run stops. Variants of a table alternate in one set of processes, one
+forward and one backward each a round; a phase takes as long as on its slowest process. Backward
+includes every reduction of gradients within the replica. Times are medians of the rounds and, in
+brackets, quartiles. **Ratio** is the time of a layer, forward and backward, over that of one
+process in the same round: the ideal is 1.0 where the processes share the reference's cores.
+
+Collectives are those issued per layer (what is sent once a step counts 1/N). Moved are elements of
+four bytes that cross one rank's link per layer, the largest rank's, and their ratio to the formula
+(specification, sections 2 and 3: products only, without statistics, vectors and what recomputation
+skips). Live memory is the fullest rank's: of a layer for parameters, gradients and what is kept for
+backward, of the whole stack for workspace (what stays from step to step) and peak."""
+
+
+def report(groups: Iterable[Group]) -> str:
+    """Everything in the file, as Markdown."""
+    ordered = sorted(groups, key=lambda g: (g.processes, _size_order(g), g.recompute))
+    if not ordered:
+        return "Nothing has been measured yet.\n"
+    parts = ["# Tensor-parallel schemes, per layer", _header(ordered), _NOTES, _headline(ordered)]
+    for group in ordered:
+        parts += [f"## {group.title}", _subtitle(group), _times(group), _volumes(group)]
+        parts.append(_unable(group))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _size_order(group: Group) -> tuple[int, str]:
+    return group.size["h"], group.name
+
+
+def _header(groups: list[Group]) -> str:
+    """One line for each machine and commit that contributed."""
+    lines = []
+    for machine in {tuple(g.machine.items()): g.machine for g in groups}.values():
+        cores = int(machine["cores"])
+        processes = sorted({g.processes for g in groups if g.machine == machine})
+        commit = f", commit {machine['commit']}" if machine["commit"] else ""
+        lines.append(
+            f"- {machine['date']}: {machine['cpu']}, {cores} core{'s' * (cores > 1)} for "
+            f"{', '.join(map(str, processes))} process{'es' * (processes != [1])}; torch "
+            f"{machine['torch']}, {machine['backend']}, Python {machine['python']}{commit}: "
+            f"`{machine['command']}`"
+        )
+    return "\n".join(lines)
+
+
+def _subtitle(group: Group) -> str:
+    size = group.size
+    shape = f"b={size['b']} s={size['s']} h={size['h']} n={size['n']} N={size['layers']}"
+    reference = _reference(group)
+    threads = f"; ratios to one process with {_threads(reference)}" if reference else ""
+    return f"{shape}; {group.rounds} round{'s' * (group.rounds > 1)}{threads}."
+
+
+def _threads(row: Row) -> str:
+    return f"{row.threads} thread{'s' * (row.threads > 1)}"
+
+
+def _headline(groups: list[Group]) -> str:
+    """Median ratios of everything, a column a group."""
+    names = {row.name: None for group in groups for row in group.rows}
+    head = ["ratio to one process"]
+    for g in groups:
+        head.append(f"{g.name} p={g.processes}{', recomputed' if g.recompute else ''}")
+    lines = []
+    for name in names:
+        cells = [name]
+        for group in groups:
+            row = next((r for r in group.rows if r.name == name), None)
+            values = _ratios(group, row) if row else []
+            cells.append(f"{median(values):.2f}" if values else "-")
+        lines.append(cells)
+    return _table(head, lines)
+
+
+def _times(group: Group) -> str:
+    lines = []
+    layers = group.size["layers"]
+    for row in group.rows:
+        if not row.seconds:
+            continue
+        forward, backward = (
+            [1e3 * seconds[phase] / layers for seconds in row.seconds] for phase in (0, 1)
+        )
+        both = [f + b for f, b in zip(forward, backward)]
+        cells = [row.name, row.title, f"{row.threads}"]
+        cells += [_spread(values, 1) for values in (forward, backward, both)]
+        cells.append(_spread(_ratios(group, row), 2))
+        lines.append(cells)
+    head = ["variant", "", "threads", "forward, ms", "backward, ms", "both, ms", "ratio"]
+    return _table(head, lines)
+
+
+def _volumes(group: Group) -> str:
+    lines = []
+    layers = group.size["layers"]
+    for row in group.rows:
+        if row.count is None or row.moved is None or row.formula is None or row.live is None:
+            continue
+        cells = [row.name]
+        cells += [_collectives(count, layers) for count in row.count]
+        cells += [_moved(m / layers, f) for m, f in zip(row.moved, row.formula)]
+        for kind in ("parameters", "gradients", "kept"):
+            cells.append(f"{row.live[kind] / layers / 2**20:.2f}")
+        cells += [f"{row.live[kind] / 2**20:.2f}" for kind in ("workspace", "peak")]
+        lines.append(cells)
+    head = ["variant", "collectives forward", "backward", "moved forward", "backward"]
+    return _table([*head, "parameters, MiB", "gradients", "kept", "workspace", "peak"], lines)
+
+
+def _unable(group: Group) -> str:
+    rows = [row for row in group.rows if row.obstacles]
+    return "\n".join(f"- {r.title} cannot run: {', '.join(r.obstacles)}" for r in rows)
+
+
+def _reference(group: Group) -> Row | None:
+    return next((row for row in group.rows if row.name == REFERENCE), None)
+
+
+def _ratios(group: Group, row: Row) -> list[float]:
+    """Time over the reference's, round by round."""
+    reference = _reference(group)
+    if reference is None or not reference.seconds or not row.seconds:
+        return []
+    return [sum(mine) / sum(its) for mine, its in zip(row.seconds, reference.seconds)]
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """`12.3 [11.9, 13.0]`: median and quartiles."""
+    if len(values) < 2:
+        return "".join(f"{value:.{digits}f}" for value in values)
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _collectives(count: dict[str, int], layers: int) -> str:
+    """`10: 6 all_gather, 4 reduce_scatter`, per layer."""
+    if not count:
+        return "0"
+    total = _per(sum(count.values()), layers)
+    kinds = [f"{_per(n, layers)} {kind}" for kind, n in Counter(count).most_common()]
+    return f"{total}: {', '.join(kinds)}" if len(kinds) > 1 else kinds[0]
+
+
+def _per(n: int, layers: int) -> str:
+    return f"{n / layers:.2f}".rstrip("0").rstrip(".")
+
+
+def _moved(measured: float, formula: float) -> str:
+    if not formula:
+        return f"{measured:,.0f}"
+    return f"{measured:,.0f} ({measured / formula:.2f})"
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    if not lines:
+        return ""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *lines])

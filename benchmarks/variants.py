@@ -1,0 +1,289 @@
+"""The schemes that are compared: what each is called, where it can run, how it is built.
+
+All compute the same: a stack of N transformer blocks, x [b, s, h] to y [b, s, h], loss = sum(y g),
+in float32 without dropout. x requires a gradient, as the input of a layer in a deep model does.
+Weights are given, whole; every variant takes its part. See torch_variants for those of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import traffic
+from benchmarks.cases import Case, Size
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig
+from gridformer.layout import build_axes
+from gridformer.models.blocks import DropoutClock
+from gridformer.models.gpt2 import Block
+from gridformer.parallel import build_parallel
+from gridformer.parallel.choices import Work, decide
+from gridformer.parallel.gradients import reduce_gradients
+from gridformer.parallel.grid import weights_kept
+from gridformer.parallel.placement import shard_of
+
+CPU = torch.device("cpu")
+Whole = dict[str, Tensor]  # by name, for instance `0.attention.qkv.weight` of layer 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed, whole and the same on every rank: weights, x and g [b, s, h]."""
+
+    weights: Whole
+    x: Tensor
+    g: Tensor
+
+
+def make_problem(size: Size, seed: int = 1) -> Problem:
+    """Random weights in gridformer's form, [in, out]. Vectors are random too, so they count."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        block = Block(size.model(), 0, DropoutClock())
+    weights: Whole = {}
+    for layer in range(size.layers):
+        for name, parameter in block.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if noise.dim() == 2:
+                noise *= noise.shape[0] ** -0.5
+            else:
+                noise = (1.0 if name.endswith("weight") else 0.0) + 0.1 * noise
+            weights[f"{layer}.{name}"] = noise
+    shape = (size.b, size.s, size.h)
+    x, g = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    return Problem(weights, x, g)
+
+
+class Stack(nn.Module):
+    """Blocks one after the other. With `recompute` each keeps its input alone for its backward."""
+
+    def __init__(self, blocks: Iterable[nn.Module], recompute: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Recomputed(b) if recompute else b for b in blocks)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_BSH = block(x_BSH)
+        return x_BSH
+
+
+class Recomputed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        # Nothing here is random, so no random state is saved and restored.
+        y: Tensor = checkpoint(self.block, x_BSH, use_reentrant=False, preserve_rng_state=False)
+        return y
+
+
+@dataclass
+class Built:
+    """A variant on this rank, ready to run.
+
+    x, g: this rank's blocks. cut: takes that block of a whole [b, s, h].
+    finish: what is left to do for gradients after backward; timed with it.
+    step: entered before the forward and left after the backward: weights do not change inside.
+    compared: given the whole gradients, yields (name, mine, what mine should be).
+    count: counts the collectives inside a `with` block.
+    """
+
+    stack: nn.Module
+    x: Tensor
+    g: Tensor
+    cut: Callable[[Tensor], Tensor]
+    finish: Callable[[], None]
+    compared: Callable[[Whole], Iterator[tuple[str, Tensor, Tensor]]]
+    count: Callable[[], AbstractContextManager[traffic.Traffic]]
+    step: Callable[[], AbstractContextManager[None]] = nullcontext
+    _inside: ExitStack = field(default_factory=ExitStack)
+
+    def forward(self) -> Tensor:
+        self._inside.enter_context(self.step())
+        y: Tensor = self.stack(self.x)
+        return y
+
+    def backward(self, y: Tensor) -> None:
+        """Of loss = sum(y g), whose gradient with respect to y is g."""
+        torch.autograd.backward(y, self.g)
+        self._inside.close()
+        self.finish()
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.stack.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+
+class Variant(ABC):
+    """One row of the tables.
+
+    name: what --only takes. title: with the grid, for people. alone: runs on rank 0 while the
+    other processes wait. one_thread: does not take the threads of those that wait.
+    """
+
+    name: str
+    title: str
+    alone: bool = False
+    one_thread: bool = False
+
+    @abstractmethod
+    def obstacles(self, size: Size) -> list[str]:
+        """Why it cannot run at this size; empty if it can."""
+
+    @abstractmethod
+    def volume(self, size: Size, recompute: bool) -> traffic.Volume:
+        """Elements a rank and layer should move."""
+
+    @abstractmethod
+    def build(self, case: Case, problem: Problem) -> Built:
+        """This rank's part. All ranks call it, unless the variant runs alone."""
+
+    def threads(self, processes: int, cores: int) -> int:
+        """Every variant may use as many cores as the processes of its group can."""
+        if self.one_thread:
+            return 1
+        if self.alone:
+            return cores if processes == 1 else min(cores, processes)
+        return max(1, cores // processes)
+
+
+def indivisible(
+    size: Size, rows: int, cols: int, cuts_hidden: bool = False, cuts_sequence: bool = False
+) -> list[str]:
+    """What of a shape does not divide over a grid that cuts b over rows and heads over columns."""
+    wanted = {"b": (size.b, rows), "n": (size.n, cols)}
+    if cuts_hidden:
+        wanted["h"] = size.h, math.lcm(rows, cols)
+    if cuts_sequence:
+        wanted["s"] = size.s, cols
+    return [f"{name}={v} does not divide by {by}" for name, (v, by) in wanted.items() if v % by]
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+
+
+# --------------------------------------------------------------------------- gridformer's
+
+
+@cache
+def _axes(rows: int, cols: int) -> Axes:
+    """One set of process groups for all variants of a grid."""
+    return build_axes(LayoutConfig(scheme="optimus", rows=rows, cols=cols), "cpu")
+
+
+@dataclass(frozen=True)
+class GridformerVariant(Variant):
+    name: str
+    title: str
+    layout: LayoutConfig
+    alone: bool = False
+    one_thread: bool = False
+
+    def obstacles(self, size: Size) -> list[str]:
+        layout = self.layout
+        return indivisible(
+            size,
+            layout.rows,
+            layout.cols,
+            cuts_hidden=layout.scheme == "optimus",
+            cuts_sequence=layout.sequence_parallel,
+        )
+
+    def volume(self, size: Size, recompute: bool) -> traffic.Volume:
+        rows, cols = self.layout.rows, self.layout.cols
+        if self.layout.scheme == "optimus":
+            output_stays = self.layout.stationary == "output"
+            return traffic.two_dimensional(size, rows, cols, recompute, output_stays)
+        return traffic.one_dimensional(size, cols, recompute)
+
+    def build(self, case: Case, problem: Problem) -> Built:
+        layout, size = self.layout, case.size
+        axes = _axes(layout.rows, layout.cols)
+        choices = decide(size.model(), layout, Work(tokens=size.b * size.s))
+        model = build_parallel(size.model(), layout, axes, 0, CPU, "float32", choices)
+        blocks = dict(model.layers.items())
+        parameters = {
+            f"{layer}.{name}": parameter
+            for layer, block in blocks.items()
+            for name, parameter in block.named_parameters()
+        }
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                block = shard_of(parameter).block_of(problem.weights[name], parameter.shape)
+                parameter.copy_(block)
+        stack = Stack(blocks.values(), case.recompute)
+
+        def compared(whole: Whole) -> Iterator[tuple[str, Tensor, Tensor]]:
+            for name, parameter in parameters.items():
+                shard, grad = shard_of(parameter), parameter.grad
+                if shard.owned:
+                    assert grad is not None, name
+                    yield name, grad, shard.block_of(whole[name], grad.shape)
+
+        def cut(x_BSH: Tensor) -> Tensor:
+            if layout.scheme == "optimus":
+                x_BSH = x_BSH.chunk(axes.row.size)[axes.row.index]
+                return x_BSH.chunk(axes.col.size, -1)[axes.col.index]
+            if layout.sequence_parallel:
+                return x_BSH.chunk(axes.col.size, 1)[axes.col.index]
+            return x_BSH
+
+        return Built(
+            stack=stack,
+            x=leaf(cut(problem.x)),
+            g=cut(problem.g).contiguous(),
+            cut=cut,
+            finish=lambda: reduce_gradients(stack, axes),
+            compared=compared,
+            count=traffic.gridformer_traffic,
+            step=lambda: weights_kept(stack),
+        )
+
+
+def gridformer_variants(processes: int) -> list[Variant]:
+    """The reference first. Grids are square; 1-D schemes take all processes as columns."""
+    single = LayoutConfig()
+    if processes == 1:
+        return [
+            GridformerVariant("single", "one process", single, alone=True),
+            GridformerVariant("single-1-thread", "one process, 1 thread", single, True, True),
+        ]
+    side = math.isqrt(processes)
+    line, grid = f"1x{processes}", f"{side}x{side}"
+    optimus = LayoutConfig(scheme="optimus", rows=side, cols=side)
+
+    def two_d(name: str, title: str, **fields: str) -> Variant:
+        layout = LayoutConfig.model_validate({**optimus.model_dump(), **fields})
+        return GridformerVariant(f"optimus-{name}", f"optimus {grid}, {title}", layout)
+
+    none, everything = {"keep_gathered": "none"}, {"keep_gathered": "all"}
+    return [
+        GridformerVariant("single", "one process", single, alone=True),
+        GridformerVariant(
+            "megatron", f"megatron {line}", LayoutConfig(scheme="megatron", cols=processes)
+        ),
+        GridformerVariant(
+            "megatron-sp",
+            f"megatron {line}, sequence parallel",
+            LayoutConfig(scheme="megatron", cols=processes, sequence_parallel=True),
+        ),
+        # The paper's algorithm and its overlapped form: the output of each product stays.
+        two_d("broadcast", "broadcast", schedule="broadcast", stationary="output", **none),
+        two_d("pipelined", "pipelined", schedule="pipelined", stationary="output", **none),
+        two_d("gather", "gather", schedule="gather", **none),
+        two_d("gather-kept", "gather, inputs kept", schedule="gather", keep_gathered="inputs"),
+        two_d("gather-all", "gather, inputs and weights kept", schedule="gather", **everything),
+        two_d("auto", "auto"),
+    ]

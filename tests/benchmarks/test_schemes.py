@@ -1,0 +1,332 @@
+"""The benchmark of schemes: its counters on known cases, its checks, and a tiny run of it all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import typer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import (
+    cases,
+    group,
+    live_memory,
+    results,
+    schemes,
+    schemes_report,
+    torch_variants,
+    traffic,
+    variants,
+)
+from gridformer import comm
+from gridformer.comm import Axis
+from tests.multirank.pool import WorkerPool
+
+ROOT = Path(__file__).parents[2]
+ONE = cases.Case("tiny", 1, recompute=False)
+
+# --------------------------------------------------------------------------- live memory
+
+
+def test_live_memory_counts_storages() -> None:
+    x = torch.ones(1000)
+    with live_memory.LiveMemory([x]) as memory:
+        assert memory.live() == 4000
+        y = x * 2
+        view = y.view(10, 100)[2:]
+        assert memory.live() == 8000
+        del y
+        assert memory.live() == 8000, "the view holds the storage"
+        del view
+        assert memory.live() == 4000
+        z = x + x
+        del z
+    assert memory.peak == 8000
+
+
+def test_live_memory_sees_what_autograd_keeps() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    with live_memory.LiveMemory([x]) as memory:
+        y = x.exp().sin()  # exp keeps its result, which sin keeps as its input
+        assert memory.live() == 4000 + 2 * 4000
+        y.sum().backward()
+        assert memory.live() == 4000 + 4000 + 4000, "x, its gradient and y"
+        x.grad = None
+        del y
+        assert memory.live() == 4000
+    assert memory.peak >= 16000
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_live_memory_with_recomputation(recompute: bool) -> None:
+    def three(x: Tensor) -> Tensor:
+        return x.exp().exp().exp()
+
+    x = torch.ones(1000, requires_grad=True)
+    with live_memory.LiveMemory([x]) as memory:
+        y = checkpoint(three, x, use_reentrant=False) if recompute else three(x)
+        assert memory.live() == 4000 * (2 if recompute else 4)
+        y.sum().backward()
+    assert memory.peak >= 4000 * 4
+
+
+def test_live_memory_follows_resizing() -> None:
+    """FSDP2 frees and allocates parameters so."""
+    x, y = torch.ones(1000), torch.ones(10)
+    with live_memory.LiveMemory([x, y]) as memory:
+        x.untyped_storage().resize_(0)
+        assert memory.live() == 40
+        x.untyped_storage().resize_(4000)
+        y.add_(1)
+        assert memory.peak == 4040
+
+
+def test_a_layer_keeps_sixteen_activations() -> None:
+    """docs/concepts.md: one process keeps 16bsh a layer; with recomputation its input alone."""
+    size, problem = ONE.size, variants.make_problem(ONE.size)
+    bsh = 4 * size.b * size.s * size.h * size.layers
+    parameters = live_memory.n_bytes(problem.weights.values())
+    for case, kept in ((ONE, 16), (replace(ONE, recompute=True), 1)):
+        live = live_memory.measure(variants.gridformer_variants(1)[0].build(case, problem))
+        assert live.parameters == live.gradients == parameters
+        assert live.kept == pytest.approx(kept * bsh, rel=0.06)
+        assert live.kept >= kept * bsh
+        assert live.workspace == 0
+        assert live.peak >= live.parameters + live.gradients + live.kept / size.layers
+
+
+class WithWorkspace(nn.Module):
+    """Doubles; keeps a copy of its input for itself, in memory that it never gives back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.buffer is None:
+            self.buffer = torch.empty_like(x, requires_grad=False)
+        self.buffer.copy_(x.detach())
+        return x * 2
+
+
+def test_workspace_is_not_what_is_kept() -> None:
+    built = variants.gridformer_variants(1)[0].build(ONE, variants.make_problem(ONE.size))
+    built.stack = WithWorkspace()
+    live = live_memory.measure(built)
+    x = live_memory.n_bytes([built.x])
+    assert live == live_memory.Live(0, 0, kept=x, workspace=x, peak=5 * x), "x, g, y, dx, buffer"
+
+
+# --------------------------------------------------------------------------- traffic
+
+
+def both_counts() -> tuple[comm.Recorder, traffic.Traffic]:
+    """gridformer's recorder and the counter of torch's collectives, on the same messages."""
+    axis = Axis("world", dist.get_world_size(), dist.get_rank(), None)
+    x = torch.ones(8, 6)
+    with comm.record() as recorder, traffic.torch_traffic() as counted:
+        comm.all_reduce(x.clone(), axis)
+        comm.broadcast(x.clone(), axis, root=1)
+        comm.reduce(x.clone(), axis, root=2)
+        comm.all_gather(x, axis, dim=1)
+        comm.reduce_scatter(x, axis, dim=0)
+        comm.barrier((axis,))
+    return recorder, counted
+
+
+def test_torch_counter_agrees_with_our_recorder(pool: WorkerPool) -> None:
+    for recorder, counted in pool.run(4, both_counts):
+        assert counted.elements == recorder.moved()
+        # Of other kinds, maybe: on gloo some are done by an all-to-all.
+        assert sum(counted.count.values()) == len(recorder.records) == 5
+
+
+def torch_counts() -> traffic.Traffic:
+    x = torch.ones(8, 6)
+    mesh = list(range(dist.get_world_size()))
+    with traffic.torch_traffic() as counted:
+        functional.all_reduce(x, "sum", mesh)
+        functional.all_gather_tensor(x, 0, mesh)
+        functional.reduce_scatter_tensor(x, "sum", 0, mesh)
+        functional.all_to_all_single(x, None, None, mesh)
+        dist.all_to_all_single(torch.empty(8, 6), x)
+        dist.reduce_scatter_tensor(torch.empty(2, 6), x)
+        dist.all_gather_into_tensor(torch.empty(32, 6), x)
+    return counted
+
+
+def test_torchs_collectives_are_counted(pool: WorkerPool) -> None:
+    """48 elements: all-reduced, gathered from four ranks, reduce-scattered, exchanged."""
+    for counted in pool.run(4, torch_counts):
+        kinds = Counter(all_reduce=1, all_gather=2, reduce_scatter=2, all_to_all=2)
+        assert counted.count == kinds
+        assert counted.elements == 2 * 36 + 2 * 3 * 48 + 2 * 36 + 2 * 36
+
+
+def test_one_row_of_optimus_moves_what_megatron_moves() -> None:
+    size = cases.Size(8, 128, 512, 8, 4)
+    forward = traffic.two_dimensional(size, 1, 4, recompute=False, output_stays=False).forward
+    assert forward == traffic.one_dimensional(size, 4, recompute=False).forward
+    column = traffic.two_dimensional(size, 4, 1, recompute=False, output_stays=False)
+    kept = traffic.sharded(size, 4, 1, recompute=False, reshard=True)
+    assert (column.forward, column.backward) == (kept.forward, kept.backward)
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def changed_weight(built: variants.Built) -> None:
+    with torch.no_grad():
+        next(iter(built.stack.parameters())).view(-1)[0] += 0.5
+
+
+def changed_gradient(built: variants.Built, factor: float = 1.001) -> None:
+    def finish() -> None:
+        grad = list(built.stack.parameters())[-1].grad
+        assert grad is not None
+        grad.mul_(factor)
+
+    built.finish = finish
+
+
+def not_a_number(built: variants.Built) -> None:
+    changed_gradient(built, torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [(changed_weight, "y"), (changed_gradient, "gradients"), (not_a_number, "gradients")],
+)
+def test_a_wrong_variant_is_refused(damage: Callable[[variants.Built], None], what: str) -> None:
+    problem = variants.make_problem(ONE.size)
+    single, *_ = variants.gridformer_variants(1)
+    reference = group._reference(single, ONE, problem)
+    for right in (single, *torch_variants.torch_variants(1)):
+        built = right.build(ONE, problem)
+        y = built.forward()
+        built.backward(y)
+        worst = group.differences(built, y, reference)
+        assert worst.pop("elements") == sum(w.numel() for w in problem.weights.values())
+        group.refuse_differing(right.title, worst)
+        built.clear()
+        damage(built)
+        y = built.forward()
+        built.backward(y)
+        worst = group.differences(built, y, reference)
+        del worst["elements"]
+        with pytest.raises(group.VariantDiffers, match=f"{right.title} differs.*{what} by"):
+            group.refuse_differing(right.title, worst)
+
+
+def test_every_variant_fits_every_shape() -> None:
+    for processes in cases.PROCESSES:
+        for name in cases.SIZES:
+            size = cases.Case(name, processes, recompute=False).size
+            for variant in group.all_variants(processes):
+                assert variant.obstacles(size) == [], (name, variant.name)
+    eight_heads = cases.Size(8, 128, 512, 8, 4)
+    obstacles = {v.name: v.obstacles(eight_heads) for v in group.all_variants(16)}
+    assert obstacles["megatron"] == ["n=8 does not divide by 16"]
+    assert obstacles["optimus-auto"] == []
+
+
+# --------------------------------------------------------------------------- the whole
+
+
+def test_a_quick_run_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "schemes.jsonl"
+    command = [sys.executable, "-m", "benchmarks.schemes", "--quick", "--out", str(out)]
+    command += ["--recomputation", "off", "--rounds", "1", "--warmups", "0"]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert first.returncode == 0, first.stderr
+    for variant in group.all_variants(4):
+        assert first.stdout.count(f"| {variant.name} |") == 3, variant.name
+        assert variant.title in first.stdout
+    written = out.read_bytes()
+    (line,) = written.decode().splitlines()
+    for row in json.loads(line)["rows"]:
+        assert len(row["seconds"]) == 1
+        assert min(row["seconds"][0]) > 0
+        assert max(row["worst"].values()) < 1e-5
+    schemes.main(out=out, quick=True, recomputation="off", rounds=1, warmups=0)
+    again = capsys.readouterr()
+    assert "measured before" in again.err
+    assert again.out == first.stdout
+    assert out.read_bytes() == written
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    for option in ({"only": "megatorn"}, {"sizes": "medium"}, {"processes": "4,5"}):
+        with pytest.raises(typer.BadParameter, match="none of"):
+            schemes.main(out=tmp_path / "schemes.jsonl", **option)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def a_group(**changes: object) -> results.Group:
+    row = results.Row("single", "one process", [], 2, [[1.0, 2.0]], [{}, {}], [0.0, 0.0])
+    row = replace(
+        row,
+        formula=[0.0, 0.0],
+        live={"parameters": 1, "gradients": 1, "kept": 1, "workspace": 0, "peak": 4},
+        worst={"y": 0.0},
+    )
+    twice = replace(row, name="megatron", title="megatron 1x4", seconds=[[2.0, 4.0]])
+    unable = results.Row("megatron-sp", "megatron 1x4, s", ["s=5 does not divide by 4"])
+    case = cases.Case("tiny", 4, recompute=False)
+    group = results.Group(
+        case.key,
+        case.describe(),
+        "tiny",
+        4,
+        False,
+        {"b": 4, "s": 16, "h": 32, "n": 4, "layers": 2},
+        1,
+        [row, twice, unable],
+        {**results.machine()},
+    )
+    return replace(group, **changes)  # type: ignore[arg-type]
+
+
+def test_file_of_results(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "results.jsonl"
+    assert results.read(out) == {}
+    results.append(out, a_group())
+    with out.open("a") as file:
+        file.write('{"key": "tiny/4/ke')  # killed while it wrote
+    results.append(out, a_group(rounds=7))
+    (found,) = results.read(out).values()
+    assert found.rounds == 7, "the newest line of a group counts"
+    case = cases.Case("tiny", 4, recompute=False)
+    assert found.covers(case, ["single", "megatron"], 7)
+    assert not found.covers(case, ["single", "megatron"], 8)
+    assert not found.covers(case, ["single", "optimus-auto"], 7)
+    assert not found.covers(cases.Case("tiny", 4, recompute=True), ["single"], 7)
+    assert not replace(found, size={**found.size, "b": 8}).covers(case, ["single"], 7)
+
+
+def test_report() -> None:
+    text = schemes_report.report([a_group()])
+    assert "| megatron | 2.00 |" in text
+    assert "| megatron | megatron 1x4 | 2 | 1000.0 | 2000.0 | 3000.0 | 2.00 |" in text
+    assert "megatron 1x4, s cannot run: s=5 does not divide by 4" in text
+    assert "Nothing" in schemes_report.report([])
+
+
+def test_weights_are_those_of_torchs_modules() -> None:
+    """Names and shapes, so that every gradient is compared."""
+    weights = variants.make_problem(ONE.size).weights
+    built = torch_variants.torch_variants(1)[0].build(ONE, variants.make_problem(ONE.size))
+    names = {n.removeprefix("blocks.") for n, _ in built.stack.named_parameters()}
+    assert names == set(weights)
+    assert all(isinstance(p, nn.Parameter) for p in built.stack.parameters())
