@@ -32,6 +32,15 @@ class Schedules:
     def __init__(self, axes: Axes, end: End) -> None:
         self.axes, self.end = axes, end
         self._made: dict[str, summa.Schedule] = {}
+        self._last: summa.WeightCell | None = None
+
+    def chain(self, cell: summa.WeightCell) -> None:
+        """Products are made in forward order; each may ask for its neighbour's weight early."""
+        if self.axes.row.size == 1:
+            return  # weights are whole
+        if self._last is not None:
+            self._last.after, cell.before = cell, self._last
+        self._last = cell
 
     def __getitem__(self, name: str) -> summa.Schedule:
         if name not in self._made:
@@ -46,7 +55,8 @@ class Schedules:
 
 
 def keep_of(choice: Choice) -> summa.Keep:
-    return summa.Keep(choice.keep_input, summa.WeightCell() if choice.keep_weight else None)
+    gathers = choice.schedule == "gather"
+    return summa.Keep(choice.keep_input, summa.WeightCell(choice.keep_weight) if gathers else None)
 
 
 class GridLinear(nn.Module):
@@ -62,6 +72,12 @@ class GridLinear(nn.Module):
         place(self, "weight", OUTPUT_STAYS if self.output_stays else INPUT_STAYS, schedules.axes)
         if plain.bias is not None:
             place(self, "bias", bias, schedules.axes)
+        if self.keep.weight is not None:
+            self.keep.weight.source = self._source
+            schedules.chain(self.keep.weight)
+
+    def _source(self) -> tuple[Tensor, summa.Schedule]:
+        return self.weight if self.output_stays else self.weight.t(), self.schedule
 
     def forward(self, x: Tensor) -> Tensor:
         if self.output_stays:

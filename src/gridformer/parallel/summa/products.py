@@ -23,21 +23,37 @@ from gridformer.parallel.summa.schedules import Gather, Schedule
 
 
 class WeightCell:
-    """The whole of a weight's column, kept from the first product with it until `close`.
+    """What is gathered of one product's weight beyond one use of it, between `open` and `close`.
 
-    Nothing is kept while it is closed: only who knows that weights do not change opens it.
+    keeps: the whole of the weight's column, from the first product with it until `close`. Without,
+    it may be asked for early, by the product before (`fetch`), and is let go of when it is used.
+    Nothing outlasts `close`: only who knows that weights do not change opens a cell.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = True) -> None:
+        self.keeps = keeps
+        self.source: Callable[[], tuple[Tensor, Schedule]] | None = None  # for `fetch`
+        self.after: WeightCell | None = None  # the next product's, in forward order
+        self.before: WeightCell | None = None
         self._open = False
         self._operands: dict[torch.dtype, Operand] = {}
 
     def operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
         if not self._open:
             return Operand(weight.to(dtype))
+        if not self.keeps:
+            return self._operands.pop(dtype, None) or Operand(weight.to(dtype))
         if dtype not in self._operands:
             self._operands[dtype] = Operand(weight.to(dtype))
         return self._operands[dtype]
+
+    def fetch(self, dtype: torch.dtype) -> None:
+        """Start to gather the weight: the product before this one is about to multiply."""
+        if not self._open or self.source is None or dtype in self._operands:
+            return
+        weight, schedule = self.source()
+        self._operands[dtype] = Operand(weight.to(dtype))
+        schedule.ahead(None, self._operands[dtype])
 
     def open(self) -> None:
         self._open = True
@@ -59,6 +75,16 @@ class Keep:
         if self.weight is None:
             return Operand(weight.to(dtype))
         return self.weight.operand(weight, dtype)
+
+    def fetch_after(self, dtype: torch.dtype) -> None:
+        """While this product multiplies, the next one's weight may travel."""
+        if self.weight is not None and self.weight.after is not None:
+            self.weight.after.fetch(dtype)
+
+    def fetch_before(self, dtype: torch.dtype) -> None:
+        """The same in the backward pass, where the product before this one is the next."""
+        if self.weight is not None and self.weight.before is not None:
+            self.weight.before.fetch(dtype)
 
 
 NOTHING = Keep()
@@ -116,7 +142,10 @@ def product_abt(
     """
 
     def compute() -> Tensor:
-        c = schedule.abt(Operand(a), keep.weight_operand(b, a.dtype)).wait()
+        weight = keep.weight_operand(b, a.dtype)
+        schedule.ahead(None, weight)
+        keep.fetch_after(a.dtype)
+        c = schedule.abt(Operand(a), weight).wait()
         if bias is not None:
             c += bias.to(c.dtype)
         return c
@@ -155,8 +184,10 @@ class _AB(torch.autograd.Function):
     def forward(
         ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, schedule: Schedule, keep: Keep
     ) -> Tensor:
-        operand = Operand(a)
-        c = schedule.ab(operand, keep.weight_operand(b, a.dtype)).wait()
+        operand, weight = Operand(a), keep.weight_operand(b, a.dtype)
+        schedule.ahead(operand, weight)
+        keep.fetch_after(a.dtype)
+        c = schedule.ab(operand, weight).wait()
         if bias is not None:
             c += bias.to(c.dtype)
         ctx.whole = keep.input and operand.whole is not None
@@ -172,6 +203,7 @@ class _AB(torch.autograd.Function):
         operand = Operand(a, Pending(a) if ctx.whole else None)
         weight = ctx.keep.weight_operand(b, a.dtype)
         schedule.ahead(operand if wants_b else None, weight if wants_a else None)
+        ctx.keep.fetch_before(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
         grad_b = schedule.atb(operand, grad) if wants_b else None
         grad_bias = _bias_gradient(grads[0], ctx.bias)
@@ -207,6 +239,7 @@ class _ABt(torch.autograd.Function):
         wants_a, wants_b = ctx.needs_input_grad[:2]
         weight = ctx.keep.weight_operand(b, a.dtype)
         schedule.ahead(grad, weight if wants_a else None)
+        ctx.keep.fetch_before(a.dtype)
         grad_b = schedule.atb(grad, Operand(a)) if wants_b else None
         grad_a = schedule.ab(grad, weight) if wants_a else None
         grad_bias = _bias_gradient(grads[0], ctx.bias)
@@ -259,6 +292,7 @@ class _NormedAB(torch.autograd.Function):
         weight = keep.weight_operand(b, x.dtype)
         operand = Operand(x)
         schedule.ahead(operand, weight)
+        keep.fetch_after(x.dtype)
         x_whole = _whole_row(operand, schedule)
         normed, _, _ = _normalise(x_whole, norm_weight, norm_bias, eps)
         c = schedule.ab(Operand(x, Pending(normed)), weight).wait()
@@ -276,9 +310,11 @@ class _NormedAB(torch.autograd.Function):
         weight = ctx.keep.weight_operand(b, x.dtype)
         operand = Operand(x, Pending(x) if ctx.keep.input else None)
         schedule.ahead(operand, weight)
+        ctx.keep.fetch_before(x.dtype)
         # Terms of the norm's gradient: this device's columns of B have seen all of a row. A norm's
         # gradient is linear in its output's, so the terms pass through it and are summed after.
         terms = grads[0] @ schedule.whole_column(weight).t()
+        weight = None  # let go of what was gathered of it
         x_whole = _whole_row(operand, schedule)
         wide = torch.promote_types(x_whole.dtype, norm_weight.dtype)
         normed, mean, rstd = _normalise(x_whole, norm_weight, norm_bias, ctx.eps)
@@ -292,6 +328,7 @@ class _NormedAB(torch.autograd.Function):
             norm_bias,
             [True, True, True],
         )
+        del terms, x_whole
         grad_x = schedule.end.cut(terms_x.to(x.dtype))
         grad_b = schedule.atb(Operand(x, Pending(normed)), grad)
         grad_bias = _bias_gradient(grads[0], ctx.bias)
