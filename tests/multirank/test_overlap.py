@@ -37,6 +37,17 @@ def watched() -> Iterator[list[str]]:
 
         return start
 
+    def starting_parts(part: Callable[[int], Tensor], axis: Any, *args: Any) -> Pending:
+        real = collectives.start_sum_of_parts
+        pending = real(part, axis, *args)
+        events.append(f"send reduce_scatter {axis.name}")
+
+        def have(result: Tensor) -> Tensor:
+            events.append(f"have reduce_scatter {axis.name}")
+            return result
+
+        return pending.then(have)
+
     def blocking(real: Callable[..., Tensor], what: str) -> Callable[..., Tensor]:
         def do(x: Tensor, axis: Any, *args: Any, **kwargs: Any) -> Tensor:
             events.extend((f"send {what} {axis.name}", f"have {what} {axis.name}"))
@@ -62,6 +73,7 @@ def watched() -> Iterator[list[str]]:
             for module in (schedules, ends):
                 put(module.comm, f"start_{what}", start)
                 put(module.comm, what, done)
+        put(schedules.comm, "start_sum_of_parts", starting_parts)
         for name in ("times", "transposed_times"):
             put(schedules, name, multiplying(getattr(schedules, name)))
         put(torch, "mm", multiplying(torch.mm))
@@ -155,7 +167,7 @@ def test_sums_travel_while_the_other_gradient_is_multiplied(pool: WorkerPool) ->
             "send reduce_scatter col",
             "have reduce_scatter col",
         ]
-        # dA's sum is on its way while dB is multiplied.
+        # dA's sum is on its way while dB is multiplied, and both while this rank's part of dB is.
         assert set(found["ab backward"][:2]) == asked
         assert found["ab backward"][2:] == [
             "have all_gather row",
@@ -164,16 +176,18 @@ def test_sums_travel_while_the_other_gradient_is_multiplied(pool: WorkerPool) ->
             "have all_gather col",
             "multiply",
             "send reduce_scatter row",
-            "have reduce_scatter col",
+            "multiply",
             "have reduce_scatter row",
+            "have reduce_scatter col",
         ]
-        # dB's is while dA is.
+        # dB's is while dA is, and while this rank's part of dB is.
         assert set(found["abt backward"][:2]) == asked
         assert found["abt backward"][2:] == [
             "have all_gather col",
             "multiply",
             "send reduce_scatter row",
             "have all_gather row",
+            "multiply",
             "multiply",
             "have reduce_scatter row",
         ]

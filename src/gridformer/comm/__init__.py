@@ -14,6 +14,7 @@ from gridformer.comm.collectives import (
     start_broadcast,
     start_reduce,
     start_reduce_scatter,
+    start_sum_of_parts,
 )
 from gridformer.comm.recorder import Record, Recorder, record
 
@@ -35,4 +36,5 @@ __all__ = [
     "start_broadcast",
     "start_reduce",
     "start_reduce_scatter",
+    "start_sum_of_parts",
 ]

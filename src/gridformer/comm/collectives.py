@@ -7,7 +7,7 @@ Each has a form that only starts it, `start_...`, and returns a Pending to wait 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,12 @@ class Pending:
     def __init__(self, result: Tensor, work: Any = None, *held: Any) -> None:
         self._result, self._work, self._held = result, work, held
         self._steps: list[Callable[[Tensor], Tensor]] = []
+        self._meanwhile: Callable[[], None] | None = None
+
+    def meanwhile(self, task: Callable[[], None]) -> Pending:
+        """Do `task` when the result is asked for, before waiting for it."""
+        self._meanwhile = task
+        return self
 
     def then(self, step: Callable[[Tensor], Tensor]) -> Pending:
         """Apply `step` to the result when it is waited for."""
@@ -46,6 +52,9 @@ class Pending:
         return self
 
     def wait(self) -> Tensor:
+        if self._meanwhile is not None:
+            self._meanwhile()
+            self._meanwhile = None
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -102,6 +111,29 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
     return _start_reduce_scatter(x, axis, dim, label, later=True)
+
+
+def start_sum_of_parts(part: Callable[[int], Tensor], axis: Axis, label: str = "") -> Pending:
+    """`start_reduce_scatter` of terms that are computed part by part, `part(index)` for each rank.
+
+    Where the parts are exchanged one by one, this rank's own is computed last, while the others
+    travel, and never lies beside all of them. Parts are of one shape and contiguous.
+    """
+    if axis.size == 1:
+        return Pending(part(0))
+    others = [part(index) for index in range(axis.size) if index != axis.index]
+    one = others[0]
+    _note("reduce_scatter", axis, (axis.size - 1) * one.numel(), one, label)
+    if not _over_gloo(one, axis):
+        terms = torch.stack(_around(others, part(axis.index), axis))
+        out = torch.empty_like(one)
+        work = _reduce_scatter(out.view(-1), terms.view(-1), group=axis.group, async_op=True)
+        return Pending(out, work, terms)
+    del one
+    rest, sent, work = _exchange(others, axis, later=True)
+    mine: list[Tensor] = []
+    pending = Pending(rest, work, sent).meanwhile(lambda: mine.append(part(axis.index)))
+    return pending.then(lambda rest: _sum(rest, mine.pop()))
 
 
 def barrier(axes: tuple[Axis, ...]) -> None:
@@ -189,13 +221,14 @@ def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> tuple[Tensor, Te
     return received, sent, work
 
 
-def _around(rest: Tensor, mine: Tensor, axis: Axis) -> list[Tensor]:
+def _around(rest: Sequence[Tensor] | Tensor, mine: Tensor, axis: Axis) -> list[Tensor]:
     """The other ranks' blocks with this rank's in its place."""
     return [*rest[: axis.index], mine, *rest[axis.index :]]
 
 
 def _sum(rest: Tensor, mine: Tensor) -> Tensor:
-    return mine + rest[0] if len(rest) == 1 else rest.sum(0).add_(mine)
+    total = rest[0] if len(rest) == 1 else rest.sum(0)
+    return total.add_(mine)
 
 
 def _share(axis: Axis) -> float:

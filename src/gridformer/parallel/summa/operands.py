@@ -72,6 +72,11 @@ class OneHotOperand(Operand):
         super().__init__(self.all.columns(col.index * part, (col.index + 1) * part))
 
 
+def columns(a: Matrix, start: int, stop: int) -> Matrix:
+    """Of a whole matrix [.., M], the columns [start, stop)."""
+    return a.columns(start, stop) if isinstance(a, OneHot) else a[..., start:stop]
+
+
 def times(a: Matrix, b: Tensor) -> Tensor:
     """a [.., K] times b [K, N]."""
     return a.rows_of(b) if isinstance(a, OneHot) else a @ b

@@ -205,9 +205,12 @@ class _AB(torch.autograd.Function):
         schedule.ahead(operand if wants_b else None, weight if wants_a else None)
         ctx.keep.fetch_before(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
+        del weight  # and what was gathered of it
         grad_b = schedule.atb(operand, grad) if wants_b else None
         grad_bias = _bias_gradient(grads[0], ctx.bias)
-        return _wait(grad_a, a.dtype), _wait(grad_b, b.dtype), grad_bias, None, None
+        # The weight's first: what is left to multiply for it is done while both sums travel.
+        weight_gradient = _wait(grad_b, b.dtype)
+        return _wait(grad_a, a.dtype), weight_gradient, grad_bias, None, None
 
 
 class _ABt(torch.autograd.Function):
@@ -242,6 +245,7 @@ class _ABt(torch.autograd.Function):
         ctx.keep.fetch_before(a.dtype)
         grad_b = schedule.atb(grad, Operand(a)) if wants_b else None
         grad_a = schedule.ab(grad, weight) if wants_a else None
+        del weight  # and what was gathered of it
         grad_bias = _bias_gradient(grads[0], ctx.bias)
         return _wait(grad_a, a.dtype), _wait(grad_b, b.dtype), grad_bias, None, None, None
 
@@ -314,7 +318,7 @@ class _NormedAB(torch.autograd.Function):
         # Terms of the norm's gradient: this device's columns of B have seen all of a row. A norm's
         # gradient is linear in its output's, so the terms pass through it and are summed after.
         terms = grads[0] @ schedule.whole_column(weight).t()
-        weight = None  # let go of what was gathered of it
+        del weight  # and what was gathered of it
         x_whole = _whole_row(operand, schedule)
         wide = torch.promote_types(x_whole.dtype, norm_weight.dtype)
         normed, mean, rstd = _normalise(x_whole, norm_weight, norm_bias, ctx.eps)
@@ -332,11 +336,12 @@ class _NormedAB(torch.autograd.Function):
         grad_x = schedule.end.cut(terms_x.to(x.dtype))
         grad_b = schedule.atb(Operand(x, Pending(normed)), grad)
         grad_bias = _bias_gradient(grads[0], ctx.bias)
+        weight_gradient = _wait(grad_b, b.dtype)  # first, as in _AB
         return (
             grad_x.wait(),
             grad_norm_weight,
             grad_norm_bias,
-            _wait(grad_b, b.dtype),
+            weight_gradient,
             grad_bias,
             None,
             None,

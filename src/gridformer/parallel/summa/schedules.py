@@ -31,6 +31,7 @@ from gridformer.parallel.summa.operands import (
     OneHot,
     OneHotOperand,
     Operand,
+    columns,
     times,
     transposed_times,
 )
@@ -86,8 +87,14 @@ class Gather:
         return self.end.cut_shape(torch.Size((*a[:-1], b_rows * self.row.size)))
 
     def atb(self, a: Operand, b: Operand) -> Pending:
-        terms = transposed_times(self.whole_row(a), b.local)
-        return comm.start_reduce_scatter(terms, self.row, 0, LABEL)
+        whole = self.whole_row(a)
+        rows = whole.shape[-1] // self.row.size
+
+        def terms(index: int) -> Tensor:
+            part = columns(whole, index * rows, (index + 1) * rows)
+            return transposed_times(part, b.local)
+
+        return comm.start_sum_of_parts(terms, self.row, LABEL)
 
     def whole_row(self, a: Operand) -> Matrix:
         """All of an activation's row."""
