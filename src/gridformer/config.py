@@ -20,8 +20,8 @@ from pydantic_core import ErrorDetails
 
 from gridformer.errors import ConfigError
 
-Scheme = Literal["single", "megatron", "optimus"]
-SCHEMES: tuple[Scheme, ...] = ("single", "megatron", "optimus")
+Scheme = Literal["single", "megatron", "optimus", "subgraph"]
+SCHEMES: tuple[Scheme, ...] = ("single", "megatron", "optimus", "subgraph")
 
 
 class Config(BaseModel):
@@ -86,14 +86,19 @@ class ModelConfig(Config):
 class LayoutConfig(Config):
     """How a model is spread over processes: a scheme on a rows x cols grid, times dp, times pp.
 
+    `scheme=subgraph` has `branches` sub-grids of dp processes each in the place of the grid.
+
     `schedule`, `stationary` and `keep_gathered` say how products communicate; `auto` decides for
     each product from message sizes and memory, and `gridformer train --explain` prints what and
-    why (gridformer.parallel.plan).
+    why (gridformer.parallel.choices).
     """
 
     scheme: Scheme = "single"
     rows: int = Field(default=1, ge=1)
     cols: int = Field(default=1, ge=1)
+    branches: int = Field(
+        default=1, ge=1, description="subgraph: g, sub-grids that share heads and feed-forward"
+    )
     dp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
@@ -109,13 +114,28 @@ class LayoutConfig(Config):
         description="what is kept instead of gathered again: a product's input until its backward "
         "pass, its weight until the step ends",
     )
+    common: Literal["all", "first"] = Field(
+        default="all",
+        description="subgraph: layers outside branches on all processes (D&SP), or on the first "
+        "sub-grid alone (D&SP-cSub)",
+    )
+    attention: Literal["inside", "outside"] = Field(
+        default="inside",
+        description="subgraph: projections of q, k, v and of the result in the branches, or common",
+    )
+    feed_forward: Literal["branched", "common"] = "branched"
+    order: Literal["topology", "contiguous"] = Field(
+        default="topology",
+        description="subgraph: neighbouring ranks are of one segmented collective, or of one "
+        "sub-grid",
+    )
     devices_per_node: int = Field(
         default=0, ge=0, description="places blocks of the grid on nodes; 0 places rows in order"
     )
 
     @property
     def n_processes(self) -> int:
-        return self.rows * self.cols * self.dp * self.pp
+        return self.rows * self.cols * self.branches * self.dp * self.pp
 
     def describe(self) -> str:
         """One phrase for people: `optimus 2x2, dp=2`."""
@@ -123,6 +143,8 @@ class LayoutConfig(Config):
             "single": "single device",
             "megatron": f"megatron 1x{self.cols}",
             "optimus": f"optimus {self.rows}x{self.cols}",
+            "subgraph": f"subgraph, {self.branches} branches"
+            + (", common layers on the first" if self.common == "first" else ""),
         }[self.scheme]
         sequence = ", sequence parallel" if self.sequence_parallel else ""
         return f"{grid}{sequence}" + (f", dp={self.dp}" if self.dp > 1 else "")

@@ -54,8 +54,15 @@ def decide_run(run: RunConfig) -> Decisions:
         "row": sum(step.row for step in steps) * work.itemsize,
         "dp": 2 * (layout.dp - 1) / layout.dp * owned * parameter_bytes,
     }
+    branched = layout.scheme == "subgraph"
+    if branched:
+        inside, common = choices.branched_parameters, choices.parameters
+        common -= inside
+        n = layout.dp * (layout.branches if layout.common == "all" else 1)
+        gradients = (layout.dp - 1) / layout.dp * inside / layout.branches + (n - 1) / n * common
+        traffic["dp"] = 2 * gradients * parameter_bytes
     candidates = []
-    if layout.devices_per_node:
+    if layout.devices_per_node and not branched:  # whose order says where ranks lie
         sizes = nodes.sizes_of(layout)
         candidates = nodes.search(sizes, traffic, layout.devices_per_node)
     return Decisions(choices, traffic, candidates)

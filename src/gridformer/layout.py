@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.errors import ConfigError
-from gridformer.nodes import MESH_AXES, NodeBlock, rank_grid, sizes_of
+from gridformer.nodes import MESH_AXES, NodeBlock, rank_grid, sizes_of, sub_grids
 from gridformer.nodes import problems as node_problems
 
 if TYPE_CHECKING:
@@ -18,16 +19,23 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
     """The axes of this process. Needs a process group of layout.n_processes ranks, if more than 1.
 
     Ranks are numbered with `col` innermost and `pp` outermost (Narayanan et al. 2021), within a
-    node's block if there is one, and the blocks likewise.
+    node's block if there is one, and the blocks likewise; sub-grids as `layout.order` says.
     """
     from gridformer.comm import Axes
 
     if layout.n_processes == 1:
-        return Axes()
+        return Axes(device_type=device_type)
     from torch.distributed.device_mesh import DeviceMesh
 
+    if layout.scheme == "subgraph":
+        ranks = sub_grids(layout.pp, layout.dp, layout.branches, layout.order)
+        axes = Axes.of(DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp", "branch")))
+        if layout.common == "all":
+            return replace(axes, batch=axes.branch)
+        return replace(axes, alike=axes.branch)
     ranks = rank_grid(sizes_of(layout), block)
-    return Axes.of(DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES))
+    axes = Axes.of(DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES))
+    return replace(axes, batch=axes.row, alike=axes.col)
 
 
 def check(run: RunConfig) -> None:
@@ -36,7 +44,7 @@ def check(run: RunConfig) -> None:
     Each names values that would work, and taking one of them makes no new problem.
     """
     problems = _shape_problems(run)
-    for axis in ("rows", "cols"):
+    for axis in ("rows", "cols", "branches"):
         size = getattr(run.layout, axis)
         for key, value in _cut_over(axis, run).items():
             if value % size:
@@ -55,6 +63,10 @@ def _cut_over(axis: str, run: RunConfig) -> dict[str, int]:
     """What a scheme cuts over an axis of the grid: each of these must divide by its size."""
     model = run.model
     cut: dict[str, int] = {}
+    if axis == "branches" and run.layout.scheme == "subgraph":
+        cut |= {"model.n_heads": model.n_heads}
+        if run.layout.feed_forward == "branched":
+            cut |= {"model.ffn_size": model.ffn_size}
     if axis == "cols" and run.layout.scheme in ("megatron", "optimus"):
         cut |= {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
     if run.layout.scheme == "optimus":
@@ -69,7 +81,8 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
     layout, model = run.layout, run.model
     over_axis = list(_cut_over(axis, run).values())
     replica_batch = run.train.global_batch // (layout.dp * run.train.micro_batches)
-    if axis == "rows" and replica_batch:
+    cuts_samples = axis == "rows" or (axis == "branches" and layout.common == "all")
+    if cuts_samples and replica_batch:
         over_axis.append(replica_batch)
     largest = max(16, 2 * getattr(layout, axis))
     fitting = [size for size in divisors(math.gcd(*over_axis)) if size <= largest]
@@ -80,9 +93,10 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
         beside = _beside(layout, **{axis: fitting[-1]})
         remedies = [f"layout.{axis}={fitting[-1]}{beside}"]
 
-    grid = math.lcm(layout.rows if layout.scheme == "optimus" else 1, layout.cols)
+    across = layout.branches if layout.scheme == "subgraph" else layout.cols
+    grid = math.lcm(layout.rows if layout.scheme == "optimus" else 1, across)
     if key == "model.n_heads":  # must also divide hidden_size
-        heads = [n for n in divisors(model.hidden_size) if n % layout.cols == 0]
+        heads = [n for n in divisors(model.hidden_size) if n % across == 0]
         nearest = sorted(sorted(heads, key=lambda n: abs(n - value))[:2])
     elif key == "model.hidden_size":
         nearest = _multiples_around(value, math.lcm(grid, model.n_heads))
@@ -125,6 +139,7 @@ def _shape_problems(run: RunConfig) -> list[str]:
             f"cols=1{_beside(layout, rows=1, cols=1)} (dp adds replicas), or scheme=megatron or "
             "scheme=optimus"
         )
+    problems += _sub_graph_problems(layout)
     if layout.scheme == "megatron" and layout.rows != 1:
         widths = divisors(math.gcd(*_cut_over("cols", run).values()))
         width = max(width for width in widths if width <= layout.rows * layout.cols)
@@ -140,6 +155,26 @@ def _shape_problems(run: RunConfig) -> list[str]:
     return problems + _schedule_problems(layout)
 
 
+def _sub_graph_problems(layout: LayoutConfig) -> list[str]:
+    problems = []
+    if layout.scheme != "subgraph":
+        plain = LayoutConfig()
+        for key in ("branches", "common", "attention", "feed_forward", "order"):
+            if getattr(layout, key) != getattr(plain, key):
+                problems.append(
+                    f"layout.{key}={getattr(layout, key)} belongs to scheme=subgraph, not "
+                    f"{layout.scheme}: use layout.{key}={getattr(plain, key)}"
+                    + (_beside(layout, branches=1) if key == "branches" else "")
+                )
+    elif (layout.rows, layout.cols) != (1, 1):
+        problems.append(
+            f"layout.scheme=subgraph has branches in the place of a grid, not "
+            f"{layout.rows}x{layout.cols}: use rows=1 and cols=1"
+            f"{_beside(layout, rows=1, cols=1)}, or scheme=optimus"
+        )
+    return problems
+
+
 def _schedule_problems(layout: LayoutConfig) -> list[str]:
     """Wishes about products that a scheme does not have; `auto` fits every scheme."""
     problems = []
@@ -151,7 +186,7 @@ def _schedule_problems(layout: LayoutConfig) -> list[str]:
                 f"layout.{key}=auto"
             )
     wish, gathers = layout.keep_gathered, {"auto", "none"}
-    if layout.scheme == "megatron" and layout.sequence_parallel:
+    if (layout.scheme == "megatron" and layout.sequence_parallel) or layout.scheme == "subgraph":
         gathers |= {"inputs"}
     if layout.scheme == "optimus" and layout.schedule in ("auto", "gather"):
         gathers |= {"inputs", "weights", "all"}
@@ -171,12 +206,14 @@ def _schedule_problems(layout: LayoutConfig) -> list[str]:
 def _batch_problems(run: RunConfig) -> list[str]:
     layout, train = run.layout, run.train
     rows = layout.rows if layout.scheme == "optimus" else 1
-    parts = layout.dp * rows * train.micro_batches
+    branches = layout.branches if layout.common == "all" else 1
+    parts = layout.dp * rows * branches * train.micro_batches
     if train.global_batch % parts == 0:
         return []
     factors = {
         "layout.dp": layout.dp,
         "layout.rows": rows,
+        "layout.branches": branches,
         "train.micro_batches": train.micro_batches,
     }
     names = " x ".join(f"{name} ({size})" for name, size in factors.items() if size > 1)

@@ -29,7 +29,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gridformer.config import LayoutConfig, any_of, divisors
 
@@ -97,8 +97,8 @@ class Candidate:
 
 
 def sizes_of(layout: LayoutConfig) -> Sizes:
-    """The sizes of a layout's mesh, in the order of MESH_AXES."""
-    return layout.pp, layout.dp, layout.rows, layout.cols
+    """The sizes of a layout's mesh, in the order of MESH_AXES; sub-grids stand for columns."""
+    return layout.pp, layout.dp, layout.rows, layout.cols * layout.branches
 
 
 def problems(layout: LayoutConfig) -> list[str]:
@@ -111,8 +111,9 @@ def problems(layout: LayoutConfig) -> list[str]:
     if k == 0 or k >= n or n % k == 0:
         return []
     nearest = sorted(sorted(divisors(n), key=lambda d: abs(d - k))[:3])
+    grid = "branches" if layout.branches > 1 else "rows x cols"
     return [
-        f"layout.devices_per_node={k} does not divide rows x cols x dp x pp={n}: use "
+        f"layout.devices_per_node={k} does not divide {grid} x dp x pp={n}: use "
         f"layout.devices_per_node={any_of(nearest)}"
     ]
 
@@ -226,6 +227,33 @@ def rank_grid(sizes: Sizes, block: NodeBlock | None) -> Tensor:
     # From [block by axis, place in it by axis] to the two beside each other for every axis.
     both = ranks.view(*n_blocks, *block.extents).permute(0, 4, 1, 5, 2, 6, 3, 7)
     return both.reshape(sizes)
+
+
+def sub_grids(pp: int, dp: int, g: int, order: Literal["topology", "contiguous"]) -> Tensor:
+    """The rank of process x of sub-grid y, for each pipeline stage: [pp, dp, g], int64.
+
+    `topology`: x*g + y, so that the g members of a segmented collective (equal x) are neighbours.
+    `contiguous`: y*dp + x, so that the dp members of a sub-grid are (Jain et al. 2021, SUPER).
+    """
+    import torch
+
+    ranks = torch.arange(pp * dp * g)
+    if order == "topology":
+        return ranks.view(pp, dp, g)
+    return ranks.view(pp, g, dp).transpose(1, 2)
+
+
+def split_messages(
+    n: int, g: int, k: int, order: Literal["topology", "contiguous"]
+) -> tuple[int, int]:
+    """Messages of one split within nodes and between them, own pieces included.
+
+    n processes in g sub-grids, k processes a node. From specification, section 4, where k divides n
+    and one of k and a group's span (topology: g; contiguous: n/g) divides the other.
+    """
+    if order == "contiguous":
+        return (n, n * (g - 1)) if n // g >= k else (k * g, (n - k) * g)
+    return (n * g, 0) if g <= k else (n * k, n * (g - k))
 
 
 # --------------------------------------------------------------------------- for people

@@ -47,7 +47,7 @@ def batch_of(step: int, config: ModelConfig, rows: int) -> Tensor:
 
 def axes_of(layout: LayoutConfig) -> Axes:
     """The axes of a layout over the worker's whole default group, made once a group."""
-    key = ("axes", layout.dp, layout.rows, layout.cols)
+    key = ("axes", layout.model_dump_json())
     if key not in group_cache():
         group_cache()[key] = build_axes(layout, "cpu")
     axes: Axes = group_cache()[key]
@@ -164,7 +164,7 @@ def _gradients(stepper: Stepper, read: ReadRows) -> Tensors:
     with weights_kept(model):
         for micro in range(stepper.train.micro_batches):
             rows = stepper.rows(micro)
-            model.clock.first_sample = rows.start
+            model.clock.at(rows)
             part = read(rows)
             model.loss_sum(part[:, :-1], part[:, 1:]).backward()
     reduce_gradients(model, stepper.axes)

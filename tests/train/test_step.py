@@ -55,7 +55,7 @@ def test_every_row_is_read_once(dp: int, rows: int, micro: int, each: int) -> No
     for replica in range(dp):
         for part in range(micro):
             for row in range(rows):
-                axes = Axes(dp=Axis("dp", dp, replica), row=Axis("row", rows, row))
+                axes = Axes(dp=Axis("dp", dp, replica), batch=Axis("batch", rows, row))
                 device = stepper(axes, global_batch=batch, micro_batches=micro)
                 read += range(batch)[device.rows(part)]
     assert read == list(range(batch)), "and in order"

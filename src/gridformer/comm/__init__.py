@@ -16,6 +16,7 @@ from gridformer.comm.collectives import (
     start_reduce_scatter,
     start_sum_of_parts,
 )
+from gridformer.comm.pieces import all_to_all, exchange, gather, scatter
 from gridformer.comm.recorder import Record, Recorder, record
 
 __all__ = [
@@ -26,11 +27,15 @@ __all__ = [
     "Recorder",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "barrier",
     "broadcast",
+    "exchange",
+    "gather",
     "record",
     "reduce",
     "reduce_scatter",
+    "scatter",
     "start_all_gather",
     "start_all_reduce",
     "start_broadcast",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import collectives as comm
+from gridformer.comm import pieces
 from gridformer.comm.axis import Axis
 
 
@@ -44,6 +45,26 @@ def broadcast_reduce(x: Tensor, axis: Axis, root: int, label: str = "enter") -> 
 def reduce_broadcast(x: Tensor, axis: Axis, root: int, label: str = "leave") -> Tensor:
     """Forward reduce of partial sums to `root` (zeros elsewhere), backward broadcast from it."""
     return x if axis.size == 1 else _ReduceBroadcast.apply(x, axis, root, label)
+
+
+def alltoall(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -> Tensor:
+    """Forward and backward all-to-all: part i of x along `split_dim` goes to rank i, and what comes
+    from the ranks is joined along `join_dim`. Backward the two dimensions change places."""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, join_dim, label)
+
+
+def scatter_gather(
+    x: Tensor, axis: Axis, dim: int, device: torch.device, label: str = "enter"
+) -> Tensor:
+    """Forward part i along `dim` of rank 0's x to rank i, backward gather. Elsewhere x is on the
+    meta device and gives the shape; the part comes to `device`."""
+    return x if axis.size == 1 else _ScatterGather.apply(x, axis, dim, device, label)
+
+
+def gather_scatter(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Tensor:
+    """Forward the ranks' parts joined along `dim` on rank 0 (on the meta device elsewhere),
+    backward scatter."""
+    return x if axis.size == 1 else _GatherScatter.apply(x, axis, dim, label)
 
 
 class _IdentityAllReduce(torch.autograd.Function):
@@ -116,6 +137,66 @@ class _ReduceBroadcast(torch.autograd.Function):
         axis, root, label = ctx.args
         grad = grads[0].clone(memory_format=torch.contiguous_format)
         return comm.broadcast(grad, axis, root, label), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str
+    ) -> Tensor:
+        ctx.args = axis, split_dim, join_dim, label
+        return _swap(x, axis, split_dim, join_dim, label)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        axis, split_dim, join_dim, label = ctx.args
+        return _swap(grads[0], axis, join_dim, split_dim, label), None, None, None, None
+
+
+class _ScatterGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, dim: int, device: torch.device, label: str
+    ) -> Tensor:
+        ctx.args = axis, dim, label
+        return _scatter(x, axis, dim, device, label)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        axis, dim, label = ctx.args
+        return _gather(grads[0], axis, dim, label), None, None, None, None
+
+
+class _GatherScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, label: str) -> Tensor:
+        ctx.args = axis, dim, x.device, label
+        return _gather(x, axis, dim, label)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        axis, dim, device, label = ctx.args
+        return _scatter(grads[0], axis, dim, device, label), None, None, None
+
+
+def _swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -> Tensor:
+    parts = x.chunk(axis.size, split_dim)
+    return torch.cat(pieces.all_to_all(parts, [parts[0].shape] * axis.size, axis, label), join_dim)
+
+
+def _scatter(x: Tensor, axis: Axis, dim: int, device: torch.device, label: str) -> Tensor:
+    parts = x.chunk(axis.size, dim)
+    out = torch.empty(parts[0].shape, dtype=x.dtype, device=device)
+    return pieces.scatter(parts, out, axis, 0, label)
+
+
+def _gather(x: Tensor, axis: Axis, dim: int, label: str) -> Tensor:
+    parts = pieces.gather(x, [x.shape] * axis.size, axis, 0, label)
+    if parts is not None:
+        return torch.cat(parts, dim)
+    shape = list(x.shape)
+    shape[dim] *= axis.size
+    return x.new_empty(shape, device="meta")
 
 
 def _on_root(x: Tensor, axis: Axis, root: int) -> Tensor:

@@ -24,14 +24,26 @@ class Axis:
     index: int = 0
     group: ProcessGroup | None = None
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the world along the axis, by index. One that has no group is all the world."""
+        if self.group is None and self.size == 1:
+            return (self.index,)
+        from torch.distributed import get_process_group_ranks
+
+        return tuple(get_process_group_ranks(self.group))
+
 
 @dataclass(frozen=True)
 class Axes:
-    """The four axes of a layout (pipeline stage, replica, grid row, grid column), the whole grid of
-    one replica as an axis, and all of the layout.
+    """The axes of a layout, and all of the layout as one.
 
+    pp, dp: pipeline stage and replica. row, col: of the grid of one replica; grid: both together.
     `row` indexes the rows of the grid, so the devices that differ only in it form a *column*: a
     broadcast "along row i" of the papers is a collective over the axis `col`.
+    branch: sub-grids of sub-graph parallelism, one index each; every: dp and branch together.
+    batch: over which the samples of one replica's micro-batch are cut; alike: along which devices
+    are given the same samples. Each is one of those before, or of size 1.
     """
 
     pp: Axis = Axis("pp")
@@ -39,7 +51,12 @@ class Axes:
     row: Axis = Axis("row")
     col: Axis = Axis("col")
     grid: Axis = Axis("grid")
+    branch: Axis = Axis("branch")
+    every: Axis = Axis("every")
+    batch: Axis = Axis("batch")
+    alike: Axis = Axis("alike")
     world: Axis = Axis("world")
+    device_type: str = "cpu"
 
     def __getitem__(self, name: str) -> Axis:
         axis: Axis = getattr(self, name)
@@ -47,20 +64,22 @@ class Axes:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Axes:
-        """The axes of a mesh with the dimensions ("pp", "dp", "row", "col") over all processes."""
+        """The axes of a mesh over all processes, whose dimensions are named as axes are."""
         axes = {"world": Axis("world", mesh.size(), mesh.get_rank(), None)}
         for name, size in zip(mesh.mesh_dim_names or (), mesh.shape):
             if size > 1:
                 axis = Axis(name, size, mesh.get_local_rank(name), mesh.get_group(name))
                 axes[name] = axis
-        axes["grid"] = _grid(mesh, axes.get("row", Axis("row")), axes.get("col", Axis("col")))
-        return Axes(**axes)
+        for name, outer, inner in (("grid", "row", "col"), ("every", "dp", "branch")):
+            both = axes.get(outer, Axis(outer)), axes.get(inner, Axis(inner))
+            axes[name] = _together(mesh, name, *both)
+        return Axes(**axes, device_type=mesh.device_type)
 
 
-def _grid(mesh: DeviceMesh, row: Axis, col: Axis) -> Axis:
-    """Rows and columns taken together, row by row."""
-    if row.size == 1 or col.size == 1:
-        line = row if row.size > 1 else col
-        return Axis("grid", line.size, line.index, line.group)
-    group = mesh["row", "col"]._flatten("grid").get_group()
-    return Axis("grid", row.size * col.size, row.index * col.size + col.index, group)
+def _together(mesh: DeviceMesh, name: str, outer: Axis, inner: Axis) -> Axis:
+    """Two axes taken as one, the inner one's index running faster."""
+    if outer.size == 1 or inner.size == 1:
+        line = outer if outer.size > 1 else inner
+        return Axis(name, line.size, line.index, line.group)
+    group = mesh[outer.name, inner.name]._flatten(name).get_group()
+    return Axis(name, outer.size * inner.size, outer.index * inner.size + inner.index, group)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gridformer.comm.axis import Axis
-from gridformer.comm.recorder import note
+from gridformer.comm.recorder import Targets, note
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -157,14 +157,15 @@ def _start_all_reduce(x: Tensor, axis: Axis, op: str, label: str, later: bool) -
 def _start_broadcast(x: Tensor, axis: Axis, root: int, label: str, later: bool) -> Pending:
     if axis.size == 1:
         return Pending(x)
-    _note("broadcast", axis, 0 if axis.index == root else x.numel(), x, label)
+    at_root = axis.index == root
+    _note("broadcast", axis, 0 if at_root else x.numel(), x, label, "all" if at_root else ())
     return Pending(x, dist.broadcast(x, group_src=root, group=axis.group, async_op=later))
 
 
 def _start_reduce(x: Tensor, axis: Axis, root: int, label: str, later: bool) -> Pending:
     if axis.size == 1:
         return Pending(x)
-    _note("reduce", axis, 0 if axis.index == root else x.numel(), x, label)
+    _note("reduce", axis, 0 if axis.index == root else x.numel(), x, label, (root,))
     return Pending(x, dist.reduce(x, group_dst=root, group=axis.group, async_op=later))
 
 
@@ -235,5 +236,7 @@ def _share(axis: Axis) -> float:
     return (axis.size - 1) / axis.size
 
 
-def _note(op: str, axis: Axis, moved: float, x: Tensor, label: str) -> None:
-    note(op, axis.name, axis.size, moved, x.element_size(), label)
+def _note(
+    op: str, axis: Axis, moved: float, x: Tensor, label: str, targets: Targets = "all"
+) -> None:
+    note(op, axis, moved, x.element_size(), label, targets)

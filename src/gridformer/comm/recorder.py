@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
+
+from gridformer.comm.axis import Axis
+
+Targets = Literal["all"] | Iterable[int]
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,10 @@ class Record:
     `moved` is the number of elements that must cross this rank's link whatever the algorithm:
     received (all-gather, broadcast) or sent (reduce, reduce-scatter); an all-reduce is both.
     These are the volumes of ring and pipelined algorithms, which the specification's formulas
-    count. A broadcast's root and a reduce's target therefore move nothing.
+    count. A broadcast's root and a reduce's target therefore move nothing. Where messages differ
+    (all-to-all, scatter, gather, exchange) it is what this rank sends or what it receives, the
+    larger.
+    `targets` are the ranks of the world that get something of this rank's, itself included.
     """
 
     op: str
@@ -24,6 +32,7 @@ class Record:
     moved: float
     itemsize: int
     label: str
+    targets: tuple[int, ...] = ()
 
 
 @dataclass
@@ -42,6 +51,17 @@ class Recorder:
     def count(self, label: str = "", axis: str = "") -> Counter[str]:
         """How many collectives of each kind were issued."""
         return Counter(r.op for r in self._select(label, axis))
+
+    def messages(self, rank: int, devices_per_node: int, label: str = "") -> tuple[int, int]:
+        """Messages of `rank`, whose records these are, within its node and to other nodes.
+
+        Nodes hold consecutive ranks. One message for each rank that gets something of this one's,
+        itself included, as the specification's section 4 counts them.
+        """
+        node = rank // devices_per_node
+        targets = [t // devices_per_node for r in self._select(label, "") for t in r.targets]
+        within = targets.count(node)
+        return within, len(targets) - within
 
     def _select(self, label: str, axis: str) -> Iterator[Record]:
         return (
@@ -63,7 +83,16 @@ def record() -> Iterator[Recorder]:
         _open.remove(recorder)
 
 
-def note(op: str, axis: str, size: int, moved: float, itemsize: int, label: str) -> None:
-    """Tell the open recorders of a collective. Costs nothing when there is none."""
+def note(
+    op: str, axis: Axis, moved: float, itemsize: int, label: str, targets: Targets = "all"
+) -> None:
+    """Tell the open recorders of a collective over `axis`. Costs nothing when there is none.
+
+    targets: indices along the axis of the ranks that get something of this one's.
+    """
+    if not _open:
+        return
+    ranks = axis.ranks
+    to = ranks if targets == "all" else tuple(ranks[i] for i in targets)
     for recorder in _open:
-        recorder.records.append(Record(op, axis, size, moved, itemsize, label))
+        recorder.records.append(Record(op, axis.name, axis.size, moved, itemsize, label, to))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -112,16 +112,33 @@ class CrossEntropy(nn.Module):
         return F.cross_entropy(logits, targets_BS.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+class Clock(Protocol):
+    """What a dropout mask depends on besides its place."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def first_sample(self) -> int: ...
+
+
 @dataclass
 class DropoutClock:
-    """What a dropout mask depends on besides its place: shared by all dropouts of a model.
+    """The Clock of a model, shared by all its dropouts.
 
-    `first_sample` is the global number, within the step's batch, of this rank's first sequence.
+    `first_sample` is the global number, within the step's batch, of this rank's first sequence, and
+    `n_samples` counts those of its micro-batch.
     """
 
     seed: int = 0
     step: int = 0
     first_sample: int = 0
+    n_samples: int = 0
+
+    def at(self, rows: slice) -> None:
+        """These rows of the step's batch come next."""
+        self.first_sample, self.n_samples = rows.start, rows.stop - rows.start
 
 
 class Dropout(nn.Module):
@@ -130,7 +147,7 @@ class Dropout(nn.Module):
     Input [b, s, h], or a block of it: `block` says which block along s and along h is held here.
     """
 
-    def __init__(self, p: float, site: str, clock: DropoutClock) -> None:
+    def __init__(self, p: float, site: str, clock: Clock) -> None:
         super().__init__()
         self.p, self.site, self.clock = p, site, clock
         self.block = (0, 0)
@@ -174,7 +191,7 @@ class Attention(nn.Module):
         n: int,
         dropout: float,
         site: str,
-        clock: DropoutClock,
+        clock: Clock,
         std: float,
         std_out: float,
     ) -> None:

@@ -7,6 +7,8 @@
 | sequence parallel | cut over col     | s over col           | all-gather, reduce-scatter of s  |
 | optimus, gather   | cut over row, col| b over row, h: col   | all-gather, reduce-scatter of h  |
 | optimus, panels   | cut over row, col| b over row, h: col   | SUMMA products panel by panel    |
+| SUPER, D&SP       | cut over branch  | b over branch        | all-gather, reduce-scatter of b  |
+| SUPER, D&SP-cSub  | cut over branch  | on the first branch  | broadcast, reduce                |
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.models import GPT2, build_model
-from gridformer.parallel import megatron, optimus
+from gridformer.parallel import megatron, optimus, subgraph
 from gridformer.parallel.choices import Choices, decide
 from gridformer.parallel.initialise import initialise
 
@@ -44,6 +46,8 @@ def parallelize(
             megatron.apply(model, axes, choices, layout.sequence_parallel)
         case "optimus":
             optimus.apply(model, axes, choices)
+        case "subgraph":
+            subgraph.apply(model, axes, choices, layout)
         case "single":
             pass
     return model

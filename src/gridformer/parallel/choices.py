@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.nodes import split_messages
 
 ScheduleName = Literal["broadcast", "pipelined", "gather"]
 Stays = Literal["output", "input"]
@@ -59,13 +60,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Choice:
-    """How one product is carried out."""
+    """How one product is carried out. common: by every process for its own samples, whole."""
 
     product: Product
     stays: Stays = "output"
     schedule: ScheduleName = "gather"
     keep_input: bool = False
     keep_weight: bool = False
+    common: bool = False
 
     @property
     def norm_inside(self) -> bool:
@@ -90,19 +92,33 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices for every product of a model on a grid, and why they were taken."""
+    """The choices for every product of a model on a grid, and why they were taken.
+
+    between: how activations lie between sections: cut; whole on every device, as in plain Megatron;
+    or on the first device of a row alone, as in D&SP-cSub.
+    """
 
     rows: int
     cols: int
     work: Work
     products: dict[str, Choice]
-    replicated: bool = False  # plain Megatron: activations between sections are not cut
+    between: Literal["cut", "replicated", "first"] = "cut"
     parameters: int = 0  # elements of the model's matrices
     held_bytes: float = 0.0
     reasons: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Choice:
         return self.products[name]
+
+    @property
+    def replicated(self) -> bool:
+        return self.between == "replicated"
+
+    @property
+    def branched_parameters(self) -> int:
+        """Elements of the matrices that sub-grids share (D&SP)."""
+        inside = [c.product for c in self.products.values() if not c.common]
+        return sum(product.n_in * product.n_out * product.count for product in inside)
 
     def forward(self, choice: Choice, first: bool = True) -> Traffic:
         """Of one product's forward pass; `first`: in the first micro-batch of a step."""
@@ -163,8 +179,11 @@ class Choices:
     def _unit(self, choice: Choice) -> tuple[float, float]:
         """Elements received to make this product's travelling activation, or its weight, whole."""
         product, r, c = choice.product, self.rows, self.cols
+        if choice.common:
+            return 0.0, 0.0
         width = product.n_in if choice.stays == "output" else product.n_out
-        activation = (c - 1) / (r * c) * self.work.tokens * width
+        share = (c - 1) / c if self.between != "first" else float(c > 1)
+        activation = share / r * self.work.tokens * width
         return activation, (r - 1) / (r * c) * product.n_in * product.n_out
 
     def _steps(self, choice: Choice) -> int:
@@ -198,12 +217,18 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
     """
     work = work or Work(tokens=layout.rows * model.max_seq_len)
     rows = layout.rows if layout.scheme == "optimus" else 1
-    cols = 1 if layout.scheme == "single" else layout.cols
+    cols = {"single": 1, "subgraph": layout.branches}.get(layout.scheme, layout.cols)
     products = {product.name: Choice(product) for product in products_of(model)}
-    replicated = layout.scheme == "megatron" and not layout.sequence_parallel
+    between: Literal["cut", "replicated", "first"] = "cut"
+    if layout.scheme == "megatron" and not layout.sequence_parallel:
+        between = "replicated"
+    if layout.scheme == "subgraph" and layout.common == "first":
+        between = "first"
     h, f = model.hidden_size, model.ffn_size
     parameters = model.n_layers * (4 * h * h + 2 * h * f) + model.vocab_size * h
-    chosen = Choices(rows, cols, work, products, replicated, parameters)
+    chosen = Choices(rows, cols, work, products, between, parameters)
+    if layout.scheme == "subgraph":
+        chosen = _sub_graph(chosen, layout)
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model))
     chosen = _schedules(chosen, layout)
@@ -231,6 +256,29 @@ def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
         choices.reasons.append(
             f"stationary: the narrower activation of each product travels, {layer / h:g} h a token "
             f"and layer instead of the paper's {paper / h:g} h"
+        )
+    return choices
+
+
+def _sub_graph(choices: Choices, layout: LayoutConfig) -> Choices:
+    """Products outside the branches are common; see gridformer.parallel.subgraph."""
+    branched: set[str] = set()
+    if layout.attention == "inside":
+        branched |= {"qkv", "out"}
+    if layout.feed_forward == "branched":
+        branched |= {"up", "down"}
+    choices = _each(choices, lambda c: replace(c, common=c.product.name not in branched))
+    share = choices.branched_parameters / choices.parameters
+    choices.reasons.append(
+        f"branches: {', '.join(sorted(branched)) or 'no product'} in {layout.branches} branches, "
+        f"{share:.0%} of the parameters, whose gradients are summed over dp={layout.dp} processes"
+    )
+    if layout.devices_per_node:
+        n, k = layout.dp * layout.branches, layout.devices_per_node
+        within, between = split_messages(n, layout.branches, k, layout.order)
+        choices.reasons.append(
+            f"order: {layout.order}, so that of the messages of one split {within} stay within "
+            f"nodes of {k} and {between} go between them"
         )
     return choices
 
@@ -265,6 +313,8 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
             choices = inputs
         return _with_weights(choices) if wish in ("weights", "all") else choices
     budget = choices.held_bytes * KEEP_SHARE
+    if layout.scheme == "subgraph":
+        budget = choices.held_bytes  # a branch that has its input costs no more than the paper's
     offers = []
     for name, changed in (("inputs", inputs), ("weights", weights)):
         price = _kept_bytes(changed)
@@ -277,7 +327,8 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
         choices.reasons.append(
             f"keep_gathered: {name} {'are' if fits else 'are not'} kept: that holds "
             f"{_size(price)} more and receives {_size(saved)} less a step; "
-            f"{_size(budget)} of room, 1/32 of what a device holds"
+            f"{_size(budget)} of room"
+            + (", 1/32 of what a device holds" if layout.scheme != "subgraph" else "")
         )
         if fits:
             choices = _with_inputs(choices) if name == "inputs" else _with_weights(choices)
@@ -290,7 +341,7 @@ def _with_inputs(choices: Choices) -> Choices:
         return choices
 
     def keep(choice: Choice) -> Choice:
-        gathered = choice.schedule == "gather" and choice.stays == "output"
+        gathered = choice.schedule == "gather" and choice.stays == "output" and not choice.common
         return replace(choice, keep_input=gathered)
 
     return _each(choices, keep)

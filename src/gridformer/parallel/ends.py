@@ -4,6 +4,8 @@
     nothing cut             -                all-reduce       Megatron
     s cut over columns      all-gather s     reduce-scatter   Megatron, sequence parallel
     h cut over columns      all-gather h     reduce-scatter   Optimus, `gather` schedule
+    b cut over branches     all-gather b     reduce-scatter   SUPER, D&SP
+    on the first branch     broadcast        reduce           SUPER, D&SP-cSub
 
 The two are conjugate: backwards, gradients are cut where activations were made whole, and made
 whole where activations were cut (specification, section 5).
@@ -32,8 +34,8 @@ class End(Protocol):
     def cut(self, partial: Tensor) -> Pending:
         """Terms of a sum, one on each device, to this device's part of the sum. May overwrite."""
 
-    def cut_shape(self, shape: torch.Size) -> torch.Size:
-        """What `cut` makes of a shape."""
+    def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
+        """For what `cut` makes of terms of that shape: its type and shape, without its memory."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,13 @@ class Replicated:
     def cut(self, partial: Tensor) -> Pending:
         return comm.start_all_reduce(partial, self.col, label=LABEL)
 
-    def cut_shape(self, shape: torch.Size) -> torch.Size:
-        return shape
+    def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
+        return like.new_empty(()).expand(shape)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Activations are cut along `dim`: 1 for s, 2 (or -1) for h."""
+    """Activations are cut along `dim`: 0 for b, 1 for s, 2 (or -1) for h."""
 
     col: Axis
     dim: int
@@ -65,7 +67,30 @@ class Cut:
     def cut(self, partial: Tensor) -> Pending:
         return comm.start_reduce_scatter(partial, self.col, self.dim, LABEL)
 
-    def cut_shape(self, shape: torch.Size) -> torch.Size:
+    def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
         sizes = list(shape)
         sizes[self.dim] //= self.col.size
-        return torch.Size(sizes)
+        return like.new_empty(()).expand(sizes)
+
+
+@dataclass(frozen=True)
+class OnFirst:
+    """The first device holds all of an activation; on the others it is on the meta device, which
+    gives its shape and takes neither memory nor arithmetic."""
+
+    col: Axis
+    device: torch.device
+
+    def whole(self, x: Tensor) -> Pending:
+        first = self.col.index == 0
+        real = x.contiguous() if first else torch.empty(x.shape, dtype=x.dtype, device=self.device)
+        return comm.start_broadcast(real, self.col, 0, LABEL)
+
+    def cut(self, partial: Tensor) -> Pending:
+        total = comm.start_reduce(partial.contiguous(), self.col, 0, LABEL)
+        return total if self.col.index == 0 else total.then(lambda x: x.to("meta"))
+
+    def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
+        if self.col.index:
+            return like.new_empty(shape, device="meta")
+        return like.new_empty(()).expand(shape)

@@ -21,6 +21,8 @@ class Placement:
         value after each step.
     partial: whether the copies' gradients are partial sums, to be added on the owner (they are
         where tokens are cut along `copies`, and are equal everywhere otherwise).
+    replicas: the axis along which every rank holds and updates a copy, whose gradients are summed:
+        `dp`, or `every` where the layers outside branches see other samples on every device.
     pad: for each cut dimension the multiple to which the global size is padded with zeros; 0 means
         the axis's size.
     transposed: a matrix whose block is stored column by column, because products read it so.
@@ -29,6 +31,7 @@ class Placement:
     cut: tuple[str | None, ...]
     copies: str | None = None
     partial: bool = False
+    replicas: str = "dp"
     pad: int = 0
     transposed: bool = False
 
@@ -45,6 +48,7 @@ class Shard:
     offset: tuple[int, ...]
     copies: str | None = None
     partial: bool = False
+    replicas: str = "dp"
     owned: bool = True
     transposed: bool = False
 
@@ -91,6 +95,7 @@ def place(module: nn.Module, name: str, placement: Placement, axes: Axes) -> Non
         offset=tuple(offset),
         copies=copies,
         partial=placement.partial and copies is not None,
+        replicas=placement.replicas,
         owned=copies is None or axes[copies].index == 0,
         transposed=placement.transposed,
     )

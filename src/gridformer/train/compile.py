@@ -52,10 +52,11 @@ def compile_problems(run: RunConfig) -> list[str]:
     if not run.train.compile:
         return []
     problems = []
-    if layout.rows * layout.cols > 1:
+    n_devices = layout.rows * layout.cols * layout.branches
+    if n_devices > 1:
         problems.append(
             f"train.compile=true belongs to layouts whose blocks do not communicate, and "
-            f"{layout.describe()} cuts each block over {layout.rows * layout.cols} devices: use "
+            f"{layout.describe()} cuts each block over {n_devices} devices: use "
             f"layout.scheme=single with rows=1 and cols=1 (dp may be more), or train.compile=false"
         )
     return problems + toolchain_problems("cuda" if _takes_cuda(run) else "cpu")

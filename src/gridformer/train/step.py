@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from gridformer.errors import DivergedError
 from gridformer.models import GPT2
 from gridformer.models.blocks import IGNORE
 from gridformer.parallel.gradients import (
+    GradientSums,
     clip_gradients,
     owned,
     reduce_gradients,
@@ -46,11 +48,14 @@ class Stepper:
     """Holds the optimizer and knows which rows of a global batch this device takes.
 
     A global batch of B sequences is cut into dp contiguous parts, each into micro-batches, each of
-    those into the grid's rows: so every layout sees the same batch, in the same order.
+    those over the grid's rows or over branches: so every layout sees the same batch, in one order.
     """
 
     def __init__(self, model: GPT2, train: TrainConfig, axes: Axes) -> None:
         self.model, self.train, self.axes = model, train, axes
+        self.sums = GradientSums.of(model, axes)
+        held = next(model.parameters(), None)
+        self.device = torch.device(axes.device_type) if held is None else held.device
         matrices = [p for _, p in owned(model) if p.dim() > 1]
         vectors = [p for _, p in owned(model) if p.dim() <= 1]
         groups = [
@@ -58,7 +63,7 @@ class Stepper:
             {"params": vectors, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [group for group in groups if group["params"]] or groups[:1],
             lr=train.lr,
             betas=(train.beta1, train.beta2),
             eps=train.adam_eps,
@@ -68,9 +73,10 @@ class Stepper:
     def rows(self, micro: int) -> slice:
         """The rows of a global batch that make up one of this device's micro-batches."""
         n_rows, n_micro = self.train.global_batch, self.train.micro_batches
-        size, rest = divmod(n_rows, self.axes.dp.size * n_micro * self.axes.row.size)
+        batch = self.axes.batch
+        size, rest = divmod(n_rows, self.axes.dp.size * n_micro * batch.size)
         assert not rest, "gridformer.layout.check was not called"
-        part = (self.axes.dp.index * n_micro + micro) * self.axes.row.size + self.axes.row.index
+        part = (self.axes.dp.index * n_micro + micro) * batch.size + batch.index
         return slice(part * size, (part + 1) * size)
 
     def __call__(self, step: int, read: ReadRows, flag: bool = False) -> StepResult:
@@ -88,12 +94,14 @@ class Stepper:
         loss_sum = torch.zeros((), device=count.device, dtype=torch.float64)
         self.model.clock.step = step
         with weights_kept(self.model):
-            for rows, batch in zip(micro_rows, batches):
-                self.model.clock.first_sample = rows.start
+            for micro, (rows, batch) in enumerate(zip(micro_rows, batches)):
+                self.model.clock.at(rows)
                 loss = self.model.loss_sum(batch[:, :-1], batch[:, 1:])
-                (loss / count.to(loss.dtype)).backward()
-                loss_sum += loss.detach()
-        reduce_gradients(self.model, self.axes)
+                last = micro == len(batches) - 1
+                with self.sums.last_backward() if last else nullcontext():
+                    (loss / count.to(loss.dtype)).backward()
+                loss_sum += _value(loss)
+        reduce_gradients(self.model, self.axes, self.sums)
 
         both = torch.stack((loss_sum * self._first(), squared_norm(self.model, self.axes)))
         total_loss, total_square = comm.all_reduce(both, self.axes.world, label="metrics").tolist()
@@ -116,13 +124,13 @@ class Stepper:
     def evaluate(self, reads: list[ReadRows]) -> float:
         """Mean loss over several global batches, without dropout."""
         self.model.eval()
-        device = next(self.model.parameters()).device
+        device = self.device
         total = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, of tokens
         with weights_kept(self.model):
             for read in reads:
                 for micro in range(self.train.micro_batches):
                     batch = self._to_device(read(self.rows(micro)))
-                    total[0] += self.model.loss_sum(batch[:, :-1], batch[:, 1:])
+                    total[0] += _value(self.model.loss_sum(batch[:, :-1], batch[:, 1:]))
                     total[1] += (batch[:, 1:] != IGNORE).sum()
         total = comm.all_reduce(total * self._first(), self.axes.world, label="metrics")
         loss_sum, n_tokens = total.tolist()
@@ -130,10 +138,15 @@ class Stepper:
 
     def _first(self) -> int:
         """1 on the one rank of those that hold the same rows, so that a world-wide sum is right."""
-        return int(self.axes.col.index == 0)
+        return int(self.axes.alike.index == 0)
 
     def _to_device(self, batch: Tensor) -> Tensor:
-        return batch.to(next(self.model.parameters()).device, non_blocking=True)
+        return batch.to(self.device, non_blocking=True)
+
+
+def _value(loss: Tensor) -> Tensor | float:
+    """A loss that is computed elsewhere (D&SP-cSub) has no value here: nothing to add."""
+    return 0.0 if loss.is_meta else loss.detach()
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

@@ -150,8 +150,7 @@ def product_abt(
             c += bias.to(c.dtype)
         return c
 
-    shape = schedule.abt_shape(a.shape, b.shape[0])
-    place = _ABt.apply(a, b, bias, schedule, keep, shape)
+    place = _ABt.apply(a, b, bias, schedule, keep)
     out: Tensor = _Carry.apply(place, compute)
     return out
 
@@ -229,11 +228,10 @@ class _ABt(torch.autograd.Function):
         bias: Tensor | None,
         schedule: Schedule,
         keep: Keep,
-        shape: torch.Size,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, _type_of(bias)
-        return a.new_empty(()).expand(shape)  # stands for C, without its memory
+        return schedule.abt_stand_in(a, b.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -247,7 +245,7 @@ class _ABt(torch.autograd.Function):
         grad_a = schedule.ab(grad, weight) if wants_a else None
         del weight  # and what was gathered of it
         grad_bias = _bias_gradient(grads[0], ctx.bias)
-        return _wait(grad_a, a.dtype), _wait(grad_b, b.dtype), grad_bias, None, None, None
+        return _wait(grad_a, a.dtype), _wait(grad_b, b.dtype), grad_bias, None, None
 
 
 class _Carry(torch.autograd.Function):

@@ -50,8 +50,8 @@ class Schedule(Protocol):
     def atb(self, a: Operand, b: Operand) -> Pending:
         """C = Aᵀ B. a [.., M/c], b [.., N/c], leading dimensions alike; result [M/r, N/c]."""
 
-    def abt_shape(self, a: torch.Size, b_rows: int) -> torch.Size:
-        """Of this device's part of A Bᵀ, from that of a, and the rows of b."""
+    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
+        """For this device's part of A Bᵀ, b having so many rows: its shape without its memory."""
 
     def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
         """A hint: these will be needed whole. A schedule may start to gather them."""
@@ -83,8 +83,8 @@ class Gather:
     def abt(self, a: Operand, b: Operand) -> Pending:
         return self.end.cut(times(a.local, self.whole_column(b).t()))
 
-    def abt_shape(self, a: torch.Size, b_rows: int) -> torch.Size:
-        return self.end.cut_shape(torch.Size((*a[:-1], b_rows * self.row.size)))
+    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
+        return self.end.stand_in(a, torch.Size((*a.shape[:-1], b_rows * self.row.size)))
 
     def atb(self, a: Operand, b: Operand) -> Pending:
         whole = self.whole_row(a)
@@ -171,8 +171,9 @@ class Broadcast:
         summing.finish()
         return Pending(c)
 
-    def abt_shape(self, a: torch.Size, b_rows: int) -> torch.Size:
-        return torch.Size((*a[:-1], b_rows * self.axes.row.size // self.axes.col.size))
+    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
+        width = b_rows * self.axes.row.size // self.axes.col.size
+        return a.new_empty(()).expand(*a.shape[:-1], width)
 
     def atb(self, a: Operand, b: Operand) -> Pending:
         m, n = a.local.shape[-1], b.local.shape[-1]

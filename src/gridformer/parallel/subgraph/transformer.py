@@ -1,0 +1,183 @@
+"""SUPER: transformers under sub-graph parallelism (Jain et al. 2021; specification, section 4).
+
+Heads, and slices of the feed-forward, are branches: g sub-grids hold 1/g of them each, for the
+samples of all. A branch section is entered and left by segmented collectives among the g processes
+that have the same place in their sub-grids:
+
+    D&SP        common layers on all processes, samples cut     all-gather, reduce-scatter of b
+    D&SP-cSub   common layers on the first sub-grid alone       broadcast, reduce
+
+So this is Megatron's cut of the weights with other ends (gridformer.parallel.ends). With the
+projections outside the branches (`attention: outside`) what enters are slices of q, k and v and
+what leaves are the heads' results: all-to-all both ways, or scatter and gather.
+
+On the other sub-grids of D&SP-cSub the common layers do not exist. What lies between sections is
+there a tensor on the meta device, which has a shape, takes part in autograd and costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gridformer.comm import Axes, Axis, autograd
+from gridformer.config import LayoutConfig
+from gridformer.models import blocks
+from gridformer.models.gpt2 import GPT2
+from gridformer.parallel.choices import Choices
+from gridformer.parallel.ends import Cut, End, OnFirst
+from gridformer.parallel.grid import GridLinear, Schedules
+from gridformer.parallel.placement import Placement, place
+
+BRANCH_BIAS = Placement(cut=("col",))
+
+
+def apply(model: GPT2, axes: Axes, choices: Choices, layout: LayoutConfig) -> None:
+    """Put a plain model's branches on sub-grids and its common layers where they belong."""
+    branch = axes.branch
+    first = layout.common == "first"
+    if branch.size == 1:
+        return
+    end: End = OnFirst(branch, torch.device(axes.device_type)) if first else Cut(branch, dim=0)
+    schedules = Schedules(replace(axes, col=branch), end)  # the grid of one row: g columns
+    absent = first and branch.index > 0
+    width = model.config.hidden_size
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            match child:
+                case blocks.Linear() if name in choices.products and not choices[name].common:
+                    bias = BRANCH_BIAS if child.opens else _common(1, first)
+                    if absent and not child.opens:
+                        child.bias = None  # added where the sum arrives
+                    setattr(module, name, GridLinear(child, choices[name], bias, schedules))
+                case blocks.Linear() if name == "qkv":
+                    setattr(module, name, SliceLinear(child, axes, first))
+                case blocks.Linear() if name == "out":
+                    setattr(module, name, ConcatLinear(child, axes, first))
+                case blocks.Attention():
+                    child.head_block = branch.index
+                    if not first:
+                        child.clock = GatheredClock(model.clock, branch)
+                case blocks.FeedForward() if absent and choices["up"].common:
+                    setattr(module, name, nn.Identity())
+                case blocks.LayerNorm() | blocks.Dropout() if absent:
+                    setattr(module, name, nn.Identity())
+                case blocks.TokenEmbedding() if absent:
+                    setattr(module, name, NoEmbedding(width))
+                case blocks.PositionEmbedding() if absent:
+                    setattr(module, name, NoPositions(width))
+                case blocks.TiedHead() | blocks.CrossEntropy() | blocks.Classifier() if absent:
+                    setattr(module, name, Elsewhere())
+    if not absent:
+        _place_common(model, axes, first)
+
+
+def _place_common(model: nn.Module, axes: Axes, first: bool) -> None:
+    """Every parameter that no module above has placed is common."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not hasattr(parameter, "shard"):
+                place(module, name, _common(parameter.dim(), first), axes)
+
+
+def _common(dims: int, first: bool) -> Placement:
+    return Placement(cut=(None,) * dims, replicas="dp" if first else "every")
+
+
+@dataclass(frozen=True)
+class GatheredClock:
+    """The clock of a branch in D&SP: its samples are those of all g processes, in their order."""
+
+    clock: blocks.DropoutClock
+    branch: Axis
+
+    @property
+    def seed(self) -> int:
+        return self.clock.seed
+
+    @property
+    def step(self) -> int:
+        return self.clock.step
+
+    @property
+    def first_sample(self) -> int:
+        return self.clock.first_sample - self.branch.index * self.clock.n_samples
+
+
+class SliceLinear(nn.Module):
+    """The common projection to q, k and v, and the heads' slices of it for each branch.
+
+    x [b, s, h] to [g b, s, 3h/g] (D&SP) or [b, s, 3h/g] (cSub).
+    """
+
+    def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
+        super().__init__()
+        self.branch, self.first = axes.branch, first
+        self.device = torch.device(axes.device_type)
+        self.n_out = plain.weight.shape[1]
+        absent = first and self.branch.index > 0
+        self.weight = None if absent else plain.weight
+        self.bias = None if absent else plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            y = x[..., :1].expand(*x.shape[:-1], self.n_out)  # on the meta device
+        else:
+            y = _linear(x, self.weight, self.bias)
+        if self.first:
+            return autograd.scatter_gather(y, self.branch, -1, self.device, "slice")
+        return autograd.alltoall(y, self.branch, -1, 0, "slice")
+
+
+class ConcatLinear(nn.Module):
+    """The heads' results of all branches joined again, and the common projection of them."""
+
+    def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
+        super().__init__()
+        self.branch, self.first = axes.branch, first
+        absent = first and self.branch.index > 0
+        self.weight = None if absent else plain.weight
+        self.bias = None if absent else plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.first:
+            x = autograd.alltoall(x, self.branch, 0, -1, "concat")
+        else:
+            x = autograd.gather_scatter(x, self.branch, -1, "concat")
+        return x if self.weight is None else _linear(x, self.weight, self.bias)
+
+
+class NoEmbedding(nn.Module):
+    """Shape and type of what is embedded elsewhere."""
+
+    weight = None
+
+    def __init__(self, h: int) -> None:
+        super().__init__()
+        self.h = h
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return torch.empty(*tokens_BS.shape, self.h, device="meta", requires_grad=True)
+
+
+class NoPositions(nn.Module):
+    def __init__(self, h: int) -> None:
+        super().__init__()
+        self.h = h
+
+    def forward(self, s: int, start: int = 0) -> Tensor:
+        return torch.empty(s, self.h, device="meta")
+
+
+class Elsewhere(nn.Module):
+    """A head or a loss that is computed elsewhere: a number without a value, to go back from."""
+
+    def forward(self, x: Tensor, _: Tensor | None = None) -> Tensor:
+        return x.sum()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.to(x.dtype).t(), None if bias is None else bias.to(x.dtype))

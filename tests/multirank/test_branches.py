@@ -1,0 +1,414 @@
+"""Networks with branch sections on sub-grids: outputs, every gradient and training are those of one
+process, for any grids and any number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gridformer import comm
+from gridformer.comm import Axis
+from gridformer.models.branches import Branches
+from gridformer.models.resnext import ResNeXt
+from gridformer.nodes import split_messages
+from gridformer.parallel.subgraph import Placed, parallelize
+from gridformer.parallel.subgraph.grids import Grid, Order, divide, whole
+from gridformer.parallel.subgraph.section import Columns, Section
+from tests.multirank.pool import RankFailed, WorkerPool
+
+# --------------------------------------------------------------------------- networks
+
+
+class TwoTowers(nn.Module):
+    """Two towers of unequal width and depth on slices of the input, joined, then a common head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        users = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.common = nn.Linear(9, 9)
+        self.towers = Branches([users, nn.Linear(4, 3)], "slice", "concat", sizes=(5, 4))
+        self.head = nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.towers(torch.tanh(self.common(x)))))
+        return out
+
+
+class Path(nn.Module):
+    def __init__(self, h: int, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(h, width), nn.Linear(width, h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Nested(nn.Module):
+    """Sections of different numbers of branches: one after the other, and one inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Sequential(Branches([Path(9, w) for w in (2, 5, 3)]), nn.Linear(9, 9))
+        self.first = Branches([Path(9, 3) for _ in range(4)])
+        self.norm = nn.LayerNorm(9)
+        self.outer = Branches([inner, Path(9, 7)])
+        self.joined = Branches([nn.Linear(9, w) for w in (1, 2, 1)], "split", "concat")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + self.first(x))
+        out: Tensor = self.joined(x + self.outer(x))
+        return out
+
+
+class Uneven(nn.Module):
+    """The first section works on the raw input; one of its branches has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = Branches([nn.Identity(), Path(9, 30), Path(9, 2), Path(9, 3)])
+        self.slices = Branches([nn.Linear(3, 2) for _ in range(3)], "slice", "sum")
+        self.head = nn.Linear(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.slices(self.front(x)))
+        return out
+
+
+def images() -> nn.Module:
+    return ResNeXt(channels=8, width=2, branches=4, blocks=2, classes=4)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "towers": TwoTowers,
+    "nested": Nested,
+    "uneven": Uneven,
+    "resnext": images,
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(11)
+    return NETWORKS[name]().double()
+
+
+def batch(name: str, n: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (n, 1, 8, 8) if name == "resnext" else (n, 9)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 4, (n,), generator=generator)
+
+
+# --------------------------------------------------------------------------- against one process
+
+
+def compare(name: str, how: dict[str, Any], sizes: list[int]) -> dict[str, float]:
+    """The largest differences from one process over some steps of SGD."""
+    torch.set_num_threads(1)
+    want = build(name)
+    placed = parallelize(build(name), **how)
+    reference = dict(want.named_parameters())
+    mine = {n: p for n, p in placed.model.named_parameters() if not p.is_meta}
+    assert mine.keys() <= reference.keys()
+    assert set(mine.values()) == set(placed.parameters())
+    one = torch.optim.SGD(want.parameters(), lr=0.1)
+    many = torch.optim.SGD(placed.parameters(), lr=0.1) if mine else None
+    worst = {"output": 0.0, "loss": 0.0, "gradient": 0.0, "parameter": 0.0, "held": 0.0}
+    for step, n in enumerate(sizes):
+        x, y = batch(name, n, step)
+        logits = want(x)
+        loss = F.cross_entropy(logits, y, reduction="sum") / n
+        one.zero_grad()
+        loss.backward()
+        one.step()
+        if many:
+            many.zero_grad()
+        local_x, local_y = placed.local(x), placed.local(y)
+        out = placed.model(local_x)
+        part = F.cross_entropy(out, local_y, reduction="sum") / n
+        placed.backward(part)
+        assert out.is_meta != placed.holds_common
+        if placed.holds_common:
+            number = placed.common.ranks.index(placed.rank)
+            worst["output"] = _worse(worst["output"], out, logits[number :: len(placed.common)])
+        worst["loss"] = max(worst["loss"], abs(placed.total(part) - float(loss)))
+        for key, p in mine.items():
+            assert p.grad is not None, key
+            worst["gradient"] = _worse(worst["gradient"], p.grad, reference[key].grad)
+        if many:
+            many.step()
+    for key, p in mine.items():
+        worst["parameter"] = _worse(worst["parameter"], p, reference[key])
+    worst["held"] = sum(p.numel() for p in mine.values())
+    return worst
+
+
+def _worse(so_far: float, a: Tensor, b: Tensor | None) -> float:
+    assert b is not None
+    assert a.shape == b.shape
+    return max(so_far, float((a.detach() - b).abs().max()) if a.numel() else 0.0)
+
+
+def check(pool: WorkerPool, n: int, name: str, how: dict[str, Any], sizes: list[int]) -> list[int]:
+    results = pool.run(n, compare, name, how, sizes)
+    for rank, worst in enumerate(results):
+        wrong = {k: v for k, v in worst.items() if k != "held" and not v <= 1e-12}
+        assert not wrong, f"rank {rank}: {wrong}"
+    return [int(worst["held"]) for worst in results]
+
+
+CASES: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "towers", {"g": 2, "common": "first"}),
+    (4, "towers", {"g": 2}),
+    (4, "towers", {"g": 2, "common": "first", "order": "contiguous"}),
+    (4, "resnext", {"g": 4}),
+    (4, "resnext", {"g": 2, "order": "contiguous"}),
+    (4, "resnext", {"g": 4, "common": "first"}),
+    (4, "nested", {"g": {"first": 4, "outer": 2, "joined": 2, "outer.*.0": 2}}),
+    (4, "nested", {"g": {"first": 2, "outer": 2, "outer.*": 1, "joined": 3}, "common": "first"}),
+    (4, "uneven", {"g": {"front": 4, "slices": 3}}),
+    (4, "uneven", {"g": 2, "common": [1, 2, 3]}),
+    (5, "towers", {"g": 2}),
+    (5, "nested", {"g": 2, "common": [3]}),
+    (5, "uneven", {"g": 3, "common": "first"}),
+    (6, "nested", {"g": {"first": 3, "outer": 2, "outer.branches.0.0": 3}, "order": "contiguous"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("n", "name", "how"),
+    CASES,
+    ids=lambda value: "".join(str(value).split()),
+)
+def test_equals_one_process(pool: WorkerPool, n: int, name: str, how: dict[str, Any]) -> None:
+    """A batch that divides, two that do not, and one that leaves processes without samples."""
+    check(pool, n, name, how, [12 if n != 5 else 10, 7, 13, 3])
+
+
+def test_a_branch_is_held_by_its_sub_grid_alone(pool: WorkerPool) -> None:
+    """Memory of branch sections is exactly 1/g; the common layers' is one copy each, or none."""
+    whole_net = build("resnext")
+    common = sum(p.numel() for name, p in whole_net.named_parameters() if "branches" not in name)
+    inside = sum(p.numel() for p in whole_net.parameters()) - common
+    assert inside % 4 == 0
+    assert check(pool, 4, "resnext", {"g": 4}, [8]) == [common + inside // 4] * 4
+    held = check(pool, 4, "resnext", {"g": 4, "common": "first"}, [8])
+    assert held == [common + inside // 4] + [inside // 4] * 3
+    assert check(pool, 4, "resnext", {"g": 2}, [8]) == [common + inside // 2] * 4
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def refused(how: dict[str, Any], seed_by_rank: bool = False) -> str:
+    torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
+    try:
+        parallelize(TwoTowers(), **how)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"g": 3}, "section towers: 2 branches cannot occupy 3 sub-grids: use at most 2"),
+        ({"g": 8}, "section towers: 4 processes cannot form 8 sub-grids: use 1 to 4"),
+        ({"g": 2, "common": [0, 7]}, "names ranks beyond the 4 there are"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    pool: WorkerPool, how: dict[str, Any], says: str
+) -> None:
+    for sentence in pool.run(4, refused, how):
+        assert says in sentence
+
+
+def test_different_weights_are_refused(pool: WorkerPool) -> None:
+    for sentence in pool.run(2, refused, {"g": 2}, True):
+        assert "the processes' weights differ: common.weight" in sentence
+        assert "torch.manual_seed" in sentence
+
+
+def forgot_local() -> None:
+    placed = parallelize(build("towers"), g=2)
+    x, _ = batch("towers", 8, 0)
+    placed.local(x)
+    placed.model(x)  # all of it instead of this process's
+
+
+def test_a_batch_that_was_not_shared_out_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailed, match="with 8 samples where it holds 4 of 8"):
+        pool.run(2, forgot_local)
+
+
+# --------------------------------------------------------------------------- between grids
+
+
+def sent_around(
+    source: list[int], grids: list[list[int]], n_samples: int, sliced: bool
+) -> dict[str, Any]:
+    """Numbered samples go to the sub-grids and come back; what this rank saw, and what it sent."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = tuple(Grid(tuple(ranks)) for ranks in grids)
+    section = Section(Grid(tuple(source)), parts, rank, Axis("world", size, rank), CPU)
+    columns = None
+    if sliced:
+        columns = Columns(-1, 2 * len(grids), [[(2 * y, 2 * y + 2)] for y in range(len(grids))])
+    width = columns.total if columns else 3
+    every = torch.arange(n_samples * width, dtype=torch.float64).view(n_samples, width)
+    x = every[[*section.source.samples(rank, n_samples)]] if section.on_source else None
+    x = every.to("meta") if x is None else x
+    with comm.record() as record:
+        inside = section.spread(x, columns, n_samples)
+    back = section.collect(inside, columns, n_samples)
+    return {"inside": inside, "back": None if back.is_meta else back, "moved": record.moved()}
+
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def grids(draw: st.DrawFn, n: int) -> tuple[list[int], list[list[int]]]:
+    """Some of n ranks as the source, all of them as sub-grids, in any order."""
+    ranks = draw(st.permutations(range(n)))
+    cuts = sorted(draw(st.sets(st.integers(1, n - 1), max_size=n - 1)))
+    parts = [[*ranks[a:b]] for a, b in zip([0, *cuts], [*cuts, n])]
+    source = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+    return source, parts
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), n_samples=st.integers(1, 17), sliced=st.booleans())
+def test_redistribution_between_any_grids(
+    pool: WorkerPool, data: st.DataObject, n_samples: int, sliced: bool
+) -> None:
+    """Every sample arrives where it belongs, comes back, and nothing travels twice."""
+    n = 6
+    source, parts = data.draw(grids(n))
+    width = 2 * len(parts) if sliced else 3
+    every = torch.arange(n_samples * width, dtype=torch.float64).view(n_samples, width)
+    results = pool.run(n, sent_around, source, parts, n_samples, sliced)
+    for y, part in enumerate(parts):
+        columns = every[:, 2 * y : 2 * y + 2] if sliced else every
+        for rank in part:
+            inside = columns[part.index(rank) :: len(part)]
+            assert torch.equal(results[rank]["inside"], inside)
+    for number, rank in enumerate(source):
+        back = every[number :: len(source)] * (1 if sliced else len(parts))
+        assert torch.equal(results[rank]["back"], back)
+    for rank in range(n):
+        mine = next(part for part in parts if rank in part)
+        held = set(range(source.index(rank), n_samples, len(source))) if rank in source else set()
+        wanted = set(range(mine.index(rank), n_samples, len(mine)))
+        received = len(wanted - held) * (2 if sliced else 3)
+        sent = 0
+        for part in parts:
+            for other in part:
+                there = set(range(part.index(other), n_samples, len(part)))
+                sent += len(there & held) * (2 if sliced else 3) * (other != rank)
+        assert results[rank]["moved"] == max(sent, received)
+
+
+# --------------------------------------------------------------------------- what is sent
+
+
+def segmented(g: int, order: str, first: bool, sliced: bool) -> list[dict[str, Any]]:
+    """Elements, kinds and targets of a section's four collectives on this rank."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        Branches([nn.Identity() for _ in range(g)], *(("slice", "concat") if sliced else ()))
+    )
+    common = "first" if first else "all"
+    placed: Placed = parallelize(net, g, common, order)  # type: ignore[arg-type]
+    x = torch.ones(4 * n, 5, 2 * g)
+    local = placed.local(x).requires_grad_()
+    placed.model(local)  # asks for widths once
+    found = []
+    with comm.record() as record:
+        y = placed.model(local)
+    with comm.record() as back:
+        y.backward(torch.ones_like(y))
+    for recorder in (record, back):
+        for r in recorder.records:
+            found.append({"op": r.op, "moved": r.moved, "targets": r.targets, "rank": rank})
+    return found
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("n", "g"), [(4, 2), (4, 4), (6, 3)])
+def test_segmented_collectives_send_the_least(
+    pool: WorkerPool, n: int, g: int, first: bool, sliced: bool
+) -> None:
+    """Elements of each of the four, as specification section 4 has them."""
+    results = pool.run(n, segmented, g, "topology", first, sliced)
+    m = n // g
+    every = 4 * n * 5 * 2 * g  # elements of the whole batch
+    if first:
+        ops = ["scatter", "gather", "scatter", "gather"] if sliced else None
+        ops = ops or ["broadcast", "reduce", "broadcast", "reduce"]
+    else:
+        ops = ["all_to_all"] * 4 if sliced else None
+        ops = ops or ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
+    for rank, found in enumerate(results):
+        # Backward, sum comes first: its partner is split.
+        assert [record["op"] for record in found] == ops
+        mine = every // (m if first else n)  # of the common part on a process that holds it
+        root = first and rank % g == 0
+        if first and sliced:
+            want = mine * (g - 1) // g if root else mine // g
+        elif first:
+            want = 0 if root else mine
+        elif sliced:
+            want = mine * (g - 1) // g
+        else:
+            want = mine * (g - 1)
+        assert {record["moved"] for record in found} == {want}, rank
+
+
+@pytest.mark.parametrize("order", ["topology", "contiguous"])
+@pytest.mark.parametrize(("n", "g"), [(4, 2), (8, 2), (8, 4), (12, 3), (12, 6), (16, 4)])
+def test_messages_between_nodes(pool: WorkerPool, n: int, g: int, order: str) -> None:
+    """Counted from the split that really ran, for every number of processes a node."""
+    results = pool.run(n, segmented, g, order, False, False)
+    span = g if order == "topology" else n // g
+    checked = 0
+    for k in (k for k in range(1, n + 1) if n % k == 0 and (span % k == 0 or k % span == 0)):
+        within = between = 0
+        for rank, found in enumerate(results):
+            targets = found[0]["targets"]
+            near = sum(target // k == rank // k for target in targets)
+            within, between = within + near, between + len(targets) - near
+        assert (within, between) == split_messages(n, g, k, order), k  # type: ignore[arg-type]
+        checked += 1
+    assert checked >= 3
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.booleans())
+def test_the_table_of_messages(a: int, b: int, c: int, topology: bool) -> None:
+    """The same for grids of any size, counted from where ranks lie."""
+    order: Order = "topology" if topology else "contiguous"
+    # g, m = n/g and k so that k divides n and fits the span of a group.
+    for g, m, k in ((a, b * c, a), (a * b, c, a), (a, b * c, a * b), (a, b * c, b), (a, b, b * a)):
+        n = g * m
+        span = g if topology else m
+        if n % k or (span % k and k % span):
+            continue
+        parts = divide(whole(n, g, order), g)
+        within = between = 0
+        for x in range(m):
+            members = [part.ranks[x] for part in parts]
+            pairs = [(i, j) for i in members for j in members]
+            near = sum(i // k == j // k for i, j in pairs)
+            within, between = within + near, between + len(pairs) - near
+        assert (within, between) == split_messages(n, g, k, order)
