@@ -91,7 +91,7 @@ def n_cores() -> int:
     return os.cpu_count() or 1
 
 
-def machine() -> dict[str, str]:
+def machine(module: str = "benchmarks.schemes") -> dict[str, str]:
     """What the numbers depend on besides the code; written beside them."""
     import torch
 
@@ -103,13 +103,13 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "backend": "gloo",
         "commit": _commit(),
-        "command": command_line(),
+        "command": command_line(module),
     }
 
 
-def command_line() -> str:
+def command_line(module: str = "benchmarks.schemes") -> str:
     """As a person would type it in the repository's root."""
-    return shlex.join(["python", "-m", "benchmarks.schemes", *sys.argv[1:]])
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def _cpu_model() -> str:

@@ -74,7 +74,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Scheme:
-    """All that differs between the four figures."""
+    """All that differs between the figures."""
 
     title: str
     grid: tuple[int, int]
@@ -94,6 +94,7 @@ class Scheme:
     moved: str
     partial: bool = False  # the closing product gives partial sums
     summa: bool = False
+    axis: str = "col"  # that runs to the right
 
 
 # ----------------------------------------------------------------- ways to cut a sheet
@@ -322,7 +323,7 @@ def draw_section(
     draw_tensor(ax, x, y, last)
 
 
-def draw_devices(ax: Any, x: float, top: float, shape: tuple[int, int]) -> None:
+def draw_devices(ax: Any, x: float, top: float, shape: tuple[int, int], axis: str) -> None:
     """The device grid as the key to the colours, its top right corner at (x, top)."""
     r, c = shape
     side = 0.34 if r == 1 else 0.3
@@ -333,7 +334,7 @@ def draw_devices(ax: Any, x: float, top: float, shape: tuple[int, int]) -> None:
         return
     draw_sheet(ax, left, top, c * side, r * side, cut(r, c) if r == 1 else by_place(cut(r, c)))
     arrow(ax, left, top + 0.08, x, top + 0.08, MUTED, 0.9, 6)
-    write(ax, (left + x) / 2, top + 0.18, "axis col", 8, MUTED)
+    write(ax, (left + x) / 2, top + 0.18, f"axis {axis}", 8, MUTED)
     if r == 1:
         write(ax, left - 0.12, top - side / 2, "devices", color=MUTED, ha="right")
     else:
@@ -373,7 +374,7 @@ def draw_scheme(s: Scheme, extra: float = 0.0) -> Any:
     ax = new_figure(height)
     write(ax, MARGIN, height - 0.34, s.title, 15, weight="bold", ha="left")
     write(ax, MARGIN, height - 0.63, s.subtitle, 9.5, MUTED, ha="left")
-    draw_devices(ax, WIDTH - MARGIN, height - 0.33, s.grid)
+    draw_devices(ax, WIDTH - MARGIN, height - 0.33, s.grid, s.axis)
     if not alone:
         draw_key(ax, MARGIN, height - 0.96, s)
 

@@ -103,7 +103,7 @@ def draw_panel(ax: Any, x: float, y: float, text: str, device: int, owner: bool 
     write(ax, x, y + 0.142, text, 8)
 
 
-# ----------------------------------------------------------------- the four figures
+# ----------------------------------------------------------------- the figures
 
 ABOVE_BELOW = "Above a tensor: all of it. Below: what one device holds."
 
@@ -190,6 +190,34 @@ def _megatron() -> Scheme:
     )
 
 
+def super_dsp() -> Any:
+    """Sub-graph parallelism (D&SP) with two sub-grids of one device."""
+    plain = _megatron()
+    both = (whole(0, 1), whole(0, 1))
+    local = {name: shape.replace("/c", "/g") for name, shape in plain.local.items()}
+    scheme = replace(
+        plain,
+        title="SUPER, D&SP",
+        grid=(1, 2),
+        subtitle=f"g sub-grids of one device, g = 2. {ABOVE_BELOW}",
+        enter=Gate("split", "all-gather b", "reduce-scatter b"),
+        leave=Gate("sum", "reduce-scatter b", "all-gather b"),
+        between=(whole(0), whole(1)),
+        entered=both,
+        inside=(cut(1, 2), cut(1, 2)),
+        closed=(cut(2, 1), cut(2, 1)),
+        opening=cut(1, 2),
+        closing=cut(2, 1),
+        opening_bias=cut(1, 2, labels=False),
+        closing_bias=whole(0, 1),
+        norm=whole(0, 1),
+        local={**local, "x": "[b/g, s, h]"},
+        moved="A device receives 4(g−1)/g · bsh elements a layer in the forward pass.",
+        axis="branch",
+    )
+    return draw_scheme(scheme)
+
+
 def optimus() -> Any:
     """Two-dimensional tensor parallelism on a 2 x 2 grid, and one SUMMA step."""
     act = (by_place(cut(1, 2)), by_place(cut(1, 2, first=2)))
@@ -240,6 +268,7 @@ FIGURES: dict[str, Callable[[], Any]] = {
     "megatron": megatron,
     "megatron-sequence": megatron_sequence,
     "optimus": optimus,
+    "super": super_dsp,
 }
 
 

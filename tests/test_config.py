@@ -75,7 +75,7 @@ def test_all_problems_at_once() -> None:
     found = problems(raw)
     for text in (
         "unknown key trian",
-        "layout.scheme=optmus: input should be 'single', 'megatron' or 'optimus': "
+        "layout.scheme=optmus: input should be 'single', 'megatron', 'optimus' or 'subgraph': "
         "did you mean 'optimus'?",
         "layout.rows=0: input should be greater than or equal to 1",
         "train.lr=-1: input should be greater than 0",

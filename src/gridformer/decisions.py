@@ -61,6 +61,11 @@ def decide_run(run: RunConfig) -> Decisions:
         n = layout.dp * (layout.branches if layout.common == "all" else 1)
         gradients = (layout.dp - 1) / layout.dp * inside / layout.branches + (n - 1) / n * common
         traffic["dp"] = 2 * gradients * parameter_bytes
+        if layout.attention == "outside":  # slices and results, there and back
+            h, g = run.model.hidden_size, layout.branches
+            held = work.tokens / (g if layout.common == "all" else 1)
+            sliced = 2 * 4 * h * held * (g - 1) / g * run.model.n_layers * work.micro_batches
+            traffic["col"] += sliced * work.itemsize
     candidates = []
     if layout.devices_per_node and not branched:  # whose order says where ranks lie
         sizes = nodes.sizes_of(layout)
@@ -80,7 +85,8 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         console.print(_products(choices))
     total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
     if total:
-        axes = {"col": "activations along rows", "row": "weights down columns", "dp": "gradients"}
+        along = "over branches" if layout.scheme == "subgraph" else "along rows"
+        axes = {"col": f"activations {along}", "row": "weights down columns", "dp": "gradients"}
         parts = [f"{axes[name]} {n_bytes / _MIB:,.1f} MiB" for name, n_bytes in total.items()]
         console.print(Text(f"One device receives in a step: {', '.join(parts)}."))
     for reason in choices.reasons:
@@ -105,6 +111,8 @@ def _products(choices: Choices) -> Table:
 
 def _row(choices: Choices, choice: Choice) -> list[str]:
     product, mib = choice.product, choices.work.itemsize / _MIB
+    if choice.common:
+        return [product.name, f"{product.n_in} x {product.n_out}", "-", "common", *"----"]
     forward, backward = choices.forward(choice), choices.backward(choice)
     kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
     received = [(traffic.col + traffic.row) * mib for traffic in (forward, backward)]

@@ -262,17 +262,19 @@ def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
 
 def _sub_graph(choices: Choices, layout: LayoutConfig) -> Choices:
     """Products outside the branches are common; see gridformer.parallel.subgraph."""
-    branched: set[str] = set()
-    if layout.attention == "inside":
-        branched |= {"qkv", "out"}
-    if layout.feed_forward == "branched":
-        branched |= {"up", "down"}
+    inside, whole = layout.attention == "inside", layout.feed_forward == "common"
+    branched = ["qkv", "out"] * inside + ["up", "down"] * (not whole)
     choices = _each(choices, lambda c: replace(c, common=c.product.name not in branched))
     share = choices.branched_parameters / choices.parameters
     choices.reasons.append(
-        f"branches: {', '.join(sorted(branched)) or 'no product'} in {layout.branches} branches, "
+        f"branches: {', '.join(branched) or 'no product'} in {layout.branches} branches, "
         f"{share:.0%} of the parameters, whose gradients are summed over dp={layout.dp} processes"
     )
+    if not inside:
+        choices.reasons.append(
+            "attention: slices of q, k and v enter the branches, 3 h a token, and the heads' "
+            "results leave them, h a token"
+        )
     if layout.devices_per_node:
         n, k = layout.dp * layout.branches, layout.devices_per_node
         within, between = split_messages(n, layout.branches, k, layout.order)

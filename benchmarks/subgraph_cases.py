@@ -1,0 +1,124 @@
+"""What benchmarks/subgraph.py measures: shapes, sweeps over heads, and the variants of each.
+
+The shapes are those that SUPER measures (Jain et al. 2021, section VI), made to fit two cores: the
+original Transformer's base model and T5-large, blocks of self-attention and feed-forward, fewer of
+them and shorter sequences. Heads go from 4 to 32 in two ways, as in the paper's figures:
+
+    work per head fixed     every head is 64 wide, so that h grows with the heads
+    total work fixed        h is the model's own, so that heads become narrower
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gridformer.config import LayoutConfig, ModelConfig
+
+Sweep = Literal["per-head", "total"]
+HEAD = 64  # the width of a head in both models
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A stack of `layers` blocks; h is the model's hidden size, f = 4h; s tokens a sequence."""
+
+    name: str
+    title: str
+    h: int
+    s: int
+    layers: int
+
+
+SHAPES = {
+    "transformer": Shape("transformer", "Transformer base (h=512)", 512, 64, 2),
+    "t5-large": Shape("t5-large", "T5-large (h=1024)", 1024, 64, 1),
+    "tiny": Shape("tiny", "tiny, to try the script", 64, 8, 1),
+}
+HEADS = (4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: its variants alternate in one set of processes.
+
+    each: samples a process, of pure data parallelism; all variants share the same global batch.
+    """
+
+    shape: str
+    sweep: Sweep
+    heads: int
+    each: int
+    processes: int
+
+    @property
+    def hidden(self) -> int:
+        shape = SHAPES[self.shape]
+        if self.shape == "tiny":
+            return 4 * self.heads if self.sweep == "per-head" else shape.h
+        return HEAD * self.heads if self.sweep == "per-head" else shape.h
+
+    @property
+    def key(self) -> str:
+        return f"{self.shape}/{self.sweep}/{self.heads}/{self.each}/{self.processes}"
+
+    @property
+    def samples(self) -> int:
+        return self.each * self.processes
+
+    def model(self) -> ModelConfig:
+        shape = SHAPES[self.shape]
+        return ModelConfig(
+            n_layers=shape.layers,
+            hidden_size=self.hidden,
+            n_heads=self.heads,
+            vocab_size=16,
+            max_seq_len=shape.s,
+        )
+
+    def describe(self) -> str:
+        shape = SHAPES[self.shape]
+        return (
+            f"{shape.name}, {self.heads} heads, {self.sweep} (h={self.hidden} s={shape.s} "
+            f"N={shape.layers}), {self.each} a process, {self.processes} processes"
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    title: str
+    layout: LayoutConfig
+
+
+def variants(processes: int) -> list[Variant]:
+    """Pure data parallelism first; then for each g D&SP, the same with attention alone branched (as
+    in the paper), and D&SP-cSub."""
+    found = [Variant("dp", "data parallel", LayoutConfig(dp=processes))]
+    for g in (g for g in (2, 4, 8) if g <= processes and processes % g == 0):
+
+        def layout(g: int = g, **fields: str) -> LayoutConfig:
+            values = {"scheme": "subgraph", "branches": g, "dp": processes // g}
+            return LayoutConfig.model_validate({**values, **fields})
+
+        found += [
+            Variant(f"dsp-{g}", f"D&SP, g={g}", layout()),
+            Variant(
+                f"dsp-attention-{g}", f"D&SP of attention, g={g}", layout(feed_forward="common")
+            ),
+            Variant(f"csub-{g}", f"D&SP-cSub, g={g}", layout(common="first")),
+        ]
+    return found
+
+
+def all_cases(processes: int, names: list[str]) -> list[Case]:
+    """4 processes: everything. 8: work per head fixed, for g=8."""
+    sweeps: tuple[Sweep, ...] = ("per-head", "total") if processes <= 4 else ("per-head",)
+    return [
+        Case(name, sweep, heads, each, processes)
+        for name in names
+        for each in (1, 4)
+        for sweep in sweeps
+        for heads in HEADS
+        if heads >= processes and not (name == "t5-large" and sweep == "per-head" and heads < 16)
+    ]

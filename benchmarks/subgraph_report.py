@@ -1,0 +1,163 @@
+"""Tables and a picture of what benchmarks/subgraph.py measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from benchmarks.subgraph_cases import SHAPES, Case, Variant, variants
+
+Measured = Mapping[str, dict[str, Any]]
+SWEEPS = {"per-head": "work per head fixed", "total": "total work fixed"}
+_MIB = 2**20
+
+HEAD = """# Sub-graph parallelism beside data parallelism
+
+{machines}
+
+A step of a stack of blocks: forward, backward with the sums of gradients that overlap it, AdamW;
+float32. Every variant does the same global batch, from the same weights, and its loss after a step
+equals data parallelism's to 1e-4, or the run stops. Variants of a case alternate in one set of
+processes; times are medians of the rounds (quartiles in brackets), of the slowest process.
+**Speed-up** is data parallelism's time over the variant's in the same round, its median. D&SP
+branches attention and feed-forward; "of attention" leaves the feed-forward common, as the paper
+does. Messages count what a process sends in a step, its own piece included; elements are those that
+cross one process's link; both, and bytes, are the fullest process's. States are parameters,
+gradients and AdamW's moments; the peak is the most bytes of tensors alive at once.
+
+The processes share two cores over loopback: sending costs processor time here, not a network's, and
+arithmetic does not get faster with more processes.
+"""
+
+
+def report(measured: Measured) -> str:
+    """Markdown of everything that was measured."""
+    machines = sorted({_machine(values) for values in measured.values()})
+    parts = [HEAD.format(machines="\n".join(machines))]
+    for (shape, each, processes), cases in _grouped(measured).items():
+        samples = f"{each} sample{'s' if each > 1 else ''} a process"
+        parts.append(f"## {SHAPES[shape].title}, {samples}, {processes} processes\n")
+        parts.append(_speedups(cases, measured, processes))
+        heaviest = max(cases, key=lambda case: (case.hidden, case.heads))
+        parts.append(f"In detail, {heaviest.describe()}:\n")
+        parts.append(_details(measured[heaviest.key]))
+    return "\n".join(parts)
+
+
+def plot(measured: Measured, path: Path) -> None:
+    """Speed-up over data parallelism by heads; one panel a shape, batch and sweep."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = {
+        (shape, each, sweep): [case for case in cases if case.sweep == sweep]
+        for (shape, each, processes), cases in _grouped(measured).items()
+        for sweep in SWEEPS
+        if processes == 4
+    }
+    panels = {key: cases for key, cases in panels.items() if len(cases) > 1}
+    if not panels:
+        raise ValueError("nothing to draw: no sweep with 4 processes was measured")
+    rows = -(-len(panels) // 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(9, 2.6 * rows), squeeze=False, sharey=True)
+    colours = {"dsp": "#0b6e99", "dsp-attention": "#7a9e3f", "csub": "#c4612a"}
+    for axis, (key, cases) in zip(axes.flat, panels.items()):
+        shape, each, sweep = key
+        for variant in variants(4)[1:]:
+            family, _, g = variant.name.rpartition("-")
+            speedups = [_speedup(measured[case.key], variant.name) for case in cases]
+            style = "-" if g == "4" else "--"
+            axis.plot([case.heads for case in cases], speedups, style, color=colours[family],
+                      marker="o", markersize=3, label=variant.title)  # fmt: skip
+        axis.axhline(1.0, color="#888888", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([case.heads for case in cases], [str(case.heads) for case in cases])
+        axis.minorticks_off()
+        axis.set_title(f"{SHAPES[shape].title}, {each} a process, {SWEEPS[sweep]}", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("speed-up over data parallel", fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("heads", fontsize=8)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _grouped(measured: Measured) -> dict[tuple[str, int, int], list[Case]]:
+    """Cases by shape, samples a process and processes, in the order of sweeps and heads."""
+    cases = [Case(**values["case"]) for values in measured.values()]
+    cases.sort(key=lambda c: (c.processes, [*SHAPES].index(c.shape), c.each, c.sweep, c.heads))
+    grouped: dict[tuple[str, int, int], list[Case]] = {}
+    for case in cases:
+        grouped.setdefault((case.shape, case.each, case.processes), []).append(case)
+    return grouped
+
+
+def _speedups(cases: list[Case], measured: Measured, processes: int) -> str:
+    head = ["speed-up"] + [f"{case.heads} heads, h={case.hidden}" for case in cases]
+    lines = [["", *(SWEEPS[case.sweep] for case in cases)]]
+    first = ["data parallel, ms"]
+    first += [f"{1e3 * median(_row(measured[c.key], 'dp')['seconds']):.0f}" for c in cases]
+    lines.append(first)
+    for variant in variants(processes)[1:]:
+        values = [_speedup(measured[case.key], variant.name) for case in cases]
+        lines.append([variant.title, *(f"{value:.2f}" for value in values)])
+    return _table(head, lines)
+
+
+def _details(values: dict[str, Any]) -> str:
+    head = ["variant", "step, ms", "speed-up", "collectives", "messages", "moved, M elements"]
+    head += ["of them gradients", "parameters, MiB", "states", "peak"]
+    lines = []
+    for row in values["rows"]:
+        low, middle, high = quantiles(row["seconds"], n=4, method="inclusive")
+        lines.append(
+            [
+                row["title"],
+                f"{1e3 * middle:.0f} [{1e3 * low:.0f}, {1e3 * high:.0f}]",
+                f"{_speedup(values, row['name']):.2f}",
+                f"{sum(row['collectives'].values())}",
+                f"{row['messages']}",
+                f"{row['moved'] / 1e6:.2f}",
+                f"{row['moved_gradients'] / 1e6:.2f}",
+                *(f"{row[kind] / _MIB:.1f}" for kind in ("parameters", "states", "peak")),
+            ]
+        )
+    return _table(head, lines)
+
+
+def _row(values: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(row for row in values["rows"] if row["name"] == name)
+    return found
+
+
+def _speedup(values: dict[str, Any], name: str) -> float:
+    pairs = zip(_row(values, "dp")["seconds"], _row(values, name)["seconds"])
+    return median(dp / mine for dp, mine in pairs)
+
+
+def _machine(values: dict[str, Any]) -> str:
+    m = values["machine"]
+    return (
+        f"- {m['date']}: {m['cpu']}, {m['cores']} cores; torch {m['torch']}, gloo, Python "
+        f"{m['python']}, commit {m['commit']}, {values['rounds']} rounds: `{m['command']}`"
+    )
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *lines]) + "\n"
+
+
+__all__ = ["Variant", "plot", "report"]
