@@ -77,11 +77,13 @@ def _plot(losses: dict[str, list[float]], path: Path) -> None:
         width = 1 + 1.3 * (len(losses) - 1 - number)
         curve.plot(steps, found, linewidth=width, label=name)
         if number:
-            difference = [max(abs(a / b - 1), 1e-9) for a, b in zip(found, want)]
-            rest.plot(steps, difference, linewidth=1, color=f"C{number}", label=name)
+            difference = [abs(a / b - 1) or float("nan") for a, b in zip(found, want)]
+            rest.plot(steps, difference, ".", markersize=4, color=f"C{number}", label=name)
     curve.set(xlabel="step", ylabel="cross entropy (nats a token)", title="Loss")
     curve.legend(frameon=False, fontsize=8)
-    rest.set(xlabel="step", yscale="log", title="Relative difference from one process, float32")
+    rest.set(
+        xlabel="step", yscale="log", title="Relative difference from one process where there is any"
+    )
     for axis in (curve, rest):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

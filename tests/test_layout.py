@@ -70,6 +70,8 @@ def subject(problem: str) -> str:
     """What a sentence complains of, without its numbers: `model.n_heads ... layout.cols`."""
     if problem.startswith("train.global_batch"):
         return "train.global_batch"
+    if problem.startswith("layout.devices_per_node"):  # whatever it names of the layout
+        return "layout.devices_per_node"
     return re.sub(r"=[^ :;]*", "", re.split(r"[:;] use ", problem)[0])
 
 
@@ -150,6 +152,69 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "layout.sequence_parallel belongs to scheme=megatron, not optimus: use "
         "sequence_parallel=false",
     ),
+    (
+        {"layout.scheme": "subgraph", "layout.branches": 8},
+        "model.n_heads=12 does not divide over layout.branches=8: use layout.branches=1, 2, 3, 4, "
+        "6 or 12, or model.n_heads=8 or 16",
+    ),
+    (
+        {"layout.scheme": "subgraph", "layout.branches": 12, "model.ffn_size": 50},
+        "model.ffn_size=50 does not divide over layout.branches=12: use layout.branches=1 or 2, or "
+        "model.ffn_size=48 or 60",
+    ),
+    (
+        {"layout.scheme": "subgraph", "layout.branches": 4, "train.global_batch": 10},
+        "train.global_batch=10 does not divide over layout.branches (4): use "
+        "train.global_batch=8 or 12",
+    ),
+    (
+        {"layout.scheme": "subgraph", "layout.branches": 3, "layout.dp": 2}
+        | {"train.micro_batches": 2, "train.global_batch": 16},
+        "train.global_batch=16 does not divide over layout.dp (2) x layout.branches (3) x "
+        "train.micro_batches (2): use train.global_batch=12 or 24",
+    ),
+    (
+        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.rows": 2, "layout.cols": 3},
+        "layout.scheme=subgraph has branches in the place of a grid, not 2x3: use rows=1 and "
+        "cols=1, or scheme=optimus",
+    ),
+    (
+        {"layout.branches": 2},
+        "layout.branches=2 belongs to scheme=subgraph, not single: use layout.branches=1",
+    ),
+    (
+        {"layout.scheme": "megatron", "layout.common": "first"},
+        "layout.common=first belongs to scheme=subgraph, not megatron: use layout.common=all",
+    ),
+    (
+        {"layout.scheme": "optimus", "layout.attention": "outside"},
+        "layout.attention=outside belongs to scheme=subgraph, not optimus: use "
+        "layout.attention=inside",
+    ),
+    (
+        {"layout.scheme": "megatron", "layout.feed_forward": "common"},
+        "layout.feed_forward=common belongs to scheme=subgraph, not megatron: use "
+        "layout.feed_forward=branched",
+    ),
+    (
+        {"layout.order": "contiguous"},
+        "layout.order=contiguous belongs to scheme=subgraph, not single: use layout.order=topology",
+    ),
+    (
+        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.keep_gathered": "weights"},
+        "layout.keep_gathered=weights: subgraph gathers no such thing: use "
+        "layout.keep_gathered=auto, inputs or none",
+    ),
+    (
+        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.schedule": "gather"},
+        "layout.schedule=gather belongs to scheme=optimus, not subgraph: use layout.schedule=auto",
+    ),
+    (
+        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.dp": 3}
+        | {"layout.devices_per_node": 4},
+        "layout.devices_per_node=4 does not divide branches x dp x pp=6: use "
+        "layout.devices_per_node=",
+    ),
 ]
 
 
@@ -181,7 +246,26 @@ def test_all_problems_at_once() -> None:
     assert len(found) == len(starts)
 
 
-@pytest.mark.parametrize("scheme", ["single", "megatron", "optimus"])
+@pytest.mark.parametrize(("changes", "text"), WRONG, ids=[text[:40] for _, text in WRONG])
+def test_the_first_remedy_of_one_broken_rule_makes_the_run_fit(
+    changes: dict[str, Any], text: str
+) -> None:
+    run = run_of(**changes)
+    (only,) = problems(run)
+    assert problems(changed(run, offers(only)[0])) == []
+
+
+def test_a_first_sub_grid_alone_shares_no_samples_over_branches() -> None:
+    """What the feed-forward's cut and the samples' ask for is asked of layouts that have them."""
+    odd = {"layout.scheme": "subgraph", "layout.branches": 4, "train.global_batch": 7}
+    assert subjects(run_of(**odd)) == {"train.global_batch"}
+    assert problems(run_of(**odd, **{"layout.common": "first"})) == []
+    odd |= {"layout.common": "first", "model.ffn_size": 50}
+    assert len(problems(run_of(**odd))) == 1
+    assert problems(run_of(**odd, **{"layout.feed_forward": "common"})) == []
+
+
+@pytest.mark.parametrize("scheme", ["single", "megatron", "optimus", "subgraph"])
 def test_what_a_scheme_does_not_cut_need_not_divide(scheme: str) -> None:
     """One replica on one device takes anything; rows matter to Optimus alone."""
     odd = {"model.hidden_size": 35, "model.n_heads": 5, "model.ffn_size": 11}
@@ -205,9 +289,14 @@ def runs(draw: st.DrawFn) -> RunConfig:
         max_seq_len=draw(st.integers(1, 40)),
     )
     plan = LayoutConfig(
-        scheme=draw(st.sampled_from(["single", "megatron", "optimus"])),
+        scheme=draw(st.sampled_from(["single", "megatron", "optimus", "subgraph"])),
         rows=draw(st.integers(1, 6)),
         cols=draw(st.integers(1, 9)),
+        branches=draw(st.sampled_from([1, 1, 1, 2, 3, 4, 8])),
+        common=draw(st.sampled_from(["all", "all", "first"])),
+        attention=draw(st.sampled_from(["inside", "inside", "outside"])),
+        feed_forward=draw(st.sampled_from(["branched", "branched", "common"])),
+        order=draw(st.sampled_from(["topology", "topology", "contiguous"])),
         dp=draw(st.integers(1, 5)),
         pp=draw(st.sampled_from([1, 1, 1, 2])),
         sequence_parallel=draw(st.booleans()),
@@ -248,6 +337,7 @@ def test_following_the_offers_leads_to_a_run_that_fits(run: RunConfig) -> None:
 @settings(deadline=None, max_examples=200)
 @given(run=runs())
 @example(run=run_of(**{"layout.scheme": "megatron", "layout.cols": 8}))
+@example(run=run_of(**{"layout.scheme": "optimus", "layout.branches": 5}))
 def test_every_model_that_is_offered_is_one(run: RunConfig) -> None:
     """`model.n_heads=16` must divide hidden_size, or the offer cannot be taken."""
     for problem in problems(run):
@@ -259,6 +349,7 @@ def test_every_model_that_is_offered_is_one(run: RunConfig) -> None:
 @settings(deadline=None, max_examples=200)
 @given(run=runs())
 @example(run=run_of(**{"layout.scheme": "megatron", "layout.cols": 5, "model.ffn_size": 50}))
+@example(run=run_of(**{"layout.branches": 5, "layout.common": "first"}))
 def test_an_offer_makes_no_new_problem(run: RunConfig) -> None:
     """cols=3 fits the heads, but is no remedy where the feed-forward does not divide by 3."""
     for problem in problems(run):
@@ -276,7 +367,13 @@ def test_what_passes_really_divides(run: RunConfig) -> None:
         return
     plan, model = run.layout, run.model
     grid_rows = plan.rows if plan.scheme == "optimus" else 1
-    assert run.train.global_batch % (plan.dp * grid_rows * run.train.micro_batches) == 0
+    over_branches = plan.branches if plan.common == "all" else 1
+    parts = plan.dp * grid_rows * over_branches * run.train.micro_batches
+    assert run.train.global_batch % parts == 0
+    assert model.n_heads % plan.branches == 0
+    assert plan.feed_forward == "common" or model.ffn_size % plan.branches == 0
+    assert plan.scheme == "subgraph" or plan.branches == 1
+    assert plan.scheme != "subgraph" or plan.cols == 1
     assert model.n_heads % plan.cols == 0
     assert model.hidden_size % plan.cols == 0
     assert model.ffn_size % plan.cols == 0

@@ -69,7 +69,7 @@ def _cut_over(axis: str, run: RunConfig) -> dict[str, int]:
             cut |= {"model.ffn_size": model.ffn_size}
     if axis == "cols" and run.layout.scheme in ("megatron", "optimus"):
         cut |= {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
-    if run.layout.scheme == "optimus":
+    if axis in ("rows", "cols") and run.layout.scheme == "optimus":
         cut |= {"model.ffn_size": model.ffn_size, "model.hidden_size": model.hidden_size}
     if axis == "cols" and _cuts_sequence(run):
         cut |= {"data.seq_len": run.seq_len}
@@ -206,7 +206,9 @@ def _schedule_problems(layout: LayoutConfig) -> list[str]:
 def _batch_problems(run: RunConfig) -> list[str]:
     layout, train = run.layout, run.train
     rows = layout.rows if layout.scheme == "optimus" else 1
-    branches = layout.branches if layout.common == "all" else 1
+    branches = 1
+    if layout.scheme == "subgraph" and layout.common == "all":
+        branches = layout.branches
     parts = layout.dp * rows * branches * train.micro_batches
     if train.global_batch % parts == 0:
         return []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from gridformer.config import parse_run
+from gridformer.config import LayoutConfig, parse_run
 from gridformer.errors import CheckpointError
 from gridformer.launch import World
 from gridformer.layout import check
@@ -22,9 +22,18 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from tests.multirank.pool import RankFailed, WorkerPool
-from tests.multirank.test_exactness import GRIDS, n_of, name_of
+from tests.multirank.test_exactness import GRIDS, name_of
 
 STEPS, MIDDLE = 6, 3
+
+
+def n_of(layout: dict[str, Any]) -> int:
+    return LayoutConfig(**layout).n_processes
+
+
+def title(layout: dict[str, Any]) -> str:
+    branches = f"-{layout['branches']}_branches" if "branches" in layout else ""
+    return f"{name_of(layout)}{branches}"
 
 
 def plan_of(data: Path, out: Path, layout: dict[str, Any], **train: Any) -> Plan:
@@ -104,7 +113,7 @@ def stored(out: Path) -> dict[tuple[str, str], torch.Tensor]:
     return blocks
 
 
-SOME = [
+SOME: list[dict[str, Any]] = [
     {"scheme": "single", "dp": 2},
     {"scheme": "megatron", "cols": 2, "dp": 2},
     {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
@@ -112,8 +121,13 @@ SOME = [
     {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "pipelined", "stationary": "input"},
     {"scheme": "optimus", "rows": 2, "cols": 3},
 ]
+SUPER: dict[str, Any] = {"scheme": "subgraph", "branches": 2, "dp": 2}
+FIRST: dict[str, Any] = {"scheme": "subgraph", "branches": 4, "common": "first"}
+# Processes of the last two sub-grids hold nothing at all, and save nothing.
+NOTHING: dict[str, Any] = {**FIRST, "branches": 3, "attention": "outside", "feed_forward": "common"}
+SOME += [{**SUPER, "order": "contiguous"}, FIRST]
 # Weights that lie otherwise, and norms that are whole on every device or cut.
-PAIRS = [
+PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "gather"},
         {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast", "stationary": "input"},
@@ -128,10 +142,16 @@ PAIRS = [
         },
         {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
     ),
+    # From D&SP by way of a grid and cSub to one device; and where some processes hold nothing.
+    (SUPER, {"scheme": "optimus", "rows": 2, "cols": 2}),
+    ({"scheme": "optimus", "rows": 2, "cols": 2}, FIRST),
+    (FIRST, {"scheme": "single"}),
+    (SUPER, NOTHING),
+    (NOTHING, SUPER),
 ]
 
 
-@pytest.mark.parametrize("layout", SOME, ids=name_of)
+@pytest.mark.parametrize("layout", SOME, ids=title)
 def test_same_layout_is_bit_exact(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -160,9 +180,7 @@ def random_pairs(n: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return pairs
 
 
-@pytest.mark.parametrize(
-    "pair", PAIRS + random_pairs(8), ids=lambda p: "-to-".join(map(name_of, p))
-)
+@pytest.mark.parametrize("pair", PAIRS + random_pairs(8), ids=lambda p: "-to-".join(map(title, p)))
 def test_any_layout_goes_on_from_any_other(
     pool: WorkerPool,
     token_folder: Path,

@@ -374,6 +374,7 @@ class StepTraffic:
     by_axis_and_label: dict[tuple[str, str], Volume]
     copied: dict[str, tuple[int, int]]
     owned_sizes: list[int]
+    owned_late: list[bool]  # copies' owners add up their copies' gradients first
 
 
 def one_step(
@@ -383,13 +384,14 @@ def one_step(
     plan = LayoutConfig(**layout)
     axes, config = axes_of(plan), tiny(vocab_size=vocab_size)
     model = build_parallel(config, plan, axes, 1, CPU)
-    stepper = Stepper(model, TrainConfig(global_batch=B, micro_batches=micro_batches), axes)
+    settings = TrainConfig(global_batch=B, micro_batches=micro_batches)
     batch = batch_of(0, config, B)
 
     def read(rows: slice) -> Tensor:
         return batch[rows]
 
     with patch.object(reductions, "_BUCKET_BYTES", bucket_bytes), record() as recorder:
+        stepper = Stepper(model, settings, axes)
         stepper(0, read)
     groups: dict[tuple[str, str], list[Any]] = {}
     for r in recorder.records:
@@ -400,6 +402,7 @@ def one_step(
         {key: Volume.of(Recorder(records)) for key, records in groups.items()},
         _copied(model, axes),
         [p.numel() for _, p in reductions.owned(model)],
+        [shard_of(p).partial for _, p in reductions.owned(model)],
     )
 
 
@@ -511,6 +514,10 @@ def test_one_message_a_step_and_purpose(
     for rank, one in enumerate(traffic):
         places = {"row": rank // cols % rows, "col": rank % cols, "grid": rank % (rows * cols)}
         assert one.copied == {name: (places[name], n) for name, n in copies.items()}
+        # Sums over dp start during backward, bucket by bucket; those of copies' owners after it.
+        summed = [size for size, late in zip(one.owned_sizes, one.owned_late) if not late]
+        over_dp = [*buckets_of(summed, LARGE), *[one.owned_late] * any(one.owned_late)]
+        over_dp *= dp > 1
         for name, elements in copies.items():
             received = elements if places[name] else 0
             values = one.by_axis_and_label[name, "copies"]
@@ -522,25 +529,33 @@ def test_one_message_a_step_and_purpose(
                 assert gradients.moved["gradients"] == received
         if dp > 1:
             gradients = one.by_axis_and_label["dp", "gradients"]
-            assert gradients.count["gradients"] == Counter(all_reduce=1)
+            assert gradients.count["gradients"] == Counter(all_reduce=len(over_dp))
             assert gradients.moved["gradients"] == Fraction(2 * (dp - 1), dp) * sum(one.owned_sizes)
         wanted = Counter(broadcast=len(copies))
         assert one.volume.count.get("copies", Counter()) == +wanted
-        wanted = Counter(reduce=len(copies) * partial, all_reduce=int(dp > 1))
+        wanted = Counter(reduce=len(copies) * partial, all_reduce=len(over_dp))
         assert one.volume.count.get("gradients", Counter()) == +wanted
         assert one.volume.count["metrics"] == Counter(all_reduce=2)
 
 
+def buckets_of(sizes: list[int], limit: int) -> list[int]:
+    """Bytes of the buckets of float32 gradients: filled from the model's end until the next tensor
+    would exceed the limit, or a quarter of all."""
+    limit = min(limit, 4 * sum(sizes) // 4)
+    buckets: list[int] = []
+    for size in reversed(sizes):
+        if buckets and buckets[-1] + 4 * size <= limit:
+            buckets[-1] += 4 * size
+        else:
+            buckets.append(4 * size)
+    return buckets
+
+
 def test_gradients_travel_in_buckets(pool: WorkerPool) -> None:
-    """A bucket is filled until the next tensor would exceed it; a large tensor is one by itself."""
+    """A large tensor is a bucket by itself, small ones share one."""
     limit = 20_000  # bytes; the largest matrices are larger, the vectors are far smaller
     for one in pool.run(2, one_step, {"scheme": "single", "dp": 2}, 1, limit):
-        buckets: list[int] = []
-        for size in one.owned_sizes:
-            if buckets and buckets[-1] + 4 * size <= limit:
-                buckets[-1] += 4 * size
-            else:
-                buckets.append(4 * size)
+        buckets = buckets_of(one.owned_sizes, limit)
         assert max(buckets) > limit
         assert len(buckets) > 3
         assert one.volume.count["gradients"] == Counter(all_reduce=len(buckets))

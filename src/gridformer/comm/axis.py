@@ -77,9 +77,9 @@ class Axes:
 
 
 def _together(mesh: DeviceMesh, name: str, outer: Axis, inner: Axis) -> Axis:
-    """Two axes taken as one, the inner one's index running faster."""
+    """Two axes taken as one, in the order of ranks; on grids the inner one's index runs faster."""
     if outer.size == 1 or inner.size == 1:
         line = outer if outer.size > 1 else inner
         return Axis(name, line.size, line.index, line.group)
     group = mesh[outer.name, inner.name]._flatten(name).get_group()
-    return Axis(name, outer.size * inner.size, outer.index * inner.size + inner.index, group)
+    return Axis(name, outer.size * inner.size, group.rank(), group)

@@ -57,7 +57,8 @@ def compile_problems(run: RunConfig) -> list[str]:
         problems.append(
             f"train.compile=true belongs to layouts whose blocks do not communicate, and "
             f"{layout.describe()} cuts each block over {n_devices} devices: use "
-            f"layout.scheme=single with rows=1 and cols=1 (dp may be more), or train.compile=false"
+            "layout.scheme=single with rows=1, cols=1 and branches=1 (dp may be more), or "
+            "train.compile=false"
         )
     return problems + toolchain_problems("cuda" if _takes_cuda(run) else "cpu")
 

@@ -1,0 +1,182 @@
+"""Gradients that are summed over replicas, bucket by bucket, while the backward pass goes on."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gridformer.comm import Axes, Axis, record
+from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.models import GPT2
+from gridformer.parallel import build_parallel
+from gridformer.parallel import gradients as reductions
+from gridformer.parallel.gradients import GradientSums, reduce_gradients
+from gridformer.train.step import Stepper
+from tests.multirank.exactness import CPU, axes_of, batch_of, gradients, tiny
+from tests.multirank.pool import WorkerPool
+
+Layout = dict[str, Any]
+
+B = 12
+CONFIG = tiny(max_seq_len=8)
+DATA: Layout = {"scheme": "single", "dp": 2}
+SUPER: Layout = {"scheme": "subgraph", "branches": 2, "dp": 2}
+FIRST: Layout = {**SUPER, "common": "first"}
+OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 1, "dp": 2}  # whose copies are partial
+
+
+def short(layout: Layout) -> str:
+    return "-".join(map(str, layout.values()))
+
+
+def built(layout: Layout) -> tuple[GPT2, Axes]:
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    return build_parallel(CONFIG, plan, axes, 1, CPU, "float64"), axes
+
+
+def part_of(axes: Axes, micro: int = 0) -> Tensor:
+    """This rank's samples of a micro-batch."""
+    batch = batch_of(micro, CONFIG, B).chunk(axes.dp.size)[axes.dp.index]
+    return batch.chunk(axes.batch.size)[axes.batch.index]
+
+
+# --------------------------------------------------------------------------- in time
+
+
+def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int], int]:
+    """Sums that were on their way when the first layer's gradient came, and when the pass ended,
+    for each micro-batch; and all of a step."""
+    model, axes = built(layout)
+    early: list[int] = []
+    late: list[int] = []
+
+    with record() as recorder:
+
+        def sent() -> int:
+            return recorder.count("gradients").total()
+
+        first = model.get_parameter("layers.0.attention.qkv.weight")
+        first.register_post_accumulate_grad_hook(lambda _: early.append(sent()))
+        stepper = Stepper(model, TrainConfig(global_batch=2 * B, micro_batches=micro_batches), axes)
+        reduced = reductions.reduce_gradients
+
+        def reduce(*args: Any) -> None:
+            late.append(sent())
+            reduced(*args)
+
+        with patch("gridformer.train.step.reduce_gradients", reduce):
+            stepper(0, lambda rows: batch_of(0, CONFIG, 2 * B)[rows])
+    return early, late, sent()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("layout", [DATA, SUPER, FIRST], ids=short)
+def test_sums_begin_before_the_backward_pass_has_ended(
+    pool: WorkerPool, layout: Layout, micro_batches: int
+) -> None:
+    """In the last micro-batch alone, when gradients are whole; all are sent when it ends."""
+    n = LayoutConfig(**layout).n_processes
+    for early, (late,), total in pool.run(n, sent_when, layout, micro_batches):
+        assert early[:-1] == [0] * (micro_batches - 1)
+        assert 1 <= early[-1] < total
+        assert late == total
+
+
+# --------------------------------------------------------------------------- the same sums
+
+
+def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
+    """Largest differences of gradients from those that are summed after the backward pass."""
+    model, axes = built(layout)
+    with patch.object(reductions, "_BUCKET_BYTES", bucket_bytes):
+        sums = GradientSums.of(model, axes)
+        found = []
+        for begun in (None, sums, sums):  # a second time too: nothing is left over
+            model.train()
+            model.zero_grad()
+            for micro in range(2):
+                part = part_of(axes, micro)
+                loss = model.loss_sum(part[:, :-1], part[:, 1:])
+                with begun.last_backward() if begun and micro == 1 else nullcontext():
+                    loss.backward()
+            reduce_gradients(model, axes, begun)
+            found.append({name: grad.clone() for name, grad in gradients(model).items()})
+    want, *others = found
+    return {
+        name: max(float((got[name] - grad).abs().max()) for got in others) / float(grad.abs().max())
+        for name, grad in want.items()
+        if not name.endswith("qkv.bias")  # the keys' part of it is rounding noise
+    }
+
+
+@pytest.mark.parametrize("bucket_bytes", [4000, 25 << 20])
+@pytest.mark.parametrize("layout", [DATA, SUPER, FIRST, OPTIMUS], ids=short)
+def test_sums_are_those_of_after_the_backward_pass(
+    pool: WorkerPool, layout: Layout, bucket_bytes: int
+) -> None:
+    """Over two micro-batches, the first of which sends nothing."""
+    n = LayoutConfig(**layout).n_processes
+    for differences in pool.run(n, both_ways, layout, bucket_bytes):
+        assert differences
+        assert max(differences.values()) < 1e-12, differences
+
+
+# --------------------------------------------------------------------------- no gradient
+
+
+def with_gaps(n_rounds: int) -> list[list[float]]:
+    """Parameter i of rank r gets the gradient 10 r + i, but for some that get none."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    axis = Axis("dp", size, rank)
+    parameters = [nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(7)]
+    found = []
+    with patch.object(reductions, "_BUCKET_BYTES", 80):  # two of them
+        sums = GradientSums([(axis, parameters)], parameters)
+        assert sums.parameters == set(parameters)
+        for round in range(n_rounds):
+            for parameter in parameters:
+                parameter.grad = None
+            used = [i for i in range(7) if gets(i, rank, round)]
+            with sums.last_backward():
+                total = torch.stack([(10 * rank + i) * parameters[i].sum() for i in used]).sum()
+                total.backward()
+            sums.finish()
+            found.append([float(p.grad.mean()) for p in parameters if p.grad is not None])
+    return found
+
+
+def gets(i: int, rank: int, round: int) -> bool:
+    """Another parameter is left out on each rank, and one on all of them."""
+    return i != 4 and (i + rank + round) % 3 != 0
+
+
+def test_a_parameter_without_gradient_counts_as_zero(pool: WorkerPool) -> None:
+    """It holds up neither its own bucket nor those after it, whatever the other ranks have."""
+    size, n_rounds = 3, 3
+    want = [
+        [sum(10.0 * r + i for r in range(size) if gets(i, r, round)) for i in range(7)]
+        for round in range(n_rounds)
+    ]
+    assert [row[4] for row in want] == [0.0] * n_rounds
+    for found in pool.run(size, with_gaps, n_rounds):
+        assert found == want
+
+
+def test_one_replica_sums_nothing() -> None:
+    """And no hook is left on its parameters."""
+    parameter = nn.Parameter(torch.ones(3))
+    sums = GradientSums([(Axis("dp"), [parameter])], [parameter])
+    assert not sums.parameters
+    with sums.last_backward():
+        (2 * parameter).sum().backward()
+    sums.finish()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0] * 3

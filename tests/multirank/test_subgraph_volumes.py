@@ -1,0 +1,313 @@
+"""What travels under sub-graph parallelism, counted: the kinds and volumes of section 4 exactly.
+
+Models of two and of one layer are run; their difference is one layer. T is the tokens of a
+replica's micro-batch, for all of its branches together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gridformer.comm import Recorder, record
+from gridformer.config import LayoutConfig, RunConfig, TrainConfig
+from gridformer.decisions import decide_run
+from gridformer.models import build_model
+from gridformer.nodes import split_messages
+from gridformer.parallel import build_parallel
+from gridformer.parallel.choices import Traffic, Work, decide
+from gridformer.parallel.grid import weights_kept
+from gridformer.train.step import Stepper
+from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_subgraph import KINDS, in_branches, n_of, short, subgraph
+
+Layout = dict[str, Any]
+
+B = 12  # sequences of a replica's micro-batch
+CONFIG = tiny(max_seq_len=8)
+S, H = CONFIG.max_seq_len, CONFIG.hidden_size
+T = B * S
+LAYER = ("qkv", "out", "up", "down")
+OPS = {
+    "all": {
+        "split": "all_gather",
+        "sum": "reduce_scatter",
+        "slice": "all_to_all",
+        "concat": "all_to_all",
+    },
+    "first": {"split": "broadcast", "sum": "reduce", "slice": "scatter", "concat": "gather"},
+}
+TRANSPOSE = {"split": "sum", "sum": "split", "slice": "concat", "concat": "slice"}
+Kinds = Counter[tuple[str, str, int]]  # label, operation, elements
+
+
+def passes(layout: LayoutConfig, n_layers: int) -> tuple[Recorder, Recorder]:
+    """Forward and backward of one micro-batch on one rank."""
+    return _passes(layout.model_dump_json(), n_layers)
+
+
+@cache  # by a worker: what travels is the same every time
+def _passes(layout_json: str, n_layers: int) -> tuple[Recorder, Recorder]:
+    torch.set_num_threads(1)
+    layout = LayoutConfig.model_validate_json(layout_json)
+    axes = axes_of(layout)
+    config = CONFIG.model_copy(update={"n_layers": n_layers})
+    model = build_parallel(config, layout, axes, 1, CPU)
+    part = batch_of(0, CONFIG, B).chunk(axes.batch.size)[axes.batch.index]
+    with weights_kept(model):
+        with record() as forward:
+            loss = model.loss_sum(part[:, :-1], part[:, 1:])
+        with record() as backward:
+            loss.backward()
+    assert forward.bytes() == 4 * forward.moved()  # everything is float32
+    return forward, backward
+
+
+def kinds(recorder: Recorder) -> Kinds:
+    assert {(r.axis) for r in recorder.records} <= {"branch"}
+    return Counter((r.label, r.op, round(r.moved)) for r in recorder.records)
+
+
+def one_layer(layout: Layout) -> tuple[Kinds, Kinds, Kinds, Kinds]:
+    """Forward and backward of one layer, and of all else."""
+    plan = LayoutConfig(**layout)
+    two, one = ([kinds(recorder) for recorder in passes(plan, n)] for n in (2, 1))
+    layer = [a - b for a, b in zip(two, one)]
+    rest = [a - b for a, b in zip(one, layer)]
+    return layer[0], layer[1], rest[0], rest[1]
+
+
+def elements(boundary: str, width: int, g: int, common: str, root: bool) -> Fraction:
+    """What one boundary moves over a rank's link."""
+    whole = Fraction(T * width)
+    if boundary in ("split", "sum"):
+        if common == "all":
+            return whole * (g - 1) / g
+        return Fraction(0) if root else whole  # pipelined: what arrives, or leaves, here
+    if common == "all":
+        return whole / g * (g - 1) / g  # of the samples that this process holds, all but its slice
+    return whole * (g - 1 if root else 1) / g
+
+
+def wanted(layout: Layout, keep: str, root: bool) -> tuple[Kinds, Kinds]:
+    """Of one layer, from the table of boundaries."""
+    g, common = layout["branches"], layout["common"]
+    attention = [("split", H), ("sum", H)]
+    if layout["attention"] == "outside":
+        attention = [("slice", 3 * H), ("concat", H)]
+    boundaries = attention + [("split", H), ("sum", H)] * (layout["feed_forward"] == "branched")
+    again = [b for b in boundaries if b[0] == "split"] if keep == "none" else []
+
+    def count(passed: list[tuple[str, int]], labels: list[str]) -> Kinds:
+        moved = [elements(b, width, g, common, root) for b, width in passed]
+        assert all(m.denominator == 1 for m in moved)
+        ops = [OPS[common][b] for b, _ in passed]
+        return Counter(zip(labels, ops, map(int, moved)))
+
+    def label(boundary: str) -> str:
+        return "product" if boundary in ("split", "sum") else boundary
+
+    forward = count(boundaries, [label(b) for b, _ in boundaries])
+    back = [(TRANSPOSE[b], width) for b, width in boundaries]
+    # A message keeps the name of the boundary whose gradient it is.
+    labels = [label(b) for b, _ in boundaries + again]
+    return forward, count(back + again, labels)
+
+
+LAYERS = sorted(
+    [
+        subgraph(g, dp, **kind, keep_gathered=keep)
+        for g, dp in ((3, 1), (2, 2), (4, 1))
+        for kind in KINDS
+        for keep in ("none", "inputs")
+        if g < 4 or keep == "none"
+    ],
+    key=n_of,
+)
+SIZES = sorted({n_of(layout) for layout in LAYERS})
+
+
+def layers(layouts: list[Layout]) -> list[tuple[int, tuple[Kinds, Kinds, Kinds, Kinds]]]:
+    return [(axes_of(LayoutConfig(**layout)).branch.index, one_layer(layout)) for layout in layouts]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_layer_sends_what_the_specification_says(pool: WorkerPool, n: int) -> None:
+    """Every kind of collective with its elements, forward and backward; ends send nothing."""
+    layouts = [layout for layout in LAYERS if n_of(layout) == n]
+    for found in pool.run(n, layers, layouts):
+        for layout, (branch, (forward, backward, *rest)) in zip(layouts, found):
+            want = wanted(layout, layout["keep_gathered"], branch == 0)
+            assert (forward, backward) == want, short(layout)
+            assert not any(rest), short(layout)
+
+
+def test_two_gathers_and_two_sums_a_layer(pool: WorkerPool) -> None:
+    """D&SP in figures: (g-1)/g T h each, twice as many backward less the kept inputs."""
+    unit = 3 * T * H // 4
+    for forward, backward, _, _ in pool.run(
+        4, one_layer, subgraph(4, **KINDS[0], keep_gathered="inputs")
+    ):
+        both = {("product", "all_gather", unit): 2, ("product", "reduce_scatter", unit): 2}
+        assert forward == backward == both
+
+
+# --------------------------------------------------------------------------- as choices says
+
+
+def agrees(found: Kinds, said: Traffic) -> None:
+    """Of products alone: slices and results are no product's, see `decide_run` below."""
+    products = {key: times for key, times in found.items() if key[0] == "product"}
+    moved = sum(elements * times for (_, _, elements), times in products.items())
+    assert moved == pytest.approx(said.col, rel=1e-9), "elements"
+    assert said.row == 0
+    assert sum(products.values()) == said.messages, "messages"
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_layer_is_as_choices_says(pool: WorkerPool, n: int) -> None:
+    """On a process that holds no common layers, where the two kinds differ: it receives most."""
+    layouts = [layout for layout in LAYERS if n_of(layout) == n]
+    for found in pool.run(n, layers, layouts):
+        for layout, (branch, (forward, backward, *_)) in zip(layouts, found):
+            if layout["common"] == "first" and branch == 0:
+                continue
+            choices = decide(CONFIG, LayoutConfig(**layout), Work(tokens=T))
+            products = [choices[name] for name in LAYER]
+            nothing = Traffic(0, 0, 0)
+            try:
+                agrees(forward, sum((choices.forward(p) for p in products), nothing))
+                agrees(backward, sum((choices.backward(p) for p in products), nothing))
+            except AssertionError as error:
+                raise AssertionError(f"{short(layout)}: {error}") from error
+
+
+def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorder]:
+    """Which branch this is; all of a step but its gradients, and those."""
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    model = build_parallel(CONFIG, plan, axes, 1, CPU)
+    settings = TrainConfig(global_batch=2 * B, micro_batches=micro_batches)
+    batch = batch_of(0, CONFIG, 2 * B)
+
+    def read(rows: slice) -> Tensor:
+        return batch[rows]
+
+    stepper = Stepper(model, settings, axes)
+    with record() as recorder:
+        stepper(0, read)
+    gradients = [r for r in recorder.records if r.label == "gradients"]
+    rest = [r for r in recorder.records if r.label != "gradients"]
+    return axes.branch.index, Recorder(rest), Recorder(gradients)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches"),
+    [
+        (subgraph(2, 2, **KINDS[0], keep_gathered="none"), 3),
+        (subgraph(2, 2, **KINDS[1], keep_gathered="inputs"), 2),
+        (subgraph(2, 2, **KINDS[2], keep_gathered="none"), 2),
+        (subgraph(4, **KINDS[3]), 3),
+        (subgraph(4, **KINDS[4], keep_gathered="none"), 2),
+        (subgraph(4, **KINDS[6], keep_gathered="inputs"), 1),
+    ],
+    ids=short,
+)
+def test_a_step_is_as_explained(pool: WorkerPool, layout: Layout, micro_batches: int) -> None:
+    """Several micro-batches. With cSub what the first branch sends and receives, or the others: the
+    larger for each kind of boundary. Beside it travel metrics alone, before and after."""
+    plan = LayoutConfig(**layout)
+    train = {"global_batch": 2 * B, "micro_batches": micro_batches}
+    run = RunConfig.model_validate(
+        {"model": CONFIG, "data": {"path": "x"}, "layout": plan, "train": train}
+    )
+    decided = decide_run(run)
+    messages = sum(decided.choices.step(c).messages for c in decided.choices.products.values())
+    largest: dict[str, float] = {}
+    for _, rest, _ in pool.run(4, one_step, layout, micro_batches):
+        assert rest.count("metrics") == Counter(all_reduce=2)
+        assert rest.count("product").total() == messages
+        for label in {r.label for r in rest.records} - {"metrics"}:
+            largest[label] = max(largest.get(label, 0), rest.bytes(label))
+    outside = {"slice", "concat"} if layout["attention"] == "outside" else set()
+    assert largest.keys() == outside | ({"product"} if messages else set())
+    assert sum(largest.values()) == pytest.approx(decided.traffic["col"], rel=1e-9)
+    assert decided.traffic["row"] == 0
+
+
+# --------------------------------------------------------------------------- gradients
+
+
+def sizes(layout: Layout) -> tuple[int, int]:
+    """Elements of one process's share of the branches, and of the common layers."""
+    with torch.device("meta"):
+        shares = {name: p.numel() for name, p in build_model(CONFIG).named_parameters()}
+    inside = sum(n for name, n in shares.items() if in_branches(name, layout))
+    return inside // layout["branches"], sum(shares.values()) - inside
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        subgraph(2, **KINDS[2]),
+        *(subgraph(2, 2, **kind) for kind in KINDS),
+        subgraph(4, **KINDS[0]),
+        subgraph(4, **KINDS[4]),
+    ],
+    ids=short,
+)
+def test_gradients_of_branches_travel_among_those_that_hold_them(
+    pool: WorkerPool, layout: Layout, micro_batches: int
+) -> None:
+    """n/g processes; those of common layers over all n, or over the first sub-grid alone. Once a
+    step, whatever the micro-batches."""
+    dp, n = layout["dp"], n_of(layout)
+    branch_share, common = sizes(layout)
+    for branch, _, gradients in pool.run(n, one_step, layout, micro_batches):
+        over_dp, every = branch_share, common
+        if layout["common"] == "first":
+            over_dp, every = branch_share + (common if branch == 0 else 0), 0
+        want = {"dp": 2 * Fraction(dp - 1, dp) * over_dp, "every": 2 * Fraction(n - 1, n) * every}
+        assert {r.axis for r in gradients.records} == {
+            name for name, moved in want.items() if moved
+        }
+        assert {r.op for r in gradients.records} <= {"all_reduce"}
+        for name, moved in want.items():
+            assert math.isclose(gradients.moved(axis=name), moved), name
+        assert {r.size for r in gradients.records if r.axis == "dp"} <= {dp}
+        assert {r.size for r in gradients.records if r.axis == "every"} <= {n}
+
+
+# --------------------------------------------------------------------------- messages
+
+
+def split_targets(layout: Layout) -> tuple[int, ...]:
+    """Ranks that get something of this one's in the first split."""
+    forward, _ = passes(LayoutConfig(**layout), 1)
+    return forward.records[0].targets
+
+
+@pytest.mark.parametrize("order", ["topology", "contiguous"])
+@pytest.mark.parametrize("common", ["all", "first"])
+def test_messages_of_one_split(pool: WorkerPool, order: str, common: str) -> None:
+    """Within nodes and between them, for 1, 2 and 4 processes a node; cSub sends 1/g of them."""
+    g = 2
+    kind = {**KINDS[0], "common": common}
+    results = pool.run(4, split_targets, subgraph(g, 2, **kind, order=order))
+    for k in (1, 2, 4):
+        near = sum(t // k == rank // k for rank, targets in enumerate(results) for t in targets)
+        far = sum(map(len, results)) - near
+        if common == "all":
+            assert (near, far) == split_messages(4, g, k, order)  # type: ignore[arg-type]
+        else:
+            assert near + far == 4

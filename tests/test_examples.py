@@ -1,0 +1,86 @@
+"""The examples: their losses fall, and are those of one process on any others."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from examples import resnext_digits, two_towers
+
+from tests.multirank.pool import WorkerPool
+
+ROOT = Path(__file__).parents[1]
+Learned = tuple[list[float], float]
+
+
+def quietly(train: Callable[..., Learned], *args: Any) -> tuple[list[float], float, str]:
+    """What a rank learned, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        losses, score = train(*args)
+    return losses, score, printed.getvalue()
+
+
+def run(pool: WorkerPool, n: int, train: Callable[..., Learned], *args: Any) -> tuple[Any, ...]:
+    """What rank 0 has; the others have the same, and print nothing."""
+    first, *others = pool.run(n, quietly, train, *args)
+    for losses, score, printed in others:
+        assert (losses, score, printed) == (first[0], first[1], "")
+    found: tuple[Any, ...] = first
+    return found
+
+
+def test_digits_on_any_processes(pool: WorkerPool) -> None:
+    """200 images for training: 6 batches of 32 and one of 8, twice."""
+    images, labels = (x[:560] for x in resnext_digits.digits())
+    train = resnext_digits.train
+    losses, score, _ = run(pool, 1, train, images, labels, 1, "all", 2)
+    assert losses[1] < losses[0]
+    for n, g, common in [(2, 2, "all"), (4, 4, "first"), (4, 3, "all")]:
+        found = run(pool, n, train, images, labels, g, common, 2)
+        assert found[0] == pytest.approx(losses, rel=1e-9), (n, g, common)
+        assert found[1] == score
+        assert f"blocks.1.paths: {g} sub-grids" in found[2]
+
+
+def test_towers_on_any_processes(pool: WorkerPool) -> None:
+    losses, error, _ = run(pool, 1, two_towers.train, two_towers.sub_grids(1), 1)
+    assert error < 0.5  # 1 without learning
+    for n in (2, 4):
+        found = run(pool, n, two_towers.train, two_towers.sub_grids(n), 1)
+        assert found[0] == pytest.approx(losses, rel=1e-9)
+        assert found[1] == pytest.approx(error, rel=1e-9)
+    # On the last, LPT shares the paths of widths 48, 8, 32, 16, 24 evenly.
+    assert "ranks 0, 2: branches 0 (67%)\n" in found[2]
+    assert "ranks 0: branches 0, 3 (50%)\n  ranks 2: branches 1, 2, 4 (50%)\n" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "score", "enough"),
+    [
+        (
+            "resnext_digits.py --processes 2 --common first --epochs 6",
+            r"accuracy (\d+\.\d)%",
+            (95.0, 100.0),
+        ),
+        ("two_towers.py --processes 2 --epochs 2", r"held-out squared error (\S+)", (0.0, 0.3)),
+    ],
+)
+def test_from_the_command_line(command: str, score: str, enough: tuple[float, float]) -> None:
+    script, *options = command.split()
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / script, *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = re.search(score, done.stdout)
+    assert found, done.stdout
+    assert enough[0] <= float(found[1]) <= enough[1]
