@@ -21,13 +21,13 @@ test: $(VENV)/.ready lint
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check src tests docs benchmarks
-	$(BIN)/ruff format --check src tests docs benchmarks
+	$(BIN)/ruff check src tests docs benchmarks examples
+	$(BIN)/ruff format --check src tests docs benchmarks examples
 	$(BIN)/mypy
 
 fmt: $(VENV)/.ready
-	$(BIN)/ruff check --fix src tests docs benchmarks
-	$(BIN)/ruff format src tests docs benchmarks
+	$(BIN)/ruff check --fix src tests docs benchmarks examples
+	$(BIN)/ruff format src tests docs benchmarks examples
 
 figures: $(VENV)/.ready
 	$(BIN)/python docs/figures.py

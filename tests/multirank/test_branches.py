@@ -3,6 +3,8 @@ process, for any grids and any number of samples."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ from gridformer.models.branches import Branches
 from gridformer.models.resnext import ResNeXt
 from gridformer.nodes import split_messages
 from gridformer.parallel.subgraph import Placed, parallelize
-from gridformer.parallel.subgraph.grids import Grid, Order, divide, whole
+from gridformer.parallel.subgraph.grids import Grid, Order, assign, divide, whole
 from gridformer.parallel.subgraph.section import Columns, Section
 from tests.multirank.pool import RankFailed, WorkerPool
 
@@ -205,6 +207,62 @@ def test_a_branch_is_held_by_its_sub_grid_alone(pool: WorkerPool) -> None:
     assert check(pool, 4, "resnext", {"g": 2}, [8]) == [common + inside // 2] * 4
 
 
+def alive_after_placing(g: int) -> list[bool]:
+    """Of each path of a block, whether its weights are still in memory."""
+    net = build("resnext")
+    weights = [weakref.ref(path.conv.weight) for path in net.blocks[0].paths.branches.values()]  # type: ignore[union-attr,index]
+    placed = parallelize(net, g)
+    gc.collect()
+    assert placed.model is net
+    return [weight() is not None for weight in weights]
+
+
+def test_other_sub_grids_branches_leave_memory(pool: WorkerPool) -> None:
+    for rank, alive in enumerate(pool.run(4, alive_after_placing, 4)):
+        assert alive == [branch == rank for branch in range(4)]
+
+
+def test_slices_must_fit() -> None:
+    with pytest.raises(ValueError, match=r"sizes \(5, 4\) add up to 9, not to 8"):
+        build("towers").towers(torch.zeros(2, 8))  # type: ignore[operator]
+    section = Branches([nn.Identity(), nn.Identity()], "slice")
+    with pytest.raises(ValueError, match="7 does not divide into 2 equal slices: give sizes"):
+        section(torch.zeros(2, 7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"dim": 0}, "dim=0 holds samples"),
+        ({"enter": "slices"}, "enter is 'split' or 'slice'"),
+        ({"sizes": (1, 2)}, "sizes are of slices"),
+        ({"enter": "slice", "sizes": (1,)}, "1 sizes for 2 branches"),
+        ({"costs": (1.0, -1.0)}, "must not be negative"),
+    ],
+)
+def test_what_a_section_cannot_be(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Branches([nn.Identity(), nn.Identity()], **arguments)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=12), st.lists(st.integers(1, 4), min_size=1))
+def test_lpt_gives_every_branch_away_and_every_sub_grid_some(
+    costs: list[float], sizes: list[int]
+) -> None:
+    sizes = sizes[: len(costs)]
+    held = assign(costs, sizes)
+    assert sorted(branch for branches in held for branch in branches) == [*range(len(costs))]
+    assert all(held)
+    if len(set(sizes)) == 1:  # Graham's bound, with the best bounded below
+        work = [sum(costs[branch] for branch in branches) for branches in held]
+        assert max(work) <= sum(costs) / len(sizes) + max(costs) + 1e-9
+
+
+def test_lpt_by_example() -> None:
+    assert assign([5, 4, 3, 3, 3], [1, 1]) == [[0, 3], [1, 2, 4]]
+    assert assign([6, 3, 3], [2, 1]) == [[0, 2], [1]], "twice the processes, half the time"
+
+
 # --------------------------------------------------------------------------- refusals
 
 
@@ -223,6 +281,10 @@ def refused(how: dict[str, Any], seed_by_rank: bool = False) -> str:
         ({"g": 3}, "section towers: 2 branches cannot occupy 3 sub-grids: use at most 2"),
         ({"g": 8}, "section towers: 4 processes cannot form 8 sub-grids: use 1 to 4"),
         ({"g": 2, "common": [0, 7]}, "names ranks beyond the 4 there are"),
+        (
+            {"g": {"tower": 2}},
+            "g names 'tower', which no section is called: did you mean 'towers'?",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
@@ -236,6 +298,53 @@ def test_different_weights_are_refused(pool: WorkerPool) -> None:
     for sentence in pool.run(2, refused, {"g": 2}, True):
         assert "the processes' weights differ: common.weight" in sentence
         assert "torch.manual_seed" in sentence
+
+
+def sharing(g: int, with_common: bool) -> str:
+    shared = nn.Linear(3, 3)
+    front = shared if with_common else nn.Identity()
+    second = nn.Linear(3, 3) if with_common else shared
+    try:
+        parallelize(nn.Sequential(front, Branches([second, shared])), g, "first")
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("with_common", [False, True])
+def test_weights_shared_by_different_processes_are_refused(
+    pool: WorkerPool, with_common: bool
+) -> None:
+    for sentence in pool.run(2, sharing, 2, with_common):
+        assert "a weight is shared by modules that go to different processes" in sentence
+    assert pool.run(2, sharing, 1, with_common) == ["accepted"] * 2
+
+
+def clipped(how: dict[str, Any]) -> tuple[float, float, float]:
+    """Norms before clipping, of many processes and of one, and the worst difference after it."""
+    want, placed = build("nested"), parallelize(build("nested"), **how)
+    x, y = batch("nested", 12, 0)
+    F.cross_entropy(want(x), y, reduction="sum").backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(want.parameters(), 0.5))
+    placed.backward(
+        F.cross_entropy(placed.model(placed.local(x)), placed.local(y), reduction="sum")
+    )
+    found = placed.clip_gradients(0.5)
+    reference, worst = dict(want.named_parameters()), 0.0
+    for key, p in placed.model.named_parameters():
+        if not p.is_meta:
+            assert p.grad is not None
+            worst = _worse(worst, p.grad, reference[key].grad)
+    return found, norm, worst
+
+
+@pytest.mark.parametrize("common", ["all", "first"])
+def test_the_norm_counts_every_weight_once(pool: WorkerPool, common: str) -> None:
+    how = {"g": {"first": 2, "outer": 2, "outer.*": 2}, "common": common}
+    for found, norm, worst in pool.run(4, clipped, how):
+        assert norm > 0.5
+        assert found == pytest.approx(norm, rel=1e-12)
+        assert worst < 1e-12
 
 
 def forgot_local() -> None:

@@ -68,7 +68,8 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inputs: Sequence[Tensor] = [x] * len(self.branches)
         if self.enter == "slice":
-            inputs = x.split(self.widths(x.shape[self.dim]), self.dim)
+            widths = slice_widths(self.sizes, len(self.branches), x.shape[self.dim])
+            inputs = x.split(widths, self.dim)
         results = [branch(part) for branch, part in zip(self.branches.values(), inputs)]
         if self.leave == "concat":
             return torch.cat(results, self.dim)
@@ -76,19 +77,6 @@ class Branches(nn.Module):
         for result in results[1:]:
             total = total + result
         return total
-
-    def widths(self, total: int) -> list[int]:
-        """Of the slices of an input that is `total` wide along `dim`."""
-        n = len(self.branches)
-        if self.sizes is not None:
-            if sum(self.sizes) != total:
-                raise ValueError(f"sizes {self.sizes} add up to {sum(self.sizes)}, not to {total}")
-            return [*self.sizes]
-        if total % n:
-            raise ValueError(
-                f"{total} does not divide into {n} equal slices: give sizes, one a branch"
-            )
-        return [total // n] * n
 
     def work(self) -> list[float]:
         """The branches' costs; see the class."""
@@ -98,3 +86,14 @@ class Branches(nn.Module):
             float(max(1, sum(p.numel() for p in branch.parameters())))
             for branch in self.branches.values()
         ]
+
+
+def slice_widths(sizes: Sequence[int] | None, n: int, total: int) -> list[int]:
+    """Of n slices of an input that is `total` wide; see `Branches`."""
+    if sizes is not None:
+        if sum(sizes) != total:
+            raise ValueError(f"sizes {(*sizes,)} add up to {sum(sizes)}, not to {total}")
+        return [*sizes]
+    if total % n:
+        raise ValueError(f"{total} does not divide into {n} equal slices: give sizes, one a branch")
+    return [total // n] * n

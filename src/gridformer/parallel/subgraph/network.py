@@ -15,12 +15,14 @@ of all. Inside a branch its sub-grid is all there is: sections there divide it a
 Where a process does not hold the common layers they are on torch's meta device: the network runs as
 it is written, and gives shapes. So common layers must not look at values (`.item()`, `if x > 0`).
 Layers that mix samples, as BatchNorm does, see those of one process only, here as in data
-parallelism; GroupNorm and LayerNorm are exact.
+parallelism; GroupNorm and LayerNorm are exact. Dropout draws from each process's own generator:
+seed it by rank once the network is placed.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,7 +33,8 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.comm import Axis
-from gridformer.models.branches import Branches
+from gridformer.config import closest
+from gridformer.models.branches import Branches, slice_widths
 from gridformer.parallel.gradients import GradientSums
 from gridformer.parallel.subgraph.grids import Grid, Order, assign, divide, whole
 from gridformer.parallel.subgraph.section import Columns, Section, split_or_slice, sum_or_concat
@@ -64,7 +67,7 @@ class PlacedBranches(nn.Module):
         super().__init__()
         self.section, self.held, self.batch = section, held, batch
         self.enter, self.leave, self.dim = plain.enter, plain.leave, plain.dim
-        self.widths = plain.widths
+        self.sizes, self.n_branches = plain.sizes, len(plain.branches)
         mine = held[section.mine]
         self.branches = nn.ModuleDict({str(i): plain.branches[str(i)] for i in mine})
         self._columns: dict[tuple[int, ...], Columns] = {}
@@ -75,7 +78,8 @@ class PlacedBranches(nn.Module):
             raise ValueError("a branch section needs samples: pass whole batches through `local`")
         columns = None
         if self.enter == "slice":
-            columns = self._spans(self.widths(x.shape[self.dim]))
+            widths = slice_widths(self.sizes, self.n_branches, x.shape[self.dim])
+            columns = self._spans(widths)
         inside = split_or_slice(x, self.section, columns, n)
         inputs: Sequence[Tensor] = [inside] * len(self.branches)
         if columns is not None:
@@ -103,8 +107,7 @@ class PlacedBranches(nn.Module):
         shape = tuple(x.shape[1:])
         if shape not in self._columns:
             mine = [result.shape[self.dim] for result in results]
-            n = sum(len(held) for held in self.held)
-            widths = torch.zeros(n, dtype=torch.int64, device=results[0].device)
+            widths = torch.zeros(self.n_branches, dtype=torch.int64, device=results[0].device)
             widths[self.held[self.section.mine]] = torch.tensor(mine, device=widths.device)
             self._columns[shape] = self._spans(_known_by_all(widths, self.section))
         return self._columns[shape]
@@ -144,6 +147,7 @@ class Placed:
     world: Axis
     device: torch.device
     held: list[nn.Parameter]
+    _counted: list[nn.Parameter]  # those of which this process is the first that holds them
     _batch: Batch
     _sums: GradientSums
 
@@ -184,19 +188,34 @@ class Placed:
             mine += value.detach()
         return float(comm.all_reduce(mine, self.world, label="metrics"))
 
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scale gradients so that the norm of all of them, over all processes, is at most that.
+
+        Returns the norm before. Call after `backward`, on every process.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        grads = [p.grad for p in self.held if p.grad is not None]
+        for parameter in self._counted:
+            if parameter.grad is not None:
+                square += parameter.grad.square().sum()
+        norm = math.sqrt(float(comm.all_reduce(square, self.world, label="metrics")))
+        if grads and norm > max_norm:
+            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+        return norm
+
     def parameters(self) -> list[nn.Parameter]:
         """What an optimizer on this process updates."""
         return [*self.held]
 
     def describe(self) -> str:
-        """One line a section: which branches on which processes, and their share of the work."""
-        lines = [f"common layers on ranks {_ranks(self.common)}"]
+        """One line a section: which branches on which processes, and their share of its work."""
+        lines = [f"common layers on {_listed('rank', self.common.ranks)}"]
         for row in self.rows:
             total = sum(row.work) or 1.0
-            lines.append(f"{row.section}: {len(row.grids)} sub-grids")
+            lines.append(f"{row.section}: {_some('sub-grid', len(row.grids))}")
             for grid, branches, work in zip(row.grids, row.branches, row.work):
-                names = ", ".join(map(str, branches))
-                lines.append(f"  ranks {_ranks(grid)}: branches {names} ({work / total:.0%})")
+                names = _listed("branch", branches, "branches")
+                lines.append(f"  {_listed('rank', grid.ranks)}: {names} ({work / total:.0%})")
         return "\n".join(lines)
 
 
@@ -240,6 +259,7 @@ def parallelize(
             raise ValueError(f"common={[*source.ranks]} names ranks beyond the {n} there are")
     plan = _Plan(g)
     plan.walk(model, everywhere, source, "", nested=False)
+    _check_patterns(g, plan.sections)
     _check_equal(model, world)
     return _carry_out(plan, model, source, rank, world)
 
@@ -293,8 +313,13 @@ class _Plan:
                     self.walk(holder, part, part, f"{full}.branches.{i}", nested=True)
         for owner, name_ in _outside(module):
             value = getattr(owner, name_)
-            if isinstance(value, nn.Parameter):
-                self.grids[value] = source
+            if not isinstance(value, nn.Parameter):
+                continue
+            if self.grids.setdefault(value, source) != source:
+                raise ValueError(
+                    f"{_name(name, name_)}: a weight is shared by modules that go to different "
+                    "processes: give each its own, or take fewer sub-grids"
+                )
 
     def groups(self) -> list[tuple[int, ...]]:
         """All groups of processes that exchange anything, each once, in one order."""
@@ -350,7 +375,8 @@ def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Ax
     order = [p for p in model.parameters() if p in held]  # one on all processes that share some
     sums = GradientSums([(axis("sub-grid", ranks), ps) for ranks, ps in by_grid.items()], order)
     rows = [planned.row for planned in plan.sections]
-    return Placed(model, source, rows, rank, world, device, order, batch, sums)
+    counted = [p for p in order if held[p].ranks[0] == rank]
+    return Placed(model, source, rows, rank, world, device, order, counted, batch, sums)
 
 
 def _to_meta(model: nn.Module) -> None:
@@ -361,6 +387,16 @@ def _to_meta(model: nn.Module) -> None:
         if isinstance(value, nn.Parameter):
             meta = nn.Parameter(meta, requires_grad=value.requires_grad)
         setattr(owner, name, meta)
+
+
+def _check_patterns(g: int | Mapping[str, int], sections: Sequence[_Planned]) -> None:
+    """A pattern that fits no section would leave it undivided without a word."""
+    names = [planned.row.section for planned in sections]
+    for pattern in g if isinstance(g, Mapping) else ():
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"g names '{pattern}', which no section is called{closest(pattern, names)}"
+            )
 
 
 def _wanted(g: int | Mapping[str, int], name: str, nested: bool) -> int:
@@ -428,5 +464,11 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def _ranks(grid: Grid) -> str:
-    return ", ".join(map(str, grid.ranks))
+def _some(word: str, n: int) -> str:
+    return f"{n} {word}" + "s" * (n != 1)
+
+
+def _listed(word: str, numbers: Sequence[int], plural: str = "") -> str:
+    """`rank 3`, or `ranks 0, 2`."""
+    word = word if len(numbers) == 1 else plural or f"{word}s"
+    return f"{word} {', '.join(map(str, numbers))}"
