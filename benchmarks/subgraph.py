@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import results
-from benchmarks.subgraph_cases import SHAPES, Case, all_cases
+from benchmarks.subgraph_cases import HEADS, SHAPES, Case, all_cases
 from benchmarks.subgraph_report import plot, report
 
 
@@ -29,6 +29,7 @@ def main(
     ] = None,
     processes: Annotated[str, typer.Option(help="Numbers of processes, of 2, 4 and 8.")] = "4,8",
     shapes: Annotated[str, typer.Option(help="Of transformer, t5-large, tiny.")] = "",
+    heads: Annotated[str, typer.Option(help="Of 4, 8, 16, 32.")] = "4,8,16,32",
     rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds [7].")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a collective may wait.")] = 900.0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, to try the script.")] = False,
@@ -45,7 +46,13 @@ def main(
         raise typer.BadParameter(f"--processes: {', '.join(unknown)} is none of 2, 4 and 8")
     if fresh:
         out.unlink(missing_ok=True)
+    if unknown := set(heads.split(",")) - {*map(str, HEADS)}:
+        raise typer.BadParameter(f"--heads: {', '.join(unknown)} is none of 4, 8, 16 and 32")
+    wanted = [int(number) for number in heads.split(",")]
     cases = [case for n in map(int, processes.split(",")) for case in all_cases(n, names)]
+    cases = [case for case in cases if case.heads in wanted]
+    if quick:
+        cases = [case for case in cases if case.sweep == "total"]
     _measure(cases, rounds, timeout, out)
     found = read(out)
     if picture is not None:

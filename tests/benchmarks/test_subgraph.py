@@ -1,0 +1,82 @@
+"""The benchmark of sub-graphs: a tiny run of it, its cases, its report on known numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.subgraph_cases import Case, all_cases, variants
+from benchmarks.subgraph_report import plot, report
+
+from benchmarks import subgraph
+
+ROOT = Path(__file__).parents[2]
+
+
+def measured(case: Case, dp: float, other: float) -> dict[str, Any]:
+    """What a case's line holds; data parallelism takes `dp` seconds, the others `other`."""
+    rows = [
+        {
+            "name": variant.name,
+            "title": variant.title,
+            "seconds": [dp if variant.name == "dp" else other] * 3,
+            "collectives": {"all_reduce": 2},
+            "messages": 8,
+            "moved": 3e6,
+            "moved_gradients": 1e6,
+            "parameters": 2 << 20,
+            "states": 8 << 20,
+            "peak": 16 << 20,
+        }
+        for variant in variants(case.processes)
+    ]
+    names = ("date", "cpu", "cores", "torch", "python", "commit", "command")
+    return {"case": asdict(case), "rounds": 3, "rows": rows, "machine": dict.fromkeys(names, "-")}
+
+
+def test_variants_fill_the_processes() -> None:
+    for processes, g in ((2, [2]), (4, [2, 4]), (8, [2, 4, 8])):
+        found = variants(processes)
+        assert {v.layout.n_processes for v in found} == {processes}
+        assert sorted({v.layout.branches for v in found[1:]}) == g
+        for case in all_cases(processes, ["transformer", "t5-large"]):
+            assert case.heads % g[-1] == 0
+            assert case.model().head_dim * case.heads == case.hidden
+
+
+def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
+    cases = [Case("transformer", "per-head", heads, 1, 4) for heads in (8, 16)]
+    found = {case.key: measured(case, 0.3, 0.2) for case in cases}
+    text = report(found)
+    assert "Transformer base (h=512), 1 sample a process, 4 processes" in text
+    assert "| data parallel, ms | 300 | 300 |" in text
+    assert text.count("| D&SP, g=4 | 1.50 | 1.50 |") == 1
+    assert "| D&SP, g=4 | 200 [200, 200] | 1.50 | 2 | 8 | 3.00 | 1.00 | 2.0 | 8.0 | 16.0 |" in text
+    plot(found, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="no sweep with 4 processes"):
+        plot({}, tmp_path / "none.png")
+
+
+def test_a_tiny_run(tmp_path: Path) -> None:
+    """Its losses are compared within; a second call measures nothing again."""
+    out = tmp_path / "found.jsonl"
+    command = [sys.executable, "-m", "benchmarks.subgraph", "--quick", "--processes", "2"]
+    command += ["--heads", "8", "--out", str(out)]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert first.returncode == 0, first.stderr
+    assert "## tiny, to try the script, 4 samples a process, 2 processes" in first.stdout
+    assert len(subgraph.read(out)) == 2
+    for values in subgraph.read(out).values():
+        rows = {row["name"]: row for row in values["rows"]}
+        assert all(len(row["seconds"]) == 2 for row in rows.values())
+        # Whatever is branched is held once instead of twice, in parameters, gradients and moments.
+        assert rows["dsp-2"]["states"] < 0.52 * rows["dp"]["states"]
+        assert rows["dsp-2"]["moved_gradients"] < 0.05 * rows["dp"]["moved_gradients"]
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert again.stderr.count("measured before") == 2
+    assert again.stdout == first.stdout
