@@ -65,9 +65,9 @@ def test_towers_on_any_processes(pool: WorkerPool) -> None:
     ("command", "score", "enough"),
     [
         (
-            "resnext_digits.py --processes 2 --common first --epochs 5",
+            "resnext_digits.py --processes 2 --epochs 4",
             r"accuracy (\d+\.\d)%",
-            (95.0, 100.0),
+            (85.0, 100.0),
         ),
         ("two_towers.py --processes 2 --epochs 1", r"held-out squared error (\S+)", (0.0, 0.5)),
     ],

@@ -44,6 +44,7 @@ PRELOAD = [
     "torch.distributed",
     "torch.distributed.tensor",
     "torch.distributed.device_mesh",
+    "torch._dynamo",  # the first operation on the meta device imports it
     "pytest",
 ]
 
