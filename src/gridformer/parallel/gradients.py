@@ -32,8 +32,9 @@ def owned(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def reduce_gradients(model: nn.Module, axes: Axes, begun: GradientSums | None = None) -> None:
     """Add up gradients where they are partial: copies on their owner, then over replicas.
 
-    Afterwards the gradients of owned parameters are those of the whole batch (zero where one took no
-    part, so that every layout updates it alike); the others' are undefined. begun: sums that were started during the backward pass; they are finished here.
+    Afterwards the gradients of owned parameters are those of the whole batch (zero where one took
+    no part, so that every layout updates it alike); the others' are undefined. begun: sums that
+    were started during the backward pass; they are finished here.
     """
     partial: dict[str, list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
