@@ -126,7 +126,7 @@ def test_a_hang_is_reported() -> None:
     program = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
     began = time.monotonic()
     found = only(doctor.check_processes(4, 0.5, program))
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     assert found.level == "bad"
     assert found.text == "4 processes as a 2x2 grid: no answer within 0.5 s"
     assert "firewall" in found.remedy

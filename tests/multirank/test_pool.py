@@ -90,7 +90,7 @@ def test_exception(pool: WorkerPool) -> None:
         RankFailed, match=r"(?s)on rank 2.*raise_on.*ValueError: the root cause"
     ) as e:
         pool.run(4, raise_on, 2)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 0.2 * pool.timeout_s
     assert e.value.rank == 2
     assert pool.run(4, total, 1.0) == [10.0] * 4
 
@@ -100,7 +100,7 @@ def test_killed_rank(pool: WorkerPool) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) died: killed by SIGKILL") as e:
         pool.run(4, kill_on, 1)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 0.2 * pool.timeout_s
     assert e.value.rank == 1
     assert pool.run(4, total, 1.0) == [10.0] * 4
 
@@ -160,7 +160,7 @@ def test_workers_die_with_the_session(tmp_path: Path) -> None:
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 2
         owner.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "the workers outlived their owner"
         time.sleep(0.02)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 import pytest
@@ -23,15 +22,14 @@ from gridformer.models import build_model
 from gridformer.nodes import split_messages
 from gridformer.parallel import build_parallel
 from gridformer.parallel.choices import Traffic, Work, decide
-from gridformer.parallel.grid import weights_kept
 from gridformer.train.step import Stepper
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool
 from tests.multirank.test_subgraph import KINDS, in_branches, n_of, short, subgraph
+from tests.multirank.volumes import B, passes
 
 Layout = dict[str, Any]
 
-B = 12  # sequences of a replica's micro-batch
 CONFIG = tiny(max_seq_len=8)
 S, H = CONFIG.max_seq_len, CONFIG.hidden_size
 T = B * S
@@ -49,28 +47,6 @@ TRANSPOSE = {"split": "sum", "sum": "split", "slice": "concat", "concat": "slice
 Kinds = Counter[tuple[str, str, int]]  # label, operation, elements
 
 
-def passes(layout: LayoutConfig, n_layers: int) -> tuple[Recorder, Recorder]:
-    """Forward and backward of one micro-batch on one rank."""
-    return _passes(layout.model_dump_json(), n_layers)
-
-
-@cache  # by a worker: what travels is the same every time
-def _passes(layout_json: str, n_layers: int) -> tuple[Recorder, Recorder]:
-    torch.set_num_threads(1)
-    layout = LayoutConfig.model_validate_json(layout_json)
-    axes = axes_of(layout)
-    config = CONFIG.model_copy(update={"n_layers": n_layers})
-    model = build_parallel(config, layout, axes, 1, CPU)
-    part = batch_of(0, CONFIG, B).chunk(axes.batch.size)[axes.batch.index]
-    with weights_kept(model):
-        with record() as forward:
-            loss = model.loss_sum(part[:, :-1], part[:, 1:])
-        with record() as backward:
-            loss.backward()
-    assert forward.bytes() == 4 * forward.moved()  # everything is float32
-    return forward, backward
-
-
 def kinds(recorder: Recorder) -> Kinds:
     assert {(r.axis) for r in recorder.records} <= {"branch"}
     return Counter((r.label, r.op, round(r.moved)) for r in recorder.records)
@@ -79,7 +55,10 @@ def kinds(recorder: Recorder) -> Kinds:
 def one_layer(layout: Layout) -> tuple[Kinds, Kinds, Kinds, Kinds]:
     """Forward and backward of one layer, and of all else."""
     plan = LayoutConfig(**layout)
-    two, one = ([kinds(recorder) for recorder in passes(plan, n)] for n in (2, 1))
+    two, one = (
+        [kinds(recorder) for recorder in passes(plan, tiny(max_seq_len=S, n_layers=n))]
+        for n in (2, 1)
+    )
     layer = [a - b for a, b in zip(two, one)]
     rest = [a - b for a, b in zip(one, layer)]
     return layer[0], layer[1], rest[0], rest[1]
@@ -293,7 +272,7 @@ def test_gradients_of_branches_travel_among_those_that_hold_them(
 
 def split_targets(layout: Layout) -> tuple[int, ...]:
     """Ranks that get something of this one's in the first split."""
-    forward, _ = passes(LayoutConfig(**layout), 1)
+    forward, _ = passes(LayoutConfig(**layout), tiny(max_seq_len=S, n_layers=1))
     return forward.records[0].targets
 
 

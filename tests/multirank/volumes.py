@@ -1,0 +1,126 @@
+"""What one layer of a layout sends, counted: shared by the tests of volumes.
+
+Models of two and of one layer are run; their difference is one layer, without what the embedding,
+the last norm, the head and the loss move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import torch
+
+from gridformer.comm import Recorder, record
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.parallel import build_parallel
+from gridformer.parallel.choices import Choices, Traffic
+from gridformer.parallel.grid import weights_kept
+from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
+
+B = 12  # sequences, divides over 1, 2, 3 and 4
+CONFIG = tiny()
+S, H, V = CONFIG.max_seq_len, CONFIG.hidden_size, CONFIG.vocab_size
+BSH = B * S * H
+LAYER = ("qkv", "out", "up", "down")
+
+
+@dataclass
+class Volume:
+    """Of one rank and one pass: elements by label, messages by label and kind, elements by axis."""
+
+    moved: dict[str, Fraction]
+    count: dict[str, Counter[str]]
+    by_axis: dict[str, Fraction]
+
+    @staticmethod
+    def of(recorder: Recorder) -> Volume:
+        volume = Volume({}, {}, {})
+        for r in recorder.records:
+            moved = Fraction(r.moved).limit_denominator(1000)
+            volume.moved[r.label] = volume.moved.get(r.label, Fraction()) + moved
+            volume.by_axis[r.axis] = volume.by_axis.get(r.axis, Fraction()) + moved
+            volume.count.setdefault(r.label, Counter())[r.op] += 1
+        for label, moved in volume.moved.items():
+            assert math.isclose(recorder.moved(label), moved, rel_tol=1e-12)
+            assert recorder.count(label) == volume.count[label]
+        for axis, moved in volume.by_axis.items():
+            assert math.isclose(recorder.moved(axis=axis), moved, rel_tol=1e-12)
+        return volume
+
+    def minus(self, other: Volume) -> Volume:
+        def less(a: dict[str, Fraction], b: dict[str, Fraction]) -> dict[str, Fraction]:
+            return {k: v - b.get(k, 0) for k, v in a.items() if v != b.get(k, 0)}
+
+        count = {k: c - other.count.get(k, Counter()) for k, c in self.count.items()}
+        return Volume(
+            less(self.moved, other.moved),
+            {k: c for k, c in count.items() if c},
+            less(self.by_axis, other.by_axis),
+        )
+
+
+def volume_of(recorder: Recorder, label: str = "") -> Volume:
+    """Of all records, or those of one label."""
+    return Volume.of(Recorder([r for r in recorder.records if r.label == label or not label]))
+
+
+def passes(layout: LayoutConfig, config: ModelConfig) -> tuple[Recorder, Recorder]:
+    """Forward and backward of one micro-batch of B sequences on one rank."""
+    return _passes(layout.model_dump_json(), config.model_dump_json())
+
+
+@cache  # by a worker: what travels is the same every time
+def _passes(layout_json: str, config_json: str) -> tuple[Recorder, Recorder]:
+    torch.set_num_threads(1)
+    layout = LayoutConfig.model_validate_json(layout_json)
+    config = ModelConfig.model_validate_json(config_json)
+    axes = axes_of(layout)
+    model = build_parallel(config, layout, axes, 1, CPU)
+    part = batch_of(0, config, B).chunk(axes.batch.size)[axes.batch.index]
+    with weights_kept(model):
+        with record() as forward:
+            loss = model.loss_sum(part[:, :-1], part[:, 1:])
+        with record() as backward:
+            loss.backward()
+    assert forward.bytes() == 4 * forward.moved()  # everything is float32
+    return forward, backward
+
+
+def one_layer(layout: dict[str, Any], label: str = "") -> tuple[Volume, Volume]:
+    """Forward and backward; `label` narrows it to messages of one purpose."""
+    plan = LayoutConfig(**layout)
+    two, one = (passes(plan, tiny(n_layers=n)) for n in (2, 1))
+    forward, backward = (volume_of(a, label).minus(volume_of(b, label)) for a, b in zip(two, one))
+    return forward, backward
+
+
+def optimus(grid: tuple[int, int], **how: str) -> dict[str, Any]:
+    """A layout that leaves nothing to `auto` but what is asked for."""
+    rows, cols = grid
+    fixed = {"schedule": "gather", "keep_gathered": "none"}
+    return {"scheme": "optimus", "rows": rows, "cols": cols, **fixed, **how}
+
+
+def short(layout: dict[str, Any]) -> str:
+    return "-".join(str(value) for name, value in layout.items() if name != "scheme")
+
+
+def predicted(choices: Choices, first: bool = True) -> tuple[Traffic, Traffic]:
+    """What a layer's products are said to send, forward and backward."""
+    nothing = Traffic(0, 0, 0)
+    layer = [choices[name] for name in LAYER]
+    forward = sum((choices.forward(choice, first) for choice in layer), nothing)
+    return forward, sum((choices.backward(choice) for choice in layer), nothing)
+
+
+def agrees(counted: Volume, said: Traffic) -> None:
+    """Elements along rows and down columns, and messages, of volumes of products alone."""
+    for axis, moved in (("col", said.col), ("row", said.row)):
+        assert math.isclose(counted.by_axis.get(axis, 0), moved, rel_tol=1e-9), axis
+    assert counted.by_axis.keys() <= {"col", "row"}
+    assert sum(counted.count.get("product", Counter()).values()) == said.messages
