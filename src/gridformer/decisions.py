@@ -24,8 +24,9 @@ _MIB = 2**20
 @dataclass(frozen=True)
 class Decisions:
     """choices: of every product. traffic: bytes one device receives over an axis in one step, by
-    products and gradients, with ring collectives. candidates: blocks of the grid a node may hold,
-    best first; none where the devices of a node were not told."""
+    products and gradients, with ring collectives; of the device that moves most, where they differ.
+    candidates: blocks of the grid a node may hold, best first; none where the devices of a node
+    were not told."""
 
     choices: Choices
     traffic: dict[str, float]
@@ -61,16 +62,27 @@ def decide_run(run: RunConfig) -> Decisions:
         n = layout.dp * (layout.branches if layout.common == "all" else 1)
         gradients = (layout.dp - 1) / layout.dp * inside / layout.branches + (n - 1) / n * common
         traffic["dp"] = 2 * gradients * parameter_bytes
-        if layout.attention == "outside":  # slices and results, there and back
-            h, g = run.model.hidden_size, layout.branches
-            held = work.tokens / (g if layout.common == "all" else 1)
-            sliced = 2 * 4 * h * held * (g - 1) / g * run.model.n_layers * work.micro_batches
-            traffic["col"] += sliced * work.itemsize
+        if layout.attention == "outside":
+            traffic["col"] = _with_slices(traffic["col"], run, work)
     candidates = []
     if layout.devices_per_node and not branched:  # whose order says where ranks lie
         sizes = nodes.sizes_of(layout)
         candidates = nodes.search(sizes, traffic, layout.devices_per_node)
     return Decisions(choices, traffic, candidates)
+
+
+def _with_slices(products: float, run: RunConfig, work: Work) -> float:
+    """Bytes over branches of the device that moves most, `products` being those of products.
+
+    Slices are 3 h a token, the heads' results h, and both go there and back. In cSub the first
+    sub-grid has them all, and has no part in what products send to the others.
+    """
+    g, first = run.layout.branches, run.layout.common == "first"
+    every = 2 * 4 * run.model.hidden_size * run.model.n_layers * work.tokens
+    every *= work.micro_batches * work.itemsize
+    if first:
+        return max(products + every / g, every * (g - 1) / g)
+    return products + every / g * (g - 1) / g
 
 
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
@@ -88,7 +100,7 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         along = "over branches" if layout.scheme == "subgraph" else "along rows"
         axes = {"col": f"activations {along}", "row": "weights down columns", "dp": "gradients"}
         parts = [f"{axes[name]} {n_bytes / _MIB:,.1f} MiB" for name, n_bytes in total.items()]
-        console.print(Text(f"One device receives in a step: {', '.join(parts)}."))
+        console.print(Text(f"A device moves in a step, at most: {', '.join(parts)}."))
     for reason in choices.reasons:
         console.print(Text(f"- {reason}"))
     if decisions.candidates:

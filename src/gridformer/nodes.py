@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -248,12 +249,13 @@ def split_messages(
 ) -> tuple[int, int]:
     """Messages of one split within nodes and between them, own pieces included.
 
-    n processes in g sub-grids, k processes a node. From specification, section 4, where k divides n
-    and one of k and a group's span (topology: g; contiguous: n/g) divides the other.
+    n processes in g sub-grids, k processes a node, which need not divide anything. Counted from
+    where ranks lie; specification, section 4, has formulas for sizes that divide each other.
     """
-    if order == "contiguous":
-        return (n, n * (g - 1)) if n // g >= k else (k * g, (n - k) * g)
-    return (n * g, 0) if g <= k else (n * k, n * (g - k))
+    within = 0
+    for group in sub_grids(1, n // g, g, order)[0].tolist():
+        within += sum(count * count for count in Counter(rank // k for rank in group).values())
+    return within, n * g - within
 
 
 # --------------------------------------------------------------------------- for people

@@ -19,9 +19,9 @@ point-to-point messages, one from each process to each that has samples of it, p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -243,7 +243,9 @@ class Section:
 
 def split_or_slice(x: Tensor, section: Section, columns: Columns | None, n_samples: int) -> Tensor:
     """Differentiable `Section.spread`. Backward sum, or concat."""
-    out: Tensor = _Spread.apply(x, section, columns, n_samples)
+    there = partial(section.spread, columns=columns, n_samples=n_samples)
+    back = partial(section.collect, columns=columns, n_samples=n_samples)
+    out: Tensor = _End.apply(x, None, there, back)
     return out
 
 
@@ -253,42 +255,30 @@ def sum_or_concat(z: Tensor, section: Section, columns: Columns | None, n_sample
     Its result always takes part in autograd, so that backward goes through it on every process or
     on none, whatever the branches of a sub-grid are.
     """
+    there = partial(section.collect, columns=columns, n_samples=n_samples)
+    back = partial(section.spread, columns=columns, n_samples=n_samples)
     anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-    out: Tensor = _Collect.apply(z, anchor, section, columns, n_samples)
+    out: Tensor = _End.apply(z, anchor, there, back)
     return out
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, section: Section, columns: Columns | None, n_samples: int
-    ) -> Tensor:
-        ctx.args = section, columns, n_samples
-        return section.spread(x, columns, n_samples)
+class _End(torch.autograd.Function):
+    """One end of a section: a linear map forward, its transpose backward."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        section, columns, n_samples = ctx.args
-        return section.collect(grads[0], columns, n_samples), None, None, None
-
-
-class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        z: Tensor,
-        anchor: Tensor,
-        section: Section,
-        columns: Columns | None,
-        n_samples: int,
+        x: Tensor,
+        anchor: Tensor | None,
+        there: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.args = section, columns, n_samples
-        return section.collect(z, columns, n_samples)
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        section, columns, n_samples = ctx.args
-        return section.spread(grads[0], columns, n_samples), None, None, None, None
+        return ctx.back(grads[0]), None, None, None
 
 
 @lru_cache(maxsize=4096)
