@@ -22,15 +22,15 @@ GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s"}
 
 
-@pytest.fixture
-def run_file(token_folder: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def run_file(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sections: dict[str, Any] = {
         "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
         "data": {"path": str(token_folder)},
         "layout": GRID,
         "train": {"steps": 6, "global_batch": 4, "eval_every": 3, "eval_batches": 2},
     }
-    path = tmp_path / "mine.yaml"
+    path = tmp_path_factory.mktemp("runs") / "mine.yaml"
     path.write_text(yaml.safe_dump(sections))
     return path
 
@@ -99,17 +99,31 @@ def test_a_run_leaves_all_it_promises(run_file: Path, tmp_path: Path) -> None:
     assert other.stdout != first.stdout
 
 
+LONGER = ("train.steps=30", "train.save_every=0", "train.eval_every=0")
+
+
+@pytest.fixture(scope="module")
+def not_stopped(run_file: Path) -> list[float]:
+    """The losses of a run that nobody stops."""
+    out = run_file.parent / "whole"
+    assert gridformer("train", run_file, *LONGER, "--out", out).returncode == 0
+    return losses(out)
+
+
 @pytest.mark.parametrize(
     ("signum", "to_group", "code"),
     [(signal.SIGTERM, False, 143), (signal.SIGINT, True, 130)],
     ids=["SIGTERM-to-the-command", "Ctrl-C"],
 )
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
-    run_file: Path, tmp_path: Path, signum: signal.Signals, to_group: bool, code: int
+    run_file: Path,
+    not_stopped: list[float],
+    tmp_path: Path,
+    signum: signal.Signals,
+    to_group: bool,
+    code: int,
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    words = [str(run_file), "train.steps=30", "train.save_every=0", "train.eval_every=0"]
-    assert gridformer("train", *words, "--out", whole).returncode == 0
+    stopped, words = tmp_path / "stopped", [str(run_file), *LONGER]
     with subprocess.Popen(
         [*COMMAND, "train", *words, "--out", str(stopped)],
         stdout=subprocess.PIPE,
@@ -128,8 +142,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     wait_until_nobody_is_left(process.pid)
     resumed = gridformer("train", *words, "--out", stopped)
     assert resumed.returncode == 0, resumed.stderr
-    assert losses(stopped) == losses(whole)
-    assert losses(whole)[-1] < losses(whole)[0] - 0.1, "it learns"
+    assert losses(stopped) == not_stopped
+    assert not_stopped[-1] < not_stopped[0] - 0.1, "it learns"
 
 
 def test_a_killed_worker_ends_the_run(run_file: Path, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def check(
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_equals_one_device(pool: WorkerPool, layout: Layout, dtype: str) -> None:
-    check(pool, layout, {}, dtype=dtype)
+    check(pool, layout, {}, n_steps=5 if dtype == "float64" else 3, dtype=dtype)
 
 
 @pytest.mark.parametrize("layout", [g for g in LAYOUTS if g["dp"] == 1], ids=name_of)
@@ -188,7 +188,7 @@ def test_unequal_copies_are_found(pool: WorkerPool, layout: Layout, name: str, a
 
 
 @pytest.mark.parametrize(
-    "layout", by_size([g for g in LAYOUTS if g["dp"] == 1] + SOME_PRODUCTS), ids=name_of
+    "layout", [SEQUENCE, {"scheme": "megatron", "cols": 2}, *SOME_PRODUCTS, TWO_BY_TWO], ids=name_of
 )
 def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, layout: Layout) -> None:
     """Rounding to 8 bits happens in other places, so only loss and norm are held, and loosely."""
