@@ -1,15 +1,16 @@
-# make demo: from a fresh clone to a trained model.   make test: everything that is checked.
+# make demo: from a fresh clone to a trained model.   make test: lint, types and the tests.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 TORCH  := 2.13.0
 RUN    ?= runs/demo
 
-.PHONY: demo test lint fmt lock figures clean help
+.PHONY: demo test test-all lint fmt lock figures clean help
 
 help:
 	@echo "make demo    set up, prepare real text, train a small GPT-2 on a 2x2 grid, sample from it"
-	@echo "make test    lint, type check and the whole test suite"
+	@echo "make test    lint, type check and the test suite, in about ten minutes on two cores"
+	@echo "make test-all the same, with the cases that are more of the same"
 	@echo "make figures redraw the figures in docs/"
 	@echo "make lock    pin the dependencies anew (requirements.lock)"
 	@echo "make clean   remove the environment, prepared data and runs"
@@ -19,6 +20,9 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready lint
 	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.ready lint
+	$(BIN)/python -m pytest -m "full or not full"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests docs benchmarks examples

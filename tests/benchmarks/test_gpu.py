@@ -31,6 +31,7 @@ from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig, shipped_model
 from gridformer.errors import UserError
 from gridformer.parallel import build_parallel
+from tests.choosing import full_unless
 from tests.models.test_hf import from_hugging_face
 
 CPU = torch.device("cpu")
@@ -75,7 +76,9 @@ def test_ceiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (tmp_path / "report.md").read_text() == out
 
 
-@pytest.mark.parametrize("hf_compile", ["blocks", "whole"])
+@pytest.mark.parametrize(
+    "hf_compile", full_unless(lambda how: how == "blocks", ["blocks", "whole"])
+)
 def test_single(hf_compile: str) -> None:
     """Both sides, eager and compiled; their losses agree."""
     pytest.importorskip("transformers")

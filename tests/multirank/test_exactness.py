@@ -13,6 +13,7 @@ import torch
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.gradients import assert_copies_equal
+from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, TOLERANCE, axes_of, compare, tiny
 from tests.multirank.pool import WorkerPool
 
@@ -102,9 +103,15 @@ def check(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_equals_one_device(pool: WorkerPool, layout: Layout, dtype: str) -> None:
-    check(pool, layout, {}, n_steps=5 if dtype == "float64" else 3, dtype=dtype)
+def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
+    check(pool, layout, {}, dtype="float64")
+
+
+@pytest.mark.parametrize(
+    "layout", full_unless(lambda layout: layout["dp"] == 1, LAYOUTS), ids=name_of
+)
+def test_equals_one_device_in_float32(pool: WorkerPool, layout: Layout) -> None:
+    check(pool, layout, {}, n_steps=3, dtype="float32")
 
 
 @pytest.mark.parametrize("layout", [g for g in LAYOUTS if g["dp"] == 1], ids=name_of)
@@ -127,7 +134,13 @@ def test_accumulating_micro_batches_changes_nothing(pool: WorkerPool, layout: La
     check(pool, layout, {"dropout": 0.1}, dtype="float64", micro_batches=3)
 
 
-@pytest.mark.parametrize("layout", PRODUCTS, ids=name_of)
+def on_two_rows(layout: Layout) -> bool:
+    """Or one stationary choice a schedule, another for each."""
+    each = (("broadcast", "input"), ("pipelined", "output"), ("gather", "auto"))
+    return layout["rows"] == 2 or (layout["schedule"], layout["stationary"]) in each
+
+
+@pytest.mark.parametrize("layout", full_unless(on_two_rows, PRODUCTS), ids=name_of)
 def test_schedules_and_stationary_operands(pool: WorkerPool, layout: Layout) -> None:
     check(pool, layout, EVERYTHING, n_steps=2, micro_batches=2, dtype="float64")
 

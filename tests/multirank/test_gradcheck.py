@@ -23,6 +23,7 @@ from gridformer.parallel import summa
 from gridformer.parallel.ends import Cut, Replicated
 from gridformer.parallel.loss import CutCrossEntropy
 from gridformer.parallel.optimus import GridLayerNorm
+from tests.choosing import full_unless
 from tests.multirank.cutting import Case, Dims, check, cut, grid_axes, join
 from tests.multirank.pool import WorkerPool
 
@@ -479,13 +480,22 @@ MAKERS[2, 3] |= one_wanted()
 CASES = [(grid, name) for grid, makers in MAKERS.items() for name in makers]
 
 
+def smaller(case: tuple[tuple[int, int], str]) -> bool:
+    """All but 3x4, of which the products of one schedule each and the norm stay."""
+    kept = ("gather", "pipelined-bias", "layer_norm", "cross_entropy-padded")
+    return case[0] != (3, 4) or case[1].endswith(kept)
+
+
 def check_on_rank(grid: tuple[int, int], name: str) -> None:
     """What one rank does."""
     check(MAKERS[grid][name](grid_axes(*grid)))
 
 
-@pytest.mark.parametrize(("grid", "name"), CASES, ids=[f"{r}x{c}-{name}" for (r, c), name in CASES])
+@pytest.mark.parametrize(
+    "case", full_unless(smaller, CASES), ids=[f"{r}x{c}-{name}" for (r, c), name in CASES]
+)
 def test_gradients_equal_finite_differences(
-    pool: WorkerPool, grid: tuple[int, int], name: str
+    pool: WorkerPool, case: tuple[tuple[int, int], str]
 ) -> None:
+    grid, name = case
     pool.run(math.prod(grid), check_on_rank, grid, name)
