@@ -197,7 +197,7 @@ def to_hugging_face(state: dict[str, Any], config: ModelConfig) -> dict[str, Ten
 
     The way back is in tests/models/test_hf.py.
     """
-    n, d = config.n_heads, config.head_dim
+    n, d = config.n_heads, config.head_width
     theirs = {
         "transformer.wte.weight": state["tokens.weight"],
         "transformer.wpe.weight": state["positions.weight"],

@@ -22,6 +22,24 @@ from gridformer.errors import ConfigError
 
 Scheme = Literal["single", "megatron", "optimus", "subgraph"]
 SCHEMES: tuple[Scheme, ...] = ("single", "megatron", "optimus", "subgraph")
+Family = Literal["gpt2", "bert", "t5", "transformer"]
+ENCODER_DECODER: tuple[Family, ...] = ("t5", "transformer")
+Task = Literal["auto", "causal", "masked", "spans", "pairs"]
+# Which families may learn from which kind of samples; the first is what `auto` means.
+TASKS: dict[Family, tuple[Task, ...]] = {
+    "gpt2": ("causal",),
+    "bert": ("masked",),
+    "t5": ("spans", "pairs"),
+    "transformer": ("pairs",),
+}
+_ONLY_IN: dict[str, tuple[Family, ...]] = {
+    "n_decoder_layers": ENCODER_DECODER,
+    "sentence_pair": ("bert",),
+    "n_labels": ("gpt2", "bert"),
+    "relative_buckets": ("t5",),
+    "relative_max_distance": ("t5",),
+    "init_std": ("gpt2", "bert"),
+}
 
 
 class Config(BaseModel):
@@ -33,22 +51,41 @@ class Config(BaseModel):
 
 
 class ModelConfig(Config):
-    """A GPT-2: decoder, pre-LayerNorm, learned positions, tied embedding.
+    """A transformer of one of four families, and its size.
 
-    Symbols of the specification: N = n_layers, h = hidden_size, n = n_heads, f = ffn_size,
-    v = vocab_size, and max_seq_len is the largest s.
+    gpt2: decoder; bert: encoder; t5, transformer: encoder and decoder. Symbols of the
+    specification: N = n_layers (of the encoder, where there are two stacks), h = hidden_size,
+    n = n_heads, f = ffn_size, v = vocab_size, and max_seq_len is the largest s. Fields that a
+    family does not have keep their defaults.
     """
 
     name: str = "custom"
-    family: Literal["gpt2"] = "gpt2"
+    family: Family = "gpt2"
     n_layers: int = Field(ge=1)
+    n_decoder_layers: int = Field(
+        default=0, ge=0, description="of t5 and transformer; 0 means n_layers"
+    )
     hidden_size: int = Field(ge=1)
     n_heads: int = Field(ge=1)
+    head_dim: int = Field(default=0, ge=0, description="0 means hidden_size / n_heads")
     ffn_size: int = Field(default=0, ge=0, description="0 means 4 times hidden_size")
     vocab_size: int = Field(default=0, ge=0, description="0 means the data's vocabulary")
     max_seq_len: int = Field(default=1024, ge=1)
+    norm_position: Literal["auto", "pre", "post"] = Field(
+        default="auto",
+        description="LayerNorm at the input of each sub-layer, or after its residual; auto: post "
+        "for bert and transformer, as published. gpt2 and t5 have pre only",
+    )
+    sentence_pair: bool = Field(
+        default=True, description="bert: a branch that tells whether sentence B follows A"
+    )
     n_labels: int = Field(
-        default=0, ge=0, description="of a classification branch; 0 leaves it out"
+        default=0, ge=0, description="gpt2, bert: of a classification branch; 0 leaves it out"
+    )
+    relative_buckets: int = Field(default=32, ge=2, description="t5: of distances of two tokens")
+    relative_max_distance: int = Field(default=128, ge=2, description="t5: the last bucket's")
+    label_smoothing: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="of the training loss (Vaswani et al. 2017: 0.1)"
     )
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     attention_dropout: float = Field(
@@ -58,29 +95,61 @@ class ModelConfig(Config):
         description="dropout of attention probabilities; takes the unfused attention path",
     )
     norm_eps: float = Field(default=1e-5, gt=0.0)
-    init_std: float = Field(default=0.02, gt=0.0, description="of matrices; GPT-2's is 0.02")
+    init_std: float = Field(
+        default=0.02,
+        gt=0.0,
+        description="gpt2, bert: of matrices; t5 and transformer go by each matrix's size",
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _ffn_default(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.get("ffn_size"):
-            hidden = values.get("hidden_size")
-            if isinstance(hidden, int):
-                return {**values, "ffn_size": 4 * hidden}
-        return values
+    def _defaults(cls, values: Any) -> Any:
+        """What 0 and auto mean, so that a resolved config says it."""
+        if not isinstance(values, dict):
+            return values
+        filled = dict(values)
+        family, hidden = values.get("family", "gpt2"), values.get("hidden_size")
+        if not values.get("ffn_size") and isinstance(hidden, int):
+            filled["ffn_size"] = 4 * hidden
+        if values.get("norm_position", "auto") == "auto":
+            filled["norm_position"] = "post" if family in ("bert", "transformer") else "pre"
+        if not values.get("n_decoder_layers") and family in ENCODER_DECODER:
+            filled["n_decoder_layers"] = values.get("n_layers", 0)
+        return filled
+
+    @model_validator(mode="after")
+    def _fits_the_family(self) -> Self:
+        problems = [
+            f"{key}={getattr(self, key)} belongs to family {any_of(families)}, not {self.family}: "
+            f"leave it out"
+            for key, families in _ONLY_IN.items()
+            if self.family not in families
+            and getattr(self, key) != type(self).model_fields[key].default
+        ]
+        if self.norm_position == "post" and self.family in ("gpt2", "t5"):
+            problems.append(f"norm_position=post: {self.family} normalises inputs; use pre")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.hidden_size % self.n_heads:
+        if not self.head_dim and self.hidden_size % self.n_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of n_heads={self.n_heads}: use "
-                f"n_heads {any_of(divisors(self.hidden_size))}"
+                f"n_heads {any_of(divisors(self.hidden_size))}, or set head_dim"
             )
         return self
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.n_heads
+    def head_width(self) -> int:
+        """d: head_dim, or what it is by default."""
+        return self.head_dim or self.hidden_size // self.n_heads
+
+    @property
+    def two_stacks(self) -> bool:
+        """An encoder and a decoder."""
+        return self.family in ENCODER_DECODER
 
 
 class LayoutConfig(Config):
@@ -151,10 +220,23 @@ class LayoutConfig(Config):
 
 
 class DataConfig(Config):
-    """A folder written by `gridformer prepare`, and how samples are cut from it."""
+    """A folder written by `gridformer prepare`, and how samples are made of it."""
 
     path: Path
-    seq_len: int = Field(default=0, ge=0, description="tokens a sample; 0 means model.max_seq_len")
+    task: Task = Field(
+        default="auto",
+        description="next words (gpt2), masked words (bert), masked spans (t5), or the second text "
+        "of a pair from the first (transformer, t5)",
+    )
+    seq_len: int = Field(
+        default=0,
+        ge=0,
+        description="tokens a sample, of its target where it has a source; 0 means "
+        "model.max_seq_len, and for spans as many as they take",
+    )
+    source_len: int = Field(
+        default=0, ge=0, description="t5, transformer: of the source; 0 means model.max_seq_len"
+    )
 
 
 class TrainConfig(Config):
@@ -217,9 +299,38 @@ class RunConfig(Config):
     layout: LayoutConfig = LayoutConfig()
     train: TrainConfig = TrainConfig()
 
+    @model_validator(mode="after")
+    def _data_suits_the_model(self) -> Self:
+        family, tasks = self.model.family, TASKS[self.model.family]
+        problems = []
+        if self.data.task not in ("auto", *tasks):
+            problems.append(
+                f"data.task={self.data.task}: {family} learns from {any_of(tasks)}; use data.task="
+                f"{any_of(('auto', *tasks))}"
+            )
+        if self.data.source_len and not self.model.two_stacks:
+            problems.append(
+                f"data.source_len={self.data.source_len}: {family} reads no source; use "
+                "data.source_len=0"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
     @property
     def seq_len(self) -> int:
+        """s: of samples, of their targets where they have a source."""
         return self.data.seq_len or self.model.max_seq_len
+
+    @property
+    def source_len(self) -> int:
+        """Tokens of a source; 0 for families of one stack."""
+        return (self.data.source_len or self.model.max_seq_len) if self.model.two_stacks else 0
+
+    @property
+    def task(self) -> Task:
+        """What is learned, with `auto` resolved."""
+        return TASKS[self.model.family][0] if self.data.task == "auto" else self.data.task
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

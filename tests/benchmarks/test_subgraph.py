@@ -45,7 +45,7 @@ def test_variants_fill_the_processes() -> None:
         assert sorted({v.layout.branches for v in found[1:]}) == g
         for case in all_cases(processes, ["transformer", "t5-large"]):
             assert case.heads % g[-1] == 0
-            assert case.model().head_dim * case.heads == case.hidden
+            assert case.model().head_width * case.heads == case.hidden
 
 
 def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
