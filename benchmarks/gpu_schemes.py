@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_report import Report, phrase, table
 from gridformer import comm
+from gridformer.batch import next_words
 from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.layout import build_axes
@@ -119,8 +120,8 @@ def _compare(
         generator = torch.Generator().manual_seed(step)
         shape = (train.global_batch, config.max_seq_len + 1)
         batch = torch.randint(0, config.vocab_size, shape, generator=generator)
-        want = reference(step, lambda rows, batch=batch: batch[rows])  # type: ignore[misc]
-        got = stepper(step, lambda rows, batch=batch: batch[rows])  # type: ignore[misc]
+        want = reference(step, lambda rows, batch=batch: next_words(batch[rows]))  # type: ignore[misc]
+        got = stepper(step, lambda rows, batch=batch: next_words(batch[rows]))  # type: ignore[misc]
         worst["loss"] = _worst(worst["loss"], abs(got.loss / want.loss - 1))
         worst["norm"] = _worst(worst["norm"], abs(got.grad_norm / want.grad_norm - 1))
         worst["gradients"] = _worst(worst["gradients"], _distance(cut, whole, gradients=True))

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gridformer.batch import next_words
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.parallel import build_parallel
@@ -62,7 +63,7 @@ class Gridformer:
         self.stepper = Stepper(self.model, train, Axes())
 
     def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
-        result = self.stepper(number, lambda rows: batch[rows])
+        result = self.stepper(number, lambda rows: next_words(batch[rows]))
         return result.loss, result.grad_norm
 
     def held_bytes(self) -> int:

@@ -81,7 +81,9 @@ class Built:
     def __init__(self, variant: Variant, case: Case, axes: Axes, x: Tensor, g: Tensor) -> None:
         model = build_parallel(case.model(), variant.layout, axes, 1, CPU)
         self.variant, self.axes = variant, axes
-        self.stack = Stack(model.layers)
+        layers = model.get_submodule("layers")
+        assert isinstance(layers, nn.ModuleDict)
+        self.stack = Stack(layers)
         self.sums = GradientSums.of(self.stack, axes)
         parameters = [p for _, p in owned(self.stack)]
         self.optimizer = torch.optim.AdamW(parameters or [{"params": []}], lr=1e-3, fused=True)

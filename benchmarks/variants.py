@@ -23,8 +23,7 @@ from benchmarks.cases import Case, Size
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig
 from gridformer.layout import build_axes
-from gridformer.models.blocks import DropoutClock
-from gridformer.models.gpt2 import Block
+from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
 from gridformer.parallel.choices import Work, decide
 from gridformer.parallel.gradients import reduce_gradients
@@ -48,7 +47,7 @@ def make_problem(size: Size, seed: int = 1) -> Problem:
     """Random weights in gridformer's form, [in, out]. Vectors are random too, so they count."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        block = Block(size.model(), 0, DropoutClock())
+        block = GPT2(size.model()).layers["0"]
     weights: Whole = {}
     for layer in range(size.layers):
         for name, parameter in block.named_parameters():
@@ -213,7 +212,7 @@ class GridformerVariant(Variant):
         axes = _axes(layout.rows, layout.cols)
         choices = decide(size.model(), layout, Work(tokens=size.b * size.s))
         model = build_parallel(size.model(), layout, axes, 0, CPU, "float32", choices)
-        blocks = dict(model.layers.items())
+        blocks = dict(model.get_submodule("layers").named_children())
         parameters = {
             f"{layer}.{name}": parameter
             for layer, block in blocks.items()

@@ -41,8 +41,11 @@ def decide_run(run: RunConfig) -> Decisions:
     """What a checked run's `auto` settings come to."""
     layout, train = run.layout, run.train
     parameter_bytes = 8 if train.dtype == "float64" else 4
+    sequences = train.global_batch // (layout.dp * train.micro_batches)
     work = Work(
-        tokens=train.global_batch // (layout.dp * train.micro_batches) * run.seq_len,
+        tokens=sequences * run.seq_len,
+        source=sequences * run.source_len,
+        sequences=sequences,
         micro_batches=train.micro_batches,
         itemsize=_ITEMSIZE[train.dtype],
         state_bytes=4 * parameter_bytes,  # value, gradient, two moments
@@ -63,7 +66,7 @@ def decide_run(run: RunConfig) -> Decisions:
         gradients = (layout.dp - 1) / layout.dp * inside / layout.branches + (n - 1) / n * common
         traffic["dp"] = 2 * gradients * parameter_bytes
         if layout.attention == "outside":
-            traffic["col"] = _with_slices(traffic["col"], run, work)
+            traffic["col"] = _with_slices(traffic["col"], run, choices)
     candidates = []
     if layout.devices_per_node and not branched:  # whose order says where ranks lie
         sizes = nodes.sizes_of(layout)
@@ -71,14 +74,19 @@ def decide_run(run: RunConfig) -> Decisions:
     return Decisions(choices, traffic, candidates)
 
 
-def _with_slices(products: float, run: RunConfig, work: Work) -> float:
+def _with_slices(products: float, run: RunConfig, choices: Choices) -> float:
     """Bytes over branches of the device that moves most, `products` being those of products.
 
-    Slices are 3 h a token, the heads' results h, and both go there and back. In cSub the first
-    sub-grid has them all, and has no part in what products send to the others.
+    Slices are what the products that open attention make, the heads' results what those that close
+    it read; both go there and back. In cSub the first sub-grid has them all, and has no part in
+    what products send to the others.
     """
-    g, first = run.layout.branches, run.layout.common == "first"
-    every = 2 * 4 * run.model.hidden_size * run.model.n_layers * work.tokens
+    g, first, work = run.layout.branches, run.layout.common == "first", choices.work
+    every = 0.0
+    for product in (choice.product for choice in choices.products.values()):
+        if product.section == "attention":
+            width = product.n_in if product.closes else product.n_out
+            every += 2 * width * product.count * work.rows_of(product)
     every *= work.micro_batches * work.itemsize
     if first:
         return max(products + every / g, every * (g - 1) / g)

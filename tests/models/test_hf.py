@@ -88,6 +88,7 @@ def pair(dtype: torch.dtype, **changes: Any) -> tuple[GPT2, Any]:
     config = ModelConfig(**{**values, **changes})
     name = str(dtype).removeprefix("torch.")
     ours = build_parallel(config, LayoutConfig(), Axes(), 0, torch.device("cpu"), name).eval()
+    assert isinstance(ours, GPT2)
     theirs = hugging_face(config, dtype)
     ours.load_state_dict(from_hugging_face(theirs.state_dict(), config), strict=True)
     return ours, theirs

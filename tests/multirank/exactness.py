@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gridformer.batch import next_words
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.layout import build_axes
-from gridformer.models import GPT2
+from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.gradients import assert_copies_equal, owned, reduce_gradients
 from gridformer.parallel.grid import weights_kept
@@ -80,15 +81,15 @@ def compare(
         worst["norm"] = max(worst["norm"], abs(got.grad_norm / want.norms[step] - 1))
     worst["parameter"] = distance(cut, values(cut), want.trained)
     assert_copies_equal(cut, axes)
-    worst["eval"] = abs(stepper.evaluate(reads[::2]) / want.evaluated - 1)
+    worst["eval"] = abs(stepper.evaluate(reads[::2]).loss / want.evaluated - 1)
     return worst
 
 
-def values(model: GPT2) -> Tensors:
+def values(model: Model) -> Tensors:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def gradients(model: GPT2) -> Tensors:
+def gradients(model: Model) -> Tensors:
     """Of what this rank owns; the others' are undefined once they are reduced."""
     found = {}
     for name, parameter in owned(model):
@@ -98,7 +99,7 @@ def gradients(model: GPT2) -> Tensors:
     return found
 
 
-def distance(model: GPT2, got: Tensors, want: Tensors) -> float:
+def distance(model: Model, got: Tensors, want: Tensors) -> float:
     """Of this device's blocks in `got` from those of the whole tensors in `want`."""
     worst = 0.0
     shards = {name: shard_of(parameter) for name, parameter in model.named_parameters()}
@@ -144,13 +145,13 @@ def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Referenc
         values(whole),
         [result.loss for result in results],
         norms,
-        stepper.evaluate(reads[::2]),
+        stepper.evaluate(reads[::2]).loss,
     )
 
 
 def _reads(config: ModelConfig, settings: TrainConfig, n_steps: int) -> list[ReadRows]:
     def read_of(batch: Tensor) -> ReadRows:
-        return lambda rows: batch[rows]
+        return lambda rows: next_words(batch[rows])
 
     return [read_of(batch_of(step, config, settings.global_batch)) for step in range(n_steps)]
 
@@ -165,8 +166,7 @@ def _gradients(stepper: Stepper, read: ReadRows) -> Tensors:
         for micro in range(stepper.train.micro_batches):
             rows = stepper.rows(micro)
             model.clock.at(rows)
-            part = read(rows)
-            model.loss_sum(part[:, :-1], part[:, 1:]).backward()
+            sum(model.losses(read(rows)).values()).backward()  # type: ignore[union-attr]
     reduce_gradients(model, stepper.axes)
     return gradients(model)
 

@@ -22,7 +22,7 @@ from gridformer.models.blocks import IGNORE, LayerNorm
 from gridformer.parallel import summa
 from gridformer.parallel.ends import Cut, Replicated
 from gridformer.parallel.loss import CutCrossEntropy
-from gridformer.parallel.optimus import GridLayerNorm
+from gridformer.parallel.norms import GridLayerNorm
 from tests.choosing import full_unless
 from tests.multirank.cutting import Case, Dims, check, cut, grid_axes, join
 from tests.multirank.pool import WorkerPool

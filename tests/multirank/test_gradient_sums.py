@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gridformer.batch import next_words
 from gridformer.comm import Axes, Axis, record
 from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.models import GPT2
+from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel import gradients as reductions
 from gridformer.parallel.gradients import GradientSums, reduce_gradients
@@ -35,7 +36,7 @@ def short(layout: Layout) -> str:
     return "-".join(map(str, layout.values()))
 
 
-def built(layout: Layout) -> tuple[GPT2, Axes]:
+def built(layout: Layout) -> tuple[Model, Axes]:
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
@@ -73,7 +74,7 @@ def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int],
             reduced(*args)
 
         with patch("gridformer.train.step.reduce_gradients", reduce):
-            stepper(0, lambda rows: batch_of(0, CONFIG, 2 * B)[rows])
+            stepper(0, lambda rows: next_words(batch_of(0, CONFIG, 2 * B)[rows]))
     return early, late, sent()
 
 

@@ -13,7 +13,7 @@ from gridformer import comm
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig
 from gridformer.layout import build_axes
-from gridformer.models import GPT2
+from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.gradients import assert_copies_equal, owned, reduce_gradients, share_copies
 from tests.multirank.exactness import CPU, batch_of, distance, gradients, tiny, values
@@ -35,7 +35,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def both_losses(model: GPT2, batch: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+def both_losses(model: Model, batch: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     """Language model and label losses of some sequences, each a sum; tokens chosen at random."""
     generator = torch.Generator().manual_seed(5)
     at = torch.randint(0, CONFIG.max_seq_len, (B,), generator=generator)
@@ -43,7 +43,7 @@ def both_losses(model: GPT2, batch: Tensor, rows: slice) -> tuple[Tensor, Tensor
     labels = torch.randint(0, N_LABELS, (B,), generator=generator)
     model.clock.first_sample = rows.start
     part = batch[rows]
-    logits = model.label_logits(part[:, :-1], at[rows])
+    logits = model.outputs({"tokens": part[:, :-1], "at": at[rows]})["labels"]
     assert logits.shape == (len(part), N_LABELS)
     return (
         model.loss_sum(part[:, :-1], part[:, 1:]),

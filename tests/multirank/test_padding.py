@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer import comm
+from gridformer.batch import next_words
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
-from gridformer.models import GPT2
+from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
 from gridformer.parallel import build_parallel
 from gridformer.parallel.loss import CutCrossEntropy
@@ -77,7 +78,7 @@ def train_and_look(layout: LayoutConfig, vocab_size: int) -> int:
     stepper = Stepper(model, TRAIN, axes)
     for step in range(N_STEPS):
         batch = batch_of(step, config, TRAIN.global_batch)
-        stepper(step, lambda rows, batch=batch: batch[rows])  # type: ignore[misc]
+        stepper(step, lambda rows, batch=batch: next_words(batch[rows]))  # type: ignore[misc]
     n_padding = 0
     for name, parameter in model.named_parameters():
         padding = overhang(parameter)
@@ -104,13 +105,13 @@ def test_padding_stays_zero(pool: WorkerPool, layout: dict[str, Any], vocab_size
 # --------------------------------------------------------------------------- the loss
 
 
-def unlikely_words(model: GPT2, axes: Axes) -> None:
+def unlikely_words(model: Model, axes: Axes) -> None:
     """Make every true logit about -1000, so that a padded one (zero) would win by far."""
     with torch.no_grad():
-        table = model.tokens.weight
+        table = model.get_parameter("tokens.weight")
         shard_of(table).valid(table).fill_(1.0)
-        model.norm.weight.fill_(0.1)
-        model.norm.bias.fill_(-1000.0 / model.config.hidden_size)
+        model.get_parameter("norm.weight").fill_(0.1)
+        model.get_parameter("norm.bias").fill_(-1000.0 / model.config.hidden_size)
 
 
 def compare_losses(layout: LayoutConfig, vocab_size: int) -> tuple[float, float]:

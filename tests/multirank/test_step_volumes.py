@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
+from gridformer.batch import Batch, next_words
 from gridformer.comm import Axes, Recorder, record
 from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.models import GPT2
+from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel import gradients as reductions
 from gridformer.parallel.choices import Choices, Traffic, Work, decide
@@ -51,8 +51,8 @@ def one_step(
     settings = TrainConfig(global_batch=B, micro_batches=micro_batches)
     batch = batch_of(0, config, B)
 
-    def read(rows: slice) -> Tensor:
-        return batch[rows]
+    def read(rows: slice) -> Batch:
+        return next_words(batch[rows])
 
     with patch.object(reductions, "_BUCKET_BYTES", bucket_bytes), record() as recorder:
         stepper = Stepper(model, settings, axes)
@@ -70,7 +70,7 @@ def one_step(
     )
 
 
-def _copied(model: GPT2, axes: Axes) -> dict[str, tuple[int, int]]:
+def _copied(model: Model, axes: Axes) -> dict[str, tuple[int, int]]:
     copied: dict[str, tuple[int, int]] = {}
     for parameter in model.parameters():
         name = shard_of(parameter).copies

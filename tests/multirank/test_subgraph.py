@@ -15,7 +15,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig
-from gridformer.models import GPT2, build_model
+from gridformer.models import Model, build_model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.gradients import assert_copies_equal, owned, reduce_gradients, share_copies
 from tests.multirank.exactness import (
@@ -200,14 +200,14 @@ B, N_LABELS = 12, 3
 CONFIG = tiny(n_labels=N_LABELS, dropout=0.1, attention_dropout=0.1, max_seq_len=12)
 
 
-def label_losses(model: GPT2, batch: Tensor, rows: slice) -> list[Tensor]:
+def label_losses(model: Model, batch: Tensor, rows: slice) -> list[Tensor]:
     """Language model and label losses of some sequences, each a sum; without value elsewhere."""
     generator = torch.Generator().manual_seed(5)
     at = torch.randint(0, CONFIG.max_seq_len, (B,), generator=generator)
     labels = torch.randint(0, N_LABELS, (B,), generator=generator)
     model.clock.at(rows)
     part = batch[rows]
-    logits = model.label_logits(part[:, :-1], at[rows])
+    logits = model.outputs({"tokens": part[:, :-1], "at": at[rows]})["labels"]
     if logits.is_meta:
         return [model.loss_sum(part[:, :-1], part[:, 1:]), logits]
     assert logits.shape == (len(part), N_LABELS)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from gridformer.batch import Batch, next_words
 from gridformer.comm import Recorder, record
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.decisions import decide_run
@@ -178,8 +178,8 @@ def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorde
     settings = TrainConfig(global_batch=2 * B, micro_batches=micro_batches)
     batch = batch_of(0, CONFIG, 2 * B)
 
-    def read(rows: slice) -> Tensor:
-        return batch[rows]
+    def read(rows: slice) -> Batch:
+        return next_words(batch[rows])
 
     stepper = Stepper(model, settings, axes)
     with record() as recorder:

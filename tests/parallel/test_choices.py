@@ -60,6 +60,7 @@ WORKS = st.builds(
     tokens=st.integers(1, 10_000).map(lambda n: 60 * n),
     micro_batches=st.integers(1, 8),
     itemsize=st.sampled_from([2, 4, 8]),
+    sequences=st.integers(1, 100),
 )
 HOW = st.fixed_dictionaries(
     {
@@ -120,7 +121,7 @@ def test_auto_never_moves_more_than_the_paper(
     chosen = decide(model, optimus(rows, cols, **{**how, "stationary": "auto"}), work)
     for choice in chosen.products.values():
         product = choice.product
-        col = (cols - 1) / (rows * cols) * work.tokens * product.n_in
+        col = (cols - 1) / (rows * cols) * work.rows_of(product) * product.n_in
         row = (rows - 1) / (rows * cols) * product.n_in * product.n_out
         narrower = min(product.n_in, product.n_out) / product.n_in
         forward, backward = chosen.forward(choice), chosen.backward(choice)
@@ -341,7 +342,7 @@ def test_every_decision_has_a_reason_and_no_wish_has(
 
 def test_work_is_one_sequence_a_row_unless_told() -> None:
     layout = optimus(3, 2)
-    assert decide(SMALL, layout).work == Work(tokens=3 * SMALL.max_seq_len)
+    assert decide(SMALL, layout).work == Work(tokens=3 * SMALL.max_seq_len, sequences=3)
     assert decide(SMALL, layout).products == decide(SMALL, layout, Work(3 * 32)).products
 
 
@@ -357,7 +358,7 @@ def test_products_of_a_model() -> None:
         "head": (8, 11, 1),
         "pooler": (8, 8, 1),
     }
-    total = sum(math.prod(size) for name, size in sizes.items() if name != "pooler")
+    total = sum(map(math.prod, sizes.values()))
     assert decide(model, optimus(1, 2)).parameters == total
 
 

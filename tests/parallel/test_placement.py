@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.models import GPT2, build_model
+from gridformer.models import Model, build_model
 from gridformer.models.blocks import Init, new_parameter
 from gridformer.parallel import parallelize
 from gridformer.parallel.placement import (
@@ -138,7 +138,7 @@ def test_a_plain_parameter_is_whole_and_owned() -> None:
 # --------------------------------------------------------------------------- whole models
 
 
-def shards_of(layout: LayoutConfig, vocab_size: int, max_seq_len: int) -> list[GPT2]:
+def shards_of(layout: LayoutConfig, vocab_size: int, max_seq_len: int) -> list[Model]:
     """The model as each device of the grid holds it, unallocated."""
     config = ModelConfig(
         n_layers=1, hidden_size=12, n_heads=12, vocab_size=vocab_size, max_seq_len=max_seq_len
@@ -172,7 +172,7 @@ def test_owners_of_a_model_hold_each_element_once(
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_vocabulary_is_padded_as_the_layout_says(layout: LayoutConfig) -> None:
     for model, axes in zip(shards_of(layout, 89, 24), ranks(layout.rows, layout.cols)):
-        table = model.tokens.weight
+        table = model.get_parameter("tokens.weight")
         multiple = vocabulary_multiple(axes)
         assert multiple == math.lcm(layout.rows, layout.cols)
         # Over columns, so that logits lie where the head's product leaves them; or the paper's way.

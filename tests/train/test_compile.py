@@ -14,11 +14,12 @@ import yaml
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from gridformer.batch import next_words
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig, parse_run
 from gridformer.errors import ConfigError
 from gridformer.layout import build_axes
-from gridformer.models import GPT2
+from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.train import compile as compiling
 from gridformer.train import trainer
@@ -63,7 +64,7 @@ def train(
     layout: LayoutConfig | None = None,
     axes: Axes | None = None,
     dtype: Any = "float32",
-) -> tuple[list[StepResult], float, GPT2]:
+) -> tuple[list[StepResult], float, Model]:
     """Some steps of two micro-batches and an evaluation; not compiled if `backend` is empty."""
     layout, axes = layout or LayoutConfig(), axes or Axes()
     model = build_parallel(config, layout, axes, 3, CPU, dtype)
@@ -73,8 +74,8 @@ def train(
     settings = TrainConfig(global_batch=4, micro_batches=2, dtype=dtype, lr=1e-2, adam_eps=1e-3)
     stepper = Stepper(model, settings, axes)
     batches = [batch_of(step, config) for step in range(n_steps)]
-    results = [stepper(i, lambda rows, b=b: b[rows]) for i, b in enumerate(batches)]  # type: ignore[misc]
-    return results, stepper.evaluate([lambda rows: batches[0][rows]]), model
+    results = [stepper(i, lambda rows, b=b: next_words(b[rows])) for i, b in enumerate(batches)]  # type: ignore[misc]
+    return results, stepper.evaluate([lambda rows: next_words(batches[0][rows])]).loss, model
 
 
 def assert_same(got: tuple[Any, ...], want: tuple[Any, ...], tolerance: float = 1e-5) -> None:
@@ -118,7 +119,7 @@ def test_dropout_compiles_once_and_keeps_its_masks(changes: dict[str, float]) ->
     seen = []
     for step in range(12):  # more than torch's limit of 8 recompilations
         batch = batch_of(step, config)
-        stepper(step, lambda rows, batch=batch: batch[rows])  # type: ignore[misc]
+        stepper(step, lambda rows, batch=batch: next_words(batch[rows]))  # type: ignore[misc]
         seen.append(graphs())
     assert len(set(seen)) == 1, f"graphs after each step: {seen}"
 
@@ -162,9 +163,9 @@ def test_a_run_with_it_goes_on_from_one_without(
         "train": {"steps": 2, "global_batch": 4, "eval_every": 0, "eval_batches": 2},
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(sections))
-    calls: list[GPT2] = []
+    calls: list[Model] = []
 
-    def compile_quickly(model: GPT2) -> None:
+    def compile_quickly(model: Model) -> None:
         calls.append(model)
         compile_model(model, "aot_eager")
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gridformer.batch import next_words
 from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.errors import DivergedError
@@ -65,12 +66,12 @@ def test_every_row_is_read_once(dp: int, rows: int, micro: int, each: int) -> No
 def test_a_diverged_step_changes_nothing(poison: float) -> None:
     device = stepper(global_batch=2)
     tokens = torch.randint(0, 11, (2, 5))
-    device(0, lambda rows: tokens[rows])
+    device(0, lambda rows: next_words(tokens[rows]))
     with torch.no_grad():
-        device.model.norm.weight[3] = poison
+        device.model.get_parameter("norm.weight")[3] = poison
     before = [p.clone() for p in device.model.parameters()]
     with pytest.raises(DivergedError, match=r"step 2: .*Lower train\.lr"):
-        device(1, lambda rows: tokens[rows])
+        device(1, lambda rows: next_words(tokens[rows]))
     for a, b in zip(before, device.model.parameters()):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
@@ -84,8 +85,8 @@ def test_each_step_has_masks_of_its_own() -> None:
         model = build_parallel(config, LayoutConfig(), Axes(), 1, CPU)
         stepper = Stepper(model, TrainConfig(global_batch=2), Axes())
         with torch.no_grad():  # larger weights, so that what is dropped is seen in the loss
-            model.tokens.weight.mul_(20)
-        return stepper(step, lambda rows: tokens[rows]).loss
+            model.get_parameter("tokens.weight").mul_(20)
+        return stepper(step, lambda rows: next_words(tokens[rows])).loss
 
     assert loss_at(0, 0.5) == loss_at(0, 0.5)
     assert len({loss_at(step, 0.5) for step in range(4)}) == 4

@@ -49,6 +49,7 @@ def load_model(run_dir: Path, device: torch.device) -> tuple[GPT2, Tokenizer]:
     model = build_parallel(
         run.model, LayoutConfig(), Axes(), run.train.seed, device, run.train.dtype
     )
+    assert isinstance(model, GPT2)
     checkpoint.load(folder, model, None, Axes())
     return model.eval(), tokenizer
 

@@ -1,11 +1,34 @@
 """Plain single-device models; there is no distributed code in this package."""
 
-from gridformer.config import ModelConfig
+from gridformer.config import Family, ModelConfig
+from gridformer.models.bert import BERT
+from gridformer.models.encoder_decoder import EncoderDecoder
 from gridformer.models.gpt2 import GPT2
+from gridformer.models.model import LOSSES, Link, Model, State
+from gridformer.models.t5 import T5
+from gridformer.models.transformer import Transformer
 
-__all__ = ["GPT2", "build_model"]
+__all__ = [
+    "BERT",
+    "GPT2",
+    "LOSSES",
+    "T5",
+    "EncoderDecoder",
+    "Link",
+    "Model",
+    "State",
+    "Transformer",
+    "build_model",
+]
+
+FAMILIES: dict[Family, type[Model]] = {
+    "gpt2": GPT2,
+    "bert": BERT,
+    "t5": T5,
+    "transformer": Transformer,
+}
 
 
-def build_model(config: ModelConfig) -> GPT2:
+def build_model(config: ModelConfig) -> Model:
     """The model that a config describes, unfilled; see `gridformer.parallel.parallelize`."""
-    return {"gpt2": GPT2}[config.family](config)
+    return FAMILIES[config.family](config)

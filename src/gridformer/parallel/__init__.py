@@ -17,7 +17,7 @@ import torch
 
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.models import GPT2, build_model
+from gridformer.models import Model, build_model
 from gridformer.parallel import megatron, optimus, subgraph
 from gridformer.parallel.choices import Choices, decide
 from gridformer.parallel.initialise import initialise
@@ -32,8 +32,8 @@ PARAMETER_DTYPE = {
 
 
 def parallelize(
-    model: GPT2, layout: LayoutConfig, axes: Axes, choices: Choices | None = None
-) -> GPT2:
+    model: Model, layout: LayoutConfig, axes: Axes, choices: Choices | None = None
+) -> Model:
     """Cut a plain model (on the meta device) as `layout` says, in place; returns it.
 
     choices: how each product is carried out, from `gridformer.parallel.choices.decide`, which is
@@ -61,7 +61,7 @@ def build_parallel(
     device: torch.device,
     dtype: str = "float32",
     choices: Choices | None = None,
-) -> GPT2:
+) -> Model:
     """This device's part of a freshly initialised model.
 
     dtype: `float32`, `float64`, or `bfloat16` (activations; parameters stay float32).

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.nodes import split_messages
 
 ScheduleName = Literal["broadcast", "pipelined", "gather"]
+Section = Literal["attention", "feed_forward", "head"]
+Reads = Literal["tokens", "source", "sequences"]
 Stays = Literal["output", "input"]
 
 # `auto` keeps gathered operands as long as they add no more than this share to what a device holds:
@@ -26,28 +29,35 @@ KEEP_SHARE = 1 / 32
 SMALL_BYTES = 64 << 20
 
 
-LAYER = ("qkv", "out", "up", "down")  # the products of one layer
-
-
 @dataclass(frozen=True)
 class Work:
     """What one device group computes at a time.
 
-    tokens: T, of one replica's micro-batch, all rows; micro_batches: of one step; itemsize: bytes
-    of an element of the computation; state_bytes: of one parameter with gradient and optimizer.
+    tokens: T, of one replica's micro-batch, all rows; source: the same of sources; sequences: of
+    both; micro_batches: of one step; itemsize: bytes of an element of the computation;
+    state_bytes: of one parameter with gradient and optimizer.
     """
 
     tokens: int
     micro_batches: int = 1
     itemsize: int = 4
     state_bytes: int = 16
+    source: int = 0
+    sequences: int = 0
+
+    def rows_of(self, product: Product) -> int:
+        """Rows of a product's input, all devices of the grid together."""
+        if product.reads == "source":
+            return self.source
+        return self.sequences if product.reads == "sequences" else self.tokens
 
 
 @dataclass(frozen=True)
 class Product:
     """One matrix product of a model: y = x W, W [n_in, n_out], `count` of them in the model.
 
-    normed: x is a LayerNorm's result that nothing else reads. closes: it closes a section.
+    normed: x is a norm's result that nothing else reads. section, closes, reads: see
+    `gridformer.models.blocks.Role`.
     """
 
     name: str
@@ -56,6 +66,8 @@ class Product:
     count: int
     normed: bool = False
     closes: bool = False
+    section: Section = "head"
+    reads: Reads = "tokens"
 
 
 @dataclass(frozen=True)
@@ -164,14 +176,15 @@ class Choices:
         product, work = choice.product, self.work
         width = product.n_in if choice.stays == "output" else product.n_out
         rows = 1 - 1 / self.rows if self.rows > 1 else 0.0
-        activation = work.tokens / self.rows * width * (self.cols > 1 and not self.replicated)
+        tokens = work.rows_of(product) / self.rows
+        activation = tokens * width * (self.cols > 1 and not self.replicated)
         return (activation + product.n_in * product.n_out / self.cols * rows) * work.itemsize
 
     def kept_bytes(self, choice: Choice) -> float:
         """What keeping costs: bytes a device holds longer, all products of this name."""
         product, work, total = choice.product, self.work, 0.0
         if choice.keep_input and choice.stays == "output":
-            total += work.tokens * product.n_in / self.rows * (1 - 1 / self.cols)
+            total += work.rows_of(product) * product.n_in / self.rows * (1 - 1 / self.cols)
         if choice.keep_weight:
             total += product.n_in * product.n_out / self.cols  # beside this device's block of it
         return total * product.count * work.itemsize
@@ -183,7 +196,7 @@ class Choices:
             return 0.0, 0.0
         width = product.n_in if choice.stays == "output" else product.n_out
         share = (c - 1) / c if self.between != "first" else float(c > 1)
-        activation = share / r * self.work.tokens * width
+        activation = share / r * self.work.rows_of(product) * width
         return activation, (r - 1) / (r * c) * product.n_in * product.n_out
 
     def _steps(self, choice: Choice) -> int:
@@ -196,18 +209,41 @@ class Choices:
         return Traffic(col, row, messages)
 
 
+@lru_cache(maxsize=64)
 def products_of(model: ModelConfig) -> list[Product]:
-    """The products of a model, by the name of the module that does them, in forward order."""
-    n, h, f = model.n_layers, model.hidden_size, model.ffn_size
-    branch = model.n_labels > 0  # reads the last norm's result, too
-    products = [
-        Product("qkv", h, 3 * h, n, normed=True),
-        Product("out", h, h, n, closes=True),
-        Product("up", h, f, n, normed=True),
-        Product("down", f, h, n, closes=True),
-        Product("head", h, max(model.vocab_size, 1), 1, normed=not branch),
-    ]
-    return [*products, Product("pooler", h, h, 1)] if branch else products
+    """The products of a model, by the name that its modules give them, in forward order."""
+    import torch
+
+    from gridformer.models import blocks, build_model
+
+    sized = model.model_copy(update={"vocab_size": max(model.vocab_size, 1)})
+    with torch.device("meta"):
+        modules = [*build_model(sized).modules()]
+    norms = (blocks.LayerNorm, blocks.RMSNorm)
+    read = {module.reader for module in modules if isinstance(module, norms)}
+    found: dict[str, Product] = {}
+    for module in modules:
+        if isinstance(module, blocks.Linear):
+            role = module.role
+            n_in, n_out = module.weight.shape
+            product = Product(
+                role.product,
+                n_in,
+                n_out,
+                count=1,
+                normed=role.product in read,
+                closes=not role.opens,
+                section=role.section,
+                reads=role.reads,
+            )
+        elif isinstance(module, blocks.TiedHead):
+            h, v = sized.hidden_size, sized.vocab_size
+            product = Product("head", h, v, 1, normed="head" in read)
+        else:
+            continue
+        before = found.get(product.name)
+        found[product.name] = replace(product, count=before.count + 1) if before else product
+    return [*found.values()]
 
 
 def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -> Choices:
@@ -215,7 +251,8 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
 
     Without `work` one sequence a row is assumed.
     """
-    work = work or Work(tokens=layout.rows * model.max_seq_len)
+    length = layout.rows * model.max_seq_len
+    work = work or Work(tokens=length, source=length * model.two_stacks, sequences=layout.rows)
     rows = layout.rows if layout.scheme == "optimus" else 1
     cols = {"single": 1, "subgraph": layout.branches}.get(layout.scheme, layout.cols)
     products = {product.name: Choice(product) for product in products_of(model)}
@@ -224,11 +261,13 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
         between = "replicated"
     if layout.scheme == "subgraph" and layout.common == "first":
         between = "first"
-    h, f = model.hidden_size, model.ffn_size
-    parameters = model.n_layers * (4 * h * h + 2 * h * f) + model.vocab_size * h
+    matrices = [choice.product for choice in products.values()]
+    parameters = sum(product.n_in * product.n_out * product.count for product in matrices)
     chosen = Choices(rows, cols, work, products, between, parameters)
     if layout.scheme == "subgraph":
         chosen = _sub_graph(chosen, layout)
+    if layout.scheme == "megatron":  # every device has what such a product reads, or its part of it
+        chosen = _each(chosen, lambda c: replace(c, common=c.product.name == "transform"))
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model))
     chosen = _schedules(chosen, layout)
@@ -249,13 +288,16 @@ def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
 
     choices = _each(choices, narrower)
     if layout.scheme == "optimus":
-        layers = [c.product for c in choices.products.values() if c.product.name in LAYER]
+        layers = [c.product for c in choices.products.values() if c.product.section != "head"]
         paper = sum(product.n_in for product in layers)
         layer = sum(min(product.n_in, product.n_out) for product in layers)
-        h = choices["qkv"].product.n_in
+        h = choices["head"].product.n_in
+        where = "a token and layer"
+        if any(product.reads == "source" for product in layers):
+            where = "a token, in a layer of each stack,"
         choices.reasons.append(
-            f"stationary: the narrower activation of each product travels, {layer / h:g} h a token "
-            f"and layer instead of the paper's {paper / h:g} h"
+            f"stationary: the narrower activation of each product travels, {layer / h:g} h {where} "
+            f"instead of the paper's {paper / h:g} h"
         )
     return choices
 
@@ -263,8 +305,9 @@ def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
 def _sub_graph(choices: Choices, layout: LayoutConfig) -> Choices:
     """Products outside the branches are common; see gridformer.parallel.subgraph."""
     inside, whole = layout.attention == "inside", layout.feed_forward == "common"
-    branched = ["qkv", "out"] * inside + ["up", "down"] * (not whole)
-    choices = _each(choices, lambda c: replace(c, common=c.product.name not in branched))
+    sections = [*["attention"] * inside, *["feed_forward"] * (not whole)]
+    choices = _each(choices, lambda c: replace(c, common=c.product.section not in sections))
+    branched = [name for name, choice in choices.products.items() if not choice.common]
     share = choices.branched_parameters / choices.parameters
     choices.reasons.append(
         f"branches: {', '.join(branched) or 'no product'} in {layout.branches} branches, "
@@ -371,11 +414,15 @@ def _moved_bytes(choices: Choices) -> float:
 def _held_bytes(choices: Choices, model: ModelConfig) -> float:
     """About what a device holds when nothing gathered is kept: states, activations, logits.
 
-    A layer keeps x twice, q, k, v, the attention's result and both widths of the feed-forward.
+    A layer keeps the inputs of its products and the results of those that open a section: x twice,
+    q, k, v, the attention's result and both widths of the feed-forward.
     """
     work, p = choices.work, choices.rows * choices.cols
-    h, f = model.hidden_size, model.ffn_size
-    activations = work.tokens * model.n_layers * (6 * h + 2 * f) * work.itemsize
+    activations = 0.0
+    for product in (choice.product for choice in choices.products.values()):
+        if product.section != "head":
+            width = product.n_in + (0 if product.closes else product.n_out)
+            activations += work.rows_of(product) * product.count * width * work.itemsize
     logits = work.tokens * model.vocab_size * (work.itemsize + 4)
     return (choices.parameters * work.state_bytes + activations + logits) / p
 

@@ -112,36 +112,28 @@ class GridTokenEmbedding(nn.Module):
 
 
 class GridTiedHead(nn.Module):
-    """Logits [b/r, s, v/c] = x Tᵀ with the table that also embeds, and what it keeps of it."""
+    """Logits [b/r, s, v/c] = x Tᵀ with the table that also embeds, and what it keeps of it.
 
-    def __init__(self, choice: Choice, keep: summa.Keep, schedules: Schedules) -> None:
+    A bias [v] lies over the columns, as the logits do; every row holds a copy.
+    """
+
+    def __init__(
+        self, plain: blocks.TiedHead, choice: Choice, keep: summa.Keep, schedules: Schedules
+    ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
         self.schedule, self.keep = schedules[choice.schedule], keep
+        self.bias = plain.bias
+        if plain.bias is not None:
+            axes = schedules.axes
+            lies = Placement(("col",), copies="row", partial=True, pad=vocabulary_multiple(axes))
+            place(self, "bias", lies, axes)
 
     def forward(self, x_BSH: Tensor, table_VH: Tensor) -> Tensor:
         if self.output_stays:
-            return summa.product_ab(x_BSH, table_VH.t(), self.schedule, keep=self.keep)
-        return summa.product_abt(x_BSH, table_VH, self.schedule, keep=self.keep)
-
-
-class DeferredLayerNorm(nn.Module):
-    """A LayerNorm that is left to the product which reads it and gathers its rows anyway.
-
-    Weight and bias [h] are whole on every device of the grid. Nothing is computed here.
-    """
-
-    PLACE = Placement(cut=(None,), copies="grid", partial=True)
-
-    def __init__(self, plain: blocks.LayerNorm, axes: Axes) -> None:
-        super().__init__()
-        self.eps = plain.eps
-        self.weight, self.bias = plain.weight, plain.bias
-        place(self, "weight", self.PLACE, axes)
-        place(self, "bias", self.PLACE, axes)
-
-    def forward(self, x_BSH: Tensor) -> summa.Normed:
-        return summa.Normed(x_BSH, summa.Norm(self.weight, self.bias, self.eps))
+            table_HV = table_VH.t()
+            return summa.product_ab(x_BSH, table_HV, self.schedule, self.bias, self.keep)
+        return summa.product_abt(x_BSH, table_VH, self.schedule, self.bias, self.keep)
 
 
 class CutLabelHead(nn.Module):

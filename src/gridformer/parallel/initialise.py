@@ -35,11 +35,17 @@ def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:
     rows = part if part.dim() == 2 else part.unsqueeze(0)
     first_row, first_col = offset if part.dim() == 2 else (0, offset[0])
     cols = torch.arange(first_col, first_col + rows.shape[1], device=part.device)
+    std: float | Tensor
+    if isinstance(init.std, tuple):
+        turns = torch.tensor(init.std, dtype=torch.float64, device=part.device)
+        std = turns[cols // init.width % len(turns)]
+    else:
+        std = init.std
     step = max(1, _CHUNK // rows.shape[1])
     for start in range(0, rows.shape[0], step):
         chunk = rows[start : start + step]
         index = torch.arange(first_row + start, first_row + start + len(chunk), device=part.device)
-        chunk.copy_(rng.normal(key, index, cols).mul_(init.std).add_(init.mean))
+        chunk.copy_(rng.normal(key, index, cols).mul_(std).add_(init.mean))
 
 
 def _init_of(parameter: Tensor) -> Init:

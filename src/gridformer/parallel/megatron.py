@@ -12,11 +12,10 @@ Sequence parallel: norms, dropout, the embedding's result and the head's input a
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from gridformer.comm import Axes
-from gridformer.models import blocks
-from gridformer.models.gpt2 import GPT2
+from gridformer.models import Model, blocks
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.ends import Cut, End, Replicated
 from gridformer.parallel.grid import (
@@ -32,60 +31,59 @@ from gridformer.parallel.loss import CutCrossEntropy
 from gridformer.parallel.placement import Placement, place
 
 OPENING_BIAS = Placement(cut=("col",))
+HEADS = Placement(cut=(None, "col"))
 
 
-class CutPositionEmbedding(nn.Module):
-    """The positions of this rank's part of the sequence."""
-
-    def __init__(self, plain: blocks.PositionEmbedding, axes: Axes) -> None:
-        super().__init__()
-        self.col = axes.col
-        self.weight = plain.weight
-        place(self, "weight", Placement(cut=(None, None), copies="col", partial=True), axes)
-
-    def forward(self, s: int, start: int = 0) -> Tensor:
-        part = s // self.col.size
-        first = start + self.col.index * part
-        return self.weight[first : first + part]
-
-
-def apply(model: GPT2, axes: Axes, choices: Choices, sequence_parallel: bool) -> None:
+def apply(model: Model, axes: Axes, choices: Choices, sequence_parallel: bool) -> None:
     """Cut a plain model's weights and put its products on a grid of one row, in place."""
     col = axes.col
     end: End = Cut(col, dim=1) if sequence_parallel else Replicated(col)
     schedules, whole = Schedules(axes, end), Schedules(axes, Replicated(col))
-    # Between sections every device holds these; it has seen all tokens, or its part of them.
-    vector = Placement(cut=(None,), copies="col", partial=sequence_parallel)
-    positions = Placement(cut=(None, None), copies="col", partial=sequence_parallel)
+    part = (col.index, col.size) if sequence_parallel else (0, 1)
     head, table = choices["head"], keep_of(choices["head"])
+
+    def common(child: nn.Module) -> None:
+        """Between sections every device holds these; it has seen all tokens, or its part."""
+        for name, parameter in list(child.named_parameters(recurse=False)):
+            cut = (None,) * parameter.dim()
+            place(child, name, Placement(cut, copies="col", partial=sequence_parallel), axes)
+
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             match child:
-                case blocks.Linear() if name == "pooler":  # every device has the chosen tokens
-                    linear = GridLinear(child, choices[name], OPENING_BIAS, whole)
-                    setattr(module, name, linear)
+                case blocks.Linear() if child.role.product == "pooler":
+                    # Every device has the chosen tokens.
+                    choice = choices[child.role.product]
+                    setattr(module, name, GridLinear(child, choice, OPENING_BIAS, whole))
+                case blocks.Linear() if child.role.section == "head":
+                    common(child)
                 case blocks.Linear():
-                    bias = OPENING_BIAS if child.opens else vector
-                    setattr(module, name, GridLinear(child, choices[name], bias, schedules))
-                case blocks.LayerNorm():
-                    place(child, "weight", vector, axes)
-                    place(child, "bias", vector, axes)
+                    bias = OPENING_BIAS
+                    if not child.role.opens:
+                        bias = Placement((None,), copies="col", partial=sequence_parallel)
+                    choice = choices[child.role.product]
+                    setattr(module, name, GridLinear(child, choice, bias, schedules))
+                case blocks.LayerNorm() | blocks.RMSNorm():
+                    common(child)
                 case blocks.TokenEmbedding():
                     setattr(module, name, GridTokenEmbedding(child, head, table, schedules))
-                case blocks.PositionEmbedding() if sequence_parallel:
-                    setattr(module, name, CutPositionEmbedding(child, axes))
-                case blocks.PositionEmbedding():
-                    place(child, "weight", positions, axes)
+                case blocks.PositionEmbedding() | blocks.SegmentEmbedding():
+                    common(child)
+                    child.part = part
+                case blocks.SinusoidalPositions():
+                    child.part = part
+                case blocks.RelativeBias():
+                    place(child, "weight", HEADS, axes)
                 case blocks.TiedHead():
-                    setattr(module, name, GridTiedHead(head, table, schedules))
+                    setattr(module, name, GridTiedHead(child, head, table, schedules))
                 case blocks.LabelHead():
                     setattr(module, name, CutLabelHead(child, None, axes))
                 case blocks.ChosenToken() if sequence_parallel:
                     setattr(module, name, CutChosenToken(axes))
                 case blocks.CrossEntropy():
-                    cut = CutCrossEntropy(col, model.config.vocab_size)
+                    cut = CutCrossEntropy(col, model.config.vocab_size, child.smoothing)
                     setattr(module, name, cut)
                 case blocks.Dropout() if sequence_parallel:
                     child.block = (col.index, 0)
-                case blocks.Attention():
+                case blocks.Attention() | blocks.CrossAttention():
                     child.head_block = col.index

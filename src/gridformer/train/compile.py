@@ -16,13 +16,20 @@ from pathlib import Path
 
 from gridformer.config import RunConfig
 from gridformer.launch import joined
-from gridformer.models import GPT2
-from gridformer.models.blocks import Attention, Dropout
+from gridformer.models import Model
+from gridformer.models.blocks import (
+    Attention,
+    CrossAttention,
+    CrossEntropy,
+    Dropout,
+    Layer,
+    TiedHead,
+)
 
 _OFF = "use train.compile=false"
 
 
-def compile_model(model: GPT2, backend: str = "inductor") -> None:
+def compile_model(model: Model, backend: str = "inductor") -> None:
     """Compile a model's blocks, head and loss in place; they are compiled when first called.
 
     Shapes are taken as fixed, as they are in training: another micro-batch or sequence length
@@ -36,11 +43,12 @@ def compile_model(model: GPT2, backend: str = "inductor") -> None:
         model: whose blocks hold no communication; see `compile_problems`.
         backend: of torch.compile; `aot_eager` needs no C++ compiler and gains no speed.
     """
-    parts = [*model.layers.values(), model.head, model.loss]
+    kinds = (Layer, TiedHead, CrossEntropy)
+    parts = [module for module in model.modules() if isinstance(module, kinds)]
     for module in (module for part in parts for module in part.modules()):
         if isinstance(module, Dropout) and module.p > 0.0:
             _leave_out(module, "forward")
-        if isinstance(module, Attention) and module.dropout > 0.0:
+        if isinstance(module, Attention | CrossAttention) and module.dropout > 0.0:
             _leave_out(module, "_unfused")
     for part in parts:
         part.compile(backend=backend, dynamic=False)
@@ -68,7 +76,7 @@ def toolchain_problems(device_type: str) -> list[str]:
     return (_problems_on_cuda() if device_type == "cuda" else _problems_on_cpu()) + _no_headers()
 
 
-def _leave_out(module: Dropout | Attention, method: str) -> None:
+def _leave_out(module: Dropout | Attention | CrossAttention, method: str) -> None:
     """Have one module's method run as it is, between the compiled pieces before and after it."""
     from torch.compiler import disable
 

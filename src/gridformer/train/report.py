@@ -65,7 +65,8 @@ class Reporter:
         parts = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
         if "val_loss" in metrics:
             val = metrics["val_loss"]
-            parts.append(f"val {val:.3f} (perplexity {perplexity(val):,.1f})")
+            words = metrics.get("val_loss_tokens", val)
+            parts.append(f"val {val:.3f} (perplexity {perplexity(words):,.1f})")
         if "tokens_per_s" in metrics:
             parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
         text = "  ".join(parts)

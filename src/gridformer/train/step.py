@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gridformer import comm
+from gridformer.batch import Batch
 from gridformer.comm import Axes
 from gridformer.config import TrainConfig
 from gridformer.errors import DivergedError
-from gridformer.models import GPT2
-from gridformer.models.blocks import IGNORE
+from gridformer.models import Model
 from gridformer.parallel.gradients import (
     GradientSums,
     clip_gradients,
@@ -25,23 +24,33 @@ from gridformer.parallel.gradients import (
     squared_norm,
 )
 from gridformer.parallel.grid import weights_kept
+from gridformer.train.passes import MicroBatch, Passes, WholeModel
 
-# Reads the given rows of a step's global batch: [rows, s+1] tokens, inputs and shifted targets.
-ReadRows = Callable[[slice], Tensor]
+# Reads the given rows of a step's global batch; see gridformer.batch.
+ReadRows = Callable[[slice], Batch]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank. loss: mean over the tokens of the global batch.
-
-    flagged: some rank raised its flag (it was told to stop) before this step.
+    """The same on every rank. losses: each a mean over its targets in the global batch; loss: their
+    sum, which is minimised. tokens: that were read. flagged: some rank raised its flag (it was told
+    to stop) before this step.
     """
 
     loss: float
+    losses: dict[str, float]
     grad_norm: float
     lr: float
     tokens: int
     flagged: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """See StepResult."""
+
+    loss: float
+    losses: dict[str, float]
 
 
 class Stepper:
@@ -51,9 +60,10 @@ class Stepper:
     those over the grid's rows or over branches: so every layout sees the same batch, in one order.
     """
 
-    def __init__(self, model: GPT2, train: TrainConfig, axes: Axes) -> None:
+    def __init__(self, model: Model, train: TrainConfig, axes: Axes) -> None:
         self.model, self.train, self.axes = model, train, axes
         self.sums = GradientSums.of(model, axes)
+        self.passes: Passes = WholeModel(model, self.sums)
         held = next(model.parameters(), None)
         self.device = torch.device(axes.device_type) if held is None else held.device
         matrices = [p for _, p in owned(model) if p.dim() > 1]
@@ -84,33 +94,27 @@ class Stepper:
 
         Raises DivergedError, on all ranks and before any update, if loss or norm is not finite.
         """
-        micro_rows = [self.rows(micro) for micro in range(self.train.micro_batches)]
-        batches = [self._to_device(read(rows)) for rows in micro_rows]
-        mine = torch.stack([(b[:, 1:] != IGNORE).sum() for b in batches]).sum() * self._first()
-        both = torch.stack((mine, torch.full_like(mine, flag)))
-        count, flags = comm.all_reduce(both, self.axes.world, label="metrics")
+        work = self._work(read)
+        counts, tokens, flags = self._count(work, flag)
         self.model.train()
         self.model.zero_grad(set_to_none=True)  # copies, which the optimizer has not, included
-        loss_sum = torch.zeros((), device=count.device, dtype=torch.float64)
         self.model.clock.step = step
         with weights_kept(self.model):
-            for micro, (rows, batch) in enumerate(zip(micro_rows, batches)):
-                self.model.clock.at(rows)
-                loss = self.model.loss_sum(batch[:, :-1], batch[:, 1:])
-                last = micro == len(batches) - 1
-                with self.sums.last_backward() if last else nullcontext():
-                    (loss / count.to(loss.dtype)).backward()
-                loss_sum += _value(loss)
+            losses = self.passes.train(work, counts)
         reduce_gradients(self.model, self.axes, self.sums)
 
-        both = torch.stack((loss_sum * self._first(), squared_norm(self.model, self.axes)))
-        total_loss, total_square = comm.all_reduce(both, self.axes.world, label="metrics").tolist()
-        norm, tokens = math.sqrt(total_square), int(count)
-        if not (math.isfinite(total_loss) and math.isfinite(norm)):
+        mine = [loss * self._first() for loss in losses.values()]
+        sums = torch.stack([*mine, squared_norm(self.model, self.axes)])
+        *means, square = comm.all_reduce(sums, self.axes.world, label="metrics").tolist()
+        parts = {
+            name: total / max(1, int(count)) for (name, count), total in zip(counts.items(), means)
+        }
+        loss, norm = sum(parts.values()), math.sqrt(square)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(
-                f"step {step + 1}: the loss is {total_loss / tokens:g} and the gradient norm "
-                f"{norm:g}; nothing was updated. Lower train.lr ({self.train.lr:g}), lengthen "
-                f"train.warmup_steps ({self.train.warmup_steps}) or look at the data of this step"
+                f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; nothing "
+                f"was updated. Lower train.lr ({self.train.lr:g}), lengthen train.warmup_steps "
+                f"({self.train.warmup_steps}) or look at the data of this step"
             )
         clip_gradients(self.model, norm, self.train.clip_norm)
         lr = learning_rate(step, self.train)
@@ -118,35 +122,52 @@ class Stepper:
             group["lr"] = lr
         self.optimizer.step()
         share_copies(self.model, self.axes)
-        return StepResult(total_loss / tokens, norm, lr, tokens, flagged=bool(flags))
+        return StepResult(loss, parts, norm, lr, tokens, flagged=flags > 0)
 
     @torch.no_grad()
-    def evaluate(self, reads: list[ReadRows]) -> float:
-        """Mean loss over several global batches, without dropout."""
+    def evaluate(self, reads: Sequence[ReadRows]) -> Evaluation:
+        """Mean losses over several global batches, without dropout."""
         self.model.eval()
-        device = self.device
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, of tokens
+        totals: dict[str, Tensor] = {}
         with weights_kept(self.model):
             for read in reads:
-                for micro in range(self.train.micro_batches):
-                    batch = self._to_device(read(self.rows(micro)))
-                    total[0] += _value(self.model.loss_sum(batch[:, :-1], batch[:, 1:]))
-                    total[1] += (batch[:, 1:] != IGNORE).sum()
-        total = comm.all_reduce(total * self._first(), self.axes.world, label="metrics")
-        loss_sum, n_tokens = total.tolist()
-        return loss_sum / n_tokens
+                work = self._work(read)
+                found = self.passes.evaluate(work)
+                for name, loss in found.items():
+                    count = torch.stack([Model.counts(micro.batch)[name] for micro in work]).sum()
+                    both = torch.stack((loss, count.to(loss.dtype)))
+                    totals[name] = totals[name] + both if name in totals else both
+        sums = torch.stack([*totals.values()]) * self._first()
+        means = comm.all_reduce(sums, self.axes.world, label="metrics").tolist()
+        parts = {name: loss / max(1.0, count) for name, (loss, count) in zip(totals, means)}
+        return Evaluation(sum(parts.values()), parts)
+
+    def _work(self, read: ReadRows) -> list[MicroBatch]:
+        """This device's micro-batches of a global batch."""
+        found = []
+        for micro in range(self.train.micro_batches):
+            rows = self.rows(micro)
+            batch = {
+                key: value.to(self.device, non_blocking=True) for key, value in read(rows).items()
+            }
+            found.append(MicroBatch(rows, batch))
+        return found
+
+    def _count(self, work: list[MicroBatch], flag: bool) -> tuple[dict[str, Tensor], int, int]:
+        """Over the global batch: targets of each loss; tokens that are read; flags raised."""
+        each = [Model.counts(micro.batch) for micro in work]
+        mine = [torch.stack([counts[name] for counts in each]).sum() for name in each[0]]
+        mine.append(torch.stack([Model.n_tokens(micro.batch) for micro in work]).sum())
+        mine = [count * self._first() for count in mine]
+        mine.append(torch.full_like(mine[0], flag))
+        *targets, tokens, flags = comm.all_reduce(
+            torch.stack(mine), self.axes.world, label="metrics"
+        ).unbind()
+        return dict(zip(each[0], targets)), int(tokens), int(flags)
 
     def _first(self) -> int:
         """1 on the one rank of those that hold the same rows, so that a world-wide sum is right."""
         return int(self.axes.alike.index == 0)
-
-    def _to_device(self, batch: Tensor) -> Tensor:
-        return batch.to(self.device, non_blocking=True)
-
-
-def _value(loss: Tensor) -> Tensor | float:
-    """A loss that is computed elsewhere (D&SP-cSub) has no value here: nothing to add."""
-    return 0.0 if loss.is_meta else loss.detach()
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

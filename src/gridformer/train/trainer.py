@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from gridformer.batch import Batch, next_words
 from gridformer.data import BatchSampler, TokenFolder
 from gridformer.decisions import decide_run
 from gridformer.launch import World
@@ -67,13 +67,13 @@ class Trainer:
         saved = step
         try:
             if step == 0:
-                self._write({"step": 0, "tokens": 0, "val_loss": self._evaluate()})
+                self._write({"step": 0, "tokens": 0, **self._evaluate()})
             while step < train.steps:
                 metrics, flagged = self._step(step)
                 step += 1
                 last = step == train.steps
                 if not flagged and (last or _due(step, train.eval_every)):
-                    metrics["val_loss"] = self._evaluate()
+                    metrics |= self._evaluate()
                 self._write(metrics)
                 if last or flagged or _due(step, train.save_every):
                     self._save(step)
@@ -97,6 +97,7 @@ class Trainer:
         metrics = {
             "step": step + 1,
             "loss": result.loss,
+            **_parts("loss", result.losses),
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": self.tokens,
@@ -105,7 +106,8 @@ class Trainer:
         }
         return metrics, result.flagged
 
-    def _evaluate(self) -> float:
+    def _evaluate(self) -> dict[str, float]:
+        """val_loss, and its parts where there are several."""
         if self.run.train.sanity_checks:
             assert_copies_equal(self.model, self.axes)
         if self.report:
@@ -114,7 +116,8 @@ class Trainer:
             partial(self._rows, self.held_out, number)
             for number in range(self.run.train.eval_batches)
         ]
-        return self.stepper.evaluate(reads)
+        found = self.stepper.evaluate(reads)
+        return {"val_loss": found.loss, **_parts("val_loss", found.losses)}
 
     def _save(self, step: int) -> None:
         if self.report:
@@ -142,8 +145,13 @@ class Trainer:
         shutil.copyfile(self.run.data.path / "tokenizer.json", out / "tokenizer.json")
 
     @staticmethod
-    def _rows(sampler: BatchSampler, step: int, rows: slice) -> Tensor:
-        return torch.from_numpy(sampler.batch(step, rows))
+    def _rows(sampler: BatchSampler, step: int, rows: slice) -> Batch:
+        return next_words(torch.from_numpy(sampler.batch(step, rows)))
+
+
+def _parts(name: str, losses: dict[str, float]) -> dict[str, float]:
+    """A loss of several parts, part by part: `loss_tokens`, `loss_pair`."""
+    return {f"{name}_{part}": loss for part, loss in losses.items()} if len(losses) > 1 else {}
 
 
 def _due(step: int, every: int) -> bool:

@@ -23,19 +23,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gridformer import comm
 from gridformer.comm import Axes, Axis, autograd
 from gridformer.config import LayoutConfig
-from gridformer.models import blocks
-from gridformer.models.gpt2 import GPT2
+from gridformer.models import Model, blocks
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.ends import Cut, End, OnFirst
 from gridformer.parallel.grid import GridLinear, Schedules
 from gridformer.parallel.placement import Placement, place
 
 BRANCH_BIAS = Placement(cut=("col",))
+BRANCH_HEADS = Placement(cut=(None, "col"))
 
 
-def apply(model: GPT2, axes: Axes, choices: Choices, layout: LayoutConfig) -> None:
+def apply(model: Model, axes: Axes, choices: Choices, layout: LayoutConfig) -> None:
     """Put a plain model's branches on sub-grids and its common layers where they belong."""
     branch = axes.branch
     first = layout.common == "first"
@@ -48,28 +49,39 @@ def apply(model: GPT2, axes: Axes, choices: Choices, layout: LayoutConfig) -> No
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             match child:
-                case blocks.Linear() if name in choices.products and not choices[name].common:
-                    bias = BRANCH_BIAS if child.opens else _common(1, first)
-                    if absent and not child.opens:
+                case blocks.Linear() if not choices[child.role.product].common:
+                    bias = BRANCH_BIAS if child.role.opens else _common(1, first)
+                    if absent and not child.role.opens:
                         child.bias = None  # added where the sum arrives
-                    setattr(module, name, GridLinear(child, choices[name], bias, schedules))
-                case blocks.Linear() if name == "qkv":
-                    setattr(module, name, SliceLinear(child, axes, first))
-                case blocks.Linear() if name == "out":
-                    setattr(module, name, ConcatLinear(child, axes, first))
-                case blocks.Attention():
+                    choice = choices[child.role.product]
+                    setattr(module, name, GridLinear(child, choice, bias, schedules))
+                case blocks.Linear() if child.role.section == "attention":
+                    cut = SliceLinear if child.role.opens else ConcatLinear
+                    setattr(module, name, cut(child, axes, first))
+                case blocks.Linear() if absent:  # of a head; those of a feed-forward go with it
+                    setattr(module, name, nn.Identity())
+                case blocks.Attention() | blocks.CrossAttention():
                     child.head_block = branch.index
                     if not first:
                         child.clock = GatheredClock(model.clock, branch)
-                case blocks.FeedForward() if absent and choices["up"].common:
+                case blocks.RelativeBias():
+                    place(child, "weight", BRANCH_HEADS, schedules.axes)
+                case blocks.PaddingMask() if not first:
+                    setattr(module, name, GatheredMask(branch))
+                case blocks.FeedForward() if absent and choices[child.up.role.product].common:
                     setattr(module, name, nn.Identity())
-                case blocks.LayerNorm() | blocks.Dropout() if absent:
+                case blocks.LayerNorm() | blocks.RMSNorm() | blocks.Dropout() if absent:
                     setattr(module, name, nn.Identity())
-                case blocks.TokenEmbedding() if absent:
+                case blocks.TokenEmbedding() | blocks.SegmentEmbedding() if absent:
                     setattr(module, name, NoEmbedding(width))
-                case blocks.PositionEmbedding() if absent:
+                case blocks.PositionEmbedding() | blocks.SinusoidalPositions() if absent:
                     setattr(module, name, NoPositions(width))
-                case blocks.TiedHead() | blocks.CrossEntropy() | blocks.Classifier() if absent:
+                case (
+                    blocks.TiedHead()
+                    | blocks.CrossEntropy()
+                    | blocks.LabelLoss()
+                    | blocks.Classifier()
+                ) if absent:
                     setattr(module, name, Elsewhere())
     if not absent:
         _place_common(model, axes, first)
@@ -107,10 +119,21 @@ class GatheredClock:
         return self.clock.first_sample - self.branch.index * self.clock.n_samples
 
 
-class SliceLinear(nn.Module):
-    """The common projection to q, k and v, and the heads' slices of it for each branch.
+class GatheredMask(nn.Module):
+    """The mask of a branch in D&SP: of the samples of all g processes, in their order."""
 
-    x [b, s, h] to [g b, s, 3h/g] (D&SP) or [b, s, 3h/g] (cSub).
+    def __init__(self, branch: Axis) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, valid_BS: Tensor) -> Tensor:
+        return comm.all_gather(valid_BS, self.branch, 0, "mask")[:, None, None, :]
+
+
+class SliceLinear(nn.Module):
+    """The common projection to q, k or v, and the heads' slices of it for each branch.
+
+    x [b, s, h] to [g b, s, o/g] (D&SP) or [b, s, o/g] (cSub), o = 3h where it makes all three.
     """
 
     def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
@@ -168,7 +191,7 @@ class NoPositions(nn.Module):
         super().__init__()
         self.h = h
 
-    def forward(self, s: int, start: int = 0) -> Tensor:
+    def forward(self, s: int, start: int = 0, like: Tensor | None = None) -> Tensor:
         return torch.empty(s, self.h, device="meta")
 
 

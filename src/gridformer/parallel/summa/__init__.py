@@ -4,11 +4,10 @@
 parts travel, `products` how it is differentiated.
 """
 
+from gridformer.parallel.summa.norms import Norm, Normed, rms_norm_backward
 from gridformer.parallel.summa.panels import Panel, panels
 from gridformer.parallel.summa.products import (
     Keep,
-    Norm,
-    Normed,
     WeightCell,
     lookup,
     product_ab,
@@ -32,4 +31,5 @@ __all__ = [
     "product_ab",
     "product_abt",
     "product_atb",
+    "rms_norm_backward",
 ]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import Axes, Pending
+from gridformer.parallel.summa.norms import Normed, normalise, normalise_backward
 from gridformer.parallel.summa.operands import OneHotOperand, Operand
 from gridformer.parallel.summa.schedules import Gather, Schedule
 
@@ -88,27 +89,6 @@ class Keep:
 
 
 NOTHING = Keep()
-
-
-@dataclass
-class Norm:
-    """A LayerNorm over whole rows: weight and bias [h], the same on every device of the grid."""
-
-    weight: Tensor
-    bias: Tensor
-    eps: float
-
-
-@dataclass
-class Normed:
-    """An activation [.., h/c] whose norm is left to the product that reads it."""
-
-    x: Tensor
-    norm: Norm
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.x.shape
 
 
 def product_ab(
@@ -277,14 +257,14 @@ class _AtB(torch.autograd.Function):
 
 
 class _NormedAB(torch.autograd.Function):
-    """C = LayerNorm(X) B. X is gathered along the rows, each device normalises whole rows."""
+    """C = norm(X) B. X is gathered along the rows, each device normalises whole rows."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         norm_weight: Tensor,
-        norm_bias: Tensor,
+        norm_bias: Tensor | None,
         b: Tensor,
         bias: Tensor | None,
         eps: float,
@@ -296,7 +276,7 @@ class _NormedAB(torch.autograd.Function):
         schedule.ahead(operand, weight)
         keep.fetch_after(x.dtype)
         x_whole = _whole_row(operand, schedule)
-        normed, _, _ = _normalise(x_whole, norm_weight, norm_bias, eps)
+        normed, _ = normalise(x_whole, norm_weight, norm_bias, eps)
         c = schedule.ab(Operand(x, Pending(normed)), weight).wait()
         if bias is not None:
             c += bias.to(c.dtype)
@@ -318,17 +298,9 @@ class _NormedAB(torch.autograd.Function):
         terms = grads[0] @ schedule.whole_column(weight).t()
         del weight  # and what was gathered of it
         x_whole = _whole_row(operand, schedule)
-        wide = torch.promote_types(x_whole.dtype, norm_weight.dtype)
-        normed, mean, rstd = _normalise(x_whole, norm_weight, norm_bias, ctx.eps)
-        terms_x, grad_norm_weight, grad_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            terms.to(wide),
-            x_whole.to(wide),
-            [x_whole.shape[-1]],
-            mean,
-            rstd,
-            norm_weight,
-            norm_bias,
-            [True, True, True],
+        normed, statistics = normalise(x_whole, norm_weight, norm_bias, ctx.eps)
+        terms_x, grad_norm_weight, grad_norm_bias = normalise_backward(
+            terms, x_whole, norm_weight, norm_bias, statistics
         )
         del terms, x_whole
         grad_x = schedule.end.cut(terms_x.to(x.dtype))
@@ -371,15 +343,6 @@ class _Lookup(torch.autograd.Function):
         one_hot, grad = OneHotOperand(tokens, ctx.v, ctx.axes.col), Operand(grads[0])
         both = (one_hot, grad) if ctx.output_stays else (grad, one_hot)
         return None, ctx.schedule.atb(*both).wait(), None, None, None, None
-
-
-def _normalise(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm in the parameters' precision: result in x's, mean and 1/std."""
-    wide = x.to(torch.promote_types(x.dtype, weight.dtype))
-    normed, mean, rstd = torch.native_layer_norm(wide, [x.shape[-1]], weight, bias, eps)
-    return normed.to(x.dtype), mean, rstd
 
 
 def _whole_row(activation: Operand, schedule: Gather) -> Tensor:

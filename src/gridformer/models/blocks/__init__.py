@@ -1,0 +1,68 @@
+"""Plain single-device building blocks: the reference that every parallel layout must equal.
+
+Shapes are written as suffixes with the specification's symbols: b sequences, s tokens (S of a
+source), h hidden size, n heads, d head size, f feed-forward size, v vocabulary. A weight is
+[in, out], so that `y = x W + b` reads as in the papers; see `gridformer.parallel` for how weights
+are cut.
+"""
+
+from gridformer.batch import IGNORE
+from gridformer.models.blocks.attention import (
+    Attention,
+    CrossAttention,
+    KVCache,
+    PaddingMask,
+    RelativeBias,
+)
+from gridformer.models.blocks.branch import ChosenToken, Classifier, LabelHead
+from gridformer.models.blocks.dropout import Clock, Dropout, DropoutClock
+from gridformer.models.blocks.embedding import (
+    PositionEmbedding,
+    SegmentEmbedding,
+    SinusoidalPositions,
+    TiedHead,
+    TokenEmbedding,
+)
+from gridformer.models.blocks.layer import Layer, Spread, Style
+from gridformer.models.blocks.linear import (
+    FeedForward,
+    Init,
+    Linear,
+    Role,
+    new_parameter,
+)
+from gridformer.models.blocks.loss import CrossEntropy, LabelLoss
+from gridformer.models.blocks.norm import LayerNorm, RMSNorm, new_norm
+
+__all__ = [
+    "IGNORE",
+    "Attention",
+    "ChosenToken",
+    "Classifier",
+    "Clock",
+    "CrossAttention",
+    "CrossEntropy",
+    "Dropout",
+    "DropoutClock",
+    "FeedForward",
+    "Init",
+    "KVCache",
+    "LabelHead",
+    "LabelLoss",
+    "Layer",
+    "LayerNorm",
+    "Linear",
+    "PaddingMask",
+    "PositionEmbedding",
+    "RMSNorm",
+    "RelativeBias",
+    "Role",
+    "SegmentEmbedding",
+    "SinusoidalPositions",
+    "Spread",
+    "Style",
+    "TiedHead",
+    "TokenEmbedding",
+    "new_norm",
+    "new_parameter",
+]

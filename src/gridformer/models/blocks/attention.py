@@ -1,0 +1,215 @@
+"""Attention: of a sequence to itself or to a source, with masks and biases of scores."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gridformer import rng
+from gridformer.models.blocks.dropout import Clock, indices
+from gridformer.models.blocks.linear import Init, Linear, new_parameter
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, and those of the source, for generation."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+        self.source: tuple[Tensor, Tensor] | None = None
+
+    def append(self, k_BNSD: Tensor, v_BNSD: Tensor) -> tuple[Tensor, Tensor]:
+        if self.k is not None and self.v is not None:
+            k_BNSD, v_BNSD = torch.cat((self.k, k_BNSD), 2), torch.cat((self.v, v_BNSD), 2)
+        self.k, self.v = k_BNSD, v_BNSD
+        return k_BNSD, v_BNSD
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these sequences, in this order: a beam search's."""
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k[rows], self.v[rows]
+        if self.source is not None:
+            self.source = self.source[0][rows], self.source[1][rows]
+
+
+class PaddingMask(nn.Module):
+    """Which tokens may be looked at: valid [b, s] to a mask [b, 1, 1, s] of scores."""
+
+    def forward(self, valid_BS: Tensor) -> Tensor:
+        return valid_BS[:, None, None, :]
+
+
+class RelativeBias(nn.Module):
+    """A number for each head and bucket of distances, added to scores (Raffel et al. 2020, 2.1).
+
+    Half of the buckets hold one distance each, the others ever wider ranges up to `furthest`.
+    Where a model looks both ways, each direction has half of all buckets. [n, s, S].
+    """
+
+    def __init__(self, buckets: int, furthest: int, n: int, both_ways: bool, std: float) -> None:
+        super().__init__()
+        self.furthest, self.both_ways = furthest, both_ways
+        self.weight = new_parameter(buckets, n, init=Init(std=std))
+
+    def forward(self, queries: int, keys: int) -> Tensor:
+        """Of the last `queries` of `keys` positions."""
+        place = torch.arange(keys, device=self.weight.device)
+        distance = place - place[keys - queries :, None]  # of a key from a query
+        return F.embedding(self._bucket(distance), self.weight).permute(2, 0, 1)
+
+    def _bucket(self, distance: Tensor) -> Tensor:
+        n_buckets = self.weight.shape[0]
+        first: Tensor | int = 0
+        if self.both_ways:
+            n_buckets //= 2
+            first = (distance > 0) * n_buckets
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        exact = n_buckets // 2
+        ratio = (distance.clamp(min=1).float() / exact).log() / math.log(self.furthest / exact)
+        wide = exact + (ratio * (n_buckets - exact)).long()
+        return first + torch.where(distance < exact, distance, wide.clamp(max=n_buckets - 1))
+
+
+class _Heads(nn.Module):
+    """What both attentions share: from q, k and v of the heads held here to their results."""
+
+    def __init__(
+        self, head_dim: int, scaled: bool, dropout: float, site: str, clock: Clock
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
+        self.dropout, self.site, self.clock = dropout, site, clock
+        self.head_block = 0  # which block of heads is held here
+
+    def _attend(
+        self,
+        q_BNSD: Tensor,
+        k_BNTD: Tensor,
+        v_BNTD: Tensor,
+        causal: bool,
+        mask: Tensor | None,
+        bias_NST: Tensor | None,
+    ) -> Tensor:
+        """The heads' results side by side, [b, s, n d].
+
+        causal: a query sees keys up to its own place, the last query being the last key's.
+        mask: true where a key may be seen. bias: added to scores.
+        """
+        b, _, s, _ = q_BNSD.shape
+        seen = k_BNTD.shape[2]
+        unfused = self.training and self.dropout > 0.0
+        whole = causal and s == seen and mask is None and bias_NST is None and not unfused
+        if causal and s > 1 and not whole:
+            past = torch.ones(s, seen, dtype=torch.bool, device=q_BNSD.device).tril(seen - s)
+            mask = past if mask is None else mask & past
+        if bias_NST is not None:
+            bias = bias_NST.to(q_BNSD.dtype).unsqueeze(0)
+            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        if unfused:
+            o_BNSD = self._unfused(q_BNSD, k_BNTD, v_BNTD, mask)
+        else:
+            o_BNSD = F.scaled_dot_product_attention(
+                q_BNSD, k_BNTD, v_BNTD, mask, is_causal=whole, scale=self.scale
+            )
+        return o_BNSD.transpose(1, 2).reshape(b, s, -1)
+
+    def _unfused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention with dropout of its probabilities, which a fused kernel cannot address."""
+        b, n, s, _ = q.shape
+        scores = q @ k.transpose(-1, -2) * self.scale
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        samples = indices(self.clock.first_sample, b, q).view(b, 1, 1)
+        heads = indices(self.head_block * n, n, q).view(n, 1)
+        rows = rng.join(samples, heads, indices(0, s, q))
+        key = rng.key(self.clock.seed, self.clock.step, self.site)
+        keep = rng.keep(key, rows, indices(0, k.shape[2], q), self.dropout)
+        probabilities = torch.softmax(scores, -1) * keep / (1.0 - self.dropout)
+        return probabilities.to(v.dtype) @ v
+
+
+class Attention(_Heads):
+    """Multi-head attention of a sequence to itself.
+
+    The columns of `qkv` are ordered [n, 3, d]: a contiguous block of columns is whole heads, which
+    is what a cut over any number of devices that divides n needs.
+    """
+
+    def __init__(
+        self,
+        qkv: Linear,
+        out: Linear,
+        head_dim: int,
+        causal: bool,
+        scaled: bool,
+        dropout: float,
+        site: str,
+        clock: Clock,
+    ) -> None:
+        super().__init__(head_dim, scaled, dropout, site, clock)
+        self.causal = causal
+        self.qkv, self.out = qkv, out
+
+    def forward(
+        self,
+        x_BSH: Tensor,
+        mask: Tensor | None = None,
+        bias_NST: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """mask and bias: see `PaddingMask` and `RelativeBias`."""
+        q, k, v = _heads(self.qkv(x_BSH), 3, self.head_dim)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out: Tensor = self.out(self._attend(q, k, v, self.causal, mask, bias_NST))
+        return out
+
+
+class CrossAttention(_Heads):
+    """Multi-head attention of a sequence to a source. Columns of `kv` are ordered [n, 2, d]."""
+
+    def __init__(
+        self,
+        q: Linear,
+        kv: Linear,
+        out: Linear,
+        head_dim: int,
+        scaled: bool,
+        dropout: float,
+        site: str,
+        clock: Clock,
+    ) -> None:
+        super().__init__(head_dim, scaled, dropout, site, clock)
+        self.q, self.kv, self.out = q, kv, out
+
+    def forward(
+        self,
+        x_BSH: Tensor,
+        memory_BTH: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """memory: the encoder's result. With a cache it is read the first time only."""
+        (q,) = _heads(self.q(x_BSH), 1, self.head_dim)
+        if cache is not None and cache.source is not None:
+            k, v = cache.source
+        else:
+            k, v = _heads(self.kv(memory_BTH), 2, self.head_dim)
+        if cache is not None:
+            cache.source = k, v
+        out: Tensor = self.out(self._attend(q, k, v, False, mask, None))
+        return out
+
+
+def _heads(x: Tensor, n_parts: int, head_dim: int) -> tuple[Tensor, ...]:
+    """[b, s, n parts d] to one [b, n, s, d] a part."""
+    b, s, _ = x.shape
+    return x.view(b, s, -1, n_parts, head_dim).permute(3, 0, 2, 1, 4).unbind(0)

@@ -1,0 +1,68 @@
+"""Dropout whose masks no layout can change, and the clock that they depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gridformer import rng
+
+
+class Clock(Protocol):
+    """What a dropout mask depends on besides its place."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def first_sample(self) -> int: ...
+
+
+@dataclass
+class DropoutClock:
+    """The Clock of a model, shared by all its dropouts.
+
+    `first_sample` is the global number, within the step's batch, of this rank's first sequence, and
+    `n_samples` counts those of its micro-batch.
+    """
+
+    seed: int = 0
+    step: int = 0
+    first_sample: int = 0
+    n_samples: int = 0
+
+    def at(self, rows: slice) -> None:
+        """These rows of the step's batch come next."""
+        self.first_sample, self.n_samples = rows.start, rows.stop - rows.start
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of (seed, step, site, global element index).
+
+    Input [b, s, h], or a block of it: `block` says which block along s and along h is held here.
+    """
+
+    def __init__(self, p: float, site: str, clock: Clock) -> None:
+        super().__init__()
+        self.p, self.site, self.clock = p, site, clock
+        self.block = (0, 0)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x_BSH
+        b, s, h = x_BSH.shape
+        samples = indices(self.clock.first_sample, b, x_BSH).view(b, 1)
+        tokens = indices(self.block[0] * s, s, x_BSH)
+        columns = indices(self.block[1] * h, h, x_BSH)
+        key = rng.key(self.clock.seed, self.clock.step, self.site)
+        keep = rng.keep(key, rng.join(samples, tokens), columns, self.p)
+        return x_BSH * keep.to(x_BSH.dtype).mul_(1.0 / (1.0 - self.p))
+
+
+def indices(start: int, n: int, like: Tensor) -> Tensor:
+    """start, start + 1, ...: n of them, where `like` is."""
+    return torch.arange(start, start + n, device=like.device)

@@ -1,0 +1,123 @@
+"""One layer of any family: attention, attention to a source, feed-forward, each with a residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from gridformer.config import ModelConfig
+from gridformer.models.blocks.attention import Attention, CrossAttention, KVCache
+from gridformer.models.blocks.dropout import Clock, Dropout
+from gridformer.models.blocks.linear import Activation, FeedForward, Init, Linear, Role
+from gridformer.models.blocks.norm import NormKind, new_norm
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Standard deviations of a layer's matrices at the start; several where one makes q, k, v."""
+
+    q: float
+    k: float
+    v: float
+    out: float
+    up: float
+    down: float
+
+
+@dataclass(frozen=True)
+class Style:
+    """What the layers of one family have in common and another's have not.
+
+    scaled: scores are divided by sqrt(d).
+    """
+
+    spread: Spread
+    activation: Activation
+    norm: NormKind = "layer"
+    bias: bool = True
+    scaled: bool = True
+
+
+class Layer(nn.Module):
+    """[b, s, h] to [b, s, h]; with `norm_position` pre, x + f(norm(x)) for each sub-layer f, with
+    post norm(x + f(x)).
+
+    stack: the prefix of the layer's products, empty where a model has one stack. site: the layer's
+    name in dropout masks. crossed: between the two, attention to a source.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        style: Style,
+        clock: Clock,
+        stack: Literal["", "encoder.", "decoder."],
+        site: str,
+        causal: bool,
+        crossed: bool = False,
+    ) -> None:
+        super().__init__()
+        h, f, d = config.hidden_size, config.ffn_size, config.head_width
+        inner, spread = config.n_heads * d, style.spread
+        self.post = config.norm_position == "post"
+        source = stack == "encoder."
+
+        def linear(
+            name: str, n_in: int, n_out: int, std: float | tuple[float, ...], opens: bool = True
+        ) -> Linear:
+            section: Literal["attention", "feed_forward"] = (
+                "feed_forward" if name in ("up", "down") else "attention"
+            )
+            reads: Literal["tokens", "source"] = "source" if source or name == "kv" else "tokens"
+            role = Role(stack + name, section, opens, reads)
+            return Linear(n_in, n_out, role, Init(std=std, width=d), style.bias)
+
+        def norm(reader: str) -> nn.Module:
+            alone = None if self.post else stack + reader  # else the residual reads it, too
+            return new_norm(style.norm, h, config.norm_eps, alone)
+
+        drop = config.attention_dropout
+        self.norm1 = norm("qkv")
+        qkv = linear("qkv", h, 3 * inner, (spread.q, spread.k, spread.v))
+        out = linear("out", inner, h, spread.out, opens=False)
+        where = f"{site}.attention"
+        self.attention = Attention(qkv, out, d, causal, style.scaled, drop, where, clock)
+        self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", clock)
+        if crossed:
+            self.cross_norm = norm("q")
+            q = linear("q", h, inner, spread.q)
+            kv = linear("kv", h, 2 * inner, (spread.k, spread.v))
+            out = linear("cross_out", inner, h, spread.out, opens=False)
+            where = f"{site}.cross_attention"
+            self.cross_attention = CrossAttention(q, kv, out, d, style.scaled, drop, where, clock)
+            self.cross_dropout = Dropout(config.dropout, f"{site}.cross_dropout", clock)
+        self.crossed = crossed
+        self.norm2 = norm("up")
+        up = linear("up", h, f, spread.up)
+        down = linear("down", f, h, spread.down, opens=False)
+        self.mlp = FeedForward(up, down, style.activation)
+        self.dropout2 = Dropout(config.dropout, f"{site}.dropout2", clock)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        if self.post:
+            x = self.norm1(x + self.dropout1(self.attention(x, mask, bias, cache)))
+            if self.crossed:
+                found = self.cross_attention(x, memory, memory_mask, cache)
+                x = self.cross_norm(x + self.cross_dropout(found))
+            done: Tensor = self.norm2(x + self.dropout2(self.mlp(x)))
+            return done
+        x = x + self.dropout1(self.attention(self.norm1(x), mask, bias, cache))
+        if self.crossed:
+            found = self.cross_attention(self.cross_norm(x), memory, memory_mask, cache)
+            x = x + self.cross_dropout(found)
+        return x + self.dropout2(self.mlp(self.norm2(x)))

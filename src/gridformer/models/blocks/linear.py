@@ -1,0 +1,82 @@
+"""Parameters, how they begin, and the matrix products of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Section = Literal["attention", "feed_forward", "head"]
+Activation = Literal["gelu", "gelu_tanh", "relu"]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # GPT-2's
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter begins: every element `mean`, plus normal noise of `std`.
+
+    Several std take turns, each for `width` columns: q, k and v of a matrix that makes all three.
+    """
+
+    mean: float = 0.0
+    std: float | tuple[float, ...] = 0.0
+    width: int = 0
+
+
+def new_parameter(*shape: int, init: Init) -> nn.Parameter:
+    """An unfilled parameter that remembers its Init; `gridformer.parallel.initialise` fills it."""
+    parameter = nn.Parameter(torch.empty(*shape))
+    parameter.init = init  # type: ignore[attr-defined]
+    return parameter
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a product is in its model, which is all that a parallel scheme needs to know of it.
+
+    product: a name that all layers of a stack share, for instance `decoder.qkv`. section: what it
+    is part of. opens: whether it opens its section (h to wider, cut by columns in 1-D schemes) or
+    closes it. reads: whose tokens its input has: the model's own, its source's, or one vector of
+    each sequence.
+    """
+
+    product: str
+    section: Section
+    opens: bool = True
+    reads: Literal["tokens", "source", "sequences"] = "tokens"
+
+
+class Linear(nn.Module):
+    """y = x W + b, W [in, out]."""
+
+    def __init__(self, n_in: int, n_out: int, role: Role, init: Init, bias: bool = True) -> None:
+        super().__init__()
+        self.role = role
+        self.weight = new_parameter(n_in, n_out, init=init)
+        self.bias: nn.Parameter | None = new_parameter(n_out, init=Init()) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype).t(), bias)
+
+
+class FeedForward(nn.Module):
+    """h to f, an activation, f to h."""
+
+    def __init__(self, up: Linear, down: Linear, activation: Activation) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.up, self.down = up, down
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activation(self.up(x_BSH)))
+        return out

@@ -1,0 +1,48 @@
+"""Normalisation over h, statistics in at least float32."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gridformer.models.blocks.linear import Init, new_parameter
+
+NormKind = Literal["layer", "rms"]
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std, times a weight, plus a bias.
+
+    reader: the product that alone reads the result, if there is one.
+    """
+
+    def __init__(self, h: int, eps: float, reader: str | None = None) -> None:
+        super().__init__()
+        self.eps, self.reader = eps, reader
+        self.weight = new_parameter(h, init=Init(mean=1.0))
+        self.bias = new_parameter(h, init=Init())
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        x = x_BSH.to(self.weight.dtype)
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps).to(x_BSH.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean of x²), times a weight and `scale` (Zhang and Sennrich 2019); T5's norm."""
+
+    def __init__(self, h: int, eps: float, reader: str | None = None, scale: float = 1.0) -> None:
+        super().__init__()
+        self.eps, self.reader, self.scale = eps, reader, scale
+        self.weight = new_parameter(h, init=Init(mean=1.0))
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        x = x_BSH.to(self.weight.dtype)
+        rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return (x * rms * (self.weight * self.scale)).to(x_BSH.dtype)
+
+
+def new_norm(kind: NormKind, h: int, eps: float, reader: str | None = None) -> LayerNorm | RMSNorm:
+    return LayerNorm(h, eps, reader) if kind == "layer" else RMSNorm(h, eps, reader)

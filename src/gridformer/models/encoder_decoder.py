@@ -1,0 +1,206 @@
+"""Families of two stacks: an encoder reads a source, a decoder continues a text about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+from torch import Tensor, nn
+
+from gridformer.batch import Batch
+from gridformer.config import ModelConfig
+from gridformer.models.blocks import (
+    Dropout,
+    DropoutClock,
+    KVCache,
+    Layer,
+    PaddingMask,
+    RelativeBias,
+    RMSNorm,
+    Style,
+    TiedHead,
+    TokenEmbedding,
+    new_norm,
+)
+from gridformer.models.model import Link, Model, State
+
+StackName = Literal["encoder", "decoder"]
+
+
+class Stack(nn.Module):
+    """Layers and what belongs to them all: dropout before, a norm after where they are pre-norm,
+    and a bias of scores where the family has one (t5)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        style: Style,
+        clock: DropoutClock,
+        name: StackName,
+        head_scale: float,
+    ) -> None:
+        super().__init__()
+        decoder = name == "decoder"
+        n = config.n_decoder_layers if decoder else config.n_layers
+        self.dropout = Dropout(config.dropout, f"{name}.embedding", clock)
+        if config.family == "t5":
+            std = config.hidden_size**-0.5
+            self.bias = RelativeBias(
+                config.relative_buckets,
+                config.relative_max_distance,
+                config.n_heads,
+                both_ways=not decoder,
+                std=std,
+            )
+        self.layers = nn.ModuleDict(
+            {
+                str(i): Layer(
+                    config,
+                    style,
+                    clock,
+                    "decoder." if decoder else "encoder.",
+                    f"{name}.layers.{i}",
+                    causal=decoder,
+                    crossed=decoder,
+                )
+                for i in range(n)
+            }
+        )
+        if config.norm_position == "pre":
+            # The encoder's is read by every layer of the decoder.
+            reader = "head" if decoder else None
+            self.norm = new_norm(style.norm, config.hidden_size, config.norm_eps, reader)
+            if decoder and isinstance(self.norm, RMSNorm):
+                self.norm.scale = head_scale
+
+
+class EncoderDecoder(Model):
+    """Source [b, S] and tokens [b, s] to logits [b, s, v]. One table embeds both and is the head's.
+
+    head_scale: of the decoder's last norm, where that is an RMSNorm.
+    """
+
+    def __init__(
+        self, config: ModelConfig, style: Style, embedding_std: float, head_scale: float = 1.0
+    ) -> None:
+        super().__init__(config)
+        self.pre = config.norm_position == "pre"
+        self.relative = config.family == "t5"
+        self.tokens = TokenEmbedding(config.vocab_size, config.hidden_size, embedding_std)
+        self.source_mask, self.mask = PaddingMask(), PaddingMask()
+        self.encoder = Stack(config, style, self.clock, "encoder", 1.0)
+        self.decoder = Stack(config, style, self.clock, "decoder", head_scale)
+        self.head = TiedHead()
+
+    def links(self) -> list[Link]:
+        config, ends = self.config, ("norm",) * self.pre
+        layer = ("bias",) * self.relative
+
+        def layers(stack: StackName, n: int) -> list[Link]:
+            shared = (*(f"{stack}.{name}" for name in layer), "source_mask", "mask")
+            run = self._encode if stack == "encoder" else self._decode
+            return [
+                Link(f"{stack}.layers.{i}", partial(run, i), (f"{stack}.layers.{i}", *shared))
+                for i in range(n)
+            ]
+
+        embedding = ("tokens", *self._positions())
+        between = (*(f"encoder.{end}" for end in ends), *embedding, "decoder.dropout")
+        last = (*(f"decoder.{end}" for end in ends), "head", "tokens", "loss")
+        return [
+            Link("embedding", self._embed_source, (*embedding, "encoder.dropout")),
+            *layers("encoder", config.n_layers),
+            Link("decoder.embedding", self._embed_tokens, between),
+            *layers("decoder", config.n_decoder_layers),
+            Link("head", self._finish, last),
+        ]
+
+    def encode(self, batch: Batch) -> Tensor:
+        """The encoder's result [b, S, h], for `decode`."""
+        state = State()
+        for link in self.links()[: self.config.n_layers + 1]:
+            link.run(state, batch)
+        return self._memory(state)
+
+    def decode(
+        self,
+        tokens_BS: Tensor,
+        memory_BTH: Tensor,
+        source_valid_BT: Tensor | None = None,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+    ) -> Tensor:
+        """Logits; with `caches` (one a decoder layer) `tokens_BS` continue at position `start`."""
+        batch = {"tokens": tokens_BS}
+        if source_valid_BT is not None:
+            batch["source_valid"] = source_valid_BT
+        state = State(memory=memory_BTH, caches=caches, start=start)
+        for link in self.links()[self.config.n_layers + 1 :]:
+            link.run(state, batch)
+        return state.outputs["tokens"]
+
+    def forward(
+        self, source_BT: Tensor, tokens_BS: Tensor, source_valid_BT: Tensor | None = None
+    ) -> Tensor:
+        """Logits; source_valid: which tokens of the source are no padding."""
+        batch = {"source": source_BT, "tokens": tokens_BS}
+        if source_valid_BT is not None:
+            batch["source_valid"] = source_valid_BT
+        return self.outputs(batch)["tokens"]
+
+    def _positions(self) -> tuple[str, ...]:
+        """Names of the modules that `_embed` needs besides the table."""
+        return ()
+
+    def _embed(self, tokens_BS: Tensor, start: int) -> Tensor:
+        """The family's own: a vector for each token."""
+        raise NotImplementedError
+
+    def _embed_source(self, state: State, batch: Batch) -> None:
+        state.x = self.encoder.dropout(self._cast(self._embed(batch["source"], 0)))
+
+    def _embed_tokens(self, state: State, batch: Batch) -> None:
+        if state.memory is None:
+            state.memory = self._memory(state)
+        x = self._embed(batch["tokens"], state.start)
+        state.x = self.decoder.dropout(self._cast(x))
+
+    def _memory(self, state: State) -> Tensor:
+        memory: Tensor = self.encoder.norm(state.hidden) if self.pre else state.hidden
+        return memory
+
+    def _encode(self, i: int, state: State, batch: Batch) -> None:
+        size = batch["source"].shape[1]
+        bias = self._bias("encoder", state, size, size)
+        state.x = self.encoder.layers[str(i)](state.hidden, self._source_mask(state, batch), bias)
+
+    def _decode(self, i: int, state: State, batch: Batch) -> None:
+        size = batch["tokens"].shape[1]
+        bias = self._bias("decoder", state, size, state.start + size)
+        mask = None
+        if "valid" in batch:
+            mask = state.once("mask", lambda: self.mask(batch["valid"]))
+        state.x = self.decoder.layers[str(i)](
+            state.hidden,
+            mask,
+            bias,
+            state.memory,
+            self._source_mask(state, batch),
+            state.caches[i] if state.caches else None,
+        )
+
+    def _finish(self, state: State, batch: Batch) -> None:
+        x = self.decoder.norm(state.hidden) if self.pre else state.hidden
+        state.outputs["tokens"] = self.head(x, self.tokens.weight)
+
+    def _bias(self, stack: StackName, state: State, queries: int, keys: int) -> Tensor | None:
+        if not self.relative:
+            return None
+        module = getattr(self, stack).bias
+        return state.once(f"{stack}.bias", lambda: module(queries, keys))
+
+    def _source_mask(self, state: State, batch: Batch) -> Tensor | None:
+        if "source_valid" not in batch:
+            return None
+        return state.once("source_mask", lambda: self.source_mask(batch["source_valid"]))

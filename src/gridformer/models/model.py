@@ -1,0 +1,121 @@
+"""What all families are: a chain of links, each of which takes the state one step further.
+
+A whole model runs all its links, a pipeline stage runs some that lie side by side. What passes from
+one stage to the next is `State.x`, and `State.memory` where there is one; everything else a stage
+makes for itself from the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from gridformer.batch import IGNORE, Batch
+from gridformer.config import ModelConfig
+from gridformer.models.blocks import CrossEntropy, DropoutClock, KVCache, LabelLoss
+
+# A model's losses, and the keys of a batch that hold their targets.
+LOSSES = {"tokens": "targets", "pair": "pair", "labels": "labels"}
+
+
+@dataclass
+class State:
+    """How far a batch has come.
+
+    x: [b, s, h], what the next link reads. memory: [b, S, h], the encoder's result. outputs: logits
+    by loss. caches, start: of generation, a cache a decoder layer, and the position of the first
+    token. own: what links share within a stage.
+    """
+
+    x: Tensor | None = None
+    memory: Tensor | None = None
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    caches: Sequence[KVCache] | None = None
+    start: int = 0
+    own: dict[str, Tensor] = field(default_factory=dict)
+
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes, the first time it is asked for on this stage."""
+        if name not in self.own:
+            self.own[name] = make()
+        return self.own[name]
+
+    @property
+    def hidden(self) -> Tensor:
+        assert self.x is not None, "a link ran before the one that it follows"
+        return self.x
+
+
+@dataclass(frozen=True)
+class Link:
+    """A step of a model. holds: names of the submodules it runs; several links may hold one."""
+
+    name: str
+    run: Callable[[State, Batch], None]
+    holds: tuple[str, ...]
+
+
+class Model(nn.Module):
+    """Base of the families. Build one on torch's meta device and hand it to
+    `gridformer.parallel.parallelize`, which cuts it, allocates what this device holds and fills it.
+    `compute_dtype` is the activations'.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab_size < 1:
+            raise ValueError("vocab_size must be known before a model is built")
+        self.config = config
+        self.compute_dtype: torch.dtype | None = None
+        self.clock = DropoutClock()
+        self.loss = CrossEntropy(config.label_smoothing)
+        self.label_loss = LabelLoss()
+
+    def links(self) -> list[Link]:
+        """The steps, in order."""
+        raise NotImplementedError
+
+    def outputs(
+        self, batch: Batch, caches: Sequence[KVCache] | None = None, start: int = 0
+    ) -> dict[str, Tensor]:
+        """Logits by loss: `tokens` [b, s, v], and [b, labels] of branches the batch asks for."""
+        state = State(caches=caches, start=start)
+        for link in self.links():
+            link.run(state, batch)
+        return state.outputs
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """Each loss summed over this device's targets; `counts` says over how many."""
+        return self.losses_of(self.outputs(batch), batch)
+
+    def losses_of(self, outputs: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """The same from outputs that are there already."""
+        return {
+            name: (self.loss if name == "tokens" else self.label_loss)(outputs[name], batch[key])
+            for name, key in LOSSES.items()
+            if key in batch
+        }
+
+    @staticmethod
+    def counts(batch: Batch) -> dict[str, Tensor]:
+        """How many targets each loss has in a batch."""
+        return {name: (batch[key] != IGNORE).sum() for name, key in LOSSES.items() if key in batch}
+
+    @staticmethod
+    def n_tokens(batch: Batch) -> Tensor:
+        """Tokens that a batch makes a model read, padding left out."""
+        total = torch.zeros((), dtype=torch.int64, device=batch["tokens"].device)
+        for key, mask in (("tokens", "valid"), ("source", "source_valid")):
+            if key in batch:
+                total += batch[mask].sum() if mask in batch else batch[key].numel()
+        return total
+
+    def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """The loss of tokens alone, of families that read nothing else."""
+        return self.losses({"tokens": tokens_BS, "targets": targets_BS})["tokens"]
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.compute_dtype or x.dtype)

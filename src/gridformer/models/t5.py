@@ -1,0 +1,25 @@
+"""T5 (Raffel et al. 2020): encoder and decoder, RMSNorm, relative positions, no biases, ReLU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gridformer.config import ModelConfig
+from gridformer.models.blocks import Spread, Style
+from gridformer.models.encoder_decoder import EncoderDecoder
+
+
+class T5(EncoderDecoder):
+    """The first release: scores are not scaled (the queries start smaller instead), the head shares
+    the embedding's table and reads its input times h^-1/2."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        h, f = config.hidden_size, config.ffn_size
+        d, inner = config.head_width, config.n_heads * config.head_width
+        spread = Spread((h * d) ** -0.5, h**-0.5, h**-0.5, inner**-0.5, h**-0.5, f**-0.5)
+        style = Style(spread, "relu", norm="rms", bias=False, scaled=False)
+        super().__init__(config, style, embedding_std=1.0, head_scale=h**-0.5)
+
+    def _embed(self, tokens_BS: Tensor, start: int) -> Tensor:
+        x: Tensor = self.tokens(tokens_BS)
+        return x

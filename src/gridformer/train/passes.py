@@ -1,0 +1,91 @@
+"""Forward and backward over the micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gridformer.batch import Batch
+from gridformer.models import Model
+from gridformer.parallel.gradients import GradientSums
+
+Losses = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """rows: of the step's global batch; batch: what these rows hold, on the model's device."""
+
+    rows: slice
+    batch: Batch
+
+
+class Passes(Protocol):
+    """How a step's micro-batches go through what this process holds of a model.
+
+    Both return this process's sums of each loss, in float64; 0 where others compute it.
+    """
+
+    def train(self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor]) -> Losses:
+        """Accumulate the gradients of the sum over all losses of (its sum / its count)."""
+
+    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
+        """Without gradients."""
+
+
+class WholeModel:
+    """One micro-batch after the other through all of the model.
+
+    sums: of gradients over replicas; they start during the last micro-batch's backward pass.
+    """
+
+    def __init__(self, model: Model, sums: GradientSums) -> None:
+        self.model, self.sums = model, sums
+
+    def train(self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor]) -> Losses:
+        totals = zeros(counts)
+        for number, micro in enumerate(work):
+            self.model.clock.at(micro.rows)
+            losses = self.model.losses(micro.batch)
+            last = number == len(work) - 1
+            with self.sums.last_backward() if last else nullcontext():
+                weighted(losses, counts).backward()
+            add(totals, losses)
+        return totals
+
+    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
+        totals: Losses = {}
+        for micro in work:
+            losses = self.model.losses(micro.batch)
+            totals = totals or zeros(Model.counts(micro.batch))
+            add(totals, losses)
+        return totals
+
+
+def weighted(losses: Losses, counts: Mapping[str, Tensor]) -> Tensor:
+    """The loss that is minimised: of each kind the mean over its targets, added up."""
+    parts = [loss / counts[name].clamp(min=1).to(loss.dtype) for name, loss in losses.items()]
+    total: Tensor = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def zeros(counts: Mapping[str, Tensor]) -> Losses:
+    """A sum for each loss, where its count is."""
+    return {
+        name: torch.zeros((), dtype=torch.float64, device=count.device)
+        for name, count in counts.items()
+    }
+
+
+def add(totals: Losses, losses: Losses) -> None:
+    """A loss that is computed elsewhere (D&SP-cSub) has no value here: nothing to add."""
+    for name, loss in losses.items():
+        if not loss.is_meta:
+            totals[name] += loss.detach()
