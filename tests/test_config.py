@@ -114,7 +114,6 @@ def test_unknown_model_names_the_closest() -> None:
     ("raw", "key", "section"),
     [
         ({"model": {"n_layers": 1, "hidden_size": 48, "n_heads": 5}}, "n_heads", "model"),
-        ({"train": {"global_batch": 30, "micro_batches": 4}}, "micro_batches", "train"),
     ],
 )
 def test_every_divisor_that_is_offered_works(raw: dict[str, Any], key: str, section: str) -> None:
@@ -235,3 +234,29 @@ def test_closest() -> None:
 )
 def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:
     assert LayoutConfig(**changes).describe() == text
+
+
+def test_runs_of_before_keep_their_micro_batches() -> None:
+    """They were in the section train; what a run directory of then holds is still read."""
+    run = parse_run({**BASE, "train": {"global_batch": 8, "micro_batches": 4}})
+    assert run.layout.micro_batches == 4
+    assert parse_run({**BASE, "layout": {"dp": 2}}, ["train.micro_batches=2"]).layout.dp == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ({"family": "t5", "n_labels": 3}, "n_labels=3 belongs to family gpt2 or bert, not t5"),
+        ({"family": "bert", "n_decoder_layers": 2}, "belongs to family t5 or transformer"),
+        ({"family": "t5", "norm_position": "post"}, "norm_position=post: t5 normalises inputs"),
+        ({"family": "gpt2", "relative_buckets": 8}, "relative_buckets=8 belongs to family t5"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(model: dict[str, Any], text: str) -> None:
+    size = {"n_layers": 2, "hidden_size": 8, "n_heads": 2}
+    assert text in problem({**BASE, "model": {**size, **model}})
+
+
+def test_tasks_belong_to_families() -> None:
+    text = problem(BASE, "data.task=pairs")
+    assert text.endswith("gpt2 learns from causal; use data.task=auto or causal")

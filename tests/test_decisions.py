@@ -49,11 +49,11 @@ def test_traffic_is_that_of_the_choices() -> None:
 def test_types_and_micro_batches_count() -> None:
     whole = decide_run(run_of({**GRID, "keep_gathered": "none"})).traffic
     half = decide_run(run_of({**GRID, "keep_gathered": "none"}, dtype="bfloat16")).traffic
-    cut = decide_run(run_of({**GRID, "keep_gathered": "none"}, micro_batches=4)).traffic
+    cut = decide_run(run_of({**GRID, "keep_gathered": "none", "micro_batches": 4})).traffic
     assert half["col"] == whole["col"] / 2
     assert cut["col"] == whole["col"]  # the same tokens
     assert cut["row"] == 4 * whole["row"]  # weights anew for each
-    kept = decide_run(run_of({**GRID, "keep_gathered": "weights"}, micro_batches=4)).traffic
+    kept = decide_run(run_of({**GRID, "keep_gathered": "weights", "micro_batches": 4})).traffic
     assert kept["row"] == whole["row"] * (1 + 4) / 3  # once, and a gradient for each
 
 

@@ -128,8 +128,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "train.global_batch=8 or 12",
     ),
     (
-        {"layout.dp": 3, "train.micro_batches": 5, "train.global_batch": 10},
-        "train.global_batch=10 does not divide over layout.dp (3) x train.micro_batches (5): use "
+        {"layout.dp": 3, "layout.micro_batches": 5, "train.global_batch": 10},
+        "train.global_batch=10 does not divide over layout.dp (3) x layout.micro_batches (5): use "
         "train.global_batch=15",
     ),
     (
@@ -169,9 +169,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"layout.scheme": "subgraph", "layout.branches": 3, "layout.dp": 2}
-        | {"train.micro_batches": 2, "train.global_batch": 16},
+        | {"layout.micro_batches": 2, "train.global_batch": 16},
         "train.global_batch=16 does not divide over layout.dp (2) x layout.branches (3) x "
-        "train.micro_batches (2): use train.global_batch=12 or 24",
+        "layout.micro_batches (2): use train.global_batch=12 or 24",
     ),
     (
         {"layout.scheme": "subgraph", "layout.branches": 2, "layout.rows": 2, "layout.cols": 3},
@@ -304,9 +304,9 @@ def runs(draw: st.DrawFn) -> RunConfig:
         stationary=draw(st.sampled_from(["auto", "auto", "output", "input"])),
         keep_gathered=draw(st.sampled_from(["auto", "auto", "none", "inputs", "weights", "all"])),
         devices_per_node=draw(st.sampled_from([0, 0, 1, 2, 3, 4, 8])),
+        micro_batches=draw(st.integers(1, 4)),
     )
-    micro = draw(st.integers(1, 4))
-    train = TrainConfig(global_batch=micro * draw(st.integers(1, 12)), micro_batches=micro)
+    train = TrainConfig(global_batch=plan.micro_batches * draw(st.integers(1, 12)))
     data: dict[str, Any] = {"path": "x", "seq_len": draw(st.integers(0, 48))}
     return RunConfig.model_validate({"model": model, "data": data, "layout": plan, "train": train})
 
@@ -368,7 +368,7 @@ def test_what_passes_really_divides(run: RunConfig) -> None:
     plan, model = run.layout, run.model
     grid_rows = plan.rows if plan.scheme == "optimus" else 1
     over_branches = plan.branches if plan.common == "all" else 1
-    parts = plan.dp * grid_rows * over_branches * run.train.micro_batches
+    parts = plan.dp * grid_rows * over_branches * plan.micro_batches
     assert run.train.global_batch % parts == 0
     assert model.n_heads % plan.branches == 0
     assert plan.feed_forward == "common" or model.ffn_size % plan.branches == 0

@@ -169,7 +169,23 @@ class LayoutConfig(Config):
         default=1, ge=1, description="subgraph: g, sub-grids that share heads and feed-forward"
     )
     dp: int = Field(default=1, ge=1)
-    pp: int = Field(default=1, ge=1)
+    dp_mode: Literal["replicate", "zero1", "fsdp"] = Field(
+        default="replicate",
+        description="what replicas hold alike: everything; all but the optimizer's state; nothing, "
+        "parameters being gathered layer by layer",
+    )
+    pp: int = Field(default=1, ge=1, description="ranks that hold successive stages of layers")
+    stages_per_rank: int = Field(default=1, ge=1, description="more than 1 interleaves them")
+    pipeline: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
+        default="auto",
+        description="in which order stages go through micro-batches; auto: interleaved where ranks "
+        "have several, else 1f1b, or gpipe where there are fewer micro-batches than stages",
+    )
+    micro_batches: int = Field(
+        default=1,
+        ge=1,
+        description="m: parts of a step's batch that go through the model one after the other",
+    )
     sequence_parallel: bool = False
     schedule: Literal["auto", "broadcast", "pipelined", "gather"] = Field(
         default="auto",
@@ -247,7 +263,6 @@ class TrainConfig(Config):
     global_batch: int = Field(
         default=8, ge=1, description="sequences an optimizer step, all devices"
     )
-    micro_batches: int = Field(default=1, ge=1, description="gradient accumulation steps")
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
         default="float32",
         description="of the computation; bfloat16 keeps float32 parameters and statistics",
@@ -280,15 +295,6 @@ class TrainConfig(Config):
         default=False, description="compare replicated parameters over ranks at every evaluation"
     )
 
-    @model_validator(mode="after")
-    def _micro_divides(self) -> Self:
-        if self.global_batch % self.micro_batches:
-            raise ValueError(
-                f"micro_batches={self.micro_batches} does not divide global_batch="
-                f"{self.global_batch}: use micro_batches {any_of(divisors(self.global_batch))}"
-            )
-        return self
-
 
 class RunConfig(Config):
     """Everything a run needs; written to the run directory as it was resolved."""
@@ -298,6 +304,17 @@ class RunConfig(Config):
     data: DataConfig
     layout: LayoutConfig = LayoutConfig()
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _micro_batches_moved(cls, values: Any) -> Any:
+        """They were in the section train, once: runs of then stay readable."""
+        train = values.get("train") if isinstance(values, dict) else None
+        if not isinstance(train, dict) or "micro_batches" not in train:
+            return values
+        rest = {key: value for key, value in train.items() if key != "micro_batches"}
+        layout = {"micro_batches": train["micro_batches"], **(values.get("layout") or {})}
+        return {**values, "train": rest, "layout": layout}
 
     @model_validator(mode="after")
     def _data_suits_the_model(self) -> Self:

@@ -41,12 +41,12 @@ def decide_run(run: RunConfig) -> Decisions:
     """What a checked run's `auto` settings come to."""
     layout, train = run.layout, run.train
     parameter_bytes = 8 if train.dtype == "float64" else 4
-    sequences = train.global_batch // (layout.dp * train.micro_batches)
+    sequences = train.global_batch // (layout.dp * layout.micro_batches)
     work = Work(
         tokens=sequences * run.seq_len,
         source=sequences * run.source_len,
         sequences=sequences,
-        micro_batches=train.micro_batches,
+        micro_batches=layout.micro_batches,
         itemsize=_ITEMSIZE[train.dtype],
         state_bytes=4 * parameter_bytes,  # value, gradient, two moments
     )

@@ -80,7 +80,7 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
     """Sizes of the axis, and values of the key, that fit everything else as it is."""
     layout, model = run.layout, run.model
     over_axis = list(_cut_over(axis, run).values())
-    replica_batch = run.train.global_batch // (layout.dp * run.train.micro_batches)
+    replica_batch = run.train.global_batch // (layout.dp * layout.micro_batches)
     cuts_samples = axis == "rows" or (axis == "branches" and layout.common == "all")
     if cuts_samples and replica_batch:
         over_axis.append(replica_batch)
@@ -209,14 +209,14 @@ def _batch_problems(run: RunConfig) -> list[str]:
     branches = 1
     if layout.scheme == "subgraph" and layout.common == "all":
         branches = layout.branches
-    parts = layout.dp * rows * branches * train.micro_batches
+    parts = layout.dp * rows * branches * layout.micro_batches
     if train.global_batch % parts == 0:
         return []
     factors = {
         "layout.dp": layout.dp,
         "layout.rows": rows,
         "layout.branches": branches,
-        "train.micro_batches": train.micro_batches,
+        "layout.micro_batches": layout.micro_batches,
     }
     names = " x ".join(f"{name} ({size})" for name, size in factors.items() if size > 1)
     return [

@@ -64,13 +64,12 @@ def compare(
     """
     torch.set_num_threads(1)
     config, settings, plan = tiny(**model), TrainConfig(**train), LayoutConfig(**layout)
-    at_once = settings.model_copy(update={"micro_batches": 1})
-    want = _one_device(config.model_dump_json(), at_once.model_dump_json(), n_steps)
+    want = _one_device(config.model_dump_json(), settings.model_dump_json(), n_steps)
     axes = axes_of(plan)
     cut = build_parallel(config, plan, axes, settings.seed, CPU, settings.dtype)
     worst = {"init": distance(cut, values(cut), want.initial), "loss": 0.0, "norm": 0.0}
 
-    stepper = Stepper(cut, settings, axes)
+    stepper = Stepper(cut, settings, axes, plan)
     _check_decay(stepper)
     reads = _reads(config, settings, n_steps)
     worst["grad"] = distance(cut, _gradients(stepper, reads[0]), want.gradients)
@@ -163,7 +162,7 @@ def _gradients(stepper: Stepper, read: ReadRows) -> Tensors:
     model.zero_grad()
     model.clock.step = 0
     with weights_kept(model):
-        for micro in range(stepper.train.micro_batches):
+        for micro in range(stepper.micro_batches):
             rows = stepper.rows(micro)
             model.clock.at(rows)
             sum(model.losses(read(rows)).values()).backward()  # type: ignore[union-attr]

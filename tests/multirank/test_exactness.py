@@ -131,7 +131,7 @@ def test_dropout_masks_do_not_depend_on_the_layout(pool: WorkerPool, layout: Lay
     ids=name_of,
 )
 def test_accumulating_micro_batches_changes_nothing(pool: WorkerPool, layout: Layout) -> None:
-    check(pool, layout, {"dropout": 0.1}, dtype="float64", micro_batches=3)
+    check(pool, {**layout, "micro_batches": 3}, {"dropout": 0.1}, dtype="float64")
 
 
 def on_two_rows(layout: Layout) -> bool:
@@ -142,14 +142,14 @@ def on_two_rows(layout: Layout) -> bool:
 
 @pytest.mark.parametrize("layout", full_unless(on_two_rows, PRODUCTS), ids=name_of)
 def test_schedules_and_stationary_operands(pool: WorkerPool, layout: Layout) -> None:
-    check(pool, layout, EVERYTHING, n_steps=2, micro_batches=2, dtype="float64")
+    check(pool, {**layout, "micro_batches": 2}, EVERYTHING, n_steps=2, dtype="float64")
 
 
 @pytest.mark.parametrize("layout", KEPT, ids=name_of)
 def test_kept_operands(pool: WorkerPool, layout: Layout) -> None:
     """A weight that was kept into the next step would show in its loss."""
-    settings = {"global_batch": 36, "micro_batches": 3, "dtype": "float64"}
-    check(pool, layout, EVERYTHING, n_steps=2, **settings)
+    settings = {"global_batch": 36, "dtype": "float64"}
+    check(pool, {**layout, "micro_batches": 3}, EVERYTHING, n_steps=2, **settings)
 
 
 @pytest.mark.parametrize("layout", SOME_PRODUCTS, ids=name_of)

@@ -66,7 +66,9 @@ def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int],
 
         first = model.get_parameter("layers.0.attention.qkv.weight")
         first.register_post_accumulate_grad_hook(lambda _: early.append(sent()))
-        stepper = Stepper(model, TrainConfig(global_batch=2 * B, micro_batches=micro_batches), axes)
+        stepper = Stepper(
+            model, TrainConfig(global_batch=2 * B), axes, LayoutConfig(micro_batches=micro_batches)
+        )
         reduced = reductions.reduce_gradients
 
         def reduce(*args: Any) -> None:

@@ -48,14 +48,15 @@ def one_step(
     plan = LayoutConfig(**layout)
     axes, config = axes_of(plan), tiny(vocab_size=vocab_size)
     model = build_parallel(config, plan, axes, 1, CPU)
-    settings = TrainConfig(global_batch=B, micro_batches=micro_batches)
+    settings = TrainConfig(global_batch=B)
+    plan = plan.model_copy(update={"micro_batches": micro_batches})
     batch = batch_of(0, config, B)
 
     def read(rows: slice) -> Batch:
         return next_words(batch[rows])
 
     with patch.object(reductions, "_BUCKET_BYTES", bucket_bytes), record() as recorder:
-        stepper = Stepper(model, settings, axes)
+        stepper = Stepper(model, settings, axes, plan)
         stepper(0, read)
     groups: dict[tuple[str, str], list[Any]] = {}
     for r in recorder.records:

@@ -85,6 +85,7 @@ def check(
     pool: WorkerPool, layout: Layout, model: dict[str, Any], n_steps: int = 2, **train: Any
 ) -> None:
     settings = {**TRAIN, **train}
+    layout = {**layout, "micro_batches": settings.pop("micro_batches", 1)}
     limit = TOLERANCE[settings.get("dtype", "float32")]
     for rank, worst in enumerate(pool.run(n_of(layout), compare, layout, model, settings, n_steps)):
         assert worst["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"

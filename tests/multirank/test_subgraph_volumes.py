@@ -175,13 +175,14 @@ def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorde
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     model = build_parallel(CONFIG, plan, axes, 1, CPU)
-    settings = TrainConfig(global_batch=2 * B, micro_batches=micro_batches)
+    settings = TrainConfig(global_batch=2 * B)
+    plan = plan.model_copy(update={"micro_batches": micro_batches})
     batch = batch_of(0, CONFIG, 2 * B)
 
     def read(rows: slice) -> Batch:
         return next_words(batch[rows])
 
-    stepper = Stepper(model, settings, axes)
+    stepper = Stepper(model, settings, axes, plan)
     with record() as recorder:
         stepper(0, read)
     gradients = [r for r in recorder.records if r.label == "gradients"]
@@ -205,8 +206,8 @@ def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorde
 def test_a_step_is_as_explained(pool: WorkerPool, layout: Layout, micro_batches: int) -> None:
     """Several micro-batches; of the process that moves most, which in cSub is of the first branch
     or another. Beside it travel metrics alone, before and after."""
-    plan = LayoutConfig(**layout)
-    train = {"global_batch": 2 * B, "micro_batches": micro_batches}
+    plan = LayoutConfig(**layout, micro_batches=micro_batches)
+    train = {"global_batch": 2 * B}
     run = RunConfig.model_validate(
         {"model": CONFIG, "data": {"path": "x"}, "layout": plan, "train": train}
     )

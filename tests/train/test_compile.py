@@ -71,8 +71,9 @@ def train(
     if backend:
         compile_model(model, backend)
     # The keys' biases have gradients of rounding error only; a large epsilon keeps Adam from them.
-    settings = TrainConfig(global_batch=4, micro_batches=2, dtype=dtype, lr=1e-2, adam_eps=1e-3)
-    stepper = Stepper(model, settings, axes)
+    settings = TrainConfig(global_batch=4, dtype=dtype, lr=1e-2, adam_eps=1e-3)
+    layout = layout.model_copy(update={"micro_batches": 2})
+    stepper = Stepper(model, settings, axes, layout)
     batches = [batch_of(step, config) for step in range(n_steps)]
     results = [stepper(i, lambda rows, b=b: next_words(b[rows])) for i, b in enumerate(batches)]  # type: ignore[misc]
     return results, stepper.evaluate([lambda rows: next_words(batches[0][rows])]).loss, model
@@ -115,7 +116,7 @@ def test_dropout_compiles_once_and_keeps_its_masks(changes: dict[str, float]) ->
     assert_same(train(config, "aot_eager"), train(config, ""))
     model = build_parallel(config, LayoutConfig(), Axes(), 3, CPU)
     compile_model(model, "aot_eager")
-    stepper = Stepper(model, TrainConfig(global_batch=4, micro_batches=2), Axes())
+    stepper = Stepper(model, TrainConfig(global_batch=4), Axes(), LayoutConfig(micro_batches=2))
     seen = []
     for step in range(12):  # more than torch's limit of 8 recompilations
         batch = batch_of(step, config)

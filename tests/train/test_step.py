@@ -21,9 +21,10 @@ MODEL = ModelConfig(n_layers=1, hidden_size=8, n_heads=2, vocab_size=11, max_seq
 CPU = torch.device("cpu")
 
 
-def stepper(axes: Axes | None = None, **train: Any) -> Stepper:
+def stepper(axes: Axes | None = None, micro_batches: int = 1, **train: Any) -> Stepper:
     model = build_parallel(MODEL, LayoutConfig(), Axes(), 1, CPU)
-    return Stepper(model, TrainConfig(**train), axes or Axes())
+    layout = LayoutConfig(micro_batches=micro_batches)
+    return Stepper(model, TrainConfig(**train), axes or Axes(), layout)
 
 
 def test_the_norm_of_a_large_gradient_is_accurate() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.batch import Batch
 from gridformer.comm import Axes
-from gridformer.config import TrainConfig
+from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.errors import DivergedError
 from gridformer.models import Model
 from gridformer.parallel.gradients import (
@@ -60,8 +60,11 @@ class Stepper:
     those over the grid's rows or over branches: so every layout sees the same batch, in one order.
     """
 
-    def __init__(self, model: Model, train: TrainConfig, axes: Axes) -> None:
+    def __init__(
+        self, model: Model, train: TrainConfig, axes: Axes, layout: LayoutConfig | None = None
+    ) -> None:
         self.model, self.train, self.axes = model, train, axes
+        self.micro_batches = layout.micro_batches if layout else 1
         self.sums = GradientSums.of(model, axes)
         self.passes: Passes = WholeModel(model, self.sums)
         held = next(model.parameters(), None)
@@ -82,7 +85,7 @@ class Stepper:
 
     def rows(self, micro: int) -> slice:
         """The rows of a global batch that make up one of this device's micro-batches."""
-        n_rows, n_micro = self.train.global_batch, self.train.micro_batches
+        n_rows, n_micro = self.train.global_batch, self.micro_batches
         batch = self.axes.batch
         size, rest = divmod(n_rows, self.axes.dp.size * n_micro * batch.size)
         assert not rest, "gridformer.layout.check was not called"
@@ -145,7 +148,7 @@ class Stepper:
     def _work(self, read: ReadRows) -> list[MicroBatch]:
         """This device's micro-batches of a global batch."""
         found = []
-        for micro in range(self.train.micro_batches):
+        for micro in range(self.micro_batches):
             rows = self.rows(micro)
             batch = {
                 key: value.to(self.device, non_blocking=True) for key, value in read(rows).items()

@@ -49,7 +49,7 @@ class Trainer:
         )
         if run.train.compile:
             compile_model(self.model)
-        self.stepper = Stepper(self.model, run.train, self.axes)
+        self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
         self.tokens = 0
         if plan.resume is not None:
             loaded = checkpoint.load(plan.resume, self.model, self.stepper.optimizer, self.axes)
