@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gridformer.data.pieces import Piece, pieces
+from gridformer.data.pieces import Piece, labelled, pieces
 from gridformer.data.sources import Source
-from gridformer.data.tokenfolder import TokenFolder, TokenSplit
+from gridformer.data.tokenfolder import Kind, PartEntry, TokenFolder, TokenSplit
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
 
@@ -22,10 +22,14 @@ class ListSource:
     name: str = "a list"
     license: str | None = None
     n_bytes: int | None = None
+    kind: Kind = "text"
+    languages: tuple[str, str] | None = None
+    parts: tuple[PartEntry, ...] = ()
+    label: Callable[[str], str | None] = lambda document: None
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
         for document in self.documents():
-            yield from pieces([document])
+            yield from labelled(pieces([document]), self.label(document))
 
     def sample(self) -> Iterator[Piece]:
         return self.pieces(Counter())
