@@ -136,8 +136,8 @@ def catalogue_source(spec: str) -> CatalogueSource:
         where = f"the locale folders of this system and this Python ({folders[0]} and others)"
         remedy = (
             f"install programs that bring some (Debian: apt install git gnupg-l10n; its slim "
-            f"images leave translations out, there and elsewhere: pip install django), or name a folder "
-            f"that has them: {PREFIX}{language}:PATH"
+            f"images leave translations out, there and elsewhere: pip install django), or name a "
+            f"folder that has them: {PREFIX}{language}:PATH"
         )
     else:
         if not root.exists():

@@ -26,6 +26,8 @@ _BY_NAME = {
     "MIT": ("mit-krb",),
 }
 _LICENCE_OF = {name: licence for licence, names in _BY_NAME.items() for name in names}
+# What translators write into the head of a .po file.
+_SAME_AS = re.compile(r"same licen[sc]e as (?:the )?(.+?)(?: package| project)?\.", re.IGNORECASE)
 _VERSION = re.compile(r"(-?\d[\d.]*)(-properties)?$")
 
 
@@ -37,4 +39,6 @@ def licence_of(path: Path, catalogue: polib.MOFile | polib.POFile) -> str | None
         return DJANGO
     if path.stem.startswith("iso_"):
         return _LGPL  # iso-codes
-    return _LICENCE_OF.get(_VERSION.sub("", path.stem))
+    known = _LICENCE_OF.get(_VERSION.sub("", path.stem))
+    said = _SAME_AS.search(" ".join(getattr(catalogue, "header", "").split()))
+    return known or (f"that of {said[1]}" if said else None)

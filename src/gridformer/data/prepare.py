@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,10 @@ def prepare_corpus(
         on_progress(Progress("sampling"))
         texts = list(sample(sources, sample_bytes))
         if not texts:
-            raise _empty(sources, Counter())
+            skipped: Counter[str] = Counter()
+            for source in sources:  # again, to tell why: samples do not count
+                deque(source.pieces(skipped), maxlen=0)
+            raise _empty(sources, skipped)
         on_progress(Progress("training the tokenizer"))
         tokenizer = Tokenizer.train(texts, vocab_size)
         del texts

@@ -86,7 +86,8 @@ def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
     if folder.kind != "labelled":
         problems.append(
             f"model.n_labels={n_labels}: {run.data.path} has no labels; write them with "
-            f"`gridformer prepare SOURCE --label-key KEY`, or --labels-from-folders, or use model.n_labels=0"
+            f"`gridformer prepare SOURCE --label-key KEY`, or --labels-from-folders, or use "
+            f"model.n_labels=0"
         )
     elif n_labels < found:
         problems.append(

@@ -30,8 +30,6 @@ PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload", "__pycache__"}
 )
-
-
 _TEXT = Fields()
 
 
@@ -126,9 +124,9 @@ def open_sources(
 
     suffixes: of the files taken from folders, empty for DEFAULT_SUFFIXES. text_key: of JSON lines
     and tables, pair_keys: of the two texts there, label_key: of the label there.
-    labels_from_folders takes a file's label from the folder it is in. split: of data sets. Raises UserError for a
-    source that does not exist or that is of another kind than the others, DataError for a folder
-    without a fitting file.
+    labels_from_folders takes a file's label from the folder it is in. split: of data sets. Raises
+    UserError for a source that does not exist or that is of another kind than the others, DataError
+    for a folder without a fitting file.
     """
     if not specs:
         raise UserError(f"name at least one source, for instance {PYTHON_STDLIB}")
@@ -144,9 +142,8 @@ def open_sources(
     usual = DEFAULT_SUFFIXES if fields.kind == "text" else RECORDS
     wanted = tuple(s if s.startswith(".") else f".{s}" for s in suffixes) or usual
     sources = [_open_source(spec, wanted, fields, split, labels_from_folders) for spec in specs]
-    for spec, source in zip(specs, sources):
-        if used and used[0] not in _ways_of(source):
-            raise UserError(f"{spec}: {used[0]} does not go with it: leave it out")
+    if used and not any(used[0] in _ways_of(source) for source in sources):
+        raise UserError(f"{', '.join(specs)}: {used[0]} changes nothing there: leave it out")
     for source in sources[1:]:
         _check_same(sources[0], source)
     return sources
