@@ -82,7 +82,7 @@ class ModelConfig(Config):
     n_labels: int = Field(
         default=0, ge=0, description="gpt2, bert: of a classification branch; 0 leaves it out"
     )
-    relative_buckets: int = Field(default=32, ge=2, description="t5: of distances of two tokens")
+    relative_buckets: int = Field(default=32, ge=4, description="t5: of distances of two tokens")
     relative_max_distance: int = Field(default=128, ge=2, description="t5: the last bucket's")
     label_smoothing: float = Field(
         default=0.0, ge=0.0, lt=1.0, description="of the training loss (Vaswani et al. 2017: 0.1)"
@@ -128,6 +128,12 @@ class ModelConfig(Config):
         ]
         if self.norm_position == "post" and self.family in ("gpt2", "t5"):
             problems.append(f"norm_position=post: {self.family} normalises inputs; use pre")
+        if self.family == "t5" and self.relative_max_distance <= self.relative_buckets // 2:
+            problems.append(
+                f"relative_max_distance={self.relative_max_distance}: the first half of "
+                f"relative_buckets={self.relative_buckets} holds one distance each; use "
+                f"relative_max_distance={self.relative_buckets // 2 + 1} or more"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -20,7 +20,8 @@ from gridformer.data.prepare import prepare_corpus
 from gridformer.data.sources import open_sources
 from gridformer.data.tokenfolder import TokenFolder
 from gridformer.errors import DataError
-from gridformer.evaluate.generate import Sampling, load_model, stream
+from gridformer.evaluate.decode import Search
+from gridformer.evaluate.generate import Sampling, answer, load_model
 from gridformer.launch import warm_up
 from gridformer.train import checkpoint
 from gridformer.train.metrics import EVENTS, PLOT, read_metrics
@@ -77,8 +78,8 @@ def show_summary(out: Path, console: Console) -> None:
         ("TensorBoard", f"{_command('tensorboard')} --logdir {out / EVENTS}"),
     ):
         table.add_row(name, value)
-    model, tokenizer = load_model(out, torch.device("cpu"))
-    sample = PROMPT + "".join(stream(model, tokenizer, PROMPT, 160, SAMPLING))
+    trained = load_model(out, torch.device("cpu"))
+    sample = "".join(answer(trained, PROMPT, SAMPLING, Search(max_tokens=160)))
     console.print(table)
     title = f"what the model makes of 'class Reader:' at temperature {SAMPLING.temperature}"
     console.print(Panel(Text(sample.rstrip()), title=title, title_align="left"))

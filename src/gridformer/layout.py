@@ -6,13 +6,16 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, any_of, divisors
 from gridformer.errors import ConfigError
 from gridformer.nodes import MESH_AXES, NodeBlock, rank_grid, sizes_of, sub_grids
 from gridformer.nodes import problems as node_problems
 
 if TYPE_CHECKING:
     from gridformer.comm import Axes
+
+
+INNER = "model.n_heads x model.head_dim"  # all heads side by side
 
 
 def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None = None) -> Axes:
@@ -71,9 +74,19 @@ def _cut_over(axis: str, run: RunConfig) -> dict[str, int]:
         cut |= {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
     if axis in ("rows", "cols") and run.layout.scheme == "optimus":
         cut |= {"model.ffn_size": model.ffn_size, "model.hidden_size": model.hidden_size}
+        if axis == "rows" and model.n_heads * model.head_width != model.hidden_size:
+            cut |= {INNER: model.n_heads * model.head_width}
     if axis == "cols" and _cuts_sequence(run):
         cut |= {"data.seq_len": run.seq_len}
+        if model.two_stacks:
+            cut |= {"data.source_len": run.source_len}
+    if axis == "cols" and run.layout.scheme == "megatron" and _has_pooler(model):
+        cut |= {"model.hidden_size": model.hidden_size}
     return cut
+
+
+def _has_pooler(model: ModelConfig) -> bool:
+    return model.n_labels > 0 or (model.family == "bert" and model.sentence_pair)
 
 
 def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
@@ -102,8 +115,11 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
         nearest = _multiples_around(value, math.lcm(grid, model.n_heads))
     elif key == "model.ffn_size":
         nearest = _multiples_around(value, grid)
+    elif key == INNER:  # two values, of which either may change
+        nearest = []
     else:
-        nearest = [s for s in _multiples_around(value, grid) if s <= model.max_seq_len]
+        longest = math.inf if model.two_stacks else model.max_seq_len
+        nearest = [s for s in _multiples_around(value, grid) if s <= longest]
     if nearest:
         remedies.append(f"{key}={any_of(nearest)}")
     return ", or ".join(remedies)
@@ -227,7 +243,7 @@ def _batch_problems(run: RunConfig) -> list[str]:
 
 def _length_problems(run: RunConfig) -> list[str]:
     longest = run.model.max_seq_len
-    if run.seq_len <= longest:
+    if run.seq_len <= longest or run.model.two_stacks:  # whose positions are no table
         return []
     fitting = longest // run.layout.cols * run.layout.cols if _cuts_sequence(run) else longest
     shorter = f"data.seq_len={fitting}, or " if fitting else ""

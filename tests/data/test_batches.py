@@ -137,4 +137,4 @@ def test_validation_draws_other_numbers_than_training(
 def test_special_ids_fit_the_resolved_vocabulary(opened: dict[str, Opened]) -> None:
     for run, folder in opened.values():
         if not (run.task == "causal" and not run.model.n_labels):
-            assert special_ids(run, folder).vocab_size == run.model.vocab_size
+            assert special_ids(run, folder.tokenizer).vocab_size == run.model.vocab_size

@@ -39,7 +39,7 @@ def test_resolving_again_changes_nothing(text_folder: TokenFolder) -> None:
 def test_long_sources_get_more_sentinels(text_folder: TokenFolder) -> None:
     run = a_run(text_folder, "t5", model__max_seq_len=2400)
     # A window of 2666 tokens, 400 of them noise, in 133 spans.
-    assert special_ids(run, text_folder).vocab_size == 301 + 133
+    assert special_ids(run, text_folder.tokenizer).vocab_size == 301 + 133
 
 
 def test_a_larger_vocabulary_is_kept(text_folder: TokenFolder) -> None:

@@ -13,13 +13,14 @@ from gridformer.data.samples import Arrays, Batches, Dealt, Samples
 from gridformer.data.spans import SpanSamples, sentinels_of
 from gridformer.data.special import SpecialIds
 from gridformer.data.tokenfolder import SplitName, TokenFolder
+from gridformer.data.tokenizer import Tokenizer
 from gridformer.data.translation import PairSamples
 
 
-def special_ids(run: RunConfig, folder: TokenFolder) -> SpecialIds:
-    """The special ids of a run on a folder. Spans: a source of at least 3 tokens is assumed."""
+def special_ids(run: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
+    """The special ids of a run. Spans: a source of at least 3 tokens is assumed."""
     needed = sentinels_of(max(3, run.source_len)) if run.task == "spans" else 0
-    return SpecialIds.of(run.model.family, run.task, folder.tokenizer, needed)
+    return SpecialIds.of(run.model.family, run.task, tokenizer, needed)
 
 
 def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batches:
@@ -32,7 +33,7 @@ def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batch
     batch, seed = run.train.global_batch, run.train.seed
     if run.task == "causal" and not run.model.n_labels:
         return CausalBatches(BatchSampler(text, run.seq_len, batch, seed))
-    special = special_ids(run, folder)
+    special = special_ids(run, folder.tokenizer)
     samples: Samples
     if run.model.n_labels:
         kind = LabelledForEncoder if run.task == "masked" else LabelledForDecoder

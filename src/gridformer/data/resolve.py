@@ -19,7 +19,7 @@ def resolve(run: RunConfig, folder: TokenFolder) -> RunConfig:
     needed = folder.vocab_size
     if run.task != "causal" or run.model.n_labels:
         try:
-            needed = special_ids(run, folder).vocab_size
+            needed = special_ids(run, folder.tokenizer).vocab_size
         except DataError as error:
             problems.append(str(error))
     vocab_size = run.model.vocab_size or needed

@@ -79,6 +79,11 @@ class SpecialIds:
             | {i for i in (eos, *found.values(), *sentinels) if i < size},
         )
 
+    def never(self, vocab_size: int) -> list[int]:
+        """Of a model's vocabulary, what no generated text holds: all but words and end of text."""
+        others = {*self.not_words, *range(self.ordinary_size, vocab_size)}
+        return sorted(others - {self.eos})
+
 
 def _first(tokenizer: Tokenizer, names: tuple[str, ...]) -> int | None:
     return next((i for name in names if (i := tokenizer.id_of(name)) is not None), None)

@@ -1,4 +1,4 @@
-"""Sampling from a checkpoint of any layout, on one process."""
+"""Text from a checkpoint of any layout, on one process: continued, translated, or filled in."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import Axes
-from gridformer.config import LayoutConfig
-from gridformer.data import Tokenizer
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.errors import ConfigError
-from gridformer.models import GPT2
+from gridformer.evaluate.decode import Search, search
+from gridformer.evaluate.fill import fill_spans, fill_words, parts_of
+from gridformer.models import BERT, GPT2, EncoderDecoder, Model
 from gridformer.models.blocks import KVCache
 from gridformer.parallel import build_parallel
 from gridformer.train import checkpoint
@@ -41,17 +43,61 @@ class Sampling:
             raise ConfigError(problems)
 
 
-def load_model(run_dir: Path, device: torch.device) -> tuple[GPT2, Tokenizer]:
-    """The model of a run's newest checkpoint (or of a checkpoint folder), whole on one device."""
+@dataclass(frozen=True)
+class Trained:
+    """A run's model, whole on one device, with what is needed to talk to it."""
+
+    run: RunConfig
+    model: Model
+    tokenizer: Tokenizer
+
+    @property
+    def special(self) -> SpecialIds:
+        return special_ids(self.run, self.tokenizer)
+
+
+def load_model(run_dir: Path, device: torch.device) -> Trained:
+    """The model of a run's newest checkpoint (or of a checkpoint folder)."""
     run, folder = load_for_inference(run_dir)
     root = folder if (folder / "tokenizer.json").exists() else folder.parents[1]
     tokenizer = Tokenizer.load(root / "tokenizer.json")
     model = build_parallel(
         run.model, LayoutConfig(), Axes(), run.train.seed, device, run.train.dtype
     )
-    assert isinstance(model, GPT2)
     checkpoint.load(folder, model, None, Axes())
-    return model.eval(), tokenizer
+    return Trained(run, model.eval(), tokenizer)
+
+
+def answer(trained: Trained, prompt: str, sampling: Sampling, how: Search) -> Iterator[str]:
+    """What a model makes of a prompt, piece by piece, as its family has learned to.
+
+    gpt2: the prompt and its continuation. bert, and t5 of spans: the prompt with its blanks filled
+    in. t5 and transformer of pairs: the other text.
+    """
+    model, tokenizer = trained.model, trained.tokenizer
+    if isinstance(model, GPT2):
+        yield prompt
+        yield from stream(model, tokenizer, prompt, how.max_tokens, sampling)
+    elif isinstance(model, BERT):
+        yield _filled(prompt, fill_words(model, tokenizer, trained.special, prompt))
+    elif isinstance(model, EncoderDecoder) and trained.run.task == "spans":
+        yield _filled(prompt, fill_spans(model, tokenizer, trained.special, prompt, how))
+    elif isinstance(model, EncoderDecoder):
+        yield translate(model, tokenizer, trained.special, prompt, how)
+
+
+def translate(
+    model: EncoderDecoder, tokenizer: Tokenizer, special: SpecialIds, text: str, how: Search
+) -> str:
+    """The second text of a pair whose first is `text`."""
+    source = [*tokenizer.encode(text), special.eos]
+    never = special.never(model.config.vocab_size)
+    return tokenizer.decode(search(model, source, special.start, special.eos, how, never))
+
+
+def _filled(prompt: str, words: list[str]) -> str:
+    parts = parts_of(prompt)
+    return parts[0] + "".join(word + part for word, part in zip(words, parts[1:]))
 
 
 def stream(
