@@ -201,7 +201,7 @@ def _next(folder: TokenFolder, out: Path) -> str:
         return f"{command} model.n_labels={len(folder.index.labels)}"
     if folder.kind == "pairs":
         values = " ".join(f"{key}={n}" for key, n in _usual_lengths(folder).items())
-        return f"{command} model.family=transformer {values}"
+        return f"gridformer train configs/runs/translate.yaml data.path={out} {values}"
     return command
 
 

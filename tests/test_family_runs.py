@@ -1,0 +1,136 @@
+"""From text to text with every family: prepare, plan, train on several processes, generate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.data.prepare import prepare_corpus
+from gridformer.data.sources import open_sources
+from gridformer.errors import UserError
+from gridformer.evaluate.decode import Search
+from gridformer.evaluate.fill import spans_of
+from gridformer.evaluate.generate import Sampling, Trained, answer, load_model
+from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import plan_run
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_resume import train
+
+SIZE = {"n_layers": 1, "hidden_size": 32, "n_heads": 4, "max_seq_len": 32}
+TRAIN = {"steps": 30, "global_batch": 16, "lr": 1e-2, "eval_every": 0, "eval_batches": 1}
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+OTHERS = ["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Running text, pairs, and labelled documents, a few hundred of each."""
+    root = tmp_path_factory.mktemp("folders")
+    records = []
+    for i in range(400):
+        chosen = [(i * k + k * k) % 10 for k in range(1, 4 + i % 3)]
+        texts = (" ".join(words[j] for j in chosen) for words in (WORDS, OTHERS))
+        records.append(dict(zip(("en", "de"), texts), label=["even", "odd"][i % 2]))
+    lines = root / "records.jsonl"
+    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = {}
+    kinds: dict[str, dict[str, Any]] = {
+        "text": {"text_key": "en"},
+        "pairs": {"pair_keys": ("en", "de")},
+        "labelled": {"text_key": "en", "label_key": "label"},
+    }
+    for kind, how in kinds.items():
+        found[kind] = root / kind
+        prepare_corpus(
+            open_sources([str(lines)], **how), found[kind], vocab_size=280, val_fraction=0.2
+        )
+    return found
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model": {"family": "gpt2"}, "kind": "text", "layout": {"dp": 2}},
+    "gpt2-labels": {
+        "model": {"family": "gpt2", "n_labels": 2},
+        "kind": "labelled",
+        "layout": {"scheme": "megatron", "cols": 2},
+    },
+    "bert": {
+        "model": {"family": "bert"},
+        "kind": "text",
+        "layout": {"scheme": "optimus", "rows": 2, "cols": 1},
+    },
+    "bert-labels": {
+        "model": {"family": "bert", "n_labels": 2, "sentence_pair": False},
+        "kind": "labelled",
+        "layout": {"scheme": "subgraph", "branches": 2},
+    },
+    "t5": {
+        "model": {"family": "t5"},
+        "kind": "text",
+        "layout": {"scheme": "megatron", "cols": 2},
+    },
+    "t5-pairs": {
+        "model": {"family": "t5"},
+        "kind": "pairs",
+        "layout": {"scheme": "subgraph", "branches": 2, "common": "first"},
+        "task": "pairs",
+    },
+    "transformer": {
+        "model": {"family": "transformer", "label_smoothing": 0.1},
+        "kind": "pairs",
+        "layout": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
+    },
+}
+PROMPTS = {"bert": "one ___ three", "bert-labels": "one ___ three", "t5": "one ___ three ___"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_from_text_to_text(
+    pool: WorkerPool, folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    run, out = RUNS[name], tmp_path / "run"
+    sections = {
+        "model": {**SIZE, **run["model"]},
+        "data": {"path": str(folders[run["kind"]]), "task": run.get("task", "auto")},
+        "layout": run["layout"],
+        "train": TRAIN,
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(sections))  # JSON is YAML
+    plan = plan_run(file, out=out)
+    assert plan.n_processes == 2
+    pool.run(2, train, plan)
+    metrics = read_metrics(out)
+    assert metrics[-1]["val_loss"] < 0.95 * metrics[0]["val_loss"]
+    parts = {key for key in metrics[-1] if key.startswith("val_loss_")}
+    labels = {"val_loss_tokens", "val_loss_labels"} if "n_labels" in run["model"] else set()
+    assert parts == ({"val_loss_tokens", "val_loss_pair"} if name == "bert" else labels)
+
+    trained = load_model(out, torch.device("cpu"))
+    prompt = PROMPTS.get(name, "one two three")
+    said = "".join(answer(trained, prompt, Sampling(0.0), Search(2, max_tokens=8)))
+    assert said
+    if "___" in prompt:
+        assert "___" not in said
+        assert said.startswith("one ")
+        no_blank(trained)
+    elif "gpt2" in name:
+        assert said.startswith(prompt)
+
+
+def no_blank(trained: Trained) -> None:
+    with pytest.raises(UserError, match="the prompt has no blank: write ___"):
+        "".join(answer(trained, "one", Sampling(), Search()))
+
+
+def test_what_is_said_of_each_blank() -> None:
+    from gridformer.data import SpecialIds
+
+    special = SpecialIds(1, 0, None, None, None, 0, (50, 51, 52), 53, 50, frozenset())
+    assert spans_of([50, 3, 4, 51, 5], special, 2) == [[3, 4], [5]]
+    assert spans_of([7, 51, 5, 52, 9, 50], special, 2) == [[], [5]]
+    assert spans_of([], special, 1) == [[]]
