@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gridformer.comm.axis import Axis
-from gridformer.comm.recorder import Targets, note
+from gridformer.comm.recorder import Targets, Timing, note
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -40,10 +40,16 @@ class Pending:
         self._result, self._work, self._held = result, work, held
         self._steps: list[Callable[[Tensor], Tensor]] = []
         self._meanwhile: Callable[[], None] | None = None
+        self._timing: Timing | None = None
 
     def meanwhile(self, task: Callable[[], None]) -> Pending:
         """Do `task` when the result is asked for, before waiting for it."""
         self._meanwhile = task
+        return self
+
+    def timed(self, timing: Timing | None) -> Pending:
+        """Tell when it is waited for, and when it is there."""
+        self._timing = timing
         return self
 
     def then(self, step: Callable[[Tensor], Tensor]) -> Pending:
@@ -55,9 +61,14 @@ class Pending:
         if self._meanwhile is not None:
             self._meanwhile()
             self._meanwhile = None
+        timing, self._timing = self._timing, None
         if self._work is not None:
+            if timing is not None:
+                timing.wait()
             self._work.wait()
             self._work = None
+        if timing is not None:
+            timing.end()
         self._held = ()
         steps, self._steps = self._steps, []
         for step in steps:
@@ -123,17 +134,17 @@ def start_sum_of_parts(part: Callable[[int], Tensor], axis: Axis, label: str = "
         return Pending(part(0))
     others = [part(index) for index in range(axis.size) if index != axis.index]
     one = others[0]
-    _note("reduce_scatter", axis, (axis.size - 1) * one.numel(), one, label)
+    timing = _note("reduce_scatter", axis, (axis.size - 1) * one.numel(), one, label)
     if not _over_gloo(one, axis):
         terms = torch.stack(_around(others, part(axis.index), axis))
         out = torch.empty_like(one)
         work = _reduce_scatter(out.view(-1), terms.view(-1), group=axis.group, async_op=True)
-        return Pending(out, work, terms)
+        return Pending(out, work, terms).timed(timing)
     del one
     rest, sent, work = _exchange(others, axis, later=True)
     mine: list[Tensor] = []
     pending = Pending(rest, work, sent).meanwhile(lambda: mine.append(part(axis.index)))
-    return pending.then(lambda rest: _sum(rest, mine.pop()))
+    return pending.timed(timing).then(lambda rest: _sum(rest, mine.pop()))
 
 
 def barrier(axes: tuple[Axis, ...]) -> None:
@@ -150,23 +161,27 @@ def _start_all_reduce(x: Tensor, axis: Axis, op: str, label: str, later: bool) -
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    _note("all_reduce", axis, 2 * _share(axis) * x.numel(), x, label)
-    return Pending(x, dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=later))
+    timing = _note("all_reduce", axis, 2 * _share(axis) * x.numel(), x, label)
+    work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=later)
+    return Pending(x, work).timed(timing)
 
 
 def _start_broadcast(x: Tensor, axis: Axis, root: int, label: str, later: bool) -> Pending:
     if axis.size == 1:
         return Pending(x)
     at_root = axis.index == root
-    _note("broadcast", axis, 0 if at_root else x.numel(), x, label, "all" if at_root else ())
-    return Pending(x, dist.broadcast(x, group_src=root, group=axis.group, async_op=later))
+    moved = 0 if at_root else x.numel()
+    timing = _note("broadcast", axis, moved, x, label, "all" if at_root else ())
+    work = dist.broadcast(x, group_src=root, group=axis.group, async_op=later)
+    return Pending(x, work).timed(timing)
 
 
 def _start_reduce(x: Tensor, axis: Axis, root: int, label: str, later: bool) -> Pending:
     if axis.size == 1:
         return Pending(x)
-    _note("reduce", axis, 0 if axis.index == root else x.numel(), x, label, (root,))
-    return Pending(x, dist.reduce(x, group_dst=root, group=axis.group, async_op=later))
+    timing = _note("reduce", axis, 0 if axis.index == root else x.numel(), x, label, (root,))
+    work = dist.reduce(x, group_dst=root, group=axis.group, async_op=later)
+    return Pending(x, work).timed(timing)
 
 
 def _start_all_gather(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
@@ -174,13 +189,15 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, label: str, later: bool) 
         return Pending(x)
     dim %= x.dim()
     x = x.contiguous()
-    _note("all_gather", axis, (axis.size - 1) * x.numel(), x, label)
+    timing = _note("all_gather", axis, (axis.size - 1) * x.numel(), x, label)
     if _over_gloo(x, axis):
         rest, sent, work = _exchange([x] * (axis.size - 1), axis, later)
-        return Pending(rest, work, sent).then(lambda rest: torch.cat(_around(rest, x, axis), dim))
+        pending = Pending(rest, work, sent).timed(timing)
+        return pending.then(lambda rest: torch.cat(_around(rest, x, axis), dim))
     blocks = x.new_empty((axis.size, *x.shape))
     work = _all_gather(blocks.view(-1), x.view(-1), group=axis.group, async_op=later)
-    return Pending(blocks, work, x).then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
+    pending = Pending(blocks, work, x).timed(timing)
+    return pending.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
@@ -189,17 +206,17 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bo
     dim %= x.dim()
     if x.shape[dim] % axis.size:
         raise ValueError(f"{x.shape[dim]} does not divide over {axis.name}={axis.size}")
-    _note("reduce_scatter", axis, _share(axis) * x.numel(), x, label)
+    timing = _note("reduce_scatter", axis, _share(axis) * x.numel(), x, label)
     blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
     if _over_gloo(x, axis):
         mine = blocks[axis.index]
         others = [block for index, block in enumerate(blocks) if index != axis.index]
         rest, sent, work = _exchange(others, axis, later)
-        return Pending(rest, work, sent).then(lambda rest: _sum(rest, mine))
+        return Pending(rest, work, sent).timed(timing).then(lambda rest: _sum(rest, mine))
     blocks = blocks.contiguous()
     out = torch.empty_like(blocks[0])
     work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
-    return Pending(out, work, blocks)
+    return Pending(out, work, blocks).timed(timing)
 
 
 def _over_gloo(x: Tensor, axis: Axis) -> bool:
@@ -238,5 +255,5 @@ def _share(axis: Axis) -> float:
 
 def _note(
     op: str, axis: Axis, moved: float, x: Tensor, label: str, targets: Targets = "all"
-) -> None:
-    note(op, axis, moved, x.element_size(), label, targets)
+) -> Timing | None:
+    return note(op, axis, moved, x.element_size(), label, targets)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gridformer.comm.axis import Axis
-from gridformer.comm.recorder import Targets, note
+from gridformer.comm.recorder import Targets, Timing, note
 
 
 def all_to_all(
@@ -28,11 +28,12 @@ def all_to_all(
     sent = [0 if i == here else piece.numel() for i, piece in enumerate(pieces)]
     sizes = [0 if i == here else torch.Size(shape).numel() for i, shape in enumerate(shapes)]
     like = pieces[here]
-    _note("all_to_all", axis, max(sum(sent), sum(sizes)), like, label)
+    timing = _note("all_to_all", axis, max(sum(sent), sum(sizes)), like, label)
     others = [piece.reshape(-1) for i, piece in enumerate(pieces) if i != here]
     out = torch.cat(others)
     received = like.new_empty(sum(sizes))
     dist.all_to_all_single(received, out, sizes, sent, group=axis.group)
+    _ended(timing)
     return [
         pieces[here] if i == here else part.view(torch.Size(shape))
         for i, (part, shape) in enumerate(zip(received.split(sizes), shapes))
@@ -46,12 +47,13 @@ def scatter(
     if axis.index == root:
         assert pieces is not None
         n_sent = sum(piece.numel() for i, piece in enumerate(pieces) if i != root)
-        _note("scatter", axis, n_sent, out, label)
+        timing = _note("scatter", axis, n_sent, out, label)
         out.copy_(pieces[root])
         _post([(i, piece) for i, piece in enumerate(pieces) if i != root], [], axis)
     else:
-        _note("scatter", axis, out.numel(), out, label, ())
+        timing = _note("scatter", axis, out.numel(), out, label, ())
         _post([], [(root, out)], axis)
+    _ended(timing)
     return out
 
 
@@ -60,13 +62,15 @@ def gather(
 ) -> list[Tensor] | None:
     """Rank i's x, of shape `shapes[i]`, comes to rank `root`: all of them there, None elsewhere."""
     if axis.index != root:
-        _note("gather", axis, x.numel(), x, label, (root,))
+        timing = _note("gather", axis, x.numel(), x, label, (root,))
         _post([(root, x)], [], axis)
+        _ended(timing)
         return None
     parts = [x if i == root else x.new_empty(shape) for i, shape in enumerate(shapes)]
     n_received = sum(part.numel() for i, part in enumerate(parts) if i != root)
-    _note("gather", axis, n_received, x, label, (root,))
+    timing = _note("gather", axis, n_received, x, label, (root,))
     _post([], [(i, part) for i, part in enumerate(parts) if i != root], axis)
+    _ended(timing)
     return parts
 
 
@@ -88,8 +92,9 @@ def exchange(
     if some is None:
         return
     moved = max(sum(x.numel() for _, x in out), sum(x.numel() for _, x in into))
-    _note("exchange", axis, moved, some, label, tuple(sends))
+    timing = _note("exchange", axis, moved, some, label, tuple(sends))
     _post(out, into, axis)
+    _ended(timing)
 
 
 def _post(
@@ -108,5 +113,10 @@ def _post(
 
 def _note(
     op: str, axis: Axis, moved: float, x: Tensor, label: str, targets: Targets = "all"
-) -> None:
-    note(op, axis, moved, x.element_size(), label, targets)
+) -> Timing | None:
+    return note(op, axis, moved, x.element_size(), label, targets)
+
+
+def _ended(timing: Timing | None) -> None:
+    if timing is not None:
+        timing.end()

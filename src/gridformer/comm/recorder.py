@@ -6,11 +6,29 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Literal
 
 from gridformer.comm.axis import Axis
 
 Targets = Literal["all"] | Iterable[int]
+
+
+@dataclass
+class Timing:
+    """When a collective was started, when its result was first waited for, and when it was there:
+    seconds of this process's clock. On a GPU the host's: the device may be behind."""
+
+    began: float
+    waited: float = 0.0
+    ended: float = 0.0
+
+    def wait(self) -> None:
+        self.waited = self.waited or perf_counter()
+
+    def end(self) -> None:
+        """The result is there; of what was not waited for on its own, it was waited all along."""
+        self.waited, self.ended = self.waited or self.began, perf_counter()
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,11 @@ class Record:
     itemsize: int
     label: str
     targets: tuple[int, ...] = ()
+    timing: Timing = field(default_factory=lambda: Timing(0.0), compare=False)
+
+    @property
+    def bytes(self) -> float:
+        return self.moved * self.itemsize
 
 
 @dataclass
@@ -85,14 +108,19 @@ def record() -> Iterator[Recorder]:
 
 def note(
     op: str, axis: Axis, moved: float, itemsize: int, label: str, targets: Targets = "all"
-) -> None:
+) -> Timing | None:
     """Tell the open recorders of a collective over `axis`. Costs nothing when there is none.
 
-    targets: indices along the axis of the ranks that get something of this one's.
+    targets: indices along the axis of the ranks that get something of this one's. Returns what the
+    caller tells of its end, if anybody listens.
     """
     if not _open:
-        return
+        return None
     ranks = axis.ranks
     to = ranks if targets == "all" else tuple(ranks[i] for i in targets)
+    timing = Timing(perf_counter())
     for recorder in _open:
-        recorder.records.append(Record(op, axis.name, axis.size, moved, itemsize, label, to))
+        recorder.records.append(
+            Record(op, axis.name, axis.size, moved, itemsize, label, to, timing)
+        )
+    return timing
