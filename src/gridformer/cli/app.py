@@ -14,6 +14,7 @@ from gridformer import __version__
 from gridformer.cli.demo import demo
 from gridformer.cli.doctor import doctor
 from gridformer.cli.generate import generate
+from gridformer.cli.layouts import layouts
 from gridformer.cli.prepare import prepare
 from gridformer.cli.train import train
 from gridformer.errors import ConfigError, UserError
@@ -39,6 +40,7 @@ app.command()(demo)
 app.command()(prepare)
 app.command()(train)
 app.command()(generate)
+app.command()(layouts)
 app.command()(doctor)
 
 
