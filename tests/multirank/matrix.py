@@ -1,0 +1,132 @@
+"""The exactness matrix: models x schemes x pipeline stages x modes of replicas x dropout.
+
+`CELLS` are all combinations on at most 16 processes; `quick` chooses some of them so that every two
+values meet that can. `write` makes the table in docs/results/exactness.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gridformer.config import LayoutConfig
+
+LARGEST = 16
+
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT-2": {"family": "gpt2", "n_labels": 3},
+    "BERT": {"family": "bert"},
+    "BERT, pre-norm": {"family": "bert", "norm_position": "pre", "n_labels": 3},
+    "T5": {"family": "t5", "relative_buckets": 8, "relative_max_distance": 16},
+    "Transformer": {"family": "transformer", "label_smoothing": 0.1},
+}
+# Each on its grid of 2 x 2 where 16 processes allow it, else on one of 2.
+SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "single": ({}, {}),
+    "Megatron": ({"scheme": "megatron", "cols": 2},) * 2,
+    "Megatron, sequence parallel": (
+        {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
+    )
+    * 2,
+    "Optimus": (
+        {"scheme": "optimus", "rows": 2, "cols": 2},
+        {"scheme": "optimus", "rows": 2, "cols": 1},
+    ),
+    "D&SP": ({"scheme": "subgraph", "branches": 2},) * 2,
+    "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
+}
+PIPELINES = (1, 2, 4)
+REPLICAS = ("none", "replicate", "zero1", "fsdp")
+DROPOUT = (False, True)
+
+
+class Cell(NamedTuple):
+    """One combination. replicas: the mode of two of them, or `none`."""
+
+    model: str
+    scheme: str
+    pp: int
+    replicas: str
+    dropout: bool
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        found = self._on(SCHEMES[self.scheme][0])
+        if LayoutConfig(**found).n_processes > LARGEST:
+            found = self._on(SCHEMES[self.scheme][1])
+        return found
+
+    def _on(self, grid: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = dict(grid)
+        if self.pp > 1:
+            found |= {"pp": self.pp, "micro_batches": self.pp}
+        if self.replicas != "none":
+            found |= {"dp": 2, "dp_mode": self.replicas}
+        return found
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Three layers, so that four stages are of unequal size."""
+        p = {"dropout": 0.1, "attention_dropout": 0.1} if self.dropout else {}
+        return {"n_layers": 3, "max_seq_len": 12, **p, **MODELS[self.model]}
+
+    @property
+    def title(self) -> str:
+        dropout = "dropout" if self.dropout else "no_dropout"
+        words = f"{self.model}-{self.scheme}-pp{self.pp}-{self.replicas}-{dropout}"
+        return words.replace(", ", "_").replace(" ", "_")
+
+
+CELLS = [
+    Cell(*values) for values in itertools.product(MODELS, SCHEMES, PIPELINES, REPLICAS, DROPOUT)
+]
+
+
+def quick(cells: Iterable[Cell] = CELLS) -> set[Cell]:
+    """Few cells in which any two values of two dimensions meet: greedily, those that show most
+    pairs that none before has shown; among equals those on fewest processes."""
+    rest = list(cells)
+    missing = {pair for cell in rest for pair in _pairs(cell)}
+    chosen: set[Cell] = set()
+    while missing:
+        best = max(rest, key=lambda cell: (len(_pairs(cell) & missing), -_size(cell)))
+        chosen.add(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def _pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
+    places = itertools.combinations(range(len(cell)), 2)
+    return {(i, cell[i], j, cell[j]) for i, j in places}
+
+
+def _size(cell: Cell) -> int:
+    return LayoutConfig(**cell.layout).n_processes
+
+
+def write(path: Path, worst: Mapping[Cell, float], refused: Mapping[Cell, str], how: str) -> None:
+    """The table: a row a model and scheme, a column a pipeline and mode; the larger of the two
+    relative differences without and with dropout."""
+    columns = [*itertools.product(PIPELINES, REPLICAS)]
+    lines = [how, "", "| model | scheme | " + " | ".join(_column(*c) for c in columns) + " |"]
+    lines.append("|---|---|" + "---|" * len(columns))
+    for model, scheme in itertools.product(MODELS, SCHEMES):
+        entries = []
+        for pp, replicas in columns:
+            cells = [Cell(model, scheme, pp, replicas, dropout) for dropout in DROPOUT]
+            if any(cell in refused for cell in cells):
+                entries.append("refused")
+            elif all(cell in worst for cell in cells):
+                entries.append(f"{max(worst[cell] for cell in cells):.0e}".replace("e-0", "e-"))
+            else:
+                entries.append("-")
+        lines.append(f"| {model} | {scheme} | " + " | ".join(entries) + " |")
+    reasons = sorted({reason for reason in refused.values()})
+    lines += ["", *(f"- refused: {reason}" for reason in reasons)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _column(pp: int, replicas: str) -> str:
+    return f"pp={pp}" + ("" if replicas == "none" else f", dp=2 {replicas}")
