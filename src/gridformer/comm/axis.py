@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,10 +57,30 @@ class Axes:
     alike: Axis = Axis("alike")
     world: Axis = Axis("world")
     device_type: str = "cpu"
+    _holders: dict[tuple[int, ...], Axis] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def __getitem__(self, name: str) -> Axis:
         axis: Axis = getattr(self, name)
         return axis
+
+    def holders(self, stages: tuple[int, ...]) -> Axis:
+        """The ranks along pp with these indices, this one among them, as an axis named pp.
+
+        Its group is made when it is first asked for, by these ranks alone: all that ask for several
+        must do so in one order.
+        """
+        if len(stages) == self.pp.size:
+            return self.pp
+        if stages not in self._holders:
+            from torch.distributed import new_group
+
+            ranks = [self.pp.ranks[stage] for stage in stages]
+            group = new_group(ranks, use_local_synchronization=True)
+            axis = Axis("pp", len(stages), stages.index(self.pp.index), group)
+            self._holders[stages] = axis
+        return self._holders[stages]
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Axes:
