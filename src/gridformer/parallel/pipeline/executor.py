@@ -27,6 +27,7 @@ from gridformer.config import LayoutConfig
 from gridformer.models import Model, State
 from gridformer.parallel.gradients import GradientSums
 from gridformer.parallel.pipeline.border import LABEL, Border
+from gridformer.parallel.pipeline.holding import shared_sets
 from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.timeline import Event
 
@@ -65,6 +66,7 @@ class Executor:
         self._on_gpu = axes.device_type == "cuda"
         self.border = Border(model, layout, axes)
         self.wires = Wires(axes.pp)
+        axes.make_holders(shared_sets(model, axes.pp.size))
         self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
         self._parameters = {
             stage: {

@@ -47,6 +47,11 @@ def mark_shared(model: Model, axes: Axes) -> None:
             )
 
 
+def shared_sets(model: Model, pp: int) -> list[tuple[int, ...]]:
+    """The sets of ranks along pp that share a parameter of a model; the same list on all ranks."""
+    return sorted({ranks for ranks in _holders(model, pp).values() if ranks[1:]})
+
+
 def _holders(model: Model, pp: int) -> dict[str, tuple[int, ...]]:
     """By submodule that links hold, the ranks along pp that run such a link."""
     links = model.links()
