@@ -32,7 +32,11 @@ def case_id(case: Case) -> str:
     plan = LayoutConfig(**layout)
     words = [name, plan.describe().replace(", ", "-").replace(" ", "_"), plan.pipeline_order]
     words += [f"m{plan.micro_batches}"]
-    words += [f"{key}_{layout[key]}" for key in ("attention", "schedule", "keep_gathered") if key in layout]
+    words += [
+        f"{key}_{layout[key]}"
+        for key in ("attention", "schedule", "keep_gathered")
+        if key in layout
+    ]
     return "-".join(words)
 
 

@@ -48,7 +48,8 @@ def mark_shared(model: Model, axes: Axes) -> None:
 
 
 def shared_sets(model: Model, pp: int) -> list[tuple[int, ...]]:
-    """The sets of ranks along pp that share a parameter of a model; the same list on all ranks."""
+    """The sets of ranks along pp that share a submodule of a model; the same list on all ranks,
+    whether what they share has parameters there (D&SP-cSub) or not."""
     return sorted({ranks for ranks in _holders(model, pp).values() if ranks[1:]})
 
 

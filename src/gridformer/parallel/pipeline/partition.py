@@ -28,6 +28,13 @@ def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ..
     return partition(link_costs(model, work), n_stages)
 
 
+@lru_cache(maxsize=32)
+def link_names(config: ModelConfig) -> tuple[str, ...]:
+    """Of a model's links, in order."""
+    with torch.device("meta"):
+        return tuple(link.name for link in build_model(config).links())
+
+
 def link_costs(model: Model, work: Work) -> list[float]:
     """Floating-point operations of each link's forward pass over the tokens of `work`."""
     return [
