@@ -230,6 +230,11 @@ def test_closest() -> None:
             "megatron 1x4, sequence parallel, dp=2",
         ),
         ({"scheme": "optimus", "rows": 2, "cols": 3}, "optimus 2x3"),
+        ({"pp": 2, "dp": 2}, "single device, dp=2, pp=2"),
+        (
+            {"scheme": "megatron", "cols": 2, "pp": 4, "stages_per_rank": 3},
+            "megatron 1x2, pp=4 x 3 stages, interleaved",
+        ),
     ],
 )
 def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:

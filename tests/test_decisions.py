@@ -78,6 +78,18 @@ def test_numbers_in_the_explanation_are_the_choices() -> None:
     assert f"{received[0]:.3g} + {received[1]:.3g}" in row
 
 
+def test_stages_share_the_traffic_and_have_their_own() -> None:
+    """Between stages go activations one way and gradients the other; columns share one tensor."""
+    whole = decide_run(run_of({"scheme": "megatron", "cols": 2})).traffic
+    run = run_of({"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 4})
+    traffic = decide_run(run).traffic
+    assert traffic["col"] == whole["col"] / 2
+    assert traffic["pp"] == 2 * 16 * 128 * 512 / 2 * 4
+    text = said(run)
+    assert "between stages 4.0 MiB" in text
+    assert re.search(r"pipeline: 1f1b.* 25% .*begin at embedding, layers.2", " ".join(text.split()))
+
+
 def test_one_device_says_so() -> None:
     text = said(run_of({"dp": 2}))
     assert "no product sends anything" in text

@@ -137,7 +137,49 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "data.seq_len=25 is longer than model.max_seq_len=24: use data.seq_len=24, or "
         "model.max_seq_len=25",
     ),
-    ({"layout.pp": 2}, "layout.pp=2: pipelines are not in this release; use pp=1"),
+    (
+        {"layout.pp": 4},
+        "layout.pp=4 x layout.stages_per_rank=1: more stages than the model has layers, embeddings "
+        "and heads to cut between (3): use layout.pp=3",
+    ),
+    (
+        {"layout.pp": 2, "layout.stages_per_rank": 2},
+        "layout.pp=2 x layout.stages_per_rank=2: more stages than the model has layers, embeddings "
+        "and heads to cut between (3): use layout.pp=1 and stages_per_rank=1 and pipeline=auto, or "
+        "layout.stages_per_rank=1",
+    ),
+    (
+        {"layout.stages_per_rank": 2},
+        "layout.stages_per_rank=2 belongs to pipelines, and layout.pp=1 has none: use "
+        "layout.stages_per_rank=1",
+    ),
+    (
+        {"layout.pipeline": "1f1b"},
+        "layout.pipeline=1f1b belongs to pipelines, and layout.pp=1 has none: use "
+        "layout.pipeline=auto",
+    ),
+    (
+        {"layout.pp": 3, "layout.pipeline": "1f1b", "layout.micro_batches": 2},
+        "layout.pipeline=1f1b fills layout.pp=3 stages with as many micro-batches, and "
+        "layout.micro_batches=2 are fewer: use layout.pipeline=auto, or layout.micro_batches=3",
+    ),
+    (
+        {"layout.pp": 2, "layout.pipeline": "interleaved"},
+        "layout.pipeline=interleaved takes turns with several stages a rank, not "
+        "layout.stages_per_rank=1: use layout.pipeline=auto",
+    ),
+    (
+        {"layout.pp": 2, "layout.stages_per_rank": 2, "layout.pipeline": "gpipe"}
+        | {"model.n_layers": 3, "layout.micro_batches": 4},
+        "layout.pipeline=gpipe has one stage a rank, not layout.stages_per_rank=2: use "
+        "layout.pipeline=auto, or layout.stages_per_rank=1",
+    ),
+    (
+        {"layout.pp": 2, "layout.stages_per_rank": 2, "layout.micro_batches": 5}
+        | {"model.n_layers": 3, "train.global_batch": 60},
+        "layout.micro_batches=5 does not make equal rounds of at least layout.pp=2 for interleaved "
+        "stages: use layout.micro_batches=4, or layout.stages_per_rank=1",
+    ),
     (
         {"layout.cols": 2},
         "layout.scheme=single is a 1x1 grid, not 1x2: use rows=1 and cols=1 (dp adds replicas), or "
@@ -231,12 +273,12 @@ def test_one_rule_broken(changes: dict[str, Any], text: str) -> None:
 def test_all_problems_at_once() -> None:
     """Those of the shape, of the model, of the batch and of the sequence."""
     changes = {
-        **{"layout.scheme": "megatron", "layout.rows": 2, "layout.cols": 5, "layout.pp": 3},
+        **{"layout.scheme": "megatron", "layout.rows": 2, "layout.cols": 5, "layout.pp": 9},
         **{"layout.dp": 7, "layout.sequence_parallel": True, "data.seq_len": 99},
     }
     found = problems(run_of(**changes))
     starts: tuple[str, ...] = (
-        "layout.pp=3",
+        "layout.pp=9",
         "layout.rows=2",
         "model.n_heads=12",
         "model.ffn_size=192",
@@ -282,7 +324,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     """Small and awkward numbers, most of which do not fit."""
     heads, width = draw(st.integers(1, 16)), draw(st.integers(1, 8))
     model = ModelConfig(
-        n_layers=1,
+        n_layers=draw(st.integers(1, 5)),
         hidden_size=heads * width,
         n_heads=heads,
         ffn_size=draw(st.integers(0, 99)),
@@ -298,13 +340,15 @@ def runs(draw: st.DrawFn) -> RunConfig:
         feed_forward=draw(st.sampled_from(["branched", "branched", "common"])),
         order=draw(st.sampled_from(["topology", "topology", "contiguous"])),
         dp=draw(st.integers(1, 5)),
-        pp=draw(st.sampled_from([1, 1, 1, 2])),
+        pp=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
+        stages_per_rank=draw(st.sampled_from([1, 1, 1, 2, 3])),
+        pipeline=draw(st.sampled_from(["auto", "auto", "gpipe", "1f1b", "interleaved"])),
         sequence_parallel=draw(st.booleans()),
         schedule=draw(st.sampled_from(["auto", "auto", "broadcast", "pipelined", "gather"])),
         stationary=draw(st.sampled_from(["auto", "auto", "output", "input"])),
         keep_gathered=draw(st.sampled_from(["auto", "auto", "none", "inputs", "weights", "all"])),
         devices_per_node=draw(st.sampled_from([0, 0, 1, 2, 3, 4, 8])),
-        micro_batches=draw(st.integers(1, 4)),
+        micro_batches=draw(st.integers(1, 7)),
     )
     train = TrainConfig(global_batch=plan.micro_batches * draw(st.integers(1, 12)))
     data: dict[str, Any] = {"path": "x", "seq_len": draw(st.integers(0, 48))}
@@ -381,6 +425,10 @@ def test_what_passes_really_divides(run: RunConfig) -> None:
     assert model.ffn_size % grid_rows == 0
     assert plan.rows == grid_rows
     assert run.seq_len <= model.max_seq_len
+    assert plan.n_stages <= model.n_links
+    assert plan.pp > 1 or (plan.stages_per_rank, plan.pipeline) == (1, "auto")
+    assert plan.pp == 1 or (plan.pipeline_order == "interleaved") == (plan.stages_per_rank > 1)
+    assert plan.pp == 1 or plan.pipeline_order != "1f1b" or plan.micro_batches >= plan.pp
     if plan.sequence_parallel:
         assert plan.scheme == "megatron"
         assert run.seq_len % plan.cols == 0

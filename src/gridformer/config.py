@@ -24,6 +24,7 @@ Scheme = Literal["single", "megatron", "optimus", "subgraph"]
 SCHEMES: tuple[Scheme, ...] = ("single", "megatron", "optimus", "subgraph")
 Family = Literal["gpt2", "bert", "t5", "transformer"]
 ENCODER_DECODER: tuple[Family, ...] = ("t5", "transformer")
+PipelineOrder = Literal["gpipe", "1f1b", "interleaved"]
 Task = Literal["auto", "causal", "masked", "spans", "pairs"]
 # Which families may learn from which kind of samples; the first is what `auto` means.
 TASKS: dict[Family, tuple[Task, ...]] = {
@@ -157,6 +158,13 @@ class ModelConfig(Config):
         """An encoder and a decoder."""
         return self.family in ENCODER_DECODER
 
+    @property
+    def n_links(self) -> int:
+        """Steps that a pipeline can be cut between: layers, embeddings and the head."""
+        if self.two_stacks:
+            return self.n_layers + self.n_decoder_layers + 3
+        return self.n_layers + 2
+
 
 class LayoutConfig(Config):
     """How a model is spread over processes: a scheme on a rows x cols grid, times dp, times pp.
@@ -228,6 +236,19 @@ class LayoutConfig(Config):
     def n_processes(self) -> int:
         return self.rows * self.cols * self.branches * self.dp * self.pp
 
+    @property
+    def n_stages(self) -> int:
+        return self.pp * self.stages_per_rank
+
+    @property
+    def pipeline_order(self) -> PipelineOrder:
+        """`pipeline`, with `auto` resolved."""
+        if self.pipeline != "auto":
+            return self.pipeline
+        if self.stages_per_rank > 1:
+            return "interleaved"
+        return "1f1b" if self.micro_batches >= self.pp else "gpipe"
+
     def describe(self) -> str:
         """One phrase for people: `optimus 2x2, dp=2`."""
         grid = {
@@ -238,7 +259,10 @@ class LayoutConfig(Config):
             + (", common layers on the first" if self.common == "first" else ""),
         }[self.scheme]
         sequence = ", sequence parallel" if self.sequence_parallel else ""
-        return f"{grid}{sequence}" + (f", dp={self.dp}" if self.dp > 1 else "")
+        stages = f", pp={self.pp}" if self.pp > 1 else ""
+        if self.stages_per_rank > 1:
+            stages += f" x {self.stages_per_rank} stages, interleaved"
+        return f"{grid}{sequence}" + (f", dp={self.dp}" if self.dp > 1 else "") + stages
 
 
 class DataConfig(Config):

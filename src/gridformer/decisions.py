@@ -16,6 +16,7 @@ from gridformer import nodes
 from gridformer.config import RunConfig
 from gridformer.nodes import Candidate, NodeBlock
 from gridformer.parallel.choices import Choice, Choices, Work, decide
+from gridformer.parallel.pipeline.partition import link_names, stages_of
 
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2}
 _MIB = 2**20
@@ -24,7 +25,8 @@ _MIB = 2**20
 @dataclass(frozen=True)
 class Decisions:
     """choices: of every product. traffic: bytes one device receives over an axis in one step, by
-    products and gradients, with ring collectives; of the device that moves most, where they differ.
+    products, gradients and stages, with ring collectives; of the device that moves most, where they
+    differ, pipeline stages being taken as equal.
     candidates: blocks of the grid a node may hold, best first; none where the devices of a node
     were not told."""
 
@@ -67,11 +69,41 @@ def decide_run(run: RunConfig) -> Decisions:
         traffic["dp"] = 2 * gradients * parameter_bytes
         if layout.attention == "outside":
             traffic["col"] = _with_slices(traffic["col"], run, choices)
+    if layout.pp > 1:
+        traffic = {axis: n_bytes / layout.pp for axis, n_bytes in traffic.items()}
+        traffic["pp"] = _between_stages(run, work)
+        choices.reasons.append(_why_these_stages(run, work))
     candidates = []
     if layout.devices_per_node and not branched:  # whose order says where ranks lie
         sizes = nodes.sizes_of(layout)
         candidates = nodes.search(sizes, traffic, layout.devices_per_node)
     return Decisions(choices, traffic, candidates)
+
+
+def _between_stages(run: RunConfig, work: Work) -> float:
+    """Bytes that a device receives from the stages beside its own: activations and gradients.
+
+    A tensor that is alike on several devices comes once to all of them together. Where an encoder's
+    result rides through the decoder, it counts.
+    """
+    layout = run.layout
+    devices = layout.rows * layout.cols
+    if layout.scheme == "subgraph" and layout.common == "all":
+        devices = layout.branches
+    border = (work.tokens + work.source) * run.model.hidden_size / devices * work.itemsize
+    return 2 * layout.stages_per_rank * work.micro_batches * border
+
+
+def _why_these_stages(run: RunConfig, work: Work) -> str:
+    layout = run.layout
+    model = run.model.model_copy(update={"vocab_size": max(1, run.model.vocab_size)})
+    names = link_names(model)
+    begins = [names[stage.start] for stage in stages_of(model, layout.n_stages, work)]
+    idle = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
+    return (
+        f"pipeline: {layout.pipeline_order}, whose ranks wait for {idle:.0%} of the time that they "
+        f"compute, with equal stages; these begin at {', '.join(begins)}"
+    )
 
 
 def _with_slices(products: float, run: RunConfig, choices: Choices) -> float:
@@ -107,6 +139,7 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
     if total:
         along = "over branches" if layout.scheme == "subgraph" else "along rows"
         axes = {"col": f"activations {along}", "row": "weights down columns", "dp": "gradients"}
+        axes |= {"pp": "between stages"}
         parts = [f"{axes[name]} {n_bytes / _MIB:,.1f} MiB" for name, n_bytes in total.items()]
         console.print(Text(f"A device moves in a step, at most: {', '.join(parts)}."))
     for reason in choices.reasons:

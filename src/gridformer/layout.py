@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, any_of, divisors
 from gridformer.errors import ConfigError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 INNER = "model.n_heads x model.head_dim"  # all heads side by side
+Change = dict[str, Any]  # of a layout
 
 
 def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None = None) -> Axes:
@@ -125,7 +126,7 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
     return ", or ".join(remedies)
 
 
-def _beside(layout: LayoutConfig, **changes: int) -> str:
+def _beside(layout: LayoutConfig, **changes: Any) -> str:
     """What else to set so that the nodes still fit with these changes: the end of a remedy."""
     changed = layout.model_copy(update=changes)
     if node_problems(layout) or not node_problems(changed):
@@ -144,11 +145,6 @@ def _cuts_sequence(run: RunConfig) -> bool:
 
 def _shape_problems(run: RunConfig) -> list[str]:
     layout, problems = run.layout, []
-    if layout.pp > 1:
-        problems.append(
-            f"layout.pp={layout.pp}: pipelines are not in this release; use pp=1"
-            + _beside(layout, pp=1)
-        )
     if layout.scheme == "single" and (layout.rows, layout.cols) != (1, 1):
         problems.append(
             f"layout.scheme=single is a 1x1 grid, not {layout.rows}x{layout.cols}: use rows=1 and "
@@ -168,7 +164,7 @@ def _shape_problems(run: RunConfig) -> list[str]:
             f"layout.sequence_parallel belongs to scheme=megatron, not {layout.scheme}: use "
             "sequence_parallel=false"
         )
-    return problems + _schedule_problems(layout)
+    return problems + _schedule_problems(layout) + _pipeline_problems(run)
 
 
 def _sub_graph_problems(layout: LayoutConfig) -> list[str]:
@@ -217,6 +213,91 @@ def _schedule_problems(layout: LayoutConfig) -> list[str]:
             f"layout.keep_gathered={any_of(sorted(gathers))}"
         )
     return problems
+
+
+def _pipeline_problems(run: RunConfig) -> list[str]:
+    """What stages, their order and micro-batches ask of each other. No remedy breaks another."""
+    layout, n_links = run.layout, run.model.n_links
+    m, k = layout.micro_batches, layout.stages_per_rank
+    broken = _broken_rules(layout, n_links)
+    divides = not _batch_problems(run)
+    problems = []
+    for rule in sorted(broken):
+        offers: list[str] = []
+        for choice in _pipeline_offers(rule, layout, run):
+            for change in choice:
+                changed = layout.model_copy(update=change)
+                after = run.model_copy(update={"layout": changed})
+                if not _broken_rules(changed, n_links) <= broken - {rule}:
+                    continue
+                if divides and _batch_problems(after):
+                    continue
+                words = " and ".join(f"{key}={value}" for key, value in change.items())
+                beside = _beside(layout, **change) if "pp" in change else ""
+                offers.append(f"layout.{words}{beside}")
+                break
+        what = {
+            "stages": f"layout.pp={layout.pp} x layout.stages_per_rank={k}: more stages than the "
+            f"model has layers, embeddings and heads to cut between ({n_links})",
+            "no pipeline": f"layout.stages_per_rank={k} belongs to pipelines, and layout.pp=1 has "
+            "none",
+            "no order": f"layout.pipeline={layout.pipeline} belongs to pipelines, and layout.pp=1 "
+            "has none",
+            "one stage": f"layout.pipeline={layout.pipeline} has one stage a rank, not "
+            f"layout.stages_per_rank={k}",
+            "several stages": "layout.pipeline=interleaved takes turns with several stages a rank, "
+            "not layout.stages_per_rank=1",
+            "1f1b": f"layout.pipeline=1f1b fills layout.pp={layout.pp} stages with as many "
+            f"micro-batches, and layout.micro_batches={m} are fewer",
+            "rounds": f"layout.micro_batches={m} does not make equal rounds of at least "
+            f"layout.pp={layout.pp} for interleaved stages",
+        }[rule]
+        problems.append(f"{what}: use {', or '.join(offers)}")
+    return problems
+
+
+def _broken_rules(layout: LayoutConfig, n_links: int) -> set[str]:
+    m, k, pp, order = layout.micro_batches, layout.stages_per_rank, layout.pp, layout.pipeline
+    if pp == 1:
+        rules = {"no pipeline": k > 1, "no order": order != "auto"}
+    else:
+        rules = {
+            "stages": pp * k > n_links,
+            "one stage": k > 1 and order in ("gpipe", "1f1b"),
+            "several stages": k == 1 and order == "interleaved",
+            "1f1b": k == 1 and order == "1f1b" and m < pp,
+            "rounds": k > 1 and order in ("auto", "interleaved") and m % max(1, m // pp) != 0,
+        }
+    return {rule for rule, broken in rules.items() if broken}
+
+
+def _pipeline_offers(rule: str, layout: LayoutConfig, run: RunConfig) -> list[list[Change]]:
+    """Ways to mend a rule, each a list of changes of which the first that fits is offered."""
+    m, k, pp = layout.micro_batches, layout.stages_per_rank, layout.pp
+    fewest: Change = {"stages_per_rank": 1, "pipeline": "auto"}
+    batches = range(1, max(2 * pp, 2 * m) + 1)
+    nearest: list[Change] = [
+        {"micro_batches": count} for count in sorted(batches, key=lambda n: abs(n - m))
+    ]
+    match rule:
+        case "stages":
+            ranks: list[Change] = [
+                {"pp": n} for n in range(min(pp - 1, run.model.n_links // k), 0, -1)
+            ]
+            each: list[Change] = [{"stages_per_rank": n} for n in range(k - 1, 0, -1)]
+            return [[*ranks, {"pp": 1, **fewest}], [*each, *[fewest] * (k > 1)]]
+        case "no pipeline":
+            return [[{"stages_per_rank": 1}]]
+        case "no order":
+            return [[{"pipeline": "auto"}]]
+        case "one stage":
+            return [[{"pipeline": "auto"}, fewest], [{"stages_per_rank": 1}]]
+        case "several stages":
+            return [[{"pipeline": "auto"}], [{"stages_per_rank": 2}]]
+        case "1f1b":
+            return [[{"pipeline": "auto"}], nearest]
+        case _:
+            return [nearest, [{"stages_per_rank": 1}, fewest]]
 
 
 def _batch_problems(run: RunConfig) -> list[str]:

@@ -26,9 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
     "Megatron": ({"scheme": "megatron", "cols": 2},) * 2,
-    "Megatron, sequence parallel": (
-        {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
-    )
+    "Megatron, sequence parallel": ({"scheme": "megatron", "cols": 2, "sequence_parallel": True},)
     * 2,
     "Optimus": (
         {"scheme": "optimus", "rows": 2, "cols": 2},

@@ -16,6 +16,7 @@ from gridformer.comm.collectives import (
     start_reduce_scatter,
     start_sum_of_parts,
 )
+from gridformer.comm.p2p import Wires
 from gridformer.comm.pieces import all_to_all, exchange, gather, scatter
 from gridformer.comm.recorder import Record, Recorder, record
 
@@ -25,6 +26,7 @@ __all__ = [
     "Pending",
     "Record",
     "Recorder",
+    "Wires",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class Axes:
     broadcast "along row i" of the papers is a collective over the axis `col`.
     branch: sub-grids of sub-graph parallelism, one index each; every: dp and branch together.
     batch: over which the samples of one replica's micro-batch are cut; alike: along which devices
-    are given the same samples. Each is one of those before, or of size 1.
+    are given the same samples. Each is one of those before, or of size 1. lines: ranks along pp,
+    of all processes, this one's line among them.
     """
 
     pp: Axis = Axis("pp")
@@ -57,10 +59,33 @@ class Axes:
     alike: Axis = Axis("alike")
     world: Axis = Axis("world")
     device_type: str = "cpu"
+    lines: tuple[tuple[int, ...], ...] = ()
+    _holders: dict[tuple[int, ...], Axis] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def __getitem__(self, name: str) -> Axis:
         axis: Axis = getattr(self, name)
         return axis
+
+    def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Prepare `holders` for some sets of indices along pp. Every process makes all groups, in
+        one order, as torch demands; sets that are there already are left alone."""
+        from torch.distributed import new_group
+
+        for stages in sets:
+            if stages in self._holders or len(stages) == self.pp.size:
+                continue
+            self._holders[stages] = Axis("pp", len(stages))
+            for line in self.lines:
+                group = new_group([line[stage] for stage in stages])
+                if line == self.pp.ranks and self.pp.index in stages:
+                    place = stages.index(self.pp.index)
+                    self._holders[stages] = Axis("pp", len(stages), place, group)
+
+    def holders(self, stages: tuple[int, ...]) -> Axis:
+        """The ranks along pp with these indices, this one among them, as an axis named pp."""
+        return self.pp if len(stages) == self.pp.size else self._holders[stages]
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Axes:
@@ -73,7 +98,12 @@ class Axes:
         for name, outer, inner in (("grid", "row", "col"), ("every", "dp", "branch")):
             both = axes.get(outer, Axis(outer)), axes.get(inner, Axis(inner))
             axes[name] = _together(mesh, name, *both)
-        return Axes(**axes, device_type=mesh.device_type)
+        names = mesh.mesh_dim_names or ()
+        lines: list[list[int]] = []
+        if "pp" in names:
+            along = mesh.mesh.movedim(names.index("pp"), -1)
+            lines = along.reshape(-1, along.shape[-1]).tolist()
+        return Axes(**axes, device_type=mesh.device_type, lines=tuple(map(tuple, lines)))
 
 
 def _together(mesh: DeviceMesh, name: str, outer: Axis, inner: Axis) -> Axis:

@@ -100,9 +100,10 @@ class EncoderDecoder(Model):
         def layers(stack: StackName, n: int) -> list[Link]:
             shared = (*(f"{stack}.{name}" for name in layer), "source_mask", "mask")
             run = self._encode if stack == "encoder" else self._decode
+            names = [f"{stack}.layers.{i}" for i in range(n)]
+            memory: Literal["", "reads"] = "reads" if stack == "decoder" else ""
             return [
-                Link(f"{stack}.layers.{i}", partial(run, i), (f"{stack}.layers.{i}", *shared))
-                for i in range(n)
+                Link(name, partial(run, i), (name, *shared), memory) for i, name in enumerate(names)
             ]
 
         embedding = ("tokens", *self._positions())
@@ -111,7 +112,7 @@ class EncoderDecoder(Model):
         return [
             Link("embedding", self._embed_source, (*embedding, "encoder.dropout")),
             *layers("encoder", config.n_layers),
-            Link("decoder.embedding", self._embed_tokens, between),
+            Link("decoder.embedding", self._embed_tokens, between, "makes"),
             *layers("decoder", config.n_decoder_layers),
             Link("head", self._finish, last),
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,17 +52,23 @@ class State:
 
 @dataclass(frozen=True)
 class Link:
-    """A step of a model. holds: names of the submodules it runs; several links may hold one."""
+    """A step of a model.
+
+    holds: names of the submodules it runs; several links may hold one. memory: whether it makes
+    `State.memory`, of what it finds in `State.x`, or reads it.
+    """
 
     name: str
     run: Callable[[State, Batch], None]
     holds: tuple[str, ...]
+    memory: Literal["", "makes", "reads"] = ""
 
 
 class Model(nn.Module):
     """Base of the families. Build one on torch's meta device and hand it to
     `gridformer.parallel.parallelize`, which cuts it, allocates what this device holds and fills it.
-    `compute_dtype` is the activations'.
+    `compute_dtype` is the activations'. `stages`: of a pipeline, all ranks' together, as ranges of
+    links; none where a device runs all links.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -70,6 +77,7 @@ class Model(nn.Module):
             raise ValueError("vocab_size must be known before a model is built")
         self.config = config
         self.compute_dtype: torch.dtype | None = None
+        self.stages: tuple[range, ...] = ()
         self.clock = DropoutClock()
         self.loss = CrossEntropy(config.label_smoothing)
         self.label_loss = LabelLoss()

@@ -18,7 +18,7 @@ import torch
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.models import Model, build_model
-from gridformer.parallel import megatron, optimus, subgraph
+from gridformer.parallel import megatron, optimus, pipeline, subgraph
 from gridformer.parallel.choices import Choices, decide
 from gridformer.parallel.initialise import initialise
 
@@ -62,14 +62,21 @@ def build_parallel(
     dtype: str = "float32",
     choices: Choices | None = None,
 ) -> Model:
-    """This device's part of a freshly initialised model.
+    """This device's part of a freshly initialised model: of its own pipeline stages, if there are
+    several.
 
     dtype: `float32`, `float64`, or `bfloat16` (activations; parameters stay float32).
     choices: see `parallelize`.
     """
     with torch.device("meta"):
         model = build_model(config)
+    choices = choices or decide(config, layout)
+    if layout.pp > 1:
+        stages = pipeline.stages_of(config, layout.n_stages, choices.work)
+        pipeline.keep_stages(model, stages, axes)
     parallelize(model, layout, axes, choices)
+    if layout.pp > 1:
+        pipeline.mark_shared(model, axes)
     initialise(model, seed, device, PARAMETER_DTYPE[dtype])
     model.clock.seed = seed
     model.compute_dtype = getattr(torch, dtype)

@@ -3,12 +3,15 @@
 Each parameter element has one owner per replica (gridformer.parallel.placement). Gradients of
 copies are added on the owner, then over replicas; the norm counts every element once; after the
 update the owner's values travel back to the copies. Small tensors travel together, in buckets.
+
+What several stages of a pipeline share is owned on each of them: gradients are added up over them,
+after the copies and before the replicas, and the first one's count.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.comm import Axes, Axis
-from gridformer.parallel.placement import shard_of
+from gridformer.parallel.placement import Shard, shard_of
 
 _BUCKET_BYTES = 25 << 20
 LABEL = "gradients"
@@ -30,7 +33,8 @@ def owned(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def reduce_gradients(model: nn.Module, axes: Axes, begun: GradientSums | None = None) -> None:
-    """Add up gradients where they are partial: copies on their owner, then over replicas.
+    """Add up gradients where they are partial: copies on their owner, then over the stages that
+    share a parameter, then over replicas.
 
     Afterwards the gradients of owned parameters are those of the whole batch (zero where one took
     no part, so that every layout updates it alike); the others' are undefined. begun: sums that
@@ -44,6 +48,10 @@ def reduce_gradients(model: nn.Module, axes: Axes, begun: GradientSums | None = 
     for name, grads in partial.items():
         axis = axes[name]
         _in_buckets(grads, lambda flat, axis=axis: comm.reduce(flat, axis, 0, LABEL))  # type: ignore[misc]
+    for stages, parameters in _shared(model).items():
+        axis = axes.holders(stages)
+        grads = [_grad(parameter) for _, parameter in parameters if shard_of(parameter).owned]
+        _in_buckets(grads, lambda flat, axis=axis: comm.all_reduce(flat, axis, label=LABEL))  # type: ignore[misc]
     started = begun.parameters if begun else set()
     rest: dict[str, list[Tensor]] = defaultdict(list)
     for _, parameter in owned(model):
@@ -62,7 +70,7 @@ class GradientSums:
 
     Buckets are filled from the model's end, where backward begins, and are sent in that order on
     every rank, each as soon as all its gradients are there. Parameters whose gradients are partial
-    on copies are left to `reduce_gradients`, which adds up the copies first.
+    on copies or on stages are left to `reduce_gradients`, which adds up these first.
 
     Args:
         groups: axes, and the parameters whose gradients are added up over each.
@@ -76,7 +84,8 @@ class GradientSums:
     ) -> None:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        self._armed, self._sent = False, 0
+        self._armed: Collection[nn.Parameter] = ()
+        self._sent = 0
         place = {parameter: i for i, parameter in enumerate(reversed(order))}
         for axis, parameters in groups:
             if axis.size == 1:
@@ -94,11 +103,11 @@ class GradientSums:
 
     @staticmethod
     def of(model: nn.Module, axes: Axes) -> GradientSums:
-        """Over replicas of what a rank owns, but for copies whose gradients are partial."""
+        """Over replicas of what a rank owns, but for what is partial on copies or on stages."""
         held: dict[str, list[nn.Parameter]] = defaultdict(list)
         for _, parameter in owned(model):
             shard = shard_of(parameter)
-            if not shard.partial:
+            if not shard.partial and not shard.stages:
                 held[shard.replicas].append(parameter)
         groups = [(axes[name], parameters) for name, parameters in held.items()]
         return GradientSums(groups, [*model.parameters()])
@@ -109,26 +118,29 @@ class GradientSums:
         return set(self._bucket_of)
 
     @contextmanager
-    def last_backward(self) -> Iterator[None]:
-        """Around the backward pass after which gradients are complete: their sums start in it."""
-        self._armed, self._sent = True, 0
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.parameters)
+    def last_backward(self, of: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+        """Around the backward pass after which gradients are complete: their sums start in it.
+
+        of: the parameters whose gradients are; all, unless told. Each parameter's last backward
+        pass is announced once before `finish`.
+        """
+        self._armed = self._bucket_of if of is None else of
         try:
             yield
         finally:
-            self._armed = False
+            self._armed = ()
 
     def finish(self) -> None:
-        """Wait until all gradients are added up. Call once after each `last_backward`."""
+        """Wait until all gradients are added up. Call once a step, after the backward passes."""
         for bucket in self._buckets[self._sent :]:  # some of its parameters had no gradient
             bucket.start()
         self._sent = 0
         for bucket in self._buckets:
             bucket.finish()
+            bucket.missing = set(bucket.parameters)
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        if not self._armed:
+        if parameter not in self._armed:
             return
         self._bucket_of[parameter].missing.discard(parameter)
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
@@ -141,7 +153,7 @@ class _Bucket:
 
     def __init__(self, axis: Axis, parameters: list[nn.Parameter]) -> None:
         self.axis, self.parameters = axis, parameters
-        self.missing: set[nn.Parameter] = set()
+        self.missing = set(parameters)
         self._pending: comm.Pending | None = None
 
     def start(self) -> None:
@@ -160,14 +172,19 @@ class _Bucket:
 def squared_norm(model: nn.Module, axes: Axes) -> Tensor:
     """This rank's share of the squared gradient norm (float64): sum it over all ranks.
 
-    Every element counts once: owned ones only, on the first replica only.
+    Every element counts once: owned ones only, on the first replica and the first stage only.
     """
-    mine = [p for _, p in owned(model) if axes[shard_of(p).replicas].index == 0]
+    mine = [p for _, p in owned(model) if _counts(shard_of(p), axes)]
     grads = [p.grad for p in mine if p.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=axes.device_type)
     # torch._foreach_norm adds up one by one on CPU: 4e-4 off at 1600 x 6400, and so by the layout.
     return torch.stack([grad.square().sum() for grad in grads]).double().sum()
+
+
+def _counts(shard: Shard, axes: Axes) -> bool:
+    first_stage = not shard.stages or axes.pp.index == shard.stages[0]
+    return first_stage and axes[shard.replicas].index == 0
 
 
 def clip_gradients(model: nn.Module, norm: float, max_norm: float) -> None:
@@ -192,27 +209,40 @@ def share_copies(model: nn.Module, axes: Axes) -> None:
 
 
 def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
-    """Compare, bit by bit, what must be equal on several ranks: replicas, and copies of vectors.
+    """Compare, bit by bit, what must be equal on several ranks: replicas, copies of vectors, and
+    what stages share.
 
     Raises RuntimeError with the names that differ, on every rank of the axis concerned.
     """
     for key in ("dp", "every", "row", "col", "grid"):
-        axis = axes[key]
-        if axis.size == 1:
-            continue
         held = [
             (name, p)
             for name, p in model.named_parameters()
             if key in (shard_of(p).replicas, shard_of(p).copies)
         ]
-        if not held:
-            continue
-        sums = torch.stack([_checksum(p) for _, p in held])
-        low = comm.all_reduce(sums.clone(), axis, "min", "sanity")
-        high = comm.all_reduce(sums, axis, "max", "sanity")
-        names = [name for (name, _), differs in zip(held, (low != high).tolist()) if differs]
-        if names:
-            raise RuntimeError(f"copies over axis {key} differ: {', '.join(names)}")
+        _assert_equal(held, axes[key])
+    for stages, held in _shared(model).items():
+        _assert_equal(held, axes.holders(stages))
+
+
+def _assert_equal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> None:
+    if axis.size == 1 or not held:
+        return
+    sums = torch.stack([_checksum(p) for _, p in held])
+    low = comm.all_reduce(sums.clone(), axis, "min", "sanity")
+    high = comm.all_reduce(sums, axis, "max", "sanity")
+    names = [name for (name, _), differs in zip(held, (low != high).tolist()) if differs]
+    if names:
+        raise RuntimeError(f"copies over axis {axis.name} differ: {', '.join(names)}")
+
+
+def _shared(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parameter]]]:
+    """By the stages that share them, parameters; in one order on all ranks, whatever they hold."""
+    found: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if shard_of(parameter).stages:
+            found[shard_of(parameter).stages].append((name, parameter))
+    return {stages: found[stages] for stages in sorted(found)}
 
 
 def _checksum(parameter: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ class Shard:
     """One device's part of a parameter.
 
     The local tensor is the block that begins at `offset` of the global tensor of true shape
-    `size`; what overhangs `size` is padding and stays zero.
+    `size`; what overhangs `size` is padding and stays zero. stages: indices along pp of the ranks
+    that hold and update it, where several do: the tied embedding of a pipeline.
     """
 
     size: tuple[int, ...]
@@ -51,6 +52,7 @@ class Shard:
     replicas: str = "dp"
     owned: bool = True
     transposed: bool = False
+    stages: tuple[int, ...] = ()
 
     def valid(self, local: Tensor) -> Tensor:
         """The part of the local tensor that is not padding (a view)."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from gridformer.batch import Batch
 from gridformer.models import Model
 from gridformer.parallel.gradients import GradientSums
+from gridformer.parallel.pipeline import Executor
 
 Losses = dict[str, Tensor]
 
@@ -64,6 +65,36 @@ class WholeModel:
             losses = self.model.losses(micro.batch)
             totals = totals or zeros(Model.counts(micro.batch))
             add(totals, losses)
+        return totals
+
+
+class Pipeline:
+    """Micro-batches through the stages of a pipeline, of which this process holds some.
+
+    The last stage has the losses; the other ranks' sums stay 0.
+    """
+
+    def __init__(self, model: Model, executor: Executor) -> None:
+        self.model, self.executor = model, executor
+
+    def train(self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor]) -> Losses:
+        totals = zeros(counts)
+
+        def finish(outputs: dict[str, Tensor], batch: Batch) -> Tensor:
+            losses = self.model.losses_of(outputs, batch)
+            add(totals, losses)
+            return weighted(losses, counts)
+
+        self.executor.train(work, finish)
+        return totals
+
+    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
+        totals = zeros(Model.counts(work[0].batch))
+
+        def finish(outputs: dict[str, Tensor], batch: Batch) -> None:
+            add(totals, self.model.losses_of(outputs, batch))
+
+        self.executor.evaluate(work, finish)
         return totals
 
 

@@ -24,7 +24,8 @@ from gridformer.parallel.gradients import (
     squared_norm,
 )
 from gridformer.parallel.grid import weights_kept
-from gridformer.train.passes import MicroBatch, Passes, WholeModel
+from gridformer.parallel.pipeline import Executor
+from gridformer.train.passes import MicroBatch, Passes, Pipeline, WholeModel
 
 # Reads the given rows of a step's global batch; see gridformer.batch.
 ReadRows = Callable[[slice], Batch]
@@ -67,6 +68,9 @@ class Stepper:
         self.micro_batches = layout.micro_batches if layout else 1
         self.sums = GradientSums.of(model, axes)
         self.passes: Passes = WholeModel(model, self.sums)
+        if axes.pp.size > 1:
+            assert layout is not None, "a pipeline is what its layout says"
+            self.passes = Pipeline(model, Executor(model, layout, axes, self.sums))
         held = next(model.parameters(), None)
         self.device = torch.device(axes.device_type) if held is None else held.device
         matrices = [p for _, p in owned(model) if p.dim() > 1]
@@ -138,6 +142,7 @@ class Stepper:
                 found = self.passes.evaluate(work)
                 for name, loss in found.items():
                     count = torch.stack([Model.counts(micro.batch)[name] for micro in work]).sum()
+                    count = count * self._reads_first()
                     both = torch.stack((loss, count.to(loss.dtype)))
                     totals[name] = totals[name] + both if name in totals else both
         sums = torch.stack([*totals.values()]) * self._first()
@@ -161,7 +166,7 @@ class Stepper:
         each = [Model.counts(micro.batch) for micro in work]
         mine = [torch.stack([counts[name] for counts in each]).sum() for name in each[0]]
         mine.append(torch.stack([Model.n_tokens(micro.batch) for micro in work]).sum())
-        mine = [count * self._first() for count in mine]
+        mine = [count * self._first() * self._reads_first() for count in mine]
         mine.append(torch.full_like(mine[0], flag))
         *targets, tokens, flags = comm.all_reduce(
             torch.stack(mine), self.axes.world, label="metrics"
@@ -171,6 +176,11 @@ class Stepper:
     def _first(self) -> int:
         """1 on the one rank of those that hold the same rows, so that a world-wide sum is right."""
         return int(self.axes.alike.index == 0)
+
+    def _reads_first(self) -> int:
+        """1 on one rank of a pipeline's, all of which read the same rows. (Losses are the last
+        stage's.)"""
+        return int(self.axes.pp.index == 0)
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

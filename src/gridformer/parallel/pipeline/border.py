@@ -1,0 +1,94 @@
+"""What passes from one stage to the next, and what of it one device sends.
+
+`State.x` always; in a decoder `State.memory` rides along, as long as a layer behind reads it. Their
+gradients come back the same way. Shapes follow from the batch, which every stage reads itself.
+
+    scheme               x on one device        sent by one device
+    single               [b, s, h]              all of it
+    megatron             the same on c devices  1/c of it, gathered over col on arrival
+    sequence parallel    [b, s/c, h]            all of it
+    optimus              [b/r, s, h/c]          all of it
+    D&SP                 [b/g, s, h]            all of it
+    D&SP-cSub            on the first sub-grid  all of it; nothing between the others
+
+The third line's slices are the scatter/gather of Narayanan et al. 2021, section 4.1: the link
+between two nodes carries a tensor once, and not c times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.batch import Batch
+from gridformer.comm import Axes, Axis
+from gridformer.config import LayoutConfig
+from gridformer.models import Model
+
+LABEL = "pipeline"
+
+
+class Border:
+    """The borders between a model's stages, as one device sees them."""
+
+    def __init__(self, model: Model, layout: LayoutConfig, axes: Axes) -> None:
+        links, stages = model.links(), model.stages
+        self.dtype = model.compute_dtype or torch.get_default_dtype()
+        self.width = model.config.hidden_size
+        self.parts = 1  # of a sequence
+        self.alike = Axis("col")  # over which a tensor is the same
+        if layout.scheme == "optimus":
+            self.width //= axes.col.size
+        if layout.scheme == "megatron" and layout.sequence_parallel:
+            self.parts = axes.col.size
+        elif layout.scheme == "megatron":
+            self.alike = axes.col
+        on_first = layout.scheme == "subgraph" and layout.common == "first"
+        self.absent = on_first and axes.branch.index > 0
+        self._reads = [
+            _reads([link.memory for link in links], stage.start) for stage in (stages or [range(1)])
+        ]
+
+    def entering(self, stage: int, batch: Batch, requires_grad: bool) -> dict[str, Tensor]:
+        """Unfilled tensors for what comes into a stage, by its name in `State`."""
+        device = torch.device("meta") if self.absent else batch["tokens"].device
+        found = {}
+        for name, key in self._reads[stage].items():
+            b, s = batch[key].shape
+            shape = (b, s // self.parts, self.width)
+            found[name] = torch.empty(shape, dtype=self.dtype, device=device)
+        return {name: x.requires_grad_(requires_grad) for name, x in found.items()}
+
+    def names(self, stage: int) -> tuple[str, ...]:
+        """Of what comes into a stage; nothing into the first."""
+        return tuple(self._reads[stage]) if stage else ()
+
+    def slice(self, x: Tensor) -> Tensor:
+        """What of a tensor this device sends, without its shape."""
+        flat = x.detach().reshape(-1)
+        if not self._scattered(x):
+            return flat
+        return flat.chunk(self.alike.size)[self.alike.index]
+
+    def room(self, x: Tensor) -> Tensor:
+        """Where the message for `x` is received: x's own memory, if all of it comes."""
+        flat = x.detach().view(-1)
+        return flat.new_empty(flat.numel() // self.alike.size) if self._scattered(x) else flat
+
+    def fill(self, x: Tensor, received: Tensor) -> None:
+        """Make a tensor of what came, and of what came to the devices that have it alike."""
+        if self._scattered(x):
+            whole = comm.all_gather(received, self.alike, 0, LABEL)
+            x.detach().view(-1).copy_(whole)
+
+    def _scattered(self, x: Tensor) -> bool:
+        """Where it does not divide, everybody sends all of it."""
+        return self.alike.size > 1 and x.numel() % self.alike.size == 0
+
+
+def _reads(memory: list[str], start: int) -> dict[str, str]:
+    """What comes before link `start`, and the key of the batch whose length it has."""
+    if "makes" in memory[start:]:
+        return {"x": "source"}
+    return {"x": "tokens"} | ({"memory": "source"} if "reads" in memory[start:] else {})

@@ -1,0 +1,243 @@
+"""One rank's part of a pipeline: its stages' passes in the order of the schedule, and the messages.
+
+A stage's forward pass begins with fresh leaves for what the stage before sent; its backward pass
+begins with the gradients that the stage behind sent, and ends with those of the leaves, which go
+back. Nothing is kept between the two but the leaves and the edges of the graph.
+
+Messages are sent when they are made and waited for when their reader is known to have them. The
+next one from each rank is asked for before it is needed, so that it can arrive meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from gridformer.batch import Batch
+from gridformer.comm import Axes, Pending
+from gridformer.comm.p2p import Wires
+from gridformer.config import LayoutConfig
+from gridformer.models import Model, State
+from gridformer.parallel.gradients import GradientSums
+from gridformer.parallel.pipeline.border import LABEL, Border
+from gridformer.parallel.pipeline.holding import shared_sets
+from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards
+from gridformer.parallel.pipeline.timeline import Event
+
+if TYPE_CHECKING:
+    from gridformer.train.passes import MicroBatch
+
+# By backward pass, the parameters that no later one of this rank touches.
+Completed = dict[Action, set[nn.Parameter]]
+# What the last stage makes of a micro-batch's outputs: the loss to go back from, in training.
+Finish = Callable[[dict[str, Tensor], Batch], Tensor | None]
+
+
+class Executor:
+    """Takes micro-batches through the stages of a pipeline, together with the other ranks' own.
+
+    Args:
+        model: this rank's part of it, of `gridformer.parallel.build_parallel`.
+        layout: the same on all ranks, checked.
+        sums: of gradients over replicas. They start in the last backward pass of their stage.
+        on_action: told what was done when, see `Event`. On a GPU each is waited for then, so that
+            times are those of the work.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: LayoutConfig,
+        axes: Axes,
+        sums: GradientSums,
+        on_action: Callable[[Event], None] | None = None,
+    ) -> None:
+        assert len(model.stages) == layout.n_stages, "the model was not cut for this layout"
+        self.model, self.layout, self.pp = model, layout, axes.pp
+        self.sums, self.on_action = sums, on_action
+        self.links = model.links()
+        self._on_gpu = axes.device_type == "cuda"
+        self.border = Border(model, layout, axes)
+        self.wires = Wires(axes.pp)
+        axes.make_holders(shared_sets(model, axes.pp.size))
+        self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
+        self._parameters = {
+            stage: {
+                parameter
+                for i in model.stages[stage]
+                for path in self.links[i].holds
+                for parameter in model.get_submodule(path).parameters()
+            }
+            for stage in range(axes.pp.index, layout.n_stages, axes.pp.size)
+        }
+
+    def train(self, work: Sequence[MicroBatch], finish: Finish) -> None:
+        """Forward and backward passes of a step; gradients accumulate."""
+        _Run(self, work, finish, training=True).go()
+
+    def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
+        """Forward passes alone."""
+        _Run(self, work, finish, training=False).go()
+
+    def itinerary(self, m: int, training: bool) -> tuple[Itinerary, Completed]:
+        """What this rank does with m micro-batches, and which gradients its backward passes end."""
+        if (m, training) not in self._itineraries:
+            layout = self.layout
+            orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)
+            orders = orders if training else forwards(orders)
+            found = Itinerary.of(orders, self.pp.index, layout.n_stages)
+            self._itineraries[m, training] = found, self._completed(found)
+        return self._itineraries[m, training]
+
+    def _completed(self, itinerary: Itinerary) -> Completed:
+        left: set[nn.Parameter] = set().union(*self._parameters.values())
+        found = {}
+        for action in reversed(itinerary.actions):
+            if action.kind == "backward":
+                found[action] = left & self._parameters[action.stage]
+                left -= found[action]
+        return found
+
+    @contextmanager
+    def timed(self, kind: str, action: Action) -> Iterator[None]:
+        if self.on_action is None:
+            yield
+            return
+        began = self._now()
+        yield
+        self.on_action(Event(kind, action.stage, action.micro, began, self._now()))
+
+    def _now(self) -> float:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class _Run:
+    """One step's, or one evaluation's, way through an itinerary."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        work: Sequence[MicroBatch],
+        finish: Finish,
+        training: bool,
+    ) -> None:
+        itinerary, complete = executor.itinerary(len(work), training)
+        self.executor, self.itinerary, self.work = executor, itinerary, work
+        self.finish, self.training = finish, training
+        self.model, self.border = executor.model, executor.border
+        self.complete = complete
+        self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], list[Any]]] = {}
+        self._queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
+        self._sender = {a: peer for peer, coming in itinerary.arrivals.items() for a in coming}
+        self._coming: dict[Action, tuple[dict[str, Tensor], list[Pending]]] = {}
+        self._sent: dict[Action, list[Pending]] = {}
+
+    def go(self) -> None:
+        if not self.border.absent:
+            for peer in self._queues:
+                self._ask(peer)
+        for action in self.itinerary.actions:
+            if action.kind == "forward":
+                self._forward(action)
+            else:
+                self._backward(action)
+        for message in [*self._sent]:
+            self._let_go(message)
+
+    def _forward(self, action: Action) -> None:
+        stage, micro = action.stage, self.work[action.micro]
+        entered = self._receive(action) if stage else {}
+        last = stage == len(self.model.stages) - 1
+        with self.executor.timed("forward", action):
+            self.model.clock.at(micro.rows)
+            state = State(**entered)  # type: ignore[arg-type]
+            for i in self.model.stages[stage]:
+                self.executor.links[i].run(state, micro.batch)
+            if last:
+                loss = self.finish(state.outputs, micro.batch)
+        if last:
+            roots: list[Any] = [loss]
+        else:
+            made = [getattr(state, name) for name in self.border.names(stage + 1)]
+            self._send(action, made)
+            # Backward begins at these edges, and needs no tensor that was sent.
+            roots = [get_gradient_edge(x) for x in made] if self.training else []
+        if self.training:
+            self._kept[stage, action.micro] = entered, roots
+
+    def _backward(self, action: Action) -> None:
+        entered, roots = self._kept.pop((action.stage, action.micro))
+        last = action.stage == len(self.model.stages) - 1
+        grads = None if last else [*self._receive(action).values()]
+        complete = self.complete[action]
+        with self.executor.timed("backward", action):
+            self.model.clock.at(self.work[action.micro].rows)  # what is computed again reads it
+            with self._summing(complete):
+                torch.autograd.backward(roots, grads)
+        if action.stage:
+            self._send(action, [_gradient(x) for x in entered.values()])
+
+    def _summing(self, complete: Collection[nn.Parameter]) -> Any:
+        return self.executor.sums.last_backward(complete) if complete else nullcontext()
+
+    # ------------------------------------------------------------------ messages
+
+    def _send(self, action: Action, made: Sequence[Tensor]) -> None:
+        if self.border.absent:
+            return
+        message, to = self.itinerary.sends[action]
+        with self.executor.timed("send", action):
+            self._sent[message] = [
+                self.executor.wires.send(self.border.slice(x), to, LABEL) for x in made
+            ]
+
+    def _receive(self, action: Action) -> dict[str, Tensor]:
+        """What an action reads, by its name in `State`."""
+        if self.border.absent:
+            return self._room(action)
+        peer = self._sender[action]
+        while action not in self._coming:
+            self._ask(peer)
+        self._ask(peer)  # the next may travel while this one is worked on
+        entering, pending = self._coming.pop(action)
+        with self.executor.timed("recv", action):
+            for x, message in zip(entering.values(), pending):
+                self.border.fill(x, message.wait())
+            for through in self.itinerary.taken[action]:
+                self._let_go(through)
+        return entering
+
+    def _ask(self, peer: int) -> None:
+        """Get ready for the next message of a rank, if there is one."""
+        if not self._queues[peer]:
+            return
+        action = self._queues[peer].popleft()
+        entering = self._room(action)
+        wires = self.executor.wires
+        pending = [wires.receive(self.border.room(x), peer, LABEL) for x in entering.values()]
+        self._coming[action] = entering, pending
+
+    def _room(self, action: Action) -> dict[str, Tensor]:
+        """Unfilled: what enters the stage, or the gradients of what enters the one behind it."""
+        forward = action.kind == "forward"
+        stage = action.stage if forward else action.stage + 1
+        batch = self.work[action.micro].batch
+        return self.border.entering(stage, batch, requires_grad=forward and self.training)
+
+    def _let_go(self, message: Action) -> None:
+        """Wait for a message of this rank, whose reader has it, and free its memory."""
+        for pending in self._sent.pop(message, []):
+            pending.wait()
+
+
+def _gradient(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad

@@ -1,0 +1,103 @@
+"""Where a model is cut into pipeline stages: so that the stage with the most work has least of it.
+
+A model is a list of links (gridformer.models.Link), a stage a range of it. A link's work is what it
+multiplies: 2 n_in n_out for each row of a product, 4 s d n for each token of an attention over s
+keys, 2 h v a token for the head. Looking up an embedding costs next to nothing. So the stage with
+the head, whose vocabulary is worth several layers, gets fewer layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from gridformer.config import ModelConfig
+from gridformer.models import Model, blocks, build_model
+from gridformer.parallel.choices import Work
+
+
+@lru_cache(maxsize=32)
+def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ...]:
+    """The links of each stage, the same on every rank."""
+    with torch.device("meta"):
+        model = build_model(config)
+    return partition(link_costs(model, work), n_stages)
+
+
+@lru_cache(maxsize=32)
+def link_names(config: ModelConfig) -> tuple[str, ...]:
+    """Of a model's links, in order."""
+    with torch.device("meta"):
+        return tuple(link.name for link in build_model(config).links())
+
+
+def link_costs(model: Model, work: Work) -> list[float]:
+    """Floating-point operations of each link's forward pass over the tokens of `work`."""
+    return [
+        sum(_cost(module, model.config, work) for module in _modules(model, link.holds))
+        for link in model.links()
+    ]
+
+
+def partition(costs: Sequence[float], n_stages: int) -> tuple[range, ...]:
+    """Consecutive ranges, none empty: the largest cost is least, and then the sum of squares.
+
+    Dynamic programming over (links, stages), once for each of the two aims. Raises ValueError where
+    there are more stages than links.
+    """
+    if n_stages > len(costs):
+        raise ValueError(f"{len(costs)} links cannot make {n_stages} stages")
+    total = [0.0, *itertools.accumulate(costs)]
+    largest, _ = _best(total, n_stages, lambda so_far, cost: max(so_far, cost), float("inf"))
+    bound = largest * (1 + 1e-12)
+    _, cuts = _best(total, n_stages, lambda so_far, cost: so_far + cost * cost, bound)
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(cuts))
+
+
+def _best(
+    total: Sequence[float], n_stages: int, join: Callable[[float, float], float], bound: float
+) -> tuple[float, tuple[int, ...]]:
+    """The least value of `join` over all stages, none above `bound`; and where they begin."""
+    n = len(total) - 1
+    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, (0,))] + [None] * n
+    for stage in range(1, n_stages + 1):
+        found: list[tuple[float, tuple[int, ...]] | None] = [None] * (n + 1)
+        for stop in range(stage, n - (n_stages - stage) + 1):
+            for start in range(stage - 1, stop):
+                before, cost = best[start], total[stop] - total[start]
+                if before is None or cost > bound:
+                    continue
+                value = join(before[0], cost)
+                here = found[stop]
+                if here is None or value < here[0]:
+                    found[stop] = (value, (*before[1], stop))
+        best = found
+    last = best[n]
+    assert last is not None
+    return last
+
+
+def _modules(model: Model, names: Sequence[str]) -> list[nn.Module]:
+    return [module for name in names for module in model.get_submodule(name).modules()]
+
+
+def _cost(module: nn.Module, config: ModelConfig, work: Work) -> float:
+    each = max(1, work.sequences)
+    inner = config.n_heads * config.head_width
+    rows = {"tokens": work.tokens, "source": work.source, "sequences": work.sequences}
+    match module:
+        case blocks.Linear():
+            n_in, n_out = module.weight.shape
+            return 2.0 * n_in * n_out * rows[module.role.reads]
+        case blocks.Attention():
+            n_tokens = rows[module.qkv.role.reads]
+            return 4.0 * n_tokens * (n_tokens / each) * inner
+        case blocks.CrossAttention():
+            return 4.0 * work.tokens * (work.source / each) * inner
+        case blocks.TiedHead():
+            return 2.0 * config.hidden_size * config.vocab_size * work.tokens
+    return 0.0

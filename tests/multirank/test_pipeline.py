@@ -1,0 +1,117 @@
+"""Pipelines train exactly as one device: every family, scheme and order of micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gridformer.config import ENCODER_DECODER, Family, LayoutConfig
+from tests.choosing import full_unless
+from tests.multirank.pipelines import Layout, compare, family
+from tests.multirank.pool import WorkerPool
+
+Case = tuple[Layout, Family]
+
+SEQUENCE: Layout = {"scheme": "megatron", "cols": 2, "sequence_parallel": True}
+OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 2}
+PANELS: Layout = {**OPTIMUS, "schedule": "pipelined", "stationary": "input"}
+KEPT: Layout = {**OPTIMUS, "schedule": "gather", "keep_gathered": "all"}
+SUPER: Layout = {"scheme": "subgraph", "branches": 2}
+OUTSIDE: Layout = {**SUPER, "attention": "outside", "feed_forward": "common"}
+FIRST: Layout = {**SUPER, "common": "first"}
+FIRST_OUTSIDE: Layout = {**OUTSIDE, "common": "first"}
+
+
+def pipe(pp: int, m: int, k: int = 1, **layout: Any) -> Layout:
+    return {"pp": pp, "micro_batches": m, "stages_per_rank": k, **layout}
+
+
+def case_id(case: Case) -> str:
+    layout, name = case
+    plan = LayoutConfig(**layout)
+    words = [name, plan.describe().replace(", ", "-").replace(" ", "_"), plan.pipeline_order]
+    words += [f"m{plan.micro_batches}"]
+    words += [
+        f"{key}_{layout[key]}"
+        for key in ("attention", "schedule", "keep_gathered")
+        if key in layout
+    ]
+    return "-".join(words)
+
+
+# Each family on two ranks and one scheme, each scheme, each order: for every run of the tests.
+QUICK: list[Case] = [
+    (pipe(2, 3), "gpt2"),
+    (pipe(2, 4, 2), "t5"),
+    (pipe(2, 3, pipeline="gpipe"), "transformer"),
+    (pipe(4, 8), "gpt2"),
+    (pipe(4, 4), "t5"),
+    (pipe(2, 1, scheme="megatron", cols=2), "bert"),
+    (pipe(2, 4, 2, **SEQUENCE), "transformer"),
+    (pipe(2, 4, dp=2), "bert"),
+    (pipe(2, 2, **SUPER), "t5"),
+    (pipe(2, 3, **FIRST), "transformer"),
+    (pipe(2, 2, **OPTIMUS), "t5"),
+]
+SCHEMES: list[Layout] = [
+    {},
+    {"dp": 2},
+    {"scheme": "megatron", "cols": 2},
+    {"scheme": "megatron", "cols": 2, "dp": 2},
+    SEQUENCE,
+    OPTIMUS,
+    PANELS,
+    KEPT,
+    SUPER,
+    OUTSIDE,
+    {**SUPER, "dp": 2},
+    FIRST,
+    FIRST_OUTSIDE,
+    {**FIRST, "dp": 2, "order": "contiguous"},
+]
+ORDERS: list[Layout] = [
+    pipe(2, 1),
+    pipe(2, 2),
+    pipe(2, 6),
+    pipe(2, 4, pipeline="gpipe"),
+    pipe(2, 6, 2),
+    pipe(2, 1, 3),
+    pipe(3, 3, 2),
+    pipe(4, 3),
+    pipe(4, 6),
+    pipe(4, 2, 2),
+]
+FAMILIES: tuple[Family, ...] = ("gpt2", "bert", "t5", "transformer")
+
+
+def rest() -> list[Case]:
+    """Every scheme with every order and family at least once, as far as 16 ranks go."""
+    found: list[Case] = []
+    for i, scheme in enumerate(SCHEMES):
+        for j, order in enumerate(ORDERS):
+            name = FAMILIES[(i + j) % 4]
+            layout = {**order, **scheme}
+            plan = LayoutConfig(**layout)
+            fits = plan.n_stages <= (11 if name in ENCODER_DECODER else 6)
+            parts = plan.micro_batches * plan.dp * plan.rows * plan.branches
+            if fits and 24 % parts == 0 and plan.n_processes <= 16:
+                found.append((layout, name))
+    return [case for case in found if case not in QUICK]
+
+
+CASES = sorted([*QUICK, *rest()], key=lambda case: LayoutConfig(**case[0]).n_processes)
+
+
+def check(pool: WorkerPool, layout: Layout, name: Family, **model: Any) -> None:
+    n = LayoutConfig(**layout).n_processes
+    for rank, worst in enumerate(pool.run(n, compare, layout, family(name, **model))):
+        assert worst["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
+        wrong = {k: v for k, v in worst.items() if not v <= 1e-9}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("case", full_unless(QUICK.__contains__, CASES), ids=case_id)
+def test_equals_one_device(pool: WorkerPool, case: Case) -> None:
+    """With dropout everywhere, padding, several losses and uneven stages."""
+    check(pool, *case)
