@@ -316,6 +316,11 @@ class TrainConfig(Config):
     eval_batches: int = Field(default=8, ge=1, description="global batches an evaluation")
     save_every: int = Field(default=500, ge=0, description="steps; 0 saves at the end only")
     keep_checkpoints: int = Field(default=3, ge=1)
+    trace_step: int = Field(
+        default=0,
+        ge=0,
+        description="this step's timeline is written to trace-step-N.json; 0: none. It is slower",
+    )
     timeout_s: float = Field(
         default=600.0,
         gt=0.0,

@@ -121,7 +121,7 @@ def write(path: Path, worst: Mapping[Cell, float], refused: Mapping[Cell, str], 
             else:
                 entries.append("-")
         lines.append(f"| {model} | {scheme} | " + " | ".join(entries) + " |")
-    reasons = sorted({reason for reason in refused.values()})
+    reasons = sorted(set(refused.values()))
     lines += ["", *(f"- refused: {reason}" for reason in reasons)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

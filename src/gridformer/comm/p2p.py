@@ -33,12 +33,12 @@ class Wires:
 
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
         """x, contiguous and left alone until the message is through, to the member `to`."""
-        note("send", self.axis, x.numel(), x.element_size(), label, (to,))
+        timing = note("send", self.axis, x.numel(), x.element_size(), label, (to,))
         group = self._up if to > self.axis.index else self._down
-        return Pending(x, dist.isend(x, group=group, group_dst=to), x)
+        return Pending(x, dist.isend(x, group=group, group_dst=to), x).timed(timing)
 
     def receive(self, out: Tensor, source: int, label: str = "") -> Pending:
         """Into `out`, contiguous, the next message from the member `source`."""
-        note("recv", self.axis, out.numel(), out.element_size(), label, ())
+        timing = note("recv", self.axis, out.numel(), out.element_size(), label, ())
         group = self._up if self.axis.index > source else self._down
-        return Pending(out, dist.irecv(out, group=group, group_src=source), out)
+        return Pending(out, dist.irecv(out, group=group, group_src=source), out).timed(timing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gridformer.batch import Batch
 from gridformer.models import Model
 from gridformer.parallel.gradients import GradientSums
-from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.pipeline import Executor, OnAction, timed
 
 Losses = dict[str, Tensor]
 
@@ -30,7 +30,10 @@ class Passes(Protocol):
     """How a step's micro-batches go through what this process holds of a model.
 
     Both return this process's sums of each loss, in float64; 0 where others compute it.
+    on_action: told of each pass, of messages between stages, and when they were.
     """
+
+    on_action: OnAction | None
 
     def train(self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor]) -> Losses:
         """Accumulate the gradients of the sum over all losses of (its sum / its count)."""
@@ -43,18 +46,22 @@ class WholeModel:
     """One micro-batch after the other through all of the model.
 
     sums: of gradients over replicas; they start during the last micro-batch's backward pass.
+    on_action: told of each pass, as by `gridformer.parallel.pipeline.Executor`.
     """
 
     def __init__(self, model: Model, sums: GradientSums) -> None:
         self.model, self.sums = model, sums
+        self.on_action: OnAction | None = None
 
     def train(self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor]) -> Losses:
         totals = zeros(counts)
         for number, micro in enumerate(work):
             self.model.clock.at(micro.rows)
-            losses = self.model.losses(micro.batch)
+            with self._timed("forward", number):
+                losses = self.model.losses(micro.batch)
             last = number == len(work) - 1
-            with self.sums.last_backward() if last else nullcontext():
+            summing = self.sums.last_backward() if last else nullcontext()
+            with self._timed("backward", number), summing:
                 weighted(losses, counts).backward()
             add(totals, losses)
         return totals
@@ -67,6 +74,9 @@ class WholeModel:
             add(totals, losses)
         return totals
 
+    def _timed(self, kind: str, micro: int) -> AbstractContextManager[None]:
+        return timed(self.on_action, kind, 0, micro, torch.cuda.is_initialized())
+
 
 class Pipeline:
     """Micro-batches through the stages of a pipeline, of which this process holds some.
@@ -76,6 +86,14 @@ class Pipeline:
 
     def __init__(self, model: Model, executor: Executor) -> None:
         self.model, self.executor = model, executor
+
+    @property
+    def on_action(self) -> OnAction | None:
+        return self.executor.on_action
+
+    @on_action.setter
+    def on_action(self, told: OnAction | None) -> None:
+        self.executor.on_action = told
 
     def train(self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor]) -> Losses:
         totals = zeros(counts)

@@ -7,15 +7,16 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gridformer.parallel.placement import shard_of
+from gridformer.models import build_model
 
 if TYPE_CHECKING:
-    from torch import nn
+    from pathlib import Path
 
-    from gridformer.config import RunConfig
+    from gridformer.config import LayoutConfig, RunConfig
     from gridformer.data import Batches
     from gridformer.launch import World
     from gridformer.train.plan import Plan
@@ -26,14 +27,13 @@ _LINE_EVERY_S = 5.0  # where the output is no terminal
 class Reporter:
     """A progress bar on a terminal, a line now and then elsewhere, and lines at both ends."""
 
-    def __init__(
-        self, plan: Plan, world: World, model: nn.Module, n_train_tokens: int, batches: Batches
-    ) -> None:
+    def __init__(self, plan: Plan, world: World, n_train_tokens: int, batches: Batches) -> None:
         self.plan = plan
         self.console = Console(highlight=False)
         self._last_line = 0.0
         run = plan.run
-        size = sum(math.prod(shard_of(p).size) for p in model.parameters())
+        with torch.device("meta"):
+            size = sum(p.numel() for p in build_model(run.model).parameters())
         self._print(
             f"[bold]{run.name}[/bold]: {run.model.name} ({human(size)} parameters, vocabulary "
             f"{run.model.vocab_size:,}) on {run.layout.describe()}"
@@ -83,6 +83,15 @@ class Reporter:
         ):
             self._last_line = now
             self._print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
+
+    def traced(self, path: Path, idle: float | None, layout: LayoutConfig) -> None:
+        """A step's timeline has been written."""
+        text = f"  timeline of this step: {path} (open it in ui.perfetto.dev)"
+        if layout.pp > 1 and idle is not None:
+            ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
+            text += f"; ranks waited {idle:.0%} of the time that they computed, with equal stages "
+            text += f"it would be {ideal:.0%}"
+        self._print(text)
 
     def end(self, step: int, saved: int, stopped: bool) -> None:
         """The run is over; say where it left off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from gridformer.parallel.gradients import (
     squared_norm,
 )
 from gridformer.parallel.grid import weights_kept
-from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.pipeline import Executor, timed
 from gridformer.train.passes import MicroBatch, Passes, Pipeline, WholeModel
 
 # Reads the given rows of a step's global batch; see gridformer.batch.
@@ -101,14 +102,16 @@ class Stepper:
 
         Raises DivergedError, on all ranks and before any update, if loss or norm is not finite.
         """
-        work = self._work(read)
-        counts, tokens, flags = self._count(work, flag)
+        with self._timed("read the batch"):
+            work = self._work(read)
+            counts, tokens, flags = self._count(work, flag)
         self.model.train()
         self.model.zero_grad(set_to_none=True)  # copies, which the optimizer has not, included
         self.model.clock.step = step
         with weights_kept(self.model):
             losses = self.passes.train(work, counts)
-        reduce_gradients(self.model, self.axes, self.sums)
+        with self._timed("add up gradients"):
+            reduce_gradients(self.model, self.axes, self.sums)
 
         mine = [loss * self._first() for loss in losses.values()]
         sums = torch.stack([*mine, squared_norm(self.model, self.axes)])
@@ -123,13 +126,17 @@ class Stepper:
                 f"was updated. Lower train.lr ({self.train.lr:g}), lengthen train.warmup_steps "
                 f"({self.train.warmup_steps}) or look at the data of this step"
             )
-        clip_gradients(self.model, norm, self.train.clip_norm)
         lr = learning_rate(step, self.train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        share_copies(self.model, self.axes)
+        with self._timed("update"):
+            clip_gradients(self.model, norm, self.train.clip_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            share_copies(self.model, self.axes)
         return StepResult(loss, parts, norm, lr, tokens, flagged=flags > 0)
+
+    def _timed(self, kind: str) -> AbstractContextManager[None]:
+        return timed(self.passes.on_action, kind, on_gpu=self.device.type == "cuda")
 
     @torch.no_grad()
     def evaluate(self, reads: Sequence[ReadRows]) -> Evaluation:

@@ -22,7 +22,8 @@ from gridformer.train.compile import compile_model
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
 from gridformer.train.report import Reporter
-from gridformer.train.step import ReadRows, Stepper
+from gridformer.train.step import ReadRows, Stepper, StepResult
+from gridformer.train.trace import StepTrace
 
 
 class Trainer:
@@ -58,7 +59,7 @@ class Trainer:
         if world.rank == 0:
             self._prepare_folder()
             self.log = MetricsLog(plan.out, plan.resume_step)
-            self.report = Reporter(plan, world, self.model, folder.train.n_tokens, self.batches)
+            self.report = Reporter(plan, world, folder.train.n_tokens, self.batches)
 
     def fit(self) -> None:
         """Run the remaining steps. Ends early, with a checkpoint, when told to stop."""
@@ -90,7 +91,11 @@ class Trainer:
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         began = time.perf_counter()
-        result = self.stepper(step, partial(self._rows, self.batches, step), self.stop.requested)
+        read = partial(self._rows, self.batches, step)
+        if step + 1 == self.run.train.trace_step:
+            result = self._traced(step, read)
+        else:
+            result = self.stepper(step, read, self.stop.requested)
         seconds = time.perf_counter() - began
         self.tokens += result.tokens
         metrics = {
@@ -104,6 +109,19 @@ class Trainer:
             "step_time_s": seconds,
         }
         return metrics, result.flagged
+
+    def _traced(self, step: int, read: ReadRows) -> StepResult:
+        """The step, and its timeline in the run directory."""
+        trace = StepTrace(self.axes)
+        with trace.record() as told:
+            self.stepper.passes.on_action = told
+            result = self.stepper(step, read, self.stop.requested)
+            self.stepper.passes.on_action = None
+        path = self.plan.out / f"trace-step-{step + 1}.json"
+        idle = trace.write(path)
+        if self.report:
+            self.report.traced(path, idle, self.run.layout)
+        return result
 
     def _evaluate(self) -> dict[str, float]:
         """val_loss, and its parts where there are several."""

@@ -11,6 +11,15 @@ timeline     how long it took
 from gridformer.parallel.pipeline.executor import Executor
 from gridformer.parallel.pipeline.holding import keep_stages, mark_shared
 from gridformer.parallel.pipeline.partition import stages_of
-from gridformer.parallel.pipeline.timeline import Event, idle_fraction
+from gridformer.parallel.pipeline.timeline import Event, OnAction, idle_fraction, timed
 
-__all__ = ["Event", "Executor", "idle_fraction", "keep_stages", "mark_shared", "stages_of"]
+__all__ = [
+    "Event",
+    "Executor",
+    "OnAction",
+    "idle_fraction",
+    "keep_stages",
+    "mark_shared",
+    "stages_of",
+    "timed",
+]

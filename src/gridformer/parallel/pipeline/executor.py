@@ -10,10 +10,9 @@ next one from each rank is asked for before it is needed, so that it can arrive 
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,7 @@ from gridformer.parallel.gradients import GradientSums
 from gridformer.parallel.pipeline.border import LABEL, Border
 from gridformer.parallel.pipeline.holding import shared_sets
 from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards
-from gridformer.parallel.pipeline.timeline import Event
+from gridformer.parallel.pipeline.timeline import OnAction, timed
 
 if TYPE_CHECKING:
     from gridformer.train.passes import MicroBatch
@@ -57,7 +56,7 @@ class Executor:
         layout: LayoutConfig,
         axes: Axes,
         sums: GradientSums,
-        on_action: Callable[[Event], None] | None = None,
+        on_action: OnAction | None = None,
     ) -> None:
         assert len(model.stages) == layout.n_stages, "the model was not cut for this layout"
         self.model, self.layout, self.pp = model, layout, axes.pp
@@ -105,19 +104,8 @@ class Executor:
                 left -= found[action]
         return found
 
-    @contextmanager
-    def timed(self, kind: str, action: Action) -> Iterator[None]:
-        if self.on_action is None:
-            yield
-            return
-        began = self._now()
-        yield
-        self.on_action(Event(kind, action.stage, action.micro, began, self._now()))
-
-    def _now(self) -> float:
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def timed(self, kind: str, action: Action) -> AbstractContextManager[None]:
+        return timed(self.on_action, kind, action.stage, action.micro, self._on_gpu)
 
 
 class _Run:

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
+
+import torch
 
 
 class Event(NamedTuple):
-    """Something one rank did. kind: `forward`, `backward`, `send` or `recv`, the last being the
-    wait for a message; start, end: seconds of `time.perf_counter`."""
+    """Something one rank did. kind: `forward`, `backward`, `send`, `recv` (the wait for a message)
+    or another part of a step; stage and micro are -1 where it is of none; start, end: seconds of
+    `time.perf_counter`."""
 
     kind: str
     stage: int
     micro: int
     start: float
     end: float
+
+
+OnAction = Callable[[Event], None]
+
+
+@contextmanager
+def timed(
+    told: OnAction | None, kind: str, stage: int = -1, micro: int = -1, on_gpu: bool = False
+) -> Iterator[None]:
+    """Tell when what is done inside began and ended; nothing if nobody listens. On a GPU it is
+    waited for then, so that times are those of the work."""
+    if told is None:
+        yield
+        return
+    began = _now(on_gpu)
+    yield
+    told(Event(kind, stage, micro, began, _now(on_gpu)))
+
+
+def _now(on_gpu: bool) -> float:
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def idle_fraction(ranks: Sequence[Sequence[Event]]) -> float:

@@ -1,0 +1,154 @@
+"""One step of all processes as a timeline, for Perfetto or Chrome's trace viewer.
+
+`train.trace_step=N` records step N into RUNDIR/trace-step-N.json: what each process computed, what
+it sent over which axis and how much, and when it waited. Open it in ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gridformer import comm
+from gridformer.comm import Axes, Record, Recorder
+from gridformer.parallel.pipeline import Event, OnAction, idle_fraction
+
+_PASSES = ("forward", "backward")
+
+
+class StepTrace:
+    """One step as one process sees it; all processes `record` it together, and then `write` it."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self.events: list[Event] = []
+        self.recorder = Recorder()
+        self.zero = 0.0
+
+    @contextmanager
+    def record(self) -> Iterator[OnAction]:
+        """Around the step; what comes of it is to be told of its passes."""
+        comm.barrier((self.axes.world,))
+        self.zero = time.perf_counter()
+        with comm.record() as self.recorder:
+            yield self.events.append
+
+    def write(self, path: Path) -> float | None:
+        """Write all processes' parts into one file, on shared storage. On rank 0 returns the time
+        in which ranks of the pipeline waited over that in which they computed."""
+        rank = self.axes.world.index
+        part_of(path, rank).write_text(json.dumps(self._part()), encoding="utf-8")
+        comm.barrier((self.axes.world,))
+        if rank:
+            return None
+        files = [part_of(path, index) for index in range(self.axes.world.size)]
+        parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        path.write_text(json.dumps(merged(parts)), encoding="utf-8")
+        for file in files:
+            file.unlink()
+        return idle_fraction([[Event(*event) for event in part["events"]] for part in parts])
+
+    def _part(self) -> dict[str, Any]:
+        axes = self.axes
+        places = {name: axes[name] for name in ("pp", "dp", "row", "col", "branch")}
+        return {
+            "host": socket.gethostname(),
+            "zero": self.zero,
+            "place": {name: axis.index for name, axis in places.items() if axis.size > 1},
+            "events": self.events,
+            "messages": [_message(record) for record in self.recorder.records],
+        }
+
+
+def part_of(path: Path, rank: int) -> Path:
+    return path.with_name(f".{path.name}.{rank}")
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The parts of all ranks, in order, as one Chrome trace. Microseconds from the step's start.
+
+    Processes of one machine share a clock. Those of several do not: each counts from the barrier
+    before the step.
+    """
+    one_clock = len({part["host"] for part in parts}) == 1
+    found: list[dict[str, Any]] = []
+    for rank, part in enumerate(parts):
+        zero = parts[0]["zero"] if one_clock else part["zero"]
+        place = ", ".join(f"{name} {index}" for name, index in part["place"].items())
+        title = f"rank {rank}" + (f" ({place})" if place else "")
+        found += [
+            _meta("process_name", rank, {"name": title}),
+            _meta("process_sort_index", rank, {"sort_index": rank}),
+            _meta("thread_name", rank, {"name": "computes, and waits"}),
+        ]
+        found += [_slice(rank, zero, Event(*event)) for event in part["events"]]
+        for number, message in enumerate(part["messages"]):
+            found += _travelling(rank, zero, f"{rank}.{number}", message)
+    found.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def _message(record: Record) -> dict[str, Any]:
+    timing = record.timing
+    return {
+        "op": record.op,
+        "axis": record.axis,
+        "ranks": record.size,
+        "bytes": record.bytes,
+        "label": record.label,
+        "times": [timing.began, timing.waited, timing.ended],
+    }
+
+
+def _slice(rank: int, zero: float, event: Event) -> dict[str, Any]:
+    name, args = event.kind, {}
+    if event.stage >= 0:
+        name = f"{event.kind} {event.micro}"
+        args = {"stage": event.stage, "micro-batch": event.micro}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": "pass" if event.kind in _PASSES else "other",
+        "pid": rank,
+        "tid": 0,
+        "ts": 1e6 * (event.start - zero),
+        "dur": 1e6 * (event.end - event.start),
+        "args": args,
+    }
+
+
+def _travelling(
+    rank: int, zero: float, number: str, message: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A collective on its axis' own track, and the wait for it among the passes."""
+    began, waited, ended = message["times"]
+    if not ended:  # nobody waited for it within the step
+        return []
+    args = {key: message[key] for key in ("axis", "ranks", "bytes", "label")}
+    axis, label = message["axis"], message["label"]
+    name = f"{axis}: {message['op']}" + (f", {label}" if label else "")
+    travels = {"name": name, "cat": f"comm {axis}", "pid": rank, "tid": 0, "id": number}
+    wait = {
+        "ph": "X",
+        "name": f"wait for {name}",
+        "cat": "wait",
+        "pid": rank,
+        "tid": 0,
+        "ts": 1e6 * (waited - zero),
+        "dur": 1e6 * (ended - waited),
+        "args": args,
+    }
+    return [
+        {"ph": "b", "ts": 1e6 * (began - zero), "args": args, **travels},
+        {"ph": "e", "ts": 1e6 * (ended - zero), **travels},
+        wait,
+    ]
+
+
+def _meta(name: str, rank: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args}
