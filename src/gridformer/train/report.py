@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gridformer.parallel.placement import shard_of
+from gridformer.models import count_parameters
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from gridformer.launch import World
     from gridformer.train.plan import Plan
 
@@ -24,12 +22,12 @@ _LINE_EVERY_S = 5.0  # where the output is no terminal
 class Reporter:
     """A progress bar on a terminal, a line now and then elsewhere, and lines at both ends."""
 
-    def __init__(self, plan: Plan, world: World, model: nn.Module, n_train_tokens: int) -> None:
+    def __init__(self, plan: Plan, world: World, n_train_tokens: int) -> None:
         self.plan = plan
         self.console = Console(highlight=False)
         self._last_line = 0.0
         run = plan.run
-        size = sum(math.prod(shard_of(p).size) for p in model.parameters())
+        size = count_parameters(run.model)  # rank 0 may hold some stages only
         self._print(
             f"[bold]{run.name}[/bold]: {run.model.name} ({human(size)} parameters, vocabulary "
             f"{run.model.vocab_size:,}) on {run.layout.describe()}"

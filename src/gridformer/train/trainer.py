@@ -59,7 +59,7 @@ class Trainer:
         if world.rank == 0:
             self._prepare_folder()
             self.log = MetricsLog(plan.out, plan.resume_step)
-            self.report = Reporter(plan, world, self.model, len(folder.train.tokens))
+            self.report = Reporter(plan, world, len(folder.train.tokens))
 
     def fit(self) -> None:
         """Run the remaining steps. Ends early, with a checkpoint, when told to stop."""
