@@ -35,14 +35,14 @@ SETTINGS = TrainConfig(
 def family(name: Family, **changes: Any) -> ModelConfig:
     """Four layers a stack, or three and five: no number of stages divides all of them."""
     layers = {"n_layers": 3, "n_decoder_layers": 5} if name in ("t5", "transformer") else {}
-    own = {
+    own: dict[Family, dict[str, Any]] = {
         "gpt2": {"n_labels": 3},
         "bert": {"n_labels": 3},
         "t5": {"relative_buckets": 8, "relative_max_distance": 8},
         "transformer": {"label_smoothing": 0.1},
-    }[name]
+    }
     return ModelConfig(
-        **{"family": name, "n_layers": 4, **layers, **own, **SIZE, **DROPOUT, **changes}
+        **{"family": name, "n_layers": 4, **layers, **own[name], **SIZE, **DROPOUT, **changes}
     )
 
 

@@ -93,7 +93,7 @@ def test_every_order_ends_and_its_messages_match(
     simulated((order, pp, k, m))
     orders = actions_of(order, pp, k, m)
     every = {
-        Action(kind, stage, micro)  # type: ignore[arg-type]
+        Action(kind, stage, micro)
         for kind in ("forward", "backward")
         for stage in range(pp * k)
         for micro in range(m)
@@ -121,7 +121,7 @@ def test_every_order_ends_and_its_messages_match(
 def test_1f1b_has_no_more_under_way_than_stages() -> None:
     """GPipe keeps what all micro-batches made, 1F1B of pp at most: its reason to be."""
     for order, most in (("gpipe", 12), ("1f1b", 4)):
-        for rank, actions in enumerate(actions_of(order, 4, 1, 12)):  # type: ignore[arg-type]
+        for rank, actions in enumerate(actions_of(order, 4, 1, 12)):
             under_way = [1 if action.kind == "forward" else -1 for action in actions]
             found = max(itertools.accumulate(under_way))
             assert found == (most if order == "gpipe" else most - rank)

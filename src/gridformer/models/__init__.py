@@ -1,5 +1,7 @@
 """Plain single-device models; there is no distributed code in this package."""
 
+import torch
+
 from gridformer.config import Family, ModelConfig
 from gridformer.models.bert import BERT
 from gridformer.models.encoder_decoder import EncoderDecoder
@@ -19,6 +21,7 @@ __all__ = [
     "State",
     "Transformer",
     "build_model",
+    "count_parameters",
 ]
 
 FAMILIES: dict[Family, type[Model]] = {
@@ -32,3 +35,9 @@ FAMILIES: dict[Family, type[Model]] = {
 def build_model(config: ModelConfig) -> Model:
     """The model that a config describes, unfilled; see `gridformer.parallel.parallelize`."""
     return FAMILIES[config.family](config)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Elements of all parameters of a model, shared ones once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(config).parameters())

@@ -214,26 +214,28 @@ def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
 
     Raises RuntimeError with the names that differ, on every rank of the axis concerned.
     """
+    found = []
     for key in ("dp", "every", "row", "col", "grid"):
         held = [
             (name, p)
             for name, p in model.named_parameters()
             if key in (shard_of(p).replicas, shard_of(p).copies)
         ]
-        _assert_equal(held, axes[key])
+        found += _unequal(held, axes[key])
     for stages, held in _shared(model).items():
-        _assert_equal(held, axes.holders(stages))
+        found += _unequal(held, axes.holders(stages))
+    if found:  # not before: another axis' ranks may wait for this one
+        raise RuntimeError("; ".join(found))
 
 
-def _assert_equal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> None:
+def _unequal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]:
     if axis.size == 1 or not held:
-        return
+        return []
     sums = torch.stack([_checksum(p) for _, p in held])
     low = comm.all_reduce(sums.clone(), axis, "min", "sanity")
     high = comm.all_reduce(sums, axis, "max", "sanity")
     names = [name for (name, _), differs in zip(held, (low != high).tolist()) if differs]
-    if names:
-        raise RuntimeError(f"copies over axis {axis.name} differ: {', '.join(names)}")
+    return [f"copies over axis {axis.name} differ: {', '.join(names)}"] if names else []
 
 
 def _shared(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parameter]]]:

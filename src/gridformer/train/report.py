@@ -7,11 +7,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gridformer.models import build_model
+from gridformer.models import count_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,8 +31,7 @@ class Reporter:
         self.console = Console(highlight=False)
         self._last_line = 0.0
         run = plan.run
-        with torch.device("meta"):
-            size = sum(p.numel() for p in build_model(run.model).parameters())
+        size = count_parameters(run.model)  # rank 0 may hold some stages only
         self._print(
             f"[bold]{run.name}[/bold]: {run.model.name} ({human(size)} parameters, vocabulary "
             f"{run.model.vocab_size:,}) on {run.layout.describe()}"

@@ -1,0 +1,237 @@
+"""What pipelines send and when: between stages, for shared parameters, and how long they wait."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.batch import Batch
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.models import Link, Model, State
+from gridformer.parallel.gradients import GradientSums, assert_copies_equal
+from gridformer.parallel.pipeline import Event, Executor, idle_fraction
+from gridformer.train.passes import MicroBatch
+from tests.choosing import full_unless
+from tests.multirank.exactness import axes_of
+from tests.multirank.pipelines import LENGTH, ROWS, SOURCE, Layout, family, reads_of, stepper_of
+from tests.multirank.pool import WorkerPool
+
+H = 16
+TOKENS, SOURCES = ROWS * LENGTH * H, ROWS * SOURCE * H
+MEGATRON: Layout = {"scheme": "megatron", "cols": 2}
+
+
+def moved(layout: Layout, config: ModelConfig) -> dict[str, tuple[float, int]]:
+    """Elements and messages between stages in one step, by what was done; and gathered over col."""
+    plan = LayoutConfig(**layout)
+    stepper = stepper_of(config, plan, axes_of(plan))
+    (read,) = reads_of(config, 1)
+    with comm.record() as recorder:
+        stepper(0, read)
+    found: dict[str, tuple[float, int]] = {}
+    for op in ("send", "recv"):
+        records = [r for r in recorder.records if r.op == op]
+        assert all((r.axis, r.label) == ("pp", "pipeline") for r in records)
+        found[op] = sum(r.moved for r in records), len(records)
+    found["col"] = recorder.moved("pipeline", "col"), recorder.count("pipeline", "col").total()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "share", "gathered"),
+    [
+        ({}, 1, False),
+        (MEGATRON, 2, True),
+        ({**MEGATRON, "sequence_parallel": True}, 2, False),
+        ({"scheme": "optimus", "rows": 1, "cols": 2}, 2, False),
+        ({"scheme": "subgraph", "branches": 2}, 2, False),
+    ],
+    ids=["single", "megatron", "sequence", "optimus", "subgraph"],
+)
+def test_a_tensor_crosses_once(
+    pool: WorkerPool, layout: Layout, share: int, gathered: bool
+) -> None:
+    """A device sends its part of it, whatever the scheme; plain Megatron's gather theirs again."""
+    m = 3
+    layout = {**layout, "pp": 2, "micro_batches": m}
+    n = LayoutConfig(**layout).n_processes
+    for found in pool.run(n, moved, layout, family("gpt2")):
+        assert found["send"] == found["recv"] == (TOKENS / share, m)
+        assert found["col"] == ((TOKENS / 2, m) if gathered else (0, 0))
+
+
+def test_the_first_sub_grid_alone_sends(pool: WorkerPool) -> None:
+    layout = {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2, "micro_batches": 2}
+    for rank, found in enumerate(pool.run(4, moved, layout, family("gpt2"))):
+        assert found["send"] == ((TOKENS, 2) if rank % 2 == 0 else (0, 0))
+
+
+def begins(layout: Layout, config: ModelConfig) -> list[str]:
+    """The first link of each stage."""
+    plan = LayoutConfig(**layout)
+    model = stepper_of(config, plan, axes_of(plan)).model
+    names = [link.name for link in model.links()]
+    return [names[stage.start] for stage in model.stages]
+
+
+@pytest.mark.parametrize("pp", full_unless(lambda pp: pp == 5, [5, 7]))
+def test_memory_rides_along(pool: WorkerPool, pp: int) -> None:
+    """The encoder's result goes through the decoder's stages, and not to a head alone."""
+    layout, config = {"pp": pp, "micro_batches": 2}, family("t5", n_layers=1, n_decoder_layers=3)
+    config = config.model_copy(update={"vocab_size": 400})  # so that the head is a stage
+    first = pool.run(pp, begins, layout, config)[0]
+    assert first[-2:] == ["decoder.layers.2", "head"]
+    assert "decoder.embedding" in first or pp < 7
+    borders = [
+        TOKENS
+        if name == "head"
+        else TOKENS + SOURCES
+        if name.startswith("decoder.layers")
+        else SOURCES
+        for name in first[1:]
+    ]
+    # Each is crossed both ways: a rank sends on over one, and back over the other.
+    sent = [result["send"][0] for result in pool.run(pp, moved, layout, config)]
+    assert sent == [a + b for a, b in zip([*borders, 0], [0, *borders])]
+
+
+# --------------------------------------------------------------------------- shared parameters
+
+
+def with_one_copy_changed(layout: Layout, name: str, rank: int) -> str:
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    stepper = stepper_of(family("t5"), plan, axes)
+    assert_copies_equal(stepper.model, axes)
+    if axes.world.index == rank:
+        with torch.no_grad():
+            stepper.model.get_parameter(name)[-1] += 1e-6
+    try:
+        assert_copies_equal(stepper.model, axes)
+    except RuntimeError as error:
+        return str(error)
+    return "equal"
+
+
+def test_unequal_copies_on_stages_are_found(pool: WorkerPool) -> None:
+    said = pool.run(4, with_one_copy_changed, {"pp": 4, "micro_batches": 4}, "tokens.weight", 3)
+    assert Counter(said) == {"copies over axis pp differ: tokens.weight": 3, "equal": 1}
+
+
+def sums_in_backward(layout: Layout) -> tuple[list[str], int]:
+    """Sums over replicas that start before the last backward pass of this rank has ended, and
+    gradients that change after their sum has begun."""
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    stepper = stepper_of(family("gpt2", n_labels=0), plan, axes)
+    executor: Executor = stepper.passes.executor  # type: ignore[attr-defined]
+    seen: list[str] = []
+    late = 0
+    started: dict[int, list[Tensor]] = {}
+    for bucket in stepper.sums._buckets:
+
+        def start(bucket: Any = bucket, begin: Callable[[], None] = bucket.start) -> None:
+            seen.append("sum")
+            started[id(bucket)] = [p.grad.clone() for p in bucket.parameters if p.grad is not None]
+            begin()
+
+        def finish(bucket: Any = bucket, end: Callable[[], None] = bucket.finish) -> None:
+            nonlocal late
+            grads = [p.grad for p in bucket.parameters if p.grad is not None]
+            late += sum(not torch.equal(a, b) for a, b in zip(started[id(bucket)], grads))
+            end()
+
+        bucket.start, bucket.finish = start, finish  # type: ignore[method-assign]
+    executor.on_action = lambda event: seen.append(event.kind)
+    (read,) = reads_of(family("gpt2", n_labels=0), 1)
+    read_tokens = lambda rows: {k: v for k, v in read(rows).items() if k in ("tokens", "targets")}  # noqa: E731
+    stepper(0, read_tokens)
+    return [kind for kind in seen if kind in ("sum", "backward")], late
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_sums_start_in_the_last_backward_and_not_before(pool: WorkerPool, k: int) -> None:
+    """A stage's gradients are complete when its own last backward pass is done."""
+    layout = {"pp": 2, "dp": 2, "micro_batches": 2, "stages_per_rank": k}
+    for seen, late in pool.run(4, sums_in_backward, layout):
+        assert late == 0, "a gradient changed after its sum had begun"
+        assert seen.count("backward") == 2 * k
+        last = len(seen) - 1 - seen[::-1].index("backward")
+        assert "sum" in seen[:last], "nothing overlaps"
+        assert seen.index("sum") > seen.index("backward"), "before any gradient was complete"
+
+
+# --------------------------------------------------------------------------- time
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        time.sleep(seconds)
+        ctx.seconds = seconds
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return grads[0] * 1.0, None
+
+
+class Sleeper(Model):
+    """As many links as stages; each sleeps, twice as long backward as forward."""
+
+    def __init__(self, config: ModelConfig, seconds: float) -> None:
+        super().__init__(config)
+        self.seconds = seconds
+        self.start = torch.nn.Parameter(torch.zeros(config.hidden_size))
+
+    def links(self) -> list[Link]:
+        def run(state: State, batch: Batch) -> None:
+            if state.x is None:
+                state.x = self.start.expand(*batch["tokens"].shape, -1)
+            state.x = state.outputs["tokens"] = _Nap.apply(state.x, self.seconds)
+
+        return [Link(str(i), run, ()) for i in range(len(self.stages))]
+
+
+def events_of(layout: Layout, nap: float) -> list[Event]:
+    """What this rank did in a step whose forward passes sleep `nap` seconds."""
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    config = ModelConfig(n_layers=1, hidden_size=4, n_heads=1, vocab_size=2)
+    model = Sleeper(config, nap)
+    model.stages = tuple(range(i, i + 1) for i in range(plan.n_stages))
+    executor = Executor(model, plan, axes, GradientSums.of(model, axes))
+    tokens = {"tokens": torch.zeros(1, 1, dtype=torch.long)}
+    work = [MicroBatch(slice(i, i + 1), tokens) for i in range(plan.micro_batches)]
+    events: list[Event] = []
+    executor.on_action = events.append
+    comm.barrier((axes.world,))
+    executor.train(work, lambda outputs, batch: outputs["tokens"].sum())
+    return events
+
+
+@pytest.mark.parametrize(("order", "k"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_idle_time_of_equal_stages(pool: WorkerPool, order: str, k: int) -> None:
+    """(pp-1)/m of the ideal time, 1/k of it interleaved. A busy machine only adds to it, the
+    less the longer the naps: one step of several must come close."""
+    m = 4
+    layout = {"pp": 2, "micro_batches": m, "pipeline": order, "stages_per_rank": k}
+    want = 1 / (k * m)
+    for turn in range(6):
+        ranks = pool.run(2, events_of, layout, 0.03 * 1.6**turn)
+        found = idle_fraction(ranks)
+        if found < 1.3 * want:
+            break
+    assert found == pytest.approx(want, rel=0.3)
+    # The first rank sends on all it makes, and back what enters its second stage, if any.
+    messages = m * (2 * k - 1)
+    kinds = Counter(event.kind for event in ranks[0])
+    assert kinds == {"forward": k * m, "backward": k * m, "send": messages, "recv": messages}

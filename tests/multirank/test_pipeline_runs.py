@@ -1,0 +1,147 @@
+"""Whole runs with pipelines: checkpoints that move between layouts, compiled blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.config import LayoutConfig
+from gridformer.parallel import build_parallel
+from gridformer.train import checkpoint
+from gridformer.train.compile import compile_model
+from gridformer.train.metrics import read_metrics
+from tests.choosing import full_unless
+from tests.multirank.exactness import CPU, axes_of, distance, values
+from tests.multirank.pipelines import SETTINGS, Layout, family, reads_of, stepper_of
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_resume import (
+    MIDDLE,
+    STEPS,
+    losses,
+    n_of,
+    plan_of,
+    start_from,
+    stored,
+    train,
+)
+
+ONE: Layout = {}
+TWO: Layout = {"pp": 2, "micro_batches": 4}
+INTERLEAVED: Layout = {"pp": 2, "stages_per_rank": 2, "micro_batches": 4}
+FOUR: Layout = {"pp": 4, "micro_batches": 6}
+MEGATRON: Layout = {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 3}
+OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 2}
+FIRST: Layout = {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2}
+REPLICAS: Layout = {"dp": 2, "pp": 2, "micro_batches": 2}
+PAIRS = [
+    (INTERLEAVED, MEGATRON),
+    (ONE, TWO),
+    (FOUR, OPTIMUS),
+    (OPTIMUS, {**OPTIMUS, "pp": 2}),
+    (FIRST, REPLICAS),
+    (REPLICAS, ONE),
+]
+
+
+def title(pair: tuple[Layout, Layout]) -> str:
+    return " to ".join(LayoutConfig(**layout).describe() for layout in pair)
+
+
+@pytest.mark.parametrize("pair", full_unless(PAIRS[:2].__contains__, PAIRS), ids=title)
+def test_any_layout_goes_on_from_any_other(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, pair: tuple[Layout, Layout]
+) -> None:
+    """With dropout and clipping; shared tables are saved once."""
+    before, after = pair
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    pool.run(n_of(before), train, plan_of(token_folder, whole, before))
+    start_from(whole, moved)
+    pool.run(n_of(after), train, plan_of(token_folder, moved, after))
+    want, got = losses(whole), losses(moved)
+    assert list(got) == list(range(1, STEPS + 1))
+    for step in want:
+        assert got[step] == pytest.approx(want[step], rel=1e-9), step
+    evals = [read_metrics(out)[-1]["val_loss"] for out in (whole, moved)]
+    assert evals[1] == pytest.approx(evals[0], rel=1e-9)
+
+
+def test_the_same_pipeline_goes_on_bit_by_bit(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    pool.run(2, train, plan_of(token_folder, whole, INTERLEAVED, dtype="float32"))
+    start_from(whole, resumed)
+    plan = plan_of(token_folder, resumed, INTERLEAVED, dtype="float32")
+    assert plan.resume_step == MIDDLE
+    pool.run(2, train, plan)
+    want, got = stored(whole), stored(resumed)
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    for key in ("model.tokens.weight", "exp_avg.tokens.weight"):
+        assert [name for name, _ in want].count(key) == 1, "it lies on both stages"
+
+
+def moved_through(layouts: list[Layout], name: Any, out: Path) -> float:
+    """How far a model is from itself after its checkpoints went from each layout to the next."""
+    config = family(name)
+    run = plan_of(out, out, {}).run.model_copy(update={"model": config})
+    first = None
+    for step, layout in enumerate(layouts):
+        plan = LayoutConfig(**layout)
+        axes = axes_of(plan)
+        stepper = stepper_of(config, plan, axes)
+        if step:
+            found = checkpoint.latest(out)
+            assert found is not None
+            checkpoint.load(found, stepper.model, stepper.optimizer, axes)
+        else:
+            stepper(0, reads_of(config, 1)[0])
+            first = stepper.model
+        checkpoint.save(out, step + 1, 0, run, stepper.model, stepper.optimizer, axes)
+    assert first is not None
+    return distance(stepper.model, values(stepper.model), values(first))
+
+
+@pytest.mark.parametrize("name", full_unless(lambda n: n == "t5", ["bert", "t5", "transformer"]))
+def test_every_family_moves(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    """From four stages to two interleaved ones with replicas, to a grid, and back; bit by bit."""
+    layouts = [
+        {"pp": 4, "micro_batches": 4},
+        {"pp": 2, "dp": 2, "stages_per_rank": 2, "micro_batches": 2},
+        {"scheme": "optimus", "rows": 2, "cols": 2},
+        {"pp": 4, "micro_batches": 4},
+    ]
+    assert pool.run(4, moved_through, layouts, name, tmp_path) == [0.0] * 4
+
+
+def compiled(layout: Layout) -> list[float]:
+    torch.set_num_threads(1)
+    plan, config, found = LayoutConfig(**layout), family("gpt2"), []
+    for compiles in (False, True):
+        axes = axes_of(plan)
+        stepper = stepper_of(config, plan, axes)
+        if compiles:
+            compile_model(stepper.model, "aot_eager")
+        found.append([stepper(step, read).loss for step, read in enumerate(reads_of(config, 2))])
+    return [abs(a / b - 1) for a, b in zip(*found)]
+
+
+def test_blocks_of_stages_can_be_compiled(pool: WorkerPool) -> None:
+    """They hold no messages: these go between links."""
+    for differences in pool.run(2, compiled, {"pp": 2, "micro_batches": 2}):
+        assert max(differences) < 1e-9
+
+
+def held(layout: Layout) -> list[int]:
+    plan, config = LayoutConfig(**layout), family("gpt2", n_layers=8)
+    model = build_parallel(config, plan, axes_of(plan), 1, CPU, SETTINGS.dtype)
+    layers = [name for name, _ in model.named_parameters() if name.startswith("layers")]
+    return sorted({int(name.split(".")[1]) for name in layers})
+
+
+def test_interleaved_stages_lie_apart(pool: WorkerPool) -> None:
+    first, second = pool.run(2, held, {"pp": 2, "stages_per_rank": 2, "micro_batches": 2})
+    assert (first, second) == ([0, 1, 4, 5], [2, 3, 6, 7])
