@@ -232,7 +232,8 @@ class LayoutConfig(Config):
             + (", common layers on the first" if self.common == "first" else ""),
         }[self.scheme]
         sequence = ", sequence parallel" if self.sequence_parallel else ""
-        return f"{grid}{sequence}" + (f", dp={self.dp}" if self.dp > 1 else "")
+        mode = f" ({self.dp_mode})" if self.dp_mode != "replicate" else ""
+        return f"{grid}{sequence}" + (f", dp={self.dp}" if self.dp > 1 else "") + mode
 
 
 class DataConfig(Config):

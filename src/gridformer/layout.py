@@ -152,7 +152,17 @@ def _shape_problems(run: RunConfig) -> list[str]:
             f"layout.sequence_parallel belongs to scheme=megatron, not {layout.scheme}: use "
             "sequence_parallel=false"
         )
-    return problems + _schedule_problems(layout)
+    return problems + _replica_problems(layout) + _schedule_problems(layout)
+
+
+def _replica_problems(layout: LayoutConfig) -> list[str]:
+    common = layout.scheme == "subgraph" and layout.common == "all"  # layers on all sub-grids
+    if layout.dp_mode == "replicate" or layout.dp * (layout.branches if common else 1) > 1:
+        return []
+    return [
+        f"layout.dp_mode={layout.dp_mode} shares out what replicas hold, and layout.dp=1 is one "
+        "replica: use layout.dp_mode=replicate"
+    ]
 
 
 def _sub_graph_problems(layout: LayoutConfig) -> list[str]:
