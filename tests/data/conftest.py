@@ -5,6 +5,10 @@ import os
 import pytest
 from hypothesis import settings
 
+from gridformer.data import TokenFolder
+from gridformer.data.prepare import prepare_corpus
+from tests.data.helpers import labelled_source, listed, pairs_source, sentences
+
 # Examples write files on machines that others use too: a deadline would fail by chance.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -16,3 +20,22 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
+    source = listed(*sentences(300))
+    out = tmp_path_factory.mktemp("text") / "t"
+    return prepare_corpus([source], out, vocab_size=300, val_fraction=0.2)
+
+
+@pytest.fixture(scope="session")
+def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
+    out = tmp_path_factory.mktemp("pairs") / "t"
+    return prepare_corpus([pairs_source(120)], out, vocab_size=300, val_fraction=0.2)
+
+
+@pytest.fixture(scope="session")
+def labelled_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
+    out = tmp_path_factory.mktemp("labelled") / "t"
+    return prepare_corpus([labelled_source(120)], out, vocab_size=300, val_fraction=0.2)

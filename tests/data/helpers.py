@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gridformer.data.pieces import Piece, pieces
+from gridformer.config import RunConfig
+from gridformer.data.pieces import Piece, labelled, pieces
 from gridformer.data.sources import Source
-from gridformer.data.tokenfolder import TokenFolder, TokenSplit
+from gridformer.data.tokenfolder import Kind, PartEntry, TokenFolder, TokenSplit
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
 
@@ -22,10 +23,14 @@ class ListSource:
     name: str = "a list"
     license: str | None = None
     n_bytes: int | None = None
+    kind: Kind = "text"
+    languages: tuple[str, str] | None = None
+    parts: tuple[PartEntry, ...] = ()
+    label: Callable[[str], str | None] = lambda document: None
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
         for document in self.documents():
-            yield from pieces([document])
+            yield from labelled(pieces([document]), self.label(document))
 
     def sample(self) -> Iterator[Piece]:
         return self.pieces(Counter())
@@ -73,3 +78,29 @@ def counting_split(n_tokens: int, name: str = "train") -> TokenSplit:
         np.array([0, n_tokens]),
         vocab_size=max(1, n_tokens),
     )
+
+
+def pairs_source(number: int) -> ListSource:
+    """Pairs whose second text says the first in capitals, and is not longer."""
+    texts = [sentence.strip() for sentence in sentences(number, words=5)]
+    both = [text for sentence in texts for text in (sentence, sentence.upper())]
+    return ListSource(lambda: both, kind="pairs", languages=("small", "LARGE"))
+
+
+def labelled_source(number: int) -> ListSource:
+    """Documents whose label is their first word."""
+    texts = sentences(number)
+    return ListSource(lambda: texts, kind="labelled", label=lambda text: text.split()[0])
+
+
+def a_run(folder: TokenFolder, family: str = "gpt2", **values: object) -> RunConfig:
+    """A run of a tiny model on a folder; values are overrides, model__n_labels=2 for instance."""
+    raw: dict[str, dict[str, object]] = {
+        "model": {"family": family, "n_layers": 1, "hidden_size": 8, "n_heads": 2},
+        "data": {"path": folder.path},
+        "train": {"global_batch": 8},
+    }
+    for key, value in {"model__max_seq_len": 32, **values}.items():
+        section, _, name = key.partition("__")
+        raw[section][name] = value
+    return RunConfig.model_validate(raw)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,14 @@ from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data import prepare as preparing
 from gridformer.data.prepare import Progress, prepare_corpus, sample
 from gridformer.errors import DataError, UserError
-from tests.data.helpers import ListSource, documents, listed, sentences
+from tests.data.helpers import (
+    ListSource,
+    documents,
+    labelled_source,
+    listed,
+    pairs_source,
+    sentences,
+)
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
 
@@ -207,7 +214,7 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
     """)
     out = tmp_path / "t"
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
     died = subprocess.run([sys.executable, "-c", script, str(out)], env=environment, check=False)
     assert died.returncode == -signal.SIGKILL
     (partial,) = tmp_path.iterdir()
@@ -274,3 +281,56 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     prepare_corpus([listed(*sentences(9))], tmp_path / "t", tokenizer=TOKENIZER)
     assert (tmp_path / "t").is_symlink()
     assert (tmp_path / "disk" / "t" / "index.json").is_file()
+
+
+# --------------------------------------------------------------------------- pairs and labels
+
+
+def test_pairs(tmp_path: Path) -> None:
+    source = pairs_source(40)
+    folder = prepare_corpus([source], tmp_path / "t", vocab_size=300, val_fraction=0.2)
+    assert (folder.kind, folder.index.languages) == ("pairs", ("small", "LARGE"))
+    got = documents(folder)
+    found = [pair for texts in got.values() for pair in zip(texts[::2], texts[1::2], strict=True)]
+    texts = list(source.documents())
+    assert sorted(found) == sorted(zip(texts[::2], texts[1::2]))
+    assert folder.index.sources[0].documents == 80
+    # The tokenizer has seen both.
+    assert len(folder.tokenizer.encode("QUICK")) < 5
+    assert len(folder.tokenizer.encode("quick")) < 5
+
+
+def test_a_pair_longer_than_a_piece(tmp_path: Path) -> None:
+    long = "".join(sentences(3000))
+    source = ListSource(lambda: [long, "short", "a", long], kind="pairs", languages=("x", "y"))
+    folder = prepare_corpus([source], tmp_path / "t", tokenizer=TOKENIZER)
+    lengths = [
+        [split.document_length(0), split.document_length(1)] for split in (folder.train, folder.val)
+    ]
+    n_long = len(TOKENIZER.encode(long)) + 1
+    n_short, n_a = (len(TOKENIZER.encode(text)) + 1 for text in ("short", "a"))
+    assert sorted(lengths) == sorted([[n_long, n_short], [n_a, n_long]])
+
+
+def test_labels(tmp_path: Path) -> None:
+    folder = prepare_corpus([labelled_source(60)], tmp_path / "t", vocab_size=300)
+    assert folder.kind == "labelled"
+    assert folder.index.labels == tuple(sorted(folder.index.labels))
+    got = documents(folder)
+    for split in (folder.train, folder.val):
+        assert split.labels is not None
+        names = [folder.index.labels[label] for label in split.labels]
+        assert names == [text.split()[0] for text in got[split.name]]
+
+
+@pytest.mark.parametrize("make", [pairs_source, labelled_source])
+def test_same_bytes_of_other_kinds(tmp_path: Path, make: Callable[[int], ListSource]) -> None:
+    for name in ("a", "b"):
+        prepare_corpus([make(50)], tmp_path / name, vocab_size=300)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    # A folder of any kind may take its place.
+    prepare_corpus([listed(*sentences(20))], tmp_path / "a", vocab_size=300, overwrite=True)
+    assert TokenFolder.open(tmp_path / "a").train.labels is None
+    assert len(list((tmp_path / "a").iterdir())) == 6

@@ -1,5 +1,6 @@
 """`gridformer prepare` as it is typed."""
 
+import json
 import shutil
 import sysconfig
 from pathlib import Path
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from gridformer.cli.prepare import prepare
 from gridformer.data import TokenFolder
-from gridformer.errors import DataError
+from gridformer.errors import DataError, UserError
 from tests.data.helpers import documents, sentences
 
 
@@ -94,3 +95,47 @@ def test_python_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got = documents(folder)
     texts = {(stdlib / name).read_bytes().decode() for name in ("os.py", "json/decoder.py")}
     assert set(got["train"] + got["val"]) == texts
+
+
+def test_pairs_out_of_records(tmp_path: Path) -> None:
+    records = [{"en": f"word number {i}", "de": f"Wort Nummer {i}"} for i in range(40)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    output = run(tmp_path / "p.jsonl", "--out", tmp_path / "t", "--pair-keys", "en, de")
+    folder = TokenFolder.open(tmp_path / "t")
+    assert folder.kind == "pairs"
+    pairs = folder.index.train.documents // 2
+    assert f"{pairs} train, {40 - pairs} val" in output
+    assert "en to de" in output
+    last = output.rstrip().splitlines()[-1]
+    assert "model.family=transformer data.source_len=8 data.seq_len=8" in last.replace("16", "8")
+    for wrong in ("en", "en,de,fr", "en,", "en,en"):
+        with pytest.raises(UserError, match="--pair-keys en,de"):
+            run(tmp_path / "p.jsonl", "--out", tmp_path / "u", "--pair-keys", wrong)
+
+
+def test_catalogues(tmp_path: Path) -> None:
+    (tmp_path / "de.po").write_text('msgid "too short"\nmsgstr "zu kurz"\n')
+    with pytest.raises(DataError, match=r"left out: 1 messages of less than 4 words"):
+        run(f"gettext:de:{tmp_path}", "--out", tmp_path / "t")
+    messages = [
+        f'msgid "this is message number {n}"\nmsgstr "dies ist Nachricht {n}"' for n in range(30)
+    ]
+    (tmp_path / "de.po").write_text("\n\n".join(messages))
+    output = run(f"gettext:de:{tmp_path}", "--out", tmp_path / "t")
+    assert "0 train" not in output.splitlines()[0]
+    assert "catalogues" in output
+    assert "not stated, GPL for the most part (30)" in output.replace("\n", " ").replace("  ", "")
+
+
+def test_labels(tmp_path: Path) -> None:
+    for label in ("bad", "good"):
+        (tmp_path / "in" / label).mkdir(parents=True)
+        for number in range(10):
+            (tmp_path / "in" / label / f"{number}.txt").write_text(f"{label} {number}")
+    output = run(tmp_path / "in", "--out", tmp_path / "t", "--labels-from-folders")
+    assert "2: bad, good" in output
+    assert output.rstrip().endswith(f"data.path={tmp_path / 't'} model.n_labels=2")
+    records = [{"text": f"text {i}", "kind": i % 3} for i in range(30)]
+    (tmp_path / "l.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    output = run(tmp_path / "l.jsonl", "--out", tmp_path / "u", "--label-key", "kind")
+    assert "3: 0, 1, 2" in output

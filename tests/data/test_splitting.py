@@ -5,13 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.data import splitting
 from gridformer.data.splitting import SplitWriter, split_of
+from gridformer.data.tokenfolder import SPLITS, Kind
+from gridformer.errors import DataError
 
 EOS = 9
+_ids = st.lists(st.integers(0, 8), min_size=1, max_size=6)
 bodies = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=30), min_size=2, max_size=25)
 fractions = st.floats(0.001, 0.999)
 
@@ -103,3 +106,78 @@ def test_documents_without_tokens_are_none(tmp_path: Path) -> None:
         assert not writer.append([1], ends=False)
         assert writer.append([], ends=True)
         assert (writer.documents, writer.tokens) == (1, 2)
+
+
+@settings(max_examples=60)
+@given(
+    pairs=st.lists(st.tuples(_ids, _ids), min_size=2, max_size=10),
+    seed=st.integers(0, 99),
+    fraction=st.floats(0.01, 0.99),
+)
+def test_pairs_stay_together(
+    tmp_path_factory: pytest.TempPathFactory,
+    pairs: list[tuple[list[int], list[int]]],
+    seed: int,
+    fraction: float,
+) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, "pairs") as writer:
+        for source, target in pairs:
+            assert writer.append_pair(source, target)
+            assert not writer.append_pair(source, [])
+            assert not writer.append_pair([], target)
+        entries = writer.finish()
+    found = []
+    for split in SPLITS:
+        tokens = np.fromfile(folder / f"{split}.bin", "<u2")
+        offsets = np.fromfile(folder / f"{split}.offsets.bin", "<i8")
+        texts = [tokens[a : b - 1].tolist() for a, b in pairwise(offsets)]
+        assert len(texts) == entries[split].documents >= 2
+        found += list(zip(texts[::2], texts[1::2], strict=True))
+    assert sorted(found) == sorted(pairs)
+
+
+@settings(max_examples=60)
+@given(
+    labels=st.lists(st.sampled_from(["b", "a", "10", "9"]), min_size=2, max_size=12),
+    seed=st.integers(0, 99),
+    fraction=st.floats(0.01, 0.99),
+)
+def test_labels_stay_with_their_documents(
+    tmp_path_factory: pytest.TempPathFactory, labels: list[str], seed: int, fraction: float
+) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, "labelled") as writer:
+        for number, label in enumerate(labels):
+            writer.append([number], False)
+            writer.append([number], True, label)
+            writer.append([], True, "of nothing")
+        entries = writer.finish()
+        names = writer.finish_labels()
+    numbers_only = all(label.isdecimal() for label in labels)
+    assert names == tuple(sorted(set(labels), key=int if numbers_only else None))
+    seen: dict[int, str] = {}
+    for split in SPLITS:
+        tokens = np.fromfile(folder / f"{split}.bin", "<u2").reshape(-1, 3)
+        found = np.fromfile(folder / f"{split}.labels.bin", "<i4")
+        assert len(found) == len(tokens) == entries[split].documents >= 1
+        seen |= {int(row[0]): names[label] for row, label in zip(tokens, found)}
+    assert [seen[number] for number in range(len(labels))] == labels
+
+
+@pytest.mark.parametrize(("kind", "said"), [("pairs", "single pair"), ("labelled", "labelled doc")])
+def test_what_cannot_be_cut(tmp_path: Path, kind: Kind, said: str) -> None:
+    with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, kind) as writer:
+        writer.append([1], True, "a" if kind == "labelled" else None)
+        if kind == "pairs":
+            writer.append([2], True)
+        with pytest.raises(DataError, match=f"{said}.*prepare more text"):
+            writer.finish()
+
+
+def test_labels_that_are_none(tmp_path: Path) -> None:
+    with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, "labelled") as writer:
+        for number in range(10_000):
+            writer.append([1], True, f"id-{number}")
+        with pytest.raises(DataError, match=r"more than 10,000 different labels, .*--label-key"):
+            writer.append([1], True, "one more")

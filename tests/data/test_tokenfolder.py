@@ -110,8 +110,8 @@ def _grow(folder: Path) -> None:
         ),
         (lambda f: change(f, val={"documents": 1}), r"gives val\.offsets\.bin .* 2 int64 .* 16"),
         (
-            lambda f: change(f, version=2),
-            "version 2 of the format, this gridformer reads version 1",
+            lambda f: change(f, version=3),
+            "version 3 of the format, this gridformer reads versions 1 and 2",
         ),
         (lambda f: change(f, dtype="int8", eos_id=-1), r"is damaged \(dtype: .*; eos_id: "),
     ],
@@ -142,3 +142,32 @@ def test_tokenizer_of_another_folder(folder: Path) -> None:
     change(folder, tokenizer={"bytes": (folder / "tokenizer.json").stat().st_size})
     with pytest.raises(DataError, match=r"has vocabulary .* \(270, 0\), but .* says \(300, 0\)"):
         _ = TokenFolder.open(folder).tokenizer
+
+
+def test_folders_of_version_1_are_text(folder: Path) -> None:
+    raw = json.loads((folder / "index.json").read_text())
+    for key in ("kind", "languages", "labels"):
+        del raw[key]
+    for source in raw["sources"]:
+        del source["parts"]
+    (folder / "index.json").write_text(json.dumps(raw | {"version": 1}))
+    assert TokenFolder.open(folder).kind == "text"
+
+
+def test_labels_must_fit(labelled_folder: TokenFolder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(labelled_folder.path, tmp_path / "t"))
+    change(folder, labels=["one"])
+    with pytest.raises(DataError, match=r"labels\.bin: has labels 0 to 9, but .* names 1"):
+        TokenFolder.open(folder)
+    _truncate("val.labels.bin", 4)(folder)
+    change(folder, labels=list("abcdefghij"))
+    with pytest.raises(DataError, match=r"val\.labels\.bin: has \d+ bytes, expected \d+ \(\d+ int"):
+        TokenFolder.open(folder)
+
+
+def test_pairs_must_be_even(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    prepare_corpus([listed(*sentences(3))], folder, vocab_size=300)
+    change(folder, kind="pairs")
+    with pytest.raises(DataError, match="documents, which make no pairs"):
+        TokenFolder.open(folder)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gridformer.batch import next_words
+from gridformer.batch import IGNORE, Batch, next_words
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.layout import build_axes
@@ -47,6 +47,32 @@ def batch_of(step: int, config: ModelConfig, rows: int) -> Tensor:
     return torch.randint(0, config.vocab_size, shape, generator=generator)
 
 
+def batches_of(step: int, config: ModelConfig, rows: int) -> Batch:
+    """A batch of a family, with padding, and with targets that do not count, where it has them."""
+    whole = batch_of(step, config, rows)
+    batch = next_words(whole)
+    s, generator = config.max_seq_len, torch.Generator().manual_seed(2000 + step)
+
+    def lengths(n: int) -> Tensor:
+        """True for a random number of first tokens of each row."""
+        return torch.arange(n) < torch.randint(1, n + 1, (rows, 1), generator=generator)
+
+    if config.family == "bert":
+        batch["valid"], batch["segments"] = lengths(s), (~lengths(s)).long()
+        masked = torch.rand(rows, s, generator=generator) < 0.3
+        batch["targets"] = torch.where(masked & batch["valid"], batch["targets"], IGNORE)
+        batch["pair"] = torch.randint(0, 2, (rows,), generator=generator)
+    elif config.two_stacks:
+        source = (rows, 2 * s)
+        batch["source"] = torch.randint(0, config.vocab_size, source, generator=generator)
+        batch["source_valid"] = lengths(2 * s)
+        batch["targets"] = torch.where(lengths(s), batch["targets"], IGNORE)
+    if config.n_labels:
+        batch["at"] = torch.randint(0, s, (rows,), generator=generator)
+        batch["labels"] = torch.randint(0, config.n_labels, (rows,), generator=generator)
+    return batch
+
+
 def axes_of(layout: LayoutConfig) -> Axes:
     """The axes of a layout over the worker's whole default group, made once a group."""
     key = ("axes", layout.model_dump_json())
@@ -76,7 +102,7 @@ def compare(
     worst["grad"] = distance(cut, _gradients(stepper, reads[0]), want.gradients)
     for step, read in enumerate(reads):
         got = stepper(step, read)
-        assert got.tokens == settings.global_batch * config.max_seq_len
+        assert got.tokens == int(Model.n_tokens(read(slice(None))))
         worst["loss"] = max(worst["loss"], abs(got.loss / want.losses[step] - 1))
         worst["norm"] = max(worst["norm"], abs(got.grad_norm / want.norms[step] - 1))
     worst["parameter"] = distance(cut, values(cut), want.trained)
@@ -157,10 +183,10 @@ def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Referenc
 
 
 def _reads(config: ModelConfig, settings: TrainConfig, n_steps: int) -> list[ReadRows]:
-    def read_of(batch: Tensor) -> ReadRows:
-        return lambda rows: next_words(batch[rows])
+    def read_of(batch: Batch) -> ReadRows:
+        return lambda rows: {key: value[rows] for key, value in batch.items()}
 
-    return [read_of(batch_of(step, config, settings.global_batch)) for step in range(n_steps)]
+    return [read_of(batches_of(step, config, settings.global_batch)) for step in range(n_steps)]
 
 
 def _gradients(stepper: Stepper, read: ReadRows) -> Tensors:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from gridformer.errors import UserError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -20,7 +22,9 @@ def prepare(
         typer.Argument(
             metavar="SOURCE",
             help="Text files, folders, quoted patterns, .jsonl, .jsonl.gz, .parquet or .arrow "
-            "files, save_to_disk folders, hf:NAME, hf:NAME/CONFIG, or python-stdlib.",
+            "files, save_to_disk folders, hf:NAME, hf:NAME/CONFIG, python-stdlib, or gettext:de: "
+            "pairs of English and German (any language) out of this machine's message catalogues; "
+            "gettext:de:PATH takes those below a folder.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
@@ -34,6 +38,22 @@ def prepare(
     text_key: Annotated[
         str, typer.Option("--text-key", help="Key or column of the text in records.")
     ] = "text",
+    pair_keys: Annotated[
+        str | None,
+        typer.Option(
+            "--pair-keys",
+            metavar="FROM,TO",
+            help="Records are pairs: keys or columns of a text and its translation, such as en,de.",
+        ),
+    ] = None,
+    label_key: Annotated[
+        str | None,
+        typer.Option("--label-key", metavar="KEY", help="Key or column of a label in records."),
+    ] = None,
+    labels_from_folders: Annotated[
+        bool,
+        typer.Option("--labels-from-folders", help="SOURCE/LABEL/...: the folder is the label."),
+    ] = False,
     split: Annotated[
         str, typer.Option("--split", help="Split of a Hugging Face data set.")
     ] = "train",
@@ -58,6 +78,7 @@ def prepare(
     """Turn text into a token folder that `gridformer train` reads.
 
     Every file, and every record of a data set, is a document; a corpus may be larger than memory.
+    Pairs of texts are for translation, labelled documents for classification.
 
     For a first try: gridformer prepare python-stdlib --out data/python-stdlib
     """
@@ -74,7 +95,15 @@ def prepare(
 
     with _Bar(Console(stderr=True)) as bar:
         folder = prepare_corpus(
-            open_sources(sources, suffixes=suffix or (), text_key=text_key, split=split),
+            open_sources(
+                sources,
+                suffixes=suffix or (),
+                text_key=text_key,
+                split=split,
+                pair_keys=_two_keys(pair_keys),
+                label_key=label_key,
+                labels_from_folders=labels_from_folders,
+            ),
             out,
             tokenizer=Tokenizer.load(tokenizer) if tokenizer else None,
             vocab_size=vocab_size,
@@ -123,6 +152,15 @@ class _Bar:
         )
 
 
+def _two_keys(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    keys = [key.strip() for key in text.split(",")]
+    if len(keys) != 2 or not all(keys) or keys[0] == keys[1]:
+        raise UserError(f"--pair-keys {text}: write two keys, for instance --pair-keys en,de")
+    return keys[0], keys[1]
+
+
 def _summarise(folder: TokenFolder, out: Path, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -132,11 +170,18 @@ def _summarise(folder: TokenFolder, out: Path, console: Console) -> None:
     documents = sum(source.documents for source in index.sources)
     words = index.train.tokens + index.val.tokens - documents  # without the end-of-text tokens
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    unit = 2 if index.kind == "pairs" else 1
+    counts = f"{index.train.documents // unit:,} train, {index.val.documents // unit:,} val"
+    longest = ", ".join(f"{name} {n}" for name, n in _usual_lengths(folder).items())
     rows = {
-        "documents": f"{index.train.documents:,} train, {index.val.documents:,} val",
+        "pairs" if index.kind == "pairs" else "documents": counts,
+        "languages": " to ".join(index.languages or ()),
+        "labels": _shortened(index.labels),
         "tokens": f"{index.train.tokens:,} train, {index.val.tokens:,} val",
+        "nine in ten fit": longest,
         "vocabulary": f"{index.vocab_size:,} ({index.tokenizer.origin})",
         "bytes per token": f"{n_bytes / words:.2f} ({n_bytes / 1e6:,.1f} MB of text)",
+        "catalogues": f"{n:,}" if (n := sum(len(s.parts) for s in index.sources)) else "",
         "left out": ", ".join(f"{n:,} {what}" for what, n in index.skipped.items()),
         "licence": "; ".join(s.license for s in index.sources if s.license),
         "where": str(out),
@@ -146,5 +191,31 @@ def _summarise(folder: TokenFolder, out: Path, console: Console) -> None:
             table.add_row(name, Text(value))  # Text: brackets in paths are no markup
     console.print(table)
     # On its own and unwrapped, to be copied.
+    console.print(Text(f"next: {_next(folder, out)}"), soft_wrap=True)
+
+
+def _next(folder: TokenFolder, out: Path) -> str:
+    """A command that trains on the folder."""
     command = f"gridformer train configs/runs/demo.yaml data.path={out}"
-    console.print(Text(f"next: {command}"), soft_wrap=True)
+    if folder.kind == "labelled":
+        return f"{command} model.n_labels={len(folder.index.labels)}"
+    if folder.kind == "pairs":
+        values = " ".join(f"{key}={n}" for key, n in _usual_lengths(folder).items())
+        return f"{command} model.family=transformer {values}"
+    return command
+
+
+def _usual_lengths(folder: TokenFolder) -> dict[str, int]:
+    """Lengths, in multiples of 8, that hold nine in ten of the sources, and of the targets."""
+    if folder.kind != "pairs":
+        return {}
+    import numpy as np
+
+    lengths = np.diff(folder.train.offsets).reshape(-1, 2)
+    nine = np.quantile(lengths, 0.9, axis=0)
+    return {key: 8 * -(-int(n) // 8) for key, n in zip(("data.source_len", "data.seq_len"), nine)}
+
+
+def _shortened(labels: tuple[str, ...], most: int = 12) -> str:
+    shown = ", ".join(labels[:most])
+    return f"{len(labels)}: {shown}{', ...' if len(labels) > most else ''}" if labels else ""

@@ -12,34 +12,43 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from gridformer.data.pieces import Piece, pieces
-from gridformer.data.records import NO_TEXT, checked_text, missing_key
+from gridformer.data.records import Fields, record_pieces
 from gridformer.errors import DataError
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 TABLES = (".parquet", ".arrow")
+RECORDS = (*JSON_LINES, *TABLES)
 TEXT_SUFFIXES = (
     *(".txt", ".txt.gz", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp"),
     *(".hpp", ".java", ".js", ".ts", ".go", ".rs", ".sh"),
 )
-DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES, *TABLES)
+DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *RECORDS)
+_INSTEAD = {"pairs": "", "labels": ": put it into folders, and use --labels-from-folders"}
 BINARY = "files with NUL bytes"
 _CHUNK = 1 << 20
 
 
-def file_pieces(path: Path, text_key: str, skipped: Counter[str]) -> Iterator[Piece]:
+def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
     """The documents of a file: one of a text file, one a line or row of the other formats.
 
-    Counts in `skipped` what is left out. Raises DataError where the file cannot be read.
+    Counts in `skipped` what is left out. Raises DataError where the file cannot be read, or is
+    plain text where pairs or labels are wanted.
     """
     try:
         if path.name.endswith(JSON_LINES):
-            yield from _json_lines(path, text_key, skipped)
+            yield from _json_lines(path, fields, skipped)
         elif path.name.endswith(TABLES):
             from gridformer.data.hf import table_pieces
 
-            yield from table_pieces(path, text_key, skipped)
-        else:
+            yield from table_pieces(path, fields, skipped)
+        elif fields.kind == "text":
             yield from _text(path, skipped)
+        else:
+            what = "pairs" if fields.pair else "labels"
+            raise DataError(
+                f"{path}: {what} are read out of the records of {', '.join(RECORDS)} files, and "
+                f"this is plain text" + _INSTEAD[what]
+            )
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read ({reason})") from error
@@ -75,7 +84,7 @@ def _text(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
     yield from pieces(decoded())
 
 
-def _json_lines(path: Path, text_key: str, skipped: Counter[str]) -> Iterator[Piece]:
+def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -87,10 +96,4 @@ def _json_lines(path: Path, text_key: str, skipped: Counter[str]) -> Iterator[Pi
                 raise DataError(f"{where}: is not JSON ({error})") from None
             if not isinstance(record, dict):
                 raise DataError(f"{where}: is {type(record).__name__}, not an object with keys")
-            if text_key not in record:
-                raise missing_key(where, text_key, list(record))
-            text = checked_text(record[text_key], where, text_key)
-            if not text:
-                skipped[NO_TEXT] += 1
-                continue
-            yield from pieces([text])
+            yield from record_pieces(record, fields, where, skipped)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.pieces import Piece, pieces
-from gridformer.data.records import NO_TEXT, checked_text, missing_key
+from gridformer.data.pieces import Piece
+from gridformer.data.records import Fields, record_pieces
+from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.errors import DataError, UserError
 
 _ROWS = 64  # read at a time
@@ -22,17 +23,26 @@ class TableSource:
     name: str
     license: str | None
     table: Any
-    text_key: str
+    fields: Fields
     n_bytes: int | None = None
+    parts: tuple[PartEntry, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return self.fields.kind
+
+    @property
+    def languages(self) -> tuple[str, str] | None:
+        return self.fields.languages
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
-        return _rows(self.name, self.table, self.text_key, skipped)
+        return _rows(self.name, self.table, self.fields, skipped)
 
     def sample(self) -> Iterator[Piece]:
         return self.pieces(Counter())
 
 
-def hub_source(spec: str, split: str, text_key: str) -> TableSource:
+def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
     """`hf:NAME` or `hf:NAME/CONFIG`, streamed; NAME may be a hub name or a local folder.
 
     Raises UserError where `datasets` is missing or finds no such data set, configuration, split.
@@ -56,7 +66,7 @@ def hub_source(spec: str, split: str, text_key: str) -> TableSource:
         except Exception as error:
             problems.append(_reason(error))
             continue
-        return TableSource(spec, _license(table), table, text_key)
+        return TableSource(spec, _license(table), table, fields)
     raise UserError(f"{spec}: {'; '.join(dict.fromkeys(problems))}")
 
 
@@ -66,7 +76,7 @@ def is_saved(folder: Path) -> bool:
     return one or (folder / "dataset_dict.json").is_file()
 
 
-def saved_source(folder: Path, name: str, split: str, text_key: str) -> TableSource:
+def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSource:
     """A folder that `save_to_disk` wrote. Raises UserError where it has no such split."""
     datasets = _library(name)
     try:
@@ -79,10 +89,10 @@ def saved_source(folder: Path, name: str, split: str, text_key: str) -> TableSou
         if split not in table:
             raise UserError(f"{name}: has no split '{split}'; use --split {' or '.join(table)}")
         table = table[split]
-    return TableSource(name, _license(table), table, text_key)
+    return TableSource(name, _license(table), table, fields)
 
 
-def table_pieces(path: Path, text_key: str, skipped: Counter[str]) -> Iterator[Piece]:
+def table_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
     """The rows of one .parquet or .arrow file. Raises DataError if it cannot be read."""
     datasets = _library(str(path))
     try:
@@ -91,15 +101,15 @@ def table_pieces(path: Path, text_key: str, skipped: Counter[str]) -> Iterator[P
         )
     except Exception as error:
         raise DataError(f"{path}: cannot be read ({_reason(error)})") from error
-    return _rows(str(path), table, text_key, skipped)
+    return _rows(str(path), table, fields, skipped)
 
 
-def _rows(name: str, table: Any, text_key: str, skipped: Counter[str]) -> Iterator[Piece]:
+def _rows(name: str, table: Any, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
     columns = table.column_names
     if columns is not None:
-        if text_key not in columns:
-            raise missing_key(name, text_key, columns)
-        table = table.select_columns([text_key])  # the other columns are not even read
+        # The other columns are not even read.
+        table = table.select_columns(fields.columns(columns, name))
+    names = _label_names(table, fields.label)
     batches = iter(table.iter(batch_size=_ROWS))
     done = 0
     while True:
@@ -112,15 +122,21 @@ def _rows(name: str, table: Any, text_key: str, skipped: Counter[str]) -> Iterat
             ) from error
         if batch is None:
             return
-        if text_key not in batch:
-            raise missing_key(name, text_key, list(batch))
-        for value in batch[text_key]:
-            text = checked_text(value, f"{name}, row {done}", text_key)
+        keys = list(batch)
+        for values in zip(*batch.values()):
+            record = dict(zip(keys, values))
+            label = record.get(fields.label) if fields.label and names else None
+            if isinstance(label, int):
+                # A number below 0 is how data sets without labels write None.
+                record[fields.label] = names[label] if 0 <= label < len(names) else None
+            yield from record_pieces(record, fields, f"{name}, row {done}", skipped)
             done += 1
-            if text:
-                yield from pieces([text])
-            else:
-                skipped[NO_TEXT] += 1
+
+
+def _label_names(table: Any, label: str | None) -> list[str]:
+    """What the numbers of a label mean, where the data set says so."""
+    feature = (table.features or {}).get(label) if label else None
+    return list(getattr(feature, "names", None) or [])
 
 
 def _license(table: Any) -> str | None:

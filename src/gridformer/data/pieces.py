@@ -12,10 +12,15 @@ _SEAM = re.compile(r"\S(?=[ \n\r\t])")
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends` marks its last one. An empty document is one empty piece."""
+    """A part of a document; `ends` marks its last one. An empty document is one empty piece.
+
+    In sources of pairs every second document is the other text of the one before. In labelled
+    sources `label` is on all pieces.
+    """
 
     text: str
     ends: bool
+    label: str | None = None
 
 
 def pieces(chunks: Iterable[str], limit: int = PIECE_CHARS) -> Iterator[Piece]:
@@ -35,6 +40,11 @@ def pieces(chunks: Iterable[str], limit: int = PIECE_CHARS) -> Iterator[Piece]:
             done = end
         held = held[done:]
     yield Piece(held, True)
+
+
+def labelled(parts: Iterable[Piece], label: str | None) -> Iterator[Piece]:
+    """The same pieces, with a label."""
+    return (part._replace(label=label) for part in parts)
 
 
 def _seam(text: str, start: int, limit: int) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gridformer.data.pieces import Piece
+from gridformer.data.records import NO_PAIR
 from gridformer.data.replacing import check_free, written_whole
 from gridformer.data.sources import Source
 from gridformer.data.splitting import SplitWriter
@@ -54,9 +55,11 @@ def prepare_corpus(
 ) -> TokenFolder:
     """Write the documents of all sources, in order, as a token folder, and open it.
 
-    Without a tokenizer a byte-level BPE of vocab_size tokens is trained on about sample_bytes of
-    the sources. The same sources and arguments give the same bytes. Raises UserError where an
-    argument or `out` cannot be used, DataError where a source cannot be read or holds no text.
+    The sources are of one kind, as `open_sources` sees to; it becomes that of the folder. Without
+    a tokenizer a byte-level BPE of vocab_size tokens is trained on about sample_bytes of them; for
+    pairs it is of both languages. The same sources and arguments give the same bytes. Raises
+    UserError where an argument or `out` cannot be used, DataError where a source cannot be read or
+    holds no text.
     """
     out = Path(out)
     if not 0 < val_fraction < 1:
@@ -66,7 +69,10 @@ def prepare_corpus(
         on_progress(Progress("sampling"))
         texts = list(sample(sources, sample_bytes))
         if not texts:
-            raise _empty(sources, Counter())
+            skipped: Counter[str] = Counter()
+            for source in sources:  # again, to tell why: samples do not count
+                deque(source.pieces(skipped), maxlen=0)
+            raise _empty(sources, skipped)
         on_progress(Progress("training the tokenizer"))
         tokenizer = Tokenizer.train(texts, vocab_size)
         del texts
@@ -107,7 +113,9 @@ def _write(
     skipped: Counter[str] = Counter()
     entries = []
     dtype = token_dtype(tokenizer.vocab_size)
-    with SplitWriter(folder, dtype, tokenizer.eos_id, seed, val_fraction) as writer:
+    kind = sources[0].kind
+    with SplitWriter(folder, dtype, tokenizer.eos_id, seed, val_fraction, kind) as writer:
+        append = _PairAppender(writer, skipped) if kind == "pairs" else writer.append
         done = 0
         for source in sources:
             before, start = writer.documents, done
@@ -115,7 +123,7 @@ def _write(
                 texts = [encodable(piece.text) for piece in batch]
                 done += sum(len(text.encode()) for text in texts)
                 for ids, piece in zip(tokenizer.encode_batch(texts), batch, strict=True):
-                    writer.append(ids, piece.ends)
+                    append(ids, piece.ends, piece.label)
                 now = Progress("tokenizing", done, writer.tokens, writer.documents, total)
                 on_progress(now)
             entries.append(
@@ -124,13 +132,18 @@ def _write(
                     license=source.license,
                     documents=writer.documents - before,
                     bytes=done - start,
+                    parts=source.parts,
                 )
             )
         if not writer.documents:
             raise _empty(sources, skipped)
         splits = writer.finish()
+        labels = writer.finish_labels()
     tokenizer.save(folder / TOKENIZER)
     return Index(
+        kind=kind,
+        languages=sources[0].languages,
+        labels=labels,
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
         vocab_size=tokenizer.vocab_size,
         eos_token=tokenizer.eos_token,
@@ -145,6 +158,26 @@ def _write(
         sources=tuple(entries),
         skipped=dict(skipped),
     )
+
+
+class _PairAppender:
+    """Holds the first text of a pair back until the second is whole too."""
+
+    def __init__(self, writer: SplitWriter, skipped: Counter[str]) -> None:
+        self._writer = writer
+        self._skipped = skipped
+        self._texts: list[list[int]] = [[]]
+
+    def __call__(self, ids: Sequence[int], ends: bool, label: str | None) -> None:
+        self._texts[-1] += ids
+        if not ends:
+            return
+        if len(self._texts) == 1:
+            self._texts.append([])
+            return
+        if not self._writer.append_pair(*self._texts):
+            self._skipped[NO_PAIR] += 1
+        self._texts = [[]]
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

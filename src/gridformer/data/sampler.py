@@ -1,15 +1,11 @@
-"""Which tokens make up the global batch of a step: a pure function of (seed, step).
-
-Nothing here knows the layout or what ran before, so every layout, and every resumed run, reads
-the same samples in the same order; a process takes its rows of them.
-"""
+"""Windows of running text, dealt out in global batches; a process takes its rows of them."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.permutation import permute
+from gridformer.data.order import Order
 from gridformer.data.tokenfolder import TokenSplit
 from gridformer.errors import DataError
 
@@ -21,8 +17,7 @@ class BatchSampler:
     are the same window shifted by one; neighbours share that one token. `n_samples` counts the
     windows whose last target exists.
 
-    Steps walk through epochs without a break: each epoch visits every sample once, in an order of
-    its own drawn from (seed, epoch), or as they lie where `sequential` is set.
+    `Order` says which come when; `sequential` takes them as they lie.
     """
 
     def __init__(
@@ -40,27 +35,14 @@ class BatchSampler:
         self.split = split
         self.seq_len = seq_len
         self.global_batch = global_batch
-        self.seed = seed
-        self.sequential = sequential
         self.n_samples = max(0, split.n_tokens - 1) // seq_len
         if self.n_samples == 0:
             raise DataError(_too_short(split, seq_len))
+        self.order = Order(self.n_samples, global_batch, seed, sequential)
 
     def indices(self, step: int) -> NDArray[np.int64]:
         """Sample numbers [global_batch] of a step >= 0; a batch may straddle epochs."""
-        if step < 0:
-            raise ValueError(f"{step=} must not be negative")
-        # Python's integers for the start: step * global_batch may pass 2^63 only in theory, but
-        # the position within an epoch never does.
-        epoch, start = divmod(step * self.global_batch, self.n_samples)
-        positions = start + np.arange(self.global_batch, dtype=np.int64)
-        epochs, positions = np.divmod(positions, self.n_samples)
-        if self.sequential:
-            return positions
-        for ahead in range(int(epochs[-1]) + 1):
-            here = epochs == ahead
-            positions[here] = permute(positions[here], self.n_samples, self.seed, epoch + ahead)
-        return positions
+        return self.order.indices(step)
 
     def batch(self, step: int, rows: slice | None = None) -> NDArray[np.int64]:
         """Token ids [rows, seq_len + 1] int64 of some rows of a step's global batch (None: all).
@@ -72,12 +54,7 @@ class BatchSampler:
         batch = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)
         for row, sample in zip(batch, samples.tolist()):
             start = sample * self.seq_len
-            row[:] = self.split.tokens[start : start + self.seq_len + 1]
-        if batch.size and batch.max() >= self.split.vocab_size:
-            raise DataError(
-                f"{self.split.path}: holds token {batch.max()} outside the vocabulary of "
-                f"{self.split.vocab_size}: the file is damaged, prepare the folder again"
-            )
+            row[:] = self.split.window(start, start + self.seq_len + 1)
         return batch
 
 

@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 from gridformer.data import hf
-from gridformer.data.files import DEFAULT_SUFFIXES, TABLES, file_pieces
-from gridformer.data.pieces import Piece
+from gridformer.data.catalogues import PREFIX, catalogue_source
+from gridformer.data.files import DEFAULT_SUFFIXES, RECORDS, TABLES, file_pieces
+from gridformer.data.pieces import Piece, labelled
+from gridformer.data.records import Fields
+from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.errors import DataError, UserError
 
 PYTHON_STDLIB = "python-stdlib"
@@ -27,6 +30,7 @@ PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload", "__pycache__"}
 )
+_TEXT = Fields()
 
 
 class Source(Protocol):
@@ -44,6 +48,18 @@ class Source(Protocol):
     def n_bytes(self) -> int | None:
         """Bytes to read, for progress; None where that is not known beforehand."""
 
+    @property
+    def kind(self) -> Kind:
+        """What its documents are: texts, texts and their translations in turn, or labelled."""
+
+    @property
+    def languages(self) -> tuple[str, str] | None:
+        """Of the two texts of a pair; None in other kinds."""
+
+    @property
+    def parts(self) -> tuple[PartEntry, ...]:
+        """What it is made of, where parts have licences of their own."""
+
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
         """All documents, in an order that never changes; counts what is left out."""
 
@@ -53,12 +69,22 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FileSource:
-    """Documents out of files."""
+    """Documents out of files. With label_root, the folder right below it is a file's label."""
 
     name: str
     paths: tuple[Path, ...]
-    text_key: str = "text"
+    fields: Fields = _TEXT
     license: str | None = None
+    label_root: Path | None = None
+    parts: tuple[PartEntry, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return "labelled" if self.label_root else self.fields.kind
+
+    @property
+    def languages(self) -> tuple[str, str] | None:
+        return self.fields.languages
 
     @property
     def n_bytes(self) -> int | None:
@@ -68,14 +94,20 @@ class FileSource:
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
         for path in self.paths:
-            yield from file_pieces(path, self.text_key, skipped)
+            yield from self._of(path, skipped)
 
     def sample(self) -> Iterator[Piece]:
         paths = list(self.paths)
         # Folders are read in sorted order; their first megabytes may be all of one kind.
         random.Random(0).shuffle(paths)
         for path in paths:
-            yield from file_pieces(path, self.text_key, Counter())
+            yield from self._of(path, Counter())
+
+    def _of(self, path: Path, skipped: Counter[str]) -> Iterator[Piece]:
+        parts = file_pieces(path, self.fields, skipped)
+        if self.label_root is None:
+            return parts
+        return labelled(parts, path.relative_to(self.label_root).parts[0])
 
 
 def open_sources(
@@ -84,42 +116,100 @@ def open_sources(
     suffixes: Sequence[str] = (),
     text_key: str = "text",
     split: str = "train",
+    pair_keys: tuple[str, str] | None = None,
+    label_key: str | None = None,
+    labels_from_folders: bool = False,
 ) -> list[Source]:
     """Find out what each SOURCE is; reads nothing yet.
 
     suffixes: of the files taken from folders, empty for DEFAULT_SUFFIXES. text_key: of JSON lines
-    and tables. split: of data sets. Raises UserError for a source that does not exist, DataError
+    and tables, pair_keys: of the two texts there, label_key: of the label there.
+    labels_from_folders takes a file's label from the folder it is in. split: of data sets. Raises
+    UserError for a source that does not exist or that is of another kind than the others, DataError
     for a folder without a fitting file.
     """
     if not specs:
         raise UserError(f"name at least one source, for instance {PYTHON_STDLIB}")
-    wanted = tuple(s if s.startswith(".") else f".{s}" for s in suffixes) or DEFAULT_SUFFIXES
-    return [_open_source(spec, wanted, text_key, split) for spec in specs]
+    ways = {
+        "--pair-keys": pair_keys,
+        "--label-key": label_key,
+        "--labels-from-folders": labels_from_folders,
+    }
+    used = [option for option, value in ways.items() if value]
+    if len(used) > 1:
+        raise UserError(f"{' and '.join(used)} exclude each other: keep one of them")
+    fields = Fields(text_key, pair_keys, label_key)
+    usual = DEFAULT_SUFFIXES if fields.kind == "text" else RECORDS
+    wanted = tuple(s if s.startswith(".") else f".{s}" for s in suffixes) or usual
+    sources = [_open_source(spec, wanted, fields, split, labels_from_folders) for spec in specs]
+    if used and not any(used[0] in _ways_of(source) for source in sources):
+        raise UserError(f"{', '.join(specs)}: {used[0]} changes nothing there: leave it out")
+    for source in sources[1:]:
+        _check_same(sources[0], source)
+    return sources
 
 
-def _open_source(spec: str, suffixes: tuple[str, ...], text_key: str, split: str) -> Source:
+def _ways_of(source: Source) -> tuple[str, ...]:
+    """The options for pairs and labels that were heeded in a source."""
+    if isinstance(source, FileSource) and source.label_root:
+        return ("--labels-from-folders",)
+    if isinstance(source, FileSource | hf.TableSource):
+        return tuple(source.fields.options.values())
+    return ()
+
+
+def _check_same(one: Source, other: Source) -> None:
+    if one.kind != other.kind:
+        raise UserError(
+            f"{one.name} holds {_called(one.kind)}, {other.name} holds {_called(other.kind)}: "
+            f"prepare them into folders of their own"
+        )
+    if one.languages != other.languages:
+        raise UserError(
+            f"{one.name} translates {' to '.join(one.languages or ())}, {other.name} "
+            f"{' to '.join(other.languages or ())}: prepare them into folders of their own"
+        )
+
+
+def _called(kind: Kind) -> str:
+    return {"text": "text", "pairs": "pairs", "labelled": "labelled documents"}[kind]
+
+
+def _open_source(
+    spec: str, suffixes: tuple[str, ...], fields: Fields, split: str, from_folders: bool
+) -> Source:
     if spec == PYTHON_STDLIB:
         return python_stdlib()
+    if spec.startswith(PREFIX):
+        return catalogue_source(spec)
     if spec.startswith("hf:"):
-        return hf.hub_source(spec, split, text_key)
+        return hf.hub_source(spec, split, fields)
     path = Path(spec).expanduser()
     if path.is_file():
-        return FileSource(spec, (path,), text_key)
+        return FileSource(spec, (path,), fields)
     if path.is_dir():
         if hf.is_saved(path):
-            return hf.saved_source(path, spec, split, text_key)
+            return hf.saved_source(path, spec, split, fields)
         found = _walk(path, suffixes)
         if not found:
             raise DataError(_nothing_fits(path, suffixes))
-        return FileSource(spec, tuple(found), text_key)
+        if not from_folders:
+            return FileSource(spec, tuple(found), fields)
+        below = tuple(file for file in found if file.parent != path)
+        if not below:
+            raise DataError(
+                f"{path}: has files but no folders of them to name labels; --labels-from-folders "
+                f"reads {path}/LABEL/FILE"
+            )
+        return FileSource(spec, below, fields, label_root=path)
     matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
     files = tuple(match for match in matches if match.is_file())
     if not files:
         raise UserError(
             f"{spec}: no such file or folder, and no match as a pattern; a Hugging Face data set "
-            f"is written hf:{spec}, built in is {PYTHON_STDLIB}"
+            f"is written hf:{spec}, built in are {PYTHON_STDLIB} and {PREFIX}de"
         )
-    return FileSource(spec, files, text_key)
+    return FileSource(spec, files, fields)
 
 
 def python_stdlib() -> FileSource:

@@ -12,15 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.data.tokenfolder import (
+    LABEL_DTYPE,
     OFFSET_DTYPE,
     SPLITS,
+    Kind,
     SplitEntry,
     SplitName,
     bin_name,
+    labels_name,
     offsets_name,
 )
+from gridformer.errors import DataError
 
 _COPY_TOKENS = 1 << 22  # moved at a time when documents change places
+MOST_LABELS = 10_000
 
 
 def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
@@ -30,17 +35,30 @@ def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
 
 
 class SplitWriter:
-    """Appends documents to train.bin or val.bin in a folder; `finish` fills an empty split."""
+    """Appends documents to train.bin or val.bin in a folder; `finish` fills an empty split.
+
+    The two documents of a pair go to the same split. `unit` documents change places together.
+    """
 
     def __init__(
-        self, folder: Path, dtype: np.dtype[Any], eos_id: int, seed: int, val_fraction: float
+        self,
+        folder: Path,
+        dtype: np.dtype[Any],
+        eos_id: int,
+        seed: int,
+        val_fraction: float,
+        kind: Kind = "text",
     ) -> None:
-        self._files = {split: _Growing(folder, split, dtype) for split in SPLITS}
+        labelled = kind == "labelled"
+        self._files = {split: _Growing(folder, split, dtype, labelled) for split in SPLITS}
         self._eos_id = eos_id
         self._seed = seed
         self._val_fraction = val_fraction
+        self._kind = kind
         self._open: _Growing | None = None
+        self._labels: dict[str, int] = {}  # in the order in which they came
         self.documents = 0
+        self.unit = 2 if kind == "pairs" else 1
 
     def __enter__(self) -> Self:
         return self
@@ -59,33 +77,52 @@ class SplitWriter:
         """Written so far, end-of-text tokens included."""
         return sum(file.tokens for file in self._files.values())
 
-    def append(self, ids: Sequence[int], ends: bool) -> bool:
-        """Continue the current document; whether that ended one. Without a token it is none."""
+    def append(self, ids: Sequence[int], ends: bool, label: str | None = None) -> bool:
+        """Continue the current document; whether that ended one. Without a token it is none.
+
+        label: of the document, when it ends. Raises DataError at more than 10,000 of them.
+        """
         if ids:
             if self._open is None:
-                split = split_of(self._seed, self.documents, self._val_fraction)
+                number = self.documents // self.unit
+                split = split_of(self._seed, number, self._val_fraction)
                 self._open = self._files[split]
             self._open.write(ids)
         if not ends or self._open is None:
             return False
         self._open.write([self._eos_id])
         self._open.end_document()
+        if label is not None:
+            self._open.write_label(self._number_of(label))
         self._open = None
         self.documents += 1
         return True
+
+    def append_pair(self, source: Sequence[int], target: Sequence[int]) -> bool:
+        """Append both texts of a pair, or neither where one is without a token."""
+        if not source or not target:
+            return False
+        return self.append(source, True) and self.append(target, True)
 
     def finish(self) -> dict[SplitName, SplitEntry]:
         """Close the files, with at least one document, or a part of the only one, in each split.
 
         Needs a document. Where the hashes put all of several documents on one side, the one whose
-        share of the tokens is nearest to what the other side should have moves there.
+        share of the tokens is nearest to what the other side should have moves there. Raises
+        DataError for a single pair or labelled document, which cannot be cut.
         """
         assert self.documents >= 1
         assert self._open is None
         for file in self._files.values():
             file.close()
         train, val = self._files["train"], self._files["val"]
-        if self.documents == 1:
+        if self.documents == self.unit:
+            if self._kind != "text":
+                what = {"pairs": "pair", "labelled": "labelled document"}[self._kind]
+                raise DataError(
+                    f"there is a single {what}: one to train on and one to hold out are needed, "
+                    f"prepare more text"
+                )
             whole, other = (train, val) if train.tokens else (val, train)
             tail = min(max(1, round(self._val_fraction * whole.tokens)), whole.tokens - 1)
             # The end goes to val, wherever the hash had put the whole.
@@ -96,22 +133,46 @@ class SplitWriter:
             for file in (whole, other):
                 file.write_offsets(np.array([0, file.tokens]))
         elif not val.tokens:
-            _move_document(train, val, self._val_fraction)
+            _move_unit(train, val, self._val_fraction, self.unit)
         elif not train.tokens:
-            _move_document(val, train, 1 - self._val_fraction)
+            _move_unit(val, train, 1 - self._val_fraction, self.unit)
         return {split: file.entry() for split, file in self._files.items()}
+
+    def finish_labels(self) -> tuple[str, ...]:
+        """Names of labels, sorted, as numbers if all are; call after `finish`. Files follow."""
+        by_number = all(name.isdecimal() for name in self._labels)
+        names = sorted(self._labels, key=(lambda n: (int(n), n)) if by_number else None)
+        if names:
+            place = np.empty(len(names), dtype=np.int64)
+            place[[self._labels[name] for name in names]] = np.arange(len(names))
+            for file in self._files.values():
+                file.write_labels(place[file.labels()])
+        return tuple(names)
+
+    def _number_of(self, label: str) -> int:
+        number = self._labels.setdefault(label, len(self._labels))
+        if number >= MOST_LABELS:
+            raise DataError(
+                f"there are more than {MOST_LABELS:,} different labels, for instance "
+                f"'{label[:40]}': name the key of a label with --label-key"
+            )
+        return number
 
 
 class _Growing:
-    """A .bin file and its offsets."""
+    """A .bin file, its offsets and, if it is labelled, labels."""
 
-    def __init__(self, folder: Path, split: SplitName, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, folder: Path, split: SplitName, dtype: np.dtype[Any], labelled: bool
+    ) -> None:
         self.dtype = dtype
         self.path = folder / bin_name(split)
         self.offsets_path = folder / offsets_name(split)
         self.tokens = 0
         self._bin = self.path.open("wb")
         self._offsets = self.offsets_path.open("wb")
+        self.labels_path = folder / labels_name(split) if labelled else None
+        self._labels = self.labels_path.open("wb") if self.labels_path else None
         self.end_document()  # the first offset: 0
 
     def write(self, ids: Sequence[int]) -> None:
@@ -121,15 +182,29 @@ class _Growing:
     def end_document(self) -> None:
         self._offsets.write(np.array([self.tokens], dtype=OFFSET_DTYPE).tobytes())
 
+    def write_label(self, label: int) -> None:
+        assert self._labels is not None
+        self._labels.write(np.array([label], dtype=LABEL_DTYPE).tobytes())
+
     def close(self) -> None:
         self._bin.close()
         self._offsets.close()
+        if self._labels is not None:
+            self._labels.close()
 
     def offsets(self) -> NDArray[np.int64]:
         return np.fromfile(self.offsets_path, dtype=OFFSET_DTYPE)
 
     def write_offsets(self, offsets: NDArray[np.int64]) -> None:
         self.offsets_path.write_bytes(offsets.astype(OFFSET_DTYPE).tobytes())
+
+    def labels(self) -> NDArray[np.int32]:
+        assert self.labels_path is not None
+        return np.fromfile(self.labels_path, dtype=LABEL_DTYPE)
+
+    def write_labels(self, labels: NDArray[Any]) -> None:
+        assert self.labels_path is not None
+        self.labels_path.write_bytes(labels.astype(LABEL_DTYPE).tobytes())
 
     def entry(self) -> SplitEntry:
         offsets_bytes = self.offsets_path.stat().st_size
@@ -141,15 +216,20 @@ class _Growing:
         )
 
 
-def _move_document(source: _Growing, target: _Growing, share: float) -> None:
-    """Move the document whose length is nearest to `share` of all tokens to the empty target."""
+def _move_unit(source: _Growing, target: _Growing, share: float, unit: int) -> None:
+    """Move the `unit` documents whose length is nearest to `share` of all to the empty target."""
     offsets = source.offsets()
     lengths = np.diff(offsets)
-    chosen = int(np.abs(lengths - share * source.tokens).argmin())
-    start, end = int(offsets[chosen]), int(offsets[chosen + 1])
+    chosen = unit * int(np.abs(np.diff(offsets[::unit]) - share * source.tokens).argmin())
+    moved = np.arange(chosen, chosen + unit)
+    start, end = int(offsets[chosen]), int(offsets[chosen + unit])
     _move(source, target, start, end)
-    source.write_offsets(np.concatenate(([0], np.delete(lengths, chosen).cumsum())))
-    target.write_offsets(np.array([0, end - start]))
+    source.write_offsets(np.concatenate(([0], np.delete(lengths, moved).cumsum())))
+    target.write_offsets(np.concatenate(([0], lengths[moved].cumsum())))
+    if source.labels_path is not None:
+        labels = source.labels()
+        source.write_labels(np.delete(labels, moved))
+        target.write_labels(labels[moved])
 
 
 def _move(source: _Growing, target: _Growing, start: int, end: int) -> None:

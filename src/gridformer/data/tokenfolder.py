@@ -5,9 +5,11 @@
     train.bin            token ids, little-endian uint16 (uint32 past 65536 tokens), documents one
                          after the other, each ended by the end-of-text token
     train.offsets.bin    little-endian int64: where each document starts, and the end
-    val.bin, val.offsets.bin
+    train.labels.bin     of labelled folders: little-endian int32, the label of each document
+    val.bin, val.offsets.bin, val.labels.bin
 
-A corpus of a single document is cut in two; only then does train.bin end without the token.
+A corpus of a single document is cut in two; only then does train.bin end without the token. In a
+folder of pairs the documents 2i and 2i + 1 of a split are the two texts of pair i.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from gridformer.data.tokenizer import Tokenizer
 from gridformer.errors import DataError
 
 FORMAT: Final = "gridformer-tokens"
-VERSION: Final = 1
+VERSION: Final = 2
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 OFFSET_DTYPE = np.dtype("<i8")
+LABEL_DTYPE = np.dtype("<i4")
+Kind = Literal["text", "pairs", "labelled"]
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 
@@ -43,9 +47,12 @@ def offsets_name(split: SplitName) -> str:
     return f"{split}.offsets.bin"
 
 
-FILES = frozenset(
-    {INDEX, TOKENIZER, *(name(split) for split in SPLITS for name in (bin_name, offsets_name))}
-)
+def labels_name(split: SplitName) -> str:
+    return f"{split}.labels.bin"
+
+
+_SPLIT_FILES = (bin_name, offsets_name, labels_name)
+FILES = frozenset({INDEX, TOKENIZER, *(name(split) for split in SPLITS for name in _SPLIT_FILES)})
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -62,6 +69,14 @@ class SplitEntry(Config):
     offsets_bytes: int = Field(ge=1)
 
 
+class PartEntry(Config):
+    """A part of a source that may have a licence of its own: one catalogue of messages."""
+
+    name: str
+    license: str | None
+    documents: int
+
+
 class SourceEntry(Config):
     """One SOURCE of `gridformer prepare`: what was read from it, under which licence if known."""
 
@@ -69,6 +84,7 @@ class SourceEntry(Config):
     license: str | None
     documents: int
     bytes: int = Field(description="of UTF-8 text")
+    parts: tuple[PartEntry, ...] = ()
 
 
 class TokenizerEntry(Config):
@@ -77,10 +93,13 @@ class TokenizerEntry(Config):
 
 
 class Index(Config):
-    """The content of index.json."""
+    """The content of index.json. Version 1 had neither kinds nor parts: its folders are text."""
 
     format: Literal["gridformer-tokens"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[1, 2] = VERSION
+    kind: Kind = "text"
+    languages: tuple[str, str] | None = Field(default=None, description="of pairs: from, to")
+    labels: tuple[str, ...] = Field(default=(), description="what the numbers of labels mean")
     dtype: Literal["uint16", "uint32"]
     vocab_size: int = Field(ge=1)
     eos_token: str
@@ -98,7 +117,8 @@ class Index(Config):
 class TokenSplit:
     """One split. tokens [n_tokens] are ids of the folder's dtype, offsets [n_documents + 1] int64.
 
-    Document d is tokens[offsets[d] : offsets[d + 1]], its end-of-text token included.
+    Document d is tokens[offsets[d] : offsets[d + 1]], its end-of-text token included. labels
+    [n_documents] int32 are there in labelled folders only.
     """
 
     name: str
@@ -106,6 +126,7 @@ class TokenSplit:
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
     vocab_size: int
+    labels: NDArray[np.int32] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -115,11 +136,28 @@ class TokenSplit:
     def n_documents(self) -> int:
         return len(self.offsets) - 1
 
+    def document_length(self, number: int) -> int:
+        """Tokens of a document, its end-of-text token included."""
+        return int(self.offsets[number + 1] - self.offsets[number])
+
     def document(self, number: int) -> NDArray[np.int64]:
         """Token ids [length] int64 of one document."""
         if not 0 <= number < self.n_documents:
             raise IndexError(f"{self.path} has documents 0 to {self.n_documents - 1}, not {number}")
-        return self.tokens[self.offsets[number] : self.offsets[number + 1]].astype(np.int64)
+        return self.window(int(self.offsets[number]), int(self.offsets[number + 1]))
+
+    def window(self, start: int, end: int) -> NDArray[np.int64]:
+        """Token ids [end - start] int64 of a stretch of the split, across documents.
+
+        Raises DataError at an id outside the vocabulary, which only a damaged file can hold.
+        """
+        ids = self.tokens[start:end].astype(np.int64)
+        if ids.size and (largest := int(ids.max())) >= self.vocab_size:
+            raise DataError(
+                f"{self.path}: holds token {largest} outside the vocabulary of {self.vocab_size}: "
+                f"the file is damaged, prepare the folder again"
+            )
+        return ids
 
 
 @dataclass(frozen=True)
@@ -130,6 +168,10 @@ class TokenFolder:
     index: Index
     train: TokenSplit
     val: TokenSplit
+
+    @property
+    def kind(self) -> Kind:
+        return self.index.kind
 
     @property
     def vocab_size(self) -> int:
@@ -207,10 +249,10 @@ def read_index(path: Path) -> Index:
             f'{file}: is not the index of a token folder ("format" is not "{FORMAT}"); write one '
             f"with gridformer prepare SOURCE --out FOLDER"
         )
-    if raw.get("version") != VERSION:
+    if raw.get("version") not in (1, VERSION):
         raise DataError(
             f"{file}: has version {raw.get('version')} of the format, this gridformer reads "
-            f"version {VERSION}: {_again(path)}"
+            f"versions 1 and {VERSION}: {_again(path)}"
         )
     try:
         return Index.model_validate(raw)
@@ -243,7 +285,27 @@ def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any])
             f"{offsets_file}: runs from {offsets[0]} to {offsets[-1]}, expected 0 to "
             f"{entry.tokens}: {_again(path)}"
         )
-    return TokenSplit(name, tokens_file, tokens, offsets, index.vocab_size)
+    if index.kind == "pairs" and entry.documents % 2:
+        raise DataError(
+            f"{path / INDEX}: gives {name} {entry.documents} documents, which make no pairs: "
+            f"{_again(path)}"
+        )
+    labels = _open_labels(path, name, index, entry) if index.kind == "labelled" else None
+    return TokenSplit(name, tokens_file, tokens, offsets, index.vocab_size, labels)
+
+
+def _open_labels(path: Path, name: SplitName, index: Index, entry: SplitEntry) -> NDArray[np.int32]:
+    file = path / labels_name(name)
+    expected = entry.documents * LABEL_DTYPE.itemsize
+    _check_size(file, expected, f"{entry.documents} int32 labels")
+    labels = np.memmap(file, dtype=LABEL_DTYPE, mode="r")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= len(index.labels):
+        raise DataError(
+            f"{file}: has labels {low} to {high}, but {INDEX} names {len(index.labels)}: "
+            f"{_again(path)}"
+        )
+    return labels
 
 
 def _check_size(file: Path, expected: int, why: str) -> None:

@@ -20,8 +20,9 @@ SMALLEST_VOCAB = 257  # the 256 bytes, so that any text can be written, and the 
 class Tokenizer:
     """Text to token ids and back.
 
-    Ids lie in [0, vocab_size); `eos_id` is the token that ends every document; `origin` is one
-    phrase for people about where the tokenizer comes from.
+    Ids lie in [0, vocab_size); `eos_id` is the token that ends every document, `special_ids` has it
+    and whatever else the tokenizer declares to be no text; `origin` is one phrase for people about
+    where the tokenizer comes from.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
@@ -46,6 +47,8 @@ class Tokenizer:
             )
         self.eos_token = found
         self.eos_id: int = vocab[found]
+        added = backend.get_added_tokens_decoder().items()
+        self.special_ids = frozenset({self.eos_id, *(i for i, t in added if t.special)})
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
@@ -89,6 +92,11 @@ class Tokenizer:
             reason = " ".join(str(error).split())
             raise DataError(f"{file}: is not a tokenizer.json ({reason})") from None
         return cls(backend, str(path))
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it; None where it has none."""
+        found = self._backend.token_to_id(token)
+        return None if found is None else int(found)
 
     def save(self, path: Path) -> None:
         """Write a tokenizer.json that `load`, and transformers, can read."""

@@ -33,7 +33,8 @@ from gridformer.parallel.sharding import stored
 from gridformer.train.blocks_io import Block, read_blocks, write_blocks
 
 MANIFEST = "checkpoint.json"
-_MAY_CHANGE = ("name", "dropout", "attention_dropout")  # of a model, between two runs
+# Of a model, between two runs.
+_MAY_CHANGE = ("name", "dropout", "attention_dropout", "label_smoothing")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -120,7 +121,8 @@ def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
     """
     wanted = run.model_dump(mode="json")
     keys = [("model", key) for key in wanted["model"] if key not in _MAY_CHANGE]
-    keys += [("train", "seed"), ("train", "global_batch"), ("data", "seq_len")]
+    keys += [("train", "seed"), ("train", "global_batch")]
+    keys += [("data", key) for key in ("task", "seq_len", "source_len")]
     differences = [
         f"{section}.{key} is {wanted[section][key]}, there {manifest.run[section][key]}"
         for section, key in keys

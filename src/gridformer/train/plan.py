@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gridformer.config import RunConfig, load_run
-from gridformer.data import TokenFolder
+from gridformer.data import TokenFolder, resolve
 from gridformer.errors import CheckpointError, ConfigError, DataError
 from gridformer.launch import check_devices
 from gridformer.layout import check
@@ -76,35 +76,14 @@ def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[Run
     run = load_run(path, overrides)
     problems: list[str] = []
     try:
-        run = _resolve(run)
+        run = resolve(run, TokenFolder.open(run.data.path))
     except (DataError, ConfigError) as error:
         problems += error.problems if isinstance(error, ConfigError) else [str(error)]
     try:
         check(run)
     except ConfigError as error:
         problems += error.problems
-    if run.model.n_labels:
-        problems.append(
-            f"model.n_labels={run.model.n_labels}: `prepare` writes no labels to train on yet; use "
-            "model.n_labels=0"
-        )
     return run, problems
-
-
-def _resolve(run: RunConfig) -> RunConfig:
-    """Fill in what the data decides, and check that data and model fit each other."""
-    folder = TokenFolder.open(run.data.path)
-    vocab_size = run.model.vocab_size or folder.vocab_size
-    if vocab_size < folder.vocab_size:
-        raise ConfigError(
-            [
-                f"model.vocab_size={vocab_size} is smaller than the {folder.vocab_size} words of "
-                f"{run.data.path}: use model.vocab_size={folder.vocab_size}, or 0 for the data's"
-            ]
-        )
-    model = run.model.model_copy(update={"vocab_size": vocab_size})
-    data = run.data.model_copy(update={"seq_len": run.seq_len})
-    return run.model_copy(update={"model": model, "data": data})
 
 
 def load_for_inference(run_dir: Path) -> tuple[RunConfig, Path]:

@@ -15,6 +15,8 @@ from gridformer.parallel.placement import shard_of
 if TYPE_CHECKING:
     from torch import nn
 
+    from gridformer.config import RunConfig
+    from gridformer.data import Batches
     from gridformer.launch import World
     from gridformer.train.plan import Plan
 
@@ -24,7 +26,9 @@ _LINE_EVERY_S = 5.0  # where the output is no terminal
 class Reporter:
     """A progress bar on a terminal, a line now and then elsewhere, and lines at both ends."""
 
-    def __init__(self, plan: Plan, world: World, model: nn.Module, n_train_tokens: int) -> None:
+    def __init__(
+        self, plan: Plan, world: World, model: nn.Module, n_train_tokens: int, batches: Batches
+    ) -> None:
         self.plan = plan
         self.console = Console(highlight=False)
         self._last_line = 0.0
@@ -36,9 +40,11 @@ class Reporter:
         )
         self._print(f"  {world.why}; {run.train.dtype}")
         self._print(
-            f"  {human(n_train_tokens)} tokens of text; batches of {run.train.global_batch} x "
-            f"{run.seq_len} tokens"
+            f"  {human(n_train_tokens)} tokens of text, {batches.n_samples:,} samples; batches of "
+            f"{run.train.global_batch} x {_lengths(run)} tokens"
         )
+        if batches.n_left_out:
+            self._print(f"  {batches.n_left_out:,} pairs are left out: they are longer than that")
         if plan.resume is not None:
             self._print(f"  resuming after step {plan.resume_step} from {plan.resume}")
         self.progress = Progress(
@@ -99,6 +105,11 @@ class Reporter:
     def _print(self, text: str) -> None:
         """A line as it is: one that is folded at 80 columns cannot be searched or copied."""
         self.console.print(text, soft_wrap=True)
+
+
+def _lengths(run: RunConfig) -> str:
+    """`128`, or `128 + 114` where samples have a source."""
+    return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
 
 
 def perplexity(loss: float) -> float:

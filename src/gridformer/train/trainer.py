@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from gridformer.batch import Batch, next_words
-from gridformer.data import BatchSampler, TokenFolder
+from gridformer.batch import Batch
+from gridformer.data import Batches, TokenFolder, open_batches
 from gridformer.decisions import decide_run
 from gridformer.launch import World
 from gridformer.launch.stopping import install
@@ -35,14 +35,13 @@ class Trainer:
         decisions = decide_run(run)
         self.axes = build_axes(run.layout, world.device.type, decisions.block)
         folder = TokenFolder.open(run.data.path)
-        batch, seed = run.train.global_batch, run.train.seed
-        self.batches = BatchSampler(folder.train, run.seq_len, batch, seed)
-        self.held_out = BatchSampler(folder.val, run.seq_len, batch, seed)
+        self.batches = open_batches(run, folder, "train")
+        self.held_out = open_batches(run, folder, "val")
         self.model = build_parallel(
             run.model,
             run.layout,
             self.axes,
-            seed,
+            run.train.seed,
             world.device,
             run.train.dtype,
             decisions.choices,
@@ -59,7 +58,7 @@ class Trainer:
         if world.rank == 0:
             self._prepare_folder()
             self.log = MetricsLog(plan.out, plan.resume_step)
-            self.report = Reporter(plan, world, self.model, len(folder.train.tokens))
+            self.report = Reporter(plan, world, self.model, folder.train.n_tokens, self.batches)
 
     def fit(self) -> None:
         """Run the remaining steps. Ends early, with a checkpoint, when told to stop."""
@@ -145,8 +144,8 @@ class Trainer:
         shutil.copyfile(self.run.data.path / "tokenizer.json", out / "tokenizer.json")
 
     @staticmethod
-    def _rows(sampler: BatchSampler, step: int, rows: slice) -> Batch:
-        return next_words(torch.from_numpy(sampler.batch(step, rows)))
+    def _rows(batches: Batches, step: int, rows: slice) -> Batch:
+        return {key: torch.from_numpy(value) for key, value in batches.batch(step, rows).items()}
 
 
 def _parts(name: str, losses: dict[str, float]) -> dict[str, float]:

@@ -147,7 +147,7 @@ class SliceLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight is None:
-            y = x[..., :1].expand(*x.shape[:-1], self.n_out)  # on the meta device
+            y = _elsewhere(x, self.n_out)
         else:
             y = _linear(x, self.weight, self.bias)
         if self.first:
@@ -161,6 +161,7 @@ class ConcatLinear(nn.Module):
     def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
         super().__init__()
         self.branch, self.first = axes.branch, first
+        self.n_out = plain.weight.shape[1]
         absent = first and self.branch.index > 0
         self.weight = None if absent else plain.weight
         self.bias = None if absent else plain.bias
@@ -170,7 +171,9 @@ class ConcatLinear(nn.Module):
             x = autograd.alltoall(x, self.branch, 0, -1, "concat")
         else:
             x = autograd.gather_scatter(x, self.branch, -1, "concat")
-        return x if self.weight is None else _linear(x, self.weight, self.bias)
+        if self.weight is None:
+            return _elsewhere(x, self.n_out)
+        return _linear(x, self.weight, self.bias)
 
 
 class NoEmbedding(nn.Module):
@@ -200,6 +203,11 @@ class Elsewhere(nn.Module):
 
     def forward(self, x: Tensor, _: Tensor | None = None) -> Tensor:
         return x.sum()
+
+
+def _elsewhere(x: Tensor, width: int) -> Tensor:
+    """On the meta device: what a product makes of x [.., any] elsewhere, [.., width]."""
+    return x[..., :1].expand(*x.shape[:-1], width)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

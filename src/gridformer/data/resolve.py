@@ -1,0 +1,135 @@
+"""A run fitted to its data: what the folder decides is filled in, what does not fit is said."""
+
+from __future__ import annotations
+
+from gridformer.config import RunConfig
+from gridformer.data.batches import open_batches, special_ids
+from gridformer.data.spans import SHORTEST_SOURCE, target_length
+from gridformer.data.tokenfolder import SPLITS, TokenFolder
+from gridformer.errors import ConfigError, DataError
+
+
+def resolve(run: RunConfig, folder: TokenFolder) -> RunConfig:
+    """The run with its vocabulary, task and lengths as numbers.
+
+    The vocabulary is the folder's and the special ids that the task adds. Raises ConfigError with
+    all problems at once: kind and labels of the folder, vocabulary, lengths, too little data.
+    """
+    problems = [*_kind_problems(run, folder), *_label_problems(run, folder)]
+    needed = folder.vocab_size
+    if run.task != "causal" or run.model.n_labels:
+        try:
+            needed = special_ids(run, folder).vocab_size
+        except DataError as error:
+            problems.append(str(error))
+    vocab_size = run.model.vocab_size or needed
+    if vocab_size < needed:
+        special = needed - folder.vocab_size
+        added = f" and the {special} special ones of data.task={run.task}" if special else ""
+        problems.append(
+            f"model.vocab_size={vocab_size} is smaller than the {folder.vocab_size} words of "
+            f"{run.data.path}{added}: use model.vocab_size={needed}, or 0 for the data's"
+        )
+    too_short = _length_problems(run)
+    problems += too_short
+    seq_len = run.seq_len
+    if run.task == "spans" and not run.data.seq_len and not too_short:
+        seq_len = target_length(run.source_len)
+    values = {"task": run.task, "seq_len": seq_len, "source_len": run.source_len}
+    resolved = run.model_copy(
+        update={
+            "model": run.model.model_copy(update={"vocab_size": vocab_size}),
+            "data": run.data.model_copy(update=values),
+        }
+    )
+    if not problems:
+        for split in SPLITS:
+            try:
+                open_batches(resolved, folder, split)
+            except DataError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+    return resolved
+
+
+def _kind_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
+    path, family = run.data.path, run.model.family
+    if run.task == "pairs" and folder.kind != "pairs":
+        other = ", or use data.task=spans for text" if family == "t5" else ""
+        return [
+            f"data.path={path} holds no pairs, which data.task=pairs learns from: write them with "
+            f"`gridformer prepare gettext:de --out FOLDER`, or out of records of your own with "
+            f"--pair-keys{other}"
+        ]
+    if run.task != "pairs" and folder.kind == "pairs":
+        one, other = folder.index.languages or ("one text", "another")
+        remedy = (
+            "use data.task=pairs"
+            if family == "t5"
+            else "use a model of family t5 or transformer, or a folder written by `gridformer "
+            "prepare SOURCE --out FOLDER`"
+        )
+        return [
+            f"data.path={path} holds pairs ({one} to {other}), and data.task={run.task} learns "
+            f"from running text: {remedy}"
+        ]
+    return []
+
+
+def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
+    model, n_labels = run.model, run.model.n_labels
+    if not n_labels:
+        return []
+    problems = []
+    found = len(folder.index.labels)
+    if folder.kind != "labelled":
+        problems.append(
+            f"model.n_labels={n_labels}: {run.data.path} has no labels; write them with "
+            f"`gridformer prepare SOURCE --label-key KEY`, or --labels-from-folders, or use "
+            f"model.n_labels=0"
+        )
+    elif n_labels < found:
+        problems.append(
+            f"model.n_labels={n_labels} is less than the {found} labels of {run.data.path}: use "
+            f"model.n_labels={found}"
+        )
+    if model.family == "bert" and model.sentence_pair:
+        problems.append(
+            f"model.n_labels={n_labels}: a labelled document has no sentence B for "
+            f"model.sentence_pair=true; use model.sentence_pair=false"
+        )
+    return problems
+
+
+def _length_problems(run: RunConfig) -> list[str]:
+    """Samples must hold their special tokens and some text."""
+    problems = []
+    seq_len, source_len = run.seq_len, run.source_len
+    shortest, why = 1, ""
+    if run.task == "masked":
+        if run.model.n_labels:
+            shortest, why = 3, "[CLS], a word and [SEP]"
+        elif run.model.sentence_pair:
+            shortest, why = 5, "[CLS], a word of each sentence, and a [SEP] behind both"
+        else:
+            shortest, why = 4, "[CLS], two words and [SEP]"
+    elif run.task == "pairs":
+        shortest, why = 2, "a word and the end of text"
+        if source_len < shortest:
+            problems.append(
+                f"data.source_len={source_len} does not hold {why}: use {shortest} or more"
+            )
+    elif run.task == "spans":
+        if source_len < SHORTEST_SOURCE:
+            return [
+                f"data.source_len={source_len} does not hold a word, a sentinel and the end of "
+                f"text: use {SHORTEST_SOURCE} or more"
+            ]
+        shortest, why = target_length(source_len), f"the spans of data.source_len={source_len}"
+        if not run.data.seq_len:
+            return []
+    if seq_len < shortest:
+        at_least = f"{shortest} or more" + (", or 0" if run.task == "spans" else "")
+        problems.append(f"data.seq_len={seq_len} does not hold {why}: use {at_least}")
+    return problems

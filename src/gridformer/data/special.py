@@ -1,0 +1,84 @@
+"""Ids of the tokens that are no text: padding, masks, separators, sentinels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gridformer.config import Family, Task
+from gridformer.data.tokenizer import Tokenizer
+
+# What tokenizers call them, looked up in this order.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "pad": ("[PAD]", "<pad>", "<|pad|>"),
+    "mask": ("[MASK]", "<mask>"),
+    "cls": ("[CLS]", "<s>"),
+    "sep": ("[SEP]", "</s>"),
+}
+_SENTINEL = "<extra_id_{}>"
+SENTINELS = 100  # as T5 has; more where a sample needs more
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Special ids of one task and one tokenizer; None, or no sentinels, where a task has none.
+
+    The tokenizer's own tokens serve where it has them under a usual name. The others get the ids
+    after its vocabulary, in the order of the fields; `vocab_size` counts those too. `ordinary_size`
+    is the tokenizer's own vocabulary, `not_words` the ids in it that are no words.
+    """
+
+    eos: int
+    pad: int
+    mask: int | None
+    cls: int | None
+    sep: int | None
+    start: int
+    sentinels: tuple[int, ...]
+    vocab_size: int
+    ordinary_size: int
+    not_words: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, family: Family, task: Task, tokenizer: Tokenizer, n_sentinels: int = 0
+    ) -> SpecialIds:
+        """The ids that `family` needs to learn `task`; spans get n_sentinels, at least 100.
+
+        causal adds none: padding, which only labelled documents need, is the end of text if the
+        tokenizer has no padding. A decoder starts with padding in t5, with the end of text in
+        transformer, as in the reference implementations.
+        """
+        size, eos = tokenizer.vocab_size, tokenizer.eos_id
+        wanted = {"masked": ("pad", "mask", "cls", "sep"), "causal": ()}.get(task, ("pad",))
+        found: dict[str, int] = {}
+        total = size
+        for role in wanted:
+            present = _first(tokenizer, _NAMES[role])
+            if present is None:
+                present, total = total, total + 1
+            found[role] = present
+        sentinels = []
+        for number in range(max(SENTINELS, n_sentinels) if task == "spans" else 0):
+            present = tokenizer.id_of(_SENTINEL.format(number))
+            if present is None:
+                present, total = total, total + 1
+            sentinels.append(present)
+        pad = found.get("pad", _first(tokenizer, _NAMES["pad"]))
+        pad = eos if pad is None else pad
+        return cls(
+            eos=eos,
+            pad=pad,
+            mask=found.get("mask"),
+            cls=found.get("cls"),
+            sep=found.get("sep"),
+            start=pad if family == "t5" else eos,
+            sentinels=tuple(sentinels),
+            vocab_size=total,
+            ordinary_size=size,
+            not_words=tokenizer.special_ids
+            | {i for i in (eos, *found.values(), *sentinels) if i < size},
+        )
+
+
+def _first(tokenizer: Tokenizer, names: tuple[str, ...]) -> int | None:
+    return next((i for name in names if (i := tokenizer.id_of(name)) is not None), None)

@@ -1,0 +1,140 @@
+"""Batches of every task: their keys, and that only seed, step and row decide what is in them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gridformer.config import RunConfig
+from gridformer.data import Batches, TokenFolder, open_batches, resolve, special_ids
+from tests.data.helpers import a_run
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "causal": ("gpt2", {}),
+    "labelled gpt2": ("gpt2", {"model__n_labels": 10}),
+    "masked": ("bert", {}),
+    "masked, one sentence": ("bert", {"model__sentence_pair": False}),
+    "labelled bert": ("bert", {"model__n_labels": 10, "model__sentence_pair": False}),
+    "spans": ("t5", {}),
+    "pairs t5": ("t5", {"data__task": "pairs"}),
+    "pairs": ("transformer", {}),
+}
+KEYS = {
+    "causal": "tokens targets",
+    "labelled gpt2": "tokens targets valid at labels",
+    "masked": "tokens targets segments pair",
+    "masked, one sentence": "tokens targets segments",
+    "labelled bert": "tokens targets segments valid at labels",
+    "spans": "tokens targets source",
+    "pairs t5": "tokens targets source source_valid",
+    "pairs": "tokens targets source source_valid",
+}
+Opened = tuple[RunConfig, TokenFolder]
+
+
+@pytest.fixture(scope="session")
+def opened(
+    text_folder: TokenFolder, pairs_folder: TokenFolder, labelled_folder: TokenFolder
+) -> dict[str, Opened]:
+    """A resolved run and its folder for each of KINDS."""
+    out = {}
+    for kind, (family, values) in KINDS.items():
+        folder = text_folder
+        if kind.startswith("pairs"):
+            folder = pairs_folder
+        elif kind.startswith("labelled"):
+            folder = labelled_folder
+        out[kind] = (resolve(a_run(folder, family, **values), folder), folder)
+    return out
+
+
+def opened_batches(opened: Opened, split: str = "train", **train: int) -> Batches:
+    run, folder = opened
+    run = run.model_copy(update={"train": run.train.model_copy(update=train)})
+    return open_batches(run, folder, "train" if split == "train" else "val")
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return set(one) == set(other) and all(np.array_equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_shapes_and_types(opened: dict[str, Opened], kind: str) -> None:
+    run, _ = opened[kind]
+    batch = opened_batches(opened[kind]).batch(0)
+    assert set(batch) == set(KEYS[kind].split())
+    for key, values in batch.items():
+        assert values.dtype == (bool if "valid" in key else np.int64)
+        length = {"source": run.source_len, "source_valid": run.source_len}.get(key, run.seq_len)
+        flat = key in ("pair", "at", "labels")
+        assert values.shape == ((8,) if flat else (8, length))
+    for key in ("tokens", "source"):
+        if key in batch:
+            assert 0 <= batch[key].min() <= batch[key].max() < run.model.vocab_size
+    said = batch["targets"][batch["targets"] != -100]
+    assert 0 <= said.min() <= said.max() < run.model.vocab_size
+    # Every row has something to say.
+    assert ((batch["targets"] != -100).sum(axis=1) >= 1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_rows_alone_are_rows_of_the_whole(
+    opened: dict[str, Opened], kind: str, data: st.DataObject
+) -> None:
+    split = data.draw(st.sampled_from(["train", "val"]))
+    step = data.draw(st.integers(0, 10**9))
+    seed = data.draw(st.integers(0, 2**63 - 1))
+    size = data.draw(st.integers(1, 9))
+    whole = opened_batches(opened[kind], split, seed=seed, global_batch=size).batch(step)
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=3)))
+    parts = [
+        # Opened anew for each: what one process reads does not depend on the others.
+        opened_batches(opened[kind], split, seed=seed, global_batch=size).batch(step, slice(a, b))
+        for a, b in zip([0, *cuts], [*cuts, size])
+    ]
+    assert same({key: np.concatenate([p[key] for p in parts]) for key in whole}, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_do_not_depend_on_what_was_read(opened: dict[str, Opened], kind: str) -> None:
+    batches = opened_batches(opened[kind])
+    straight = [batches.batch(step) for step in range(4)]
+    assert same(batches.batch(2), straight[2])
+    assert same(opened_batches(opened[kind]).batch(3), straight[3])
+    assert not same(straight[0], straight[1])
+    assert not same(opened_batches(opened[kind], seed=99).batch(0), straight[0])
+
+
+def test_masks_of_the_next_epoch_are_others(opened: dict[str, Opened]) -> None:
+    """Two places that hold the same text hide different words of it."""
+    batches = opened_batches(opened["masked, one sentence"], global_batch=1)
+    seen: dict[bytes, list[bytes]] = {}
+    for step in range(2 * batches.n_samples):
+        batch = batches.batch(step)
+        hidden = batch["targets"] != -100
+        text = np.where(hidden, batch["targets"], batch["tokens"])
+        seen.setdefault(text.tobytes(), []).append(hidden.tobytes())
+    assert all(len(hidden) == 2 for hidden in seen.values())
+    differ = sum(one != other for one, other in seen.values())
+    assert differ > 0.8 * len(seen)
+
+
+def test_validation_draws_other_numbers_than_training(
+    opened: dict[str, Opened], tmp_path: Path
+) -> None:
+    """On the same split, that is: were it the same text, the masks would still differ."""
+    run, folder = opened["masked"]
+    twice = TokenFolder(folder.path, folder.index, folder.train, folder.train)
+    train, val = (open_batches(run, twice, split).batch(0) for split in ("train", "val"))
+    assert not same(train, val)
+
+
+def test_special_ids_fit_the_resolved_vocabulary(opened: dict[str, Opened]) -> None:
+    for run, folder in opened.values():
+        if not (run.task == "causal" and not run.model.n_labels):
+            assert special_ids(run, folder).vocab_size == run.model.vocab_size

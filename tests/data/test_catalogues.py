@@ -1,0 +1,162 @@
+"""Catalogues of messages as sources: where they are looked for, what is read, whose they are."""
+
+import importlib.machinery
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import polib
+import pytest
+
+from gridformer.data import catalogues
+from gridformer.data.catalogues import CatalogueSource, catalogue_source, system_folders
+from gridformer.data.sources import open_sources
+from gridformer.errors import DataError, UserError
+from tests.data.helpers import texts
+
+
+def write(path: Path, *pairs: tuple[str, str], **metadata: str) -> Path:
+    """A catalogue, compiled if the path says so."""
+    po = polib.POFile()
+    po.header = "This file is distributed under the same license as the Example package."
+    po.metadata = {"Content-Type": "text/plain; charset=UTF-8", **metadata}
+    po.extend(polib.POEntry(msgid=a, msgstr=b) for a, b in pairs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    po.save_as_mofile(str(path)) if path.suffix == ".mo" else po.save(str(path))
+    return path
+
+
+ONE = ("the first of all messages", "die erste aller Nachrichten")
+TWO = ("the second of all messages", "die zweite aller Nachrichten")
+THREE = ("the third of all messages", "die dritte aller Nachrichten")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "locale"
+    write(root / "de/LC_MESSAGES/git.mo", ONE, TWO)
+    other = (ONE[0], "die allererste Nachricht")
+    project = {"Project-Id-Version": "PostgreSQL 15"}
+    write(root / "de/LC_MESSAGES/psql.mo", other, THREE, **project)
+    write(root / "fr/LC_MESSAGES/git.mo", (ONE[0], "le premier de tous"))
+    return root
+
+
+def source(spec: str) -> CatalogueSource:
+    (found,) = open_sources([spec])
+    assert isinstance(found, CatalogueSource)
+    return found
+
+
+def test_pairs_in_turn_each_english_text_once(root: Path) -> None:
+    german = source(f"gettext:de:{root}")
+    assert (german.kind, german.languages) == ("pairs", ("en", "de"))
+    assert texts([german]) == [*ONE, *TWO, *THREE]
+    skipped: Counter[str] = Counter()
+    list(german.pieces(skipped))
+    assert skipped == {"messages seen before": 1}
+    assert texts([source(f"gettext:fr:{root}")]) == [ONE[0], "le premier de tous"]
+    assert german.n_bytes == sum(len(text.encode()) for text in (*ONE, *TWO, *THREE))
+
+
+def test_samples_are_whole_pairs_in_another_order(root: Path) -> None:
+    pairs = [(f"message number {i} of many more", f"Nachricht {i}") for i in range(50)]
+    write(root / "de/LC_MESSAGES/x.mo", *pairs)
+    german = source(f"gettext:de:{root}")
+    sample = [piece.text for piece in german.sample()]
+    assert set(zip(sample[::2], sample[1::2])) == {*pairs, ONE, TWO, THREE}
+    assert sample != texts([german])
+
+
+def test_licences_of_parts(root: Path) -> None:
+    write(root / "de/LC_MESSAGES/iso_3166.mo", ("the fourth of all messages", "die vierte"))
+    write(root / "de/LC_MESSAGES/libapt-pkg6.0.mo", ("the fifth of all messages", "die fünfte"))
+    write(root / "de/LC_MESSAGES/own.mo", ("the sixth of all messages", "die sechste"))
+    write(root / "de/LC_MESSAGES/other.po", ("the seventh of all messages", "die siebte"))
+    german = source(f"gettext:de:{root}")
+    assert {part.name: (part.license, part.documents) for part in german.parts} == {
+        "git": ("GPL-2.0-only", 4),
+        "psql": ("PostgreSQL License", 2),
+        "iso_3166": ("LGPL-2.1-or-later", 2),
+        "libapt-pkg6.0": ("GPL-2.0-or-later", 2),
+        "own": (None, 2),
+        "other": ("that of Example", 2),
+    }
+    assert german.license.startswith("GPL-2.0-only (2), ")
+    assert "not stated, GPL for the most part (1)" in german.license
+
+
+def test_where_a_language_may_be_named(tmp_path: Path) -> None:
+    write(tmp_path / "po/de.po", ONE)
+    write(tmp_path / "po/fr.po", (ONE[0], "le premier"))
+    assert texts([source(f"gettext:de:{tmp_path}")]) == [*ONE]
+    assert texts([source(f"gettext:de:{tmp_path / 'po/de.po'}")]) == [*ONE]
+    folder = tmp_path / "share/de/LC_MESSAGES"
+    write(folder / "a.mo", TWO)
+    assert texts([source(f"gettext:de:{folder}")]) == [*TWO]
+
+
+def test_links_and_compiled_twins_count_once(tmp_path: Path) -> None:
+    folder = tmp_path / "de"
+    write(folder / "a.po", ONE)
+    write(folder / "a.mo", ONE)
+    (folder / "b.po").symlink_to(folder / "a.po")
+    german = source(f"gettext:de:{tmp_path}")
+    assert [path.name for path in german.paths] == ["a.po"]
+
+
+def test_the_system_and_django(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages/django"
+    write(package / "conf/locale/de/LC_MESSAGES/django.po", ("a fourth of all messages", "vier"))
+    write(package / "contrib/admin/locale/de/LC_MESSAGES/djangojs.mo", ("one two or five", "fünf"))
+    spec = importlib.machinery.ModuleSpec("django", None, is_package=True)
+    spec.submodule_search_locations = [str(package)]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    folders = system_folders("de")
+    assert folders[0] == Path("/usr/share/locale/de/LC_MESSAGES")
+    assert len([folder for folder in folders if package in folder.parents]) == 2
+    here = [f for f in folders if package in f.parents]
+    monkeypatch.setattr(
+        catalogues, "system_folders", lambda language: [root / language / "LC_MESSAGES", *here]
+    )
+    german = source("gettext:de")
+    assert [(part.name, part.license) for part in german.parts[-2:]] == [
+        ("django.django", "BSD-3-Clause, Django"),
+        ("django.contrib.admin.djangojs", "BSD-3-Clause, Django"),
+    ]
+    assert len(german.parts) == 4
+
+
+def test_nothing_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogues, "system_folders", lambda language: [tmp_path / language])
+    with pytest.raises(UserError, match=r"no catalogues for 'de' .* pip install django.*de:PATH"):
+        catalogue_source("gettext:de")
+    with pytest.raises(UserError, match=r"name a folder with \*/de/LC_MESSAGES/\*\.mo, de\.po"):
+        catalogue_source(f"gettext:de:{tmp_path}")
+    with pytest.raises(UserError, match="there is no"):
+        catalogue_source(f"gettext:de:{tmp_path / 'gone'}")
+    for bad in ("", "German", "../x"):
+        with pytest.raises(UserError, match=r"no code of a language; write gettext:de for German"):
+            catalogue_source(f"gettext:{bad}")
+    with pytest.raises(UserError, match="name another language"):
+        catalogue_source("gettext:en")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xde\x12\x04\x95", b"\xde\x12\x04\x95" + b"\xff" * 60])
+def test_damaged_catalogues(root: Path, content: bytes) -> None:
+    damaged = root / "de/LC_MESSAGES/damaged.mo"
+    damaged.write_bytes(content)
+    german = source(f"gettext:de:{root}")
+    skipped: Counter[str] = Counter()
+    assert len(list(german.pieces(skipped))) == 6
+    assert skipped["catalogues that cannot be read"] == 1
+    with pytest.raises(DataError, match=r"damaged\.mo: is no catalogue that can be read"):
+        list(source(f"gettext:de:{damaged}").pieces(Counter()))
+
+
+def test_catalogues_of_other_languages(root: Path) -> None:
+    values: dict[str, Any] = {"Language": "fr"}
+    write(root / "de/LC_MESSAGES/wrong.mo", ("a stray among the messages", "perdu"), **values)
+    skipped: Counter[str] = Counter()
+    list(source(f"gettext:de:{root}").pieces(skipped))
+    assert skipped["catalogues in other languages than de"] == 1

@@ -1,0 +1,127 @@
+"""Masked words: how many, as what, and which sentence follows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gridformer.batch import IGNORE
+from gridformer.data.masked import MaskedSamples, Masking
+from gridformer.data.special import SpecialIds
+from gridformer.errors import DataError
+from tests.data.helpers import counting_split
+
+N = 20_000
+SPECIAL = SpecialIds(
+    eos=7,
+    pad=N,
+    mask=N + 1,
+    cls=N + 2,
+    sep=N + 3,
+    start=7,
+    sentinels=(),
+    vocab_size=N + 4,
+    ordinary_size=N,
+    not_words=frozenset({7, 9}),
+)
+
+
+def test_rates() -> None:
+    draw = np.random.default_rng(0)
+    ids = draw.integers(N, size=(400, 128))
+    counts = {"mask": 0, "same": 0, "random": 0}
+    masking, hidden_in_all = Masking(SPECIAL), 0
+    for row in ids:
+        tokens, targets = masking.hide(row, draw)
+        hidden = targets != IGNORE
+        words = ~np.isin(row, [7, 9])
+        assert not (hidden & ~words).any()
+        assert hidden.sum() == (15 * words.sum() + 50) // 100
+        assert np.array_equal(targets[hidden], row[hidden])
+        assert np.array_equal(tokens[~hidden], row[~hidden])
+        hidden_in_all += int(hidden.sum())
+        read = tokens[hidden]
+        counts["mask"] += int((read == SPECIAL.mask).sum())
+        counts["same"] += int((read == row[hidden]).sum())
+        other = read[(read != SPECIAL.mask) & (read != row[hidden])]
+        assert not np.isin(other, [7, 9]).any()
+        counts["random"] += len(other)
+    shares = {name: count / hidden_in_all for name, count in counts.items()}
+    # Four standard deviations of a share of 7600 words.
+    assert shares == pytest.approx({"mask": 0.8, "same": 0.1, "random": 0.1}, abs=0.02)
+
+
+@given(ids=st.lists(st.sampled_from([7, 9, 1, 2, 3]), min_size=1, max_size=40), seed=st.integers(0))
+def test_at_least_one_and_never_a_special_one(ids: list[int], seed: int) -> None:
+    row = np.array(ids)
+    _, targets = Masking(SPECIAL).hide(row, np.random.default_rng(seed))
+    hidden = targets != IGNORE
+    assert hidden.any()
+    words = ~np.isin(row, [7, 9])
+    assert not words.any() or not (hidden & ~words).any()
+
+
+def original(sample: dict[str, np.ndarray]) -> np.ndarray:
+    """The tokens as they were before words were hidden."""
+    return np.where(sample["targets"] != IGNORE, sample["targets"], sample["tokens"])
+
+
+@given(
+    seq_len=st.integers(5, 30),
+    n_windows=st.integers(2, 8),
+    rest=st.integers(0, 4),
+    seed=st.integers(0),
+)
+def test_sentences(seq_len: int, n_windows: int, rest: int, seed: int) -> None:
+    n_text = seq_len - 3
+    split = replace(counting_split(n_windows * n_text + min(rest, n_text - 1)), vocab_size=N)
+    samples = MaskedSamples(split, seq_len, SPECIAL, sentence_pair=True)
+    assert samples.n_samples == n_windows
+    number = seed % n_windows
+    sample = samples.sample(number, np.random.default_rng(seed))
+    ids = original(sample)
+    (first, last) = np.flatnonzero(ids == SPECIAL.sep)
+    assert ids[0] == SPECIAL.cls
+    assert last == seq_len - 1
+    a, b = ids[1:first], ids[first + 1 : last]
+    assert min(len(a), len(b)) >= 1
+    # The split counts up, so a token says where it was read.
+    assert np.array_equal(a, number * n_text + np.arange(len(a)))
+    assert np.array_equal(b, b[0] + np.arange(len(b)))
+    if sample["pair"]:
+        assert b[0] == a[-1] + 1
+    else:
+        assert b[-1] < number * n_text or b[0] >= (number + 1) * n_text
+    assert sample["segments"].tolist() == [0] * (first + 1) + [1] * (len(b) + 1)
+    assert (sample["targets"][np.array([0, first, last])] == IGNORE).all()
+
+
+def test_half_of_the_sentences_follow() -> None:
+    samples = MaskedSamples(replace(counting_split(900), vocab_size=N), 12, SPECIAL, True)
+    draw = np.random.default_rng(0)
+    drawn = [samples.sample(i % 100, draw) for i in range(1000)]
+    follows = np.mean([sample["pair"] for sample in drawn])
+    assert follows == pytest.approx(0.5, abs=0.06)
+    lengths = {int(sample["segments"].sum()) for sample in drawn}
+    assert lengths == set(range(2, 10))  # B with its [SEP]: every length from 1 to 8
+
+
+def test_one_sentence() -> None:
+    samples = MaskedSamples(replace(counting_split(95), vocab_size=N), 12, SPECIAL, False)
+    assert samples.n_samples == 9
+    sample = samples.sample(3, np.random.default_rng(0))
+    assert original(sample).tolist() == [SPECIAL.cls, *range(30, 40), SPECIAL.sep]
+    assert "pair" not in sample
+    assert not sample["segments"].any()
+
+
+def test_too_short_names_a_length_that_works() -> None:
+    split = replace(counting_split(15), vocab_size=N)
+    with pytest.raises(DataError, match=r"data.seq_len of at most 10, or prepare more text"):
+        MaskedSamples(split, 11, SPECIAL, sentence_pair=True)
+    assert MaskedSamples(split, 10, SPECIAL, sentence_pair=True).n_samples == 2
+    with pytest.raises(DataError, match=r"data.seq_len of at most 17"):
+        MaskedSamples(split, 18, SPECIAL, sentence_pair=False)
+    assert MaskedSamples(split, 17, SPECIAL, sentence_pair=False).n_samples == 1

@@ -1,0 +1,112 @@
+"""Runs fitted to folders, and what is said where they do not fit."""
+
+from typing import Any
+
+import pytest
+
+from gridformer.data import TokenFolder, resolve, special_ids
+from gridformer.data.spans import target_length
+from gridformer.errors import ConfigError
+from tests.data.helpers import a_run
+
+
+def problems(folder: TokenFolder, family: str, **values: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolve(a_run(folder, family, **values), folder)
+    return str(error.value)
+
+
+def test_what_the_folder_decides(text_folder: TokenFolder, pairs_folder: TokenFolder) -> None:
+    gpt2 = resolve(a_run(text_folder), text_folder)
+    assert (gpt2.model.vocab_size, gpt2.data.task) == (300, "causal")
+    assert (gpt2.data.seq_len, gpt2.data.source_len) == (32, 0)
+    bert = resolve(a_run(text_folder, "bert"), text_folder)
+    assert (bert.model.vocab_size, bert.data.task, bert.data.seq_len) == (304, "masked", 32)
+    t5 = resolve(a_run(text_folder, "t5"), text_folder)
+    assert (t5.model.vocab_size, t5.data.task) == (401, "spans")
+    assert (t5.data.seq_len, t5.data.source_len) == (target_length(32), 32)
+    transformer = resolve(a_run(pairs_folder, "transformer", data__seq_len=30), pairs_folder)
+    assert (transformer.model.vocab_size, transformer.data.task) == (301, "pairs")
+    assert (transformer.data.seq_len, transformer.data.source_len) == (30, 32)
+
+
+def test_resolving_again_changes_nothing(text_folder: TokenFolder) -> None:
+    for family in ("gpt2", "bert", "t5"):
+        once = resolve(a_run(text_folder, family), text_folder)
+        assert resolve(once, text_folder) == once
+
+
+def test_long_sources_get_more_sentinels(text_folder: TokenFolder) -> None:
+    run = a_run(text_folder, "t5", model__max_seq_len=2400)
+    # A window of 2666 tokens, 400 of them noise, in 133 spans.
+    assert special_ids(run, text_folder).vocab_size == 301 + 133
+
+
+def test_a_larger_vocabulary_is_kept(text_folder: TokenFolder) -> None:
+    assert resolve(a_run(text_folder, model__vocab_size=512), text_folder).model.vocab_size == 512
+
+
+def test_small_vocabularies(text_folder: TokenFolder) -> None:
+    said = problems(text_folder, "bert", model__vocab_size=300)
+    assert "the 300 words of" in said
+    assert "and the 4 special ones of data.task=masked: use model.vocab_size=304, or 0" in said
+    assert "special" not in problems(text_folder, "gpt2", model__vocab_size=299)
+
+
+def test_kinds(text_folder: TokenFolder, pairs_folder: TokenFolder) -> None:
+    said = problems(text_folder, "transformer")
+    assert "`gridformer prepare gettext:de --out FOLDER`" in said
+    assert "spans" not in said
+    assert "or use data.task=spans" in problems(text_folder, "t5", data__task="pairs")
+    said = problems(pairs_folder, "t5")
+    assert said.endswith("learns from running text: use data.task=pairs")
+    assert "small to LARGE" in said
+    for family in ("gpt2", "bert"):
+        assert "use a model of family t5 or transformer" in problems(pairs_folder, family)
+
+
+def test_labels(text_folder: TokenFolder, labelled_folder: TokenFolder) -> None:
+    said = problems(text_folder, "gpt2", model__n_labels=2)
+    assert "has no labels; write them with `gridformer prepare SOURCE --label-key KEY`" in said
+    said = problems(labelled_folder, "bert", model__n_labels=2)
+    assert "is less than the 10 labels" in said
+    assert "use model.n_labels=10" in said
+    assert "use model.sentence_pair=false" in said
+    run = a_run(labelled_folder, "gpt2", model__n_labels=12)
+    assert resolve(run, labelled_folder).model.n_labels == 12
+    # Labels need not be learned.
+    assert resolve(a_run(labelled_folder, "bert"), labelled_folder).data.task == "masked"
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "remedy"),
+    [
+        ("bert", {"data__seq_len": 4}, "data.seq_len=4 .* use 5 or more"),
+        ("bert", {"data__seq_len": 3, "model__sentence_pair": False}, "use 4 or more"),
+        ("t5", {"data__source_len": 2}, "data.source_len=2 .* use 3 or more"),
+        ("t5", {"data__seq_len": 6}, "data.seq_len=6 .* use 8 or more, or 0"),
+    ],
+)
+def test_lengths(
+    text_folder: TokenFolder, family: str, values: dict[str, Any], remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        resolve(a_run(text_folder, family, **values), text_folder)
+
+
+def test_lengths_of_pairs(pairs_folder: TokenFolder) -> None:
+    said = problems(pairs_folder, "transformer", data__seq_len=1, data__source_len=1)
+    assert "data.source_len=1 does not hold" in said
+    assert "data.seq_len=1 does not hold" in said
+    said = problems(pairs_folder, "transformer", data__seq_len=3)
+    assert "train.bin: none of its" in said
+    assert "val.bin: none of its" in said
+
+
+def test_too_little_text_is_said_before_the_run(text_folder: TokenFolder) -> None:
+    values = {"model__max_seq_len": 10**6, "model__vocab_size": 5}
+    said = problems(text_folder, "gpt2", **values)
+    assert "model.vocab_size=5" in said
+    said = problems(text_folder, "gpt2", model__max_seq_len=10**6)
+    assert "hold no sample of data.seq_len=1000000" in said
+    assert len(said.splitlines()) == 2  # both splits

@@ -1,0 +1,113 @@
+"""Masked spans: lengths are fixed, and source and target together are the text."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gridformer.batch import IGNORE
+from gridformer.data.spans import (
+    SpanSamples,
+    corrupted,
+    noise_of,
+    sentinels_of,
+    target_length,
+    window_length,
+)
+from gridformer.data.special import SpecialIds
+from gridformer.errors import DataError
+from tests.data.helpers import counting_split
+
+N = 10_000
+SPECIAL = SpecialIds(
+    eos=0,
+    pad=N,
+    mask=None,
+    cls=None,
+    sep=None,
+    start=N,
+    sentinels=tuple(range(N + 1, N + 401)),
+    vocab_size=N + 401,
+    ordinary_size=N,
+    not_words=frozenset({0}),
+)
+
+
+def reassembled(source: np.ndarray, target: np.ndarray) -> list[int]:
+    """The text: each sentinel of the source replaced by what follows it in the target."""
+    spans: dict[int, list[int]] = {}
+    for token in target[:-1].tolist():
+        if token > N:
+            spans[token] = here = []
+        else:
+            here.append(token)
+    out: list[int] = []
+    for token in source[:-1].tolist():
+        out += spans.pop(token) if token > N else [token]
+    assert not spans
+    return out
+
+
+@given(source_len=st.integers(3, 1200), seed=st.integers(0))
+def test_source_and_target_hold_the_text(source_len: int, seed: int) -> None:
+    n = window_length(source_len)
+    window = np.arange(1, n + 1)
+    source, target = corrupted(window, SPECIAL, np.random.default_rng(seed))
+    assert reassembled(source, target) == window.tolist()
+    assert len(source) == source_len
+    assert len(target) == target_length(source_len)
+    assert source[-1] == target[-1] == SPECIAL.eos
+    assert source.dtype == target.dtype == np.int64
+    # Sentinels come in order; the text begins with kept words and ends with a span.
+    used = list(SPECIAL.sentinels[: sentinels_of(source_len)])
+    assert source[source > N].tolist() == target[target > N].tolist() == used
+    assert source[0] == 1
+    assert target[-2] == n
+
+
+@given(n=st.integers(2, 5000))
+def test_noise(n: int) -> None:
+    noise, spans = noise_of(n)
+    assert 1 <= spans <= min(noise, n - noise)
+    if n > 100:
+        assert noise == pytest.approx(0.15 * n, abs=0.51)
+        assert noise / spans == pytest.approx(3, abs=0.5)
+
+
+def test_published_lengths() -> None:
+    """A source of 512 tokens takes 568 of text and a target of 114, as in T5's own code."""
+    assert window_length(512) == 568
+    assert target_length(512) == 114
+
+
+def test_span_lengths_vary() -> None:
+    draw = np.random.default_rng(0)
+    lengths = []
+    for _ in range(200):
+        _, target = corrupted(np.arange(1, 569), SPECIAL, draw)
+        lengths += np.diff(np.flatnonzero((target > N) | (target == 0))).tolist()
+    assert np.mean(lengths) - 1 == pytest.approx(3, abs=0.1)
+    assert set(range(2, 8)) <= set(lengths)
+
+
+def test_samples() -> None:
+    split = replace(counting_split(500), vocab_size=N)
+    samples = SpanSamples(split, 40, 20, SPECIAL)
+    n = window_length(40)
+    assert samples.n_samples == 500 // n
+    sample = samples.sample(2, np.random.default_rng(0))
+    real = target_length(40)
+    tokens, targets = sample["tokens"], sample["targets"]
+    assert tokens[0] == SPECIAL.start
+    assert np.array_equal(tokens[1:real], targets[: real - 1])
+    assert (tokens[real:] == SPECIAL.pad).all()
+    assert (targets[real:] == IGNORE).all()
+    assert targets[real - 1] == SPECIAL.eos
+    assert reassembled(sample["source"], targets[:real]) == list(range(2 * n, 3 * n))
+
+
+def test_too_short() -> None:
+    with pytest.raises(DataError, match=r"which takes 44: use a smaller data.source_len, or prep"):
+        SpanSamples(counting_split(43), 40, 20, SPECIAL)

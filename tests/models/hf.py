@@ -1,0 +1,67 @@
+"""What comparisons with Hugging Face's models share."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing is downloaded
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.models import Model
+from gridformer.parallel import build_parallel
+
+transformers: Any = pytest.importorskip("transformers")
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+LEAVES = ("weight", "bias")
+
+
+def randomise(model: Any, dtype: torch.dtype, spread: float = 0.2) -> Any:
+    """Random weights of a spread that makes every part matter; biases and norms included."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            mean = 1.0 if parameter.dim() == 1 and bool((parameter == 1).all()) else 0.0
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(mean + spread * noise)
+    return model.to(dtype).eval()
+
+
+def plain(config: ModelConfig, dtype: torch.dtype, state: dict[str, Tensor]) -> Model:
+    """Our model of a config with these weights."""
+    name = str(dtype).removeprefix("torch.")
+    ours = build_parallel(config, LayoutConfig(), Axes(), 0, torch.device("cpu"), name).eval()
+    ours.load_state_dict(state, strict=True)
+    return ours
+
+
+def together(parts: list[Tensor], d: int) -> Tensor:
+    """Matrices [n d, h] of q, k, v as torch.nn.Linear holds them (or their biases), as one of ours:
+    columns [n, parts, d]."""
+    by_head = torch.stack([part.t().unflatten(-1, (-1, d)) for part in parts], -2)
+    return by_head.flatten(-3)
+
+
+def tokens_of(v: int, b: int, s: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, v, (b, s), generator=torch.Generator().manual_seed(seed))
+
+
+def lengths_mask(lengths: list[int], s: int) -> Tensor:
+    """True for the first tokens of each row."""
+    return torch.arange(s) < torch.tensor(lengths)[:, None]
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    """To 1e-5 of the largest element (float64: 1e-10)."""
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    difference = float((got - want).detach().abs().max() / want.detach().abs().max())
+    assert difference < TOLERANCE[got.dtype], difference

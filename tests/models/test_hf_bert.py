@@ -1,0 +1,183 @@
+"""The plain BERT computes what Hugging Face's BertForPreTraining computes from the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gridformer.config import ModelConfig
+from gridformer.models import BERT
+from gridformer.models.blocks import IGNORE
+from tests.models.hf import (
+    DTYPES,
+    LEAVES,
+    assert_close,
+    lengths_mask,
+    plain,
+    randomise,
+    together,
+    tokens_of,
+    transformers,
+)
+
+V, S = 211, 24
+
+
+def config_of(**changes: Any) -> ModelConfig:
+    values = {
+        "family": "bert",
+        "n_layers": 3,
+        "hidden_size": 48,
+        "n_heads": 4,
+        "vocab_size": V,
+        "max_seq_len": S,
+        "norm_eps": 1e-12,
+    }
+    return ModelConfig(**{**values, **changes})
+
+
+def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
+    model = transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            intermediate_size=config.ffn_size,
+            max_position_embeddings=config.max_seq_len,
+            layer_norm_eps=config.norm_eps,
+            hidden_act="gelu",
+            pad_token_id=None,
+            attn_implementation="eager",
+        )
+    )
+    return randomise(model, dtype)
+
+
+def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Names of theirs to ours; their matrices are [out, in]."""
+    theirs = {
+        "tokens.weight": "bert.embeddings.word_embeddings.weight",
+        "positions.weight": "bert.embeddings.position_embeddings.weight",
+        "segments.weight": "bert.embeddings.token_type_embeddings.weight",
+    }
+    ours = {name: state[key] for name, key in theirs.items()}
+    ours["head.bias"] = state["cls.predictions.bias"]
+    linears = {
+        "transform": "cls.predictions.transform.dense",
+        "pair.pooler": "bert.pooler.dense",
+        "pair.labels": "cls.seq_relationship",
+    }
+    norms = {
+        "embedding_norm": "bert.embeddings.LayerNorm",
+        "head_norm": "cls.predictions.transform.LayerNorm",
+    }
+    for i in range(config.n_layers):
+        here, there = f"layers.{i}", f"bert.encoder.layer.{i}"
+        linears[f"{here}.attention.out"] = f"{there}.attention.output.dense"
+        linears[f"{here}.mlp.up"] = f"{there}.intermediate.dense"
+        linears[f"{here}.mlp.down"] = f"{there}.output.dense"
+        norms[f"{here}.norm1"] = f"{there}.attention.output.LayerNorm"
+        norms[f"{here}.norm2"] = f"{there}.output.LayerNorm"
+        for leaf in LEAVES:
+            parts = [
+                state[f"{there}.attention.self.{part}.{leaf}"] for part in ("query", "key", "value")
+            ]
+            ours[f"{here}.attention.qkv.{leaf}"] = together(parts, config.head_width)
+    for name, key in linears.items():
+        ours |= {f"{name}.{leaf}": state[f"{key}.{leaf}"].t() for leaf in LEAVES}
+    for name, key in norms.items():
+        ours |= {f"{name}.{leaf}": state[f"{key}.{leaf}"] for leaf in LEAVES}
+    return ours
+
+
+def pair(dtype: torch.dtype, **changes: Any) -> tuple[BERT, Any]:
+    config = config_of(**changes)
+    theirs = hugging_face(config, dtype)
+    ours = plain(config, dtype, from_hugging_face(theirs.state_dict(), config))
+    assert isinstance(ours, BERT)
+    return ours, theirs
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_heads": 1}, {"ffn_size": 80}, {"n_layers": 1}], ids=str
+)
+def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    """Of words, and of the pair of sentences; with padding, and sentence B of any length."""
+    ours, theirs = pair(dtype, **changes)
+    tokens = tokens_of(V, 3, S)
+    segments = (~lengths_mask([9, 24, 1], S)).long()
+    valid = lengths_mask([24, 17, 5], S)
+    batch = {"tokens": tokens, "segments": segments, "valid": valid}
+    with torch.no_grad():
+        got = ours.outputs({**batch, "pair": torch.zeros(3, dtype=torch.int64)})
+        want = theirs(tokens, attention_mask=valid.long(), token_type_ids=segments)
+        assert_close(got["tokens"][valid], want.prediction_logits[valid])
+        assert_close(got["pair"], want.seq_relationship_logits)
+        assert_close(ours(tokens), theirs(tokens).prediction_logits)
+
+
+@DTYPES
+def test_losses_and_gradients(dtype: torch.dtype) -> None:
+    """Their loss is the sum of the two means, their next sentence's label 0 is our 1."""
+    ours, theirs = pair(dtype)
+    tokens, segments = tokens_of(V, 4, S), (~lengths_mask([9, 24, 1, 12], S)).long()
+    targets = torch.where(torch.rand(4, S) < 0.15, tokens_of(V, 4, S, seed=2), IGNORE)
+    follows = torch.tensor([1, 0, 0, 1])
+    out = theirs(tokens, token_type_ids=segments)
+    words = F.cross_entropy(out.prediction_logits.flatten(0, 1), targets.flatten())
+    want = words + F.cross_entropy(out.seq_relationship_logits, follows)
+    want.backward()
+    batch = {"tokens": tokens, "segments": segments, "targets": targets, "pair": follows}
+    losses, counts = ours.losses(batch), ours.counts(batch)
+    assert {name: int(n) for name, n in counts.items()} == {
+        "tokens": int((targets != IGNORE).sum()),
+        "pair": 4,
+    }
+    got = losses["tokens"] / counts["tokens"] + losses["pair"] / counts["pair"]
+    got.backward()
+    assert_close(got.detach(), want.detach())
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    expected = from_hugging_face(grads, ours.config)
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        if name.endswith("qkv.bias"):  # the keys' is rounding noise about zero
+            continue
+        assert_close(parameter.grad, expected[name])
+
+
+def test_parameters_are_counted_alike() -> None:
+    ours, theirs = pair(torch.float32)
+    assert sum(p.numel() for p in ours.parameters()) == theirs.num_parameters()
+
+
+def test_pre_norm_puts_a_norm_before_each_sub_layer_and_one_at_the_end() -> None:
+    """Megatron's arrangement: x + f(norm(x)), no norm of the embedding, one before the head."""
+    ours = plain(
+        config := config_of(norm_position="pre"),
+        torch.float64,
+        plain_state(config),
+    )
+    assert isinstance(ours, BERT)
+    tokens = tokens_of(V, 2, S)
+    x = ours.tokens(tokens) + ours.positions(S) + ours.segments(torch.zeros_like(tokens))
+    layer: Any
+    for layer in ours.layers.values():
+        x = x + layer.attention(layer.norm1(x))
+        x = x + layer.mlp(layer.norm2(x))
+    words = ours.head_norm(F.gelu(ours.transform(ours.norm(x))))
+    want = words @ ours.tokens.weight.t() + ours.head.bias
+    assert_close(ours(tokens), want)
+
+
+def plain_state(config: ModelConfig) -> dict[str, Tensor]:
+    """Random weights for every parameter of a model."""
+    from gridformer.models import build_model
+
+    model = build_model(config).double()
+    return {name: p.detach() for name, p in randomise(model, torch.float64).named_parameters()}

@@ -1,0 +1,75 @@
+"""BERT, T5 and the Transformer train exactly as on one device, under every scheme.
+
+Padding, targets that do not count, two losses and a source are in every batch; dropout is on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gridformer.config import LayoutConfig
+from tests.choosing import full_unless
+from tests.multirank.exactness import TOLERANCE, compare
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_exactness import TRAIN
+
+Layout = dict[str, Any]
+
+DROPPING = {"dropout": 0.1, "attention_dropout": 0.1, "max_seq_len": 12, "n_layers": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "bert": {"family": "bert"},
+    "bert-pre": {"family": "bert", "norm_position": "pre", "n_labels": 3},
+    "t5": {"family": "t5", "relative_buckets": 8, "relative_max_distance": 16},
+    "t5-wide": {"family": "t5", "head_dim": 8, "n_decoder_layers": 1},
+    "transformer": {"family": "transformer", "label_smoothing": 0.1},
+    "transformer-pre": {"family": "transformer", "norm_position": "pre", "n_decoder_layers": 1},
+    "gpt2": {"family": "gpt2", "n_labels": 3},
+}
+MEGATRON: Layout = {"scheme": "megatron", "cols": 2}
+OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 2}
+SUB: Layout = {"scheme": "subgraph", "branches": 2}
+LAYOUTS: dict[str, Layout] = {
+    "data-dp2": {"scheme": "single", "dp": 2},
+    "megatron-1x2": MEGATRON,
+    "megatron-1x3-sp": {**MEGATRON, "cols": 3, "sequence_parallel": True},
+    "optimus-2x2": OPTIMUS,
+    "optimus-2x2-panels": {**OPTIMUS, "schedule": "pipelined", "stationary": "input"},
+    "optimus-2x3-kept": {**OPTIMUS, "cols": 3, "schedule": "gather", "keep_gathered": "all"},
+    "subgraph-2x2": {**SUB, "dp": 2},
+    "subgraph-2-outside": {**SUB, "attention": "outside", "feed_forward": "common"},
+    "subgraph-2-first": {**SUB, "common": "first"},
+    "subgraph-3-first-outside": {
+        **{**SUB, "branches": 3, "common": "first"},
+        **{"attention": "outside", "feed_forward": "common", "micro_batches": 2},
+    },
+}
+QUICK = {"bert": 0, "t5": 1, "transformer": 2}  # each layout meets at least one family
+
+
+def quick(case: tuple[str, str]) -> bool:
+    model, layout = case
+    place = [*LAYOUTS].index(layout)
+    return QUICK.get(model, -1) == place % 3 or layout in ("optimus-2x2", "subgraph-2-first")
+
+
+def n_of(layout: Layout) -> int:
+    return LayoutConfig(**layout).n_processes
+
+
+CASES = sorted(
+    ((model, layout) for layout in LAYOUTS for model in MODELS),
+    key=lambda case: n_of(LAYOUTS[case[1]]),
+)
+
+
+@pytest.mark.parametrize("case", full_unless(quick, CASES), ids="-".join)
+def test_equals_one_device(pool: WorkerPool, case: tuple[str, str]) -> None:
+    model, layout = MODELS[case[0]], LAYOUTS[case[1]]
+    settings = {**TRAIN, "dtype": "float64"}
+    results = pool.run(n_of(layout), compare, layout, {**DROPPING, **model}, settings, 2)
+    for rank, worst in enumerate(results):
+        assert worst["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
+        wrong = {k: v for k, v in worst.items() if not v <= TOLERANCE["float64"]}
+        assert not wrong, f"rank {rank}: {wrong}"
