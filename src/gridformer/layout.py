@@ -110,11 +110,14 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
 
 
 def _beside(layout: LayoutConfig, **changes: int) -> str:
-    """What else to set so that the nodes still fit with these changes: the end of a remedy."""
-    changed = layout.model_copy(update=changes)
-    if node_problems(layout) or not node_problems(changed):
-        return ""
-    return " and devices_per_node=0"
+    """What else to set so that nodes and replicas still fit with these changes: the end of a
+    remedy."""
+    changed, beside = layout.model_copy(update=changes), ""
+    if node_problems(changed) and not node_problems(layout):
+        beside += " and devices_per_node=0"
+    if _replica_problems(changed) and not _replica_problems(layout):
+        beside += " and dp_mode=replicate"
+    return beside
 
 
 def _multiples_around(value: int, factor: int) -> list[int]:
