@@ -8,6 +8,10 @@ import pytest
 from tests.multirank.pool import WorkerPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exactness-table", default="", help="Write the exactness matrix there.")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Persistent worker processes: `pool.run(4, function, *args)`; see tests/multirank/pool.py."""

@@ -224,6 +224,8 @@ def test_closest() -> None:
     [
         ({}, "single device"),
         ({"dp": 2}, "single device, dp=2"),
+        ({"dp": 2, "dp_mode": "fsdp"}, "single device, dp=2 (fsdp)"),
+        ({"scheme": "subgraph", "branches": 2, "dp_mode": "zero1"}, "subgraph, 2 branches (zero1)"),
         ({"scheme": "megatron", "cols": 4}, "megatron 1x4"),
         (
             {"scheme": "megatron", "cols": 4, "sequence_parallel": True, "dp": 2},

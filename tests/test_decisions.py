@@ -46,6 +46,22 @@ def test_traffic_is_that_of_the_choices() -> None:
     assert traffic["dp"] == (12 * h * h * n + v * h) / 4 * 4  # 2 (dp - 1) / dp of what one owns
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_replicas_that_share_out_what_they_hold(micro_batches: int) -> None:
+    """A layer's weights are gathered twice a micro-batch, the table once; both are summed once."""
+    grid = {**GRID, "dp": 2, "micro_batches": micro_batches, "keep_gathered": "none"}
+    whole, zero1, fsdp = (
+        decide_run(run_of({**grid, "dp_mode": mode})) for mode in ("replicate", "zero1", "fsdp")
+    )
+    h, v, n = 512, 2048, 4
+    assert zero1.traffic == whole.traffic
+    times = 2 * micro_batches + 1
+    assert fsdp.traffic["dp"] == (times * 12 * h * h * n + 2 * v * h) / 2 / 4 * 4
+    states = [found.choices.work.state_bytes for found in (whole, zero1, fsdp)]
+    assert states == ([16, 10, 8] if micro_batches == 1 else [16, 12, 10])
+    assert "gradients and parameters" in said(run_of({**grid, "dp_mode": "fsdp"}))
+
+
 def test_types_and_micro_batches_count() -> None:
     whole = decide_run(run_of({**GRID, "keep_gathered": "none"})).traffic
     half = decide_run(run_of({**GRID, "keep_gathered": "none"}, dtype="bfloat16")).traffic

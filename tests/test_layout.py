@@ -252,6 +252,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "layout.schedule=gather belongs to scheme=optimus, not subgraph: use layout.schedule=auto",
     ),
     (
+        {"layout.dp_mode": "fsdp"},
+        "layout.dp_mode=fsdp shares out what replicas hold, and layout.dp=1 is one replica: use "
+        "layout.dp_mode=replicate",
+    ),
+    (
+        {"layout.scheme": "subgraph", "layout.branches": 2, "layout.common": "first"}
+        | {"layout.dp_mode": "zero1"},
+        "layout.dp_mode=zero1 shares out what replicas hold, and layout.dp=1 is one replica: use "
+        "layout.dp_mode=replicate",
+    ),
+    (
         {"layout.scheme": "subgraph", "layout.branches": 2, "layout.dp": 3}
         | {"layout.devices_per_node": 4},
         "layout.devices_per_node=4 does not divide branches x dp x pp=6: use "
@@ -340,6 +351,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
         feed_forward=draw(st.sampled_from(["branched", "branched", "common"])),
         order=draw(st.sampled_from(["topology", "topology", "contiguous"])),
         dp=draw(st.integers(1, 5)),
+        dp_mode=draw(st.sampled_from(["replicate", "replicate", "zero1", "fsdp"])),
         pp=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
         stages_per_rank=draw(st.sampled_from([1, 1, 1, 2, 3])),
         pipeline=draw(st.sampled_from(["auto", "auto", "gpipe", "1f1b", "interleaved"])),

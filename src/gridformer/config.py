@@ -259,10 +259,11 @@ class LayoutConfig(Config):
             + (", common layers on the first" if self.common == "first" else ""),
         }[self.scheme]
         sequence = ", sequence parallel" if self.sequence_parallel else ""
+        mode = f" ({self.dp_mode})" if self.dp_mode != "replicate" else ""
         stages = f", pp={self.pp}" if self.pp > 1 else ""
         if self.stages_per_rank > 1:
             stages += f" x {self.stages_per_rank} stages, interleaved"
-        return f"{grid}{sequence}" + (f", dp={self.dp}" if self.dp > 1 else "") + stages
+        return f"{grid}{sequence}" + (f", dp={self.dp}" if self.dp > 1 else "") + mode + stages
 
 
 class DataConfig(Config):

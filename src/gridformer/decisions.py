@@ -25,8 +25,8 @@ _MIB = 2**20
 @dataclass(frozen=True)
 class Decisions:
     """choices: of every product. traffic: bytes one device receives over an axis in one step, by
-    products, gradients and stages, with ring collectives; of the device that moves most, where they
-    differ, pipeline stages being taken as equal.
+    products, by stages, and by gradients and cut parameters (`dp`), with ring collectives; of the
+    device that moves most, where they differ, pipeline stages being taken as equal.
     candidates: blocks of the grid a node may hold, best first; none where the devices of a node
     were not told."""
 
@@ -50,23 +50,27 @@ def decide_run(run: RunConfig) -> Decisions:
         sequences=sequences,
         micro_batches=layout.micro_batches,
         itemsize=_ITEMSIZE[train.dtype],
-        state_bytes=4 * parameter_bytes,  # value, gradient, two moments
+        state_bytes=round(_states_held(run) * parameter_bytes),
     )
     choices = decide(run.model, layout, work)
     steps = [choices.step(choice) for choice in choices.products.values()]
-    owned = choices.parameters / (choices.rows * choices.cols)
+    sections = [choice.product for choice in choices.products.values()]
+    outside = sum(p.n_in * p.n_out * p.count for p in sections if p.section == "head")
+    in_layers = choices.parameters - outside
+    again = _times_over_replicas(run)
+    held = (in_layers * again + outside * 2) / (choices.rows * choices.cols)
     traffic = {
         "col": sum(step.col for step in steps) * work.itemsize,
         "row": sum(step.row for step in steps) * work.itemsize,
-        "dp": 2 * (layout.dp - 1) / layout.dp * owned * parameter_bytes,
+        "dp": (layout.dp - 1) / layout.dp * held * parameter_bytes,
     }
     branched = layout.scheme == "subgraph"
     if branched:
-        inside, common = choices.branched_parameters, choices.parameters
-        common -= inside
+        inside = choices.branched_parameters
+        common = (in_layers - inside) * again + outside * 2
         n = layout.dp * (layout.branches if layout.common == "all" else 1)
-        gradients = (layout.dp - 1) / layout.dp * inside / layout.branches + (n - 1) / n * common
-        traffic["dp"] = 2 * gradients * parameter_bytes
+        branches = (layout.dp - 1) / layout.dp * inside / layout.branches * again
+        traffic["dp"] = (branches + (n - 1) / n * common) * parameter_bytes
         if layout.attention == "outside":
             traffic["col"] = _with_slices(traffic["col"], run, choices)
     if layout.pp > 1:
@@ -106,6 +110,23 @@ def _why_these_stages(run: RunConfig, work: Work) -> str:
     )
 
 
+def _states_held(run: RunConfig) -> float:
+    """Of a parameter's value, gradient and two moments, how many a replica holds between passes.
+
+    Gradients of several micro-batches are summed whole (gridformer.parallel.sharding).
+    """
+    layout, part = run.layout, 1 / run.layout.dp
+    if layout.dp_mode == "replicate":
+        return 4.0
+    gradient = part if layout.micro_batches == 1 else 1.0
+    return (1.0 if layout.dp_mode == "zero1" else part) + gradient + 2 * part
+
+
+def _times_over_replicas(run: RunConfig) -> int:
+    """How often a layer's parameters travel in a step: gathered, and their gradients summed."""
+    return 2 * run.layout.micro_batches + 1 if run.layout.dp_mode == "fsdp" else 2
+
+
 def _with_slices(products: float, run: RunConfig, choices: Choices) -> float:
     """Bytes over branches of the device that moves most, `products` being those of products.
 
@@ -138,7 +159,8 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
     total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
     if total:
         along = "over branches" if layout.scheme == "subgraph" else "along rows"
-        axes = {"col": f"activations {along}", "row": "weights down columns", "dp": "gradients"}
+        replicas = "gradients" if layout.dp_mode == "replicate" else "gradients and parameters"
+        axes = {"col": f"activations {along}", "row": "weights down columns", "dp": replicas}
         axes |= {"pp": "between stages"}
         parts = [f"{axes[name]} {n_bytes / _MIB:,.1f} MiB" for name, n_bytes in total.items()]
         console.print(Text(f"A device moves in a step, at most: {', '.join(parts)}."))

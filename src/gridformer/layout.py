@@ -127,11 +127,14 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
 
 
 def _beside(layout: LayoutConfig, **changes: Any) -> str:
-    """What else to set so that the nodes still fit with these changes: the end of a remedy."""
-    changed = layout.model_copy(update=changes)
-    if node_problems(layout) or not node_problems(changed):
-        return ""
-    return " and devices_per_node=0"
+    """What else to set so that nodes and replicas still fit with these changes: the end of a
+    remedy."""
+    changed, beside = layout.model_copy(update=changes), ""
+    if node_problems(changed) and not node_problems(layout):
+        beside += " and devices_per_node=0"
+    if _replica_problems(changed) and not _replica_problems(layout):
+        beside += " and dp_mode=replicate"
+    return beside
 
 
 def _multiples_around(value: int, factor: int) -> list[int]:
@@ -164,7 +167,18 @@ def _shape_problems(run: RunConfig) -> list[str]:
             f"layout.sequence_parallel belongs to scheme=megatron, not {layout.scheme}: use "
             "sequence_parallel=false"
         )
-    return problems + _schedule_problems(layout) + _pipeline_problems(run)
+    problems += _replica_problems(layout) + _schedule_problems(layout)
+    return problems + _pipeline_problems(run)
+
+
+def _replica_problems(layout: LayoutConfig) -> list[str]:
+    common = layout.scheme == "subgraph" and layout.common == "all"  # layers on all sub-grids
+    if layout.dp_mode == "replicate" or layout.dp * (layout.branches if common else 1) > 1:
+        return []
+    return [
+        f"layout.dp_mode={layout.dp_mode} shares out what replicas hold, and layout.dp=1 is one "
+        "replica: use layout.dp_mode=replicate"
+    ]
 
 
 def _sub_graph_problems(layout: LayoutConfig) -> list[str]:

@@ -18,7 +18,8 @@ from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.gradients import assert_copies_equal, owned, reduce_gradients
 from gridformer.parallel.grid import weights_kept
-from gridformer.parallel.placement import shard_of
+from gridformer.parallel.placement import Shard, shard_of
+from gridformer.parallel.sharding import part_of, stored
 from gridformer.train.step import ReadRows, Stepper
 from tests.multirank.pool import group_cache
 
@@ -111,7 +112,7 @@ def compare(
 
 
 def values(model: Model) -> Tensors:
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: stored(parameter).detach() for name, parameter in model.named_parameters()}
 
 
 def gradients(model: Model) -> Tensors:
@@ -127,17 +128,24 @@ def gradients(model: Model) -> Tensors:
 def distance(model: Model, got: Tensors, want: Tensors) -> float:
     """Of this device's blocks in `got` from those of the whole tensors in `want`."""
     worst = 0.0
-    shards = {name: shard_of(parameter) for name, parameter in model.named_parameters()}
-    assert shards.keys() <= want.keys()
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() <= want.keys()
     for name, mine in got.items():
-        whole = want[name]
-        assert shards[name].size == tuple(whole.shape), name
+        whole, shard = want[name], _shard_of(parameters[name], mine)
+        assert shard.size == tuple(whole.shape), name
         scale = float(whole.abs().max())
-        block = shards[name].block_of(whole, mine.shape)
+        block = shard.block_of(whole, mine.shape)
         difference = float((mine - block).abs().max()) if mine.numel() else 0.0
         assert math.isfinite(difference), name
         worst = max(worst, difference / scale if scale else difference)
     return worst
+
+
+def _shard_of(parameter: torch.nn.Parameter, block: Tensor) -> Shard:
+    """Where a block lies: all that a device has of a parameter, or this replica's part of it."""
+    part = part_of(parameter)
+    is_part = part is not None and part.shape == block.shape
+    return shard_of(part if is_part else parameter)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

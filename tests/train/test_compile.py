@@ -218,6 +218,14 @@ def test_blocks_that_communicate_are_refused() -> None:
         assert not compile_problems(run_of(ON, **fitting))
 
 
+@pytest.mark.usefixtures("full_toolchain")
+def test_parameters_that_are_gathered_block_by_block_are_refused() -> None:
+    (problem,) = compile_problems(run_of(ON, dp=2, dp_mode="fsdp"))
+    assert "layout.dp_mode=fsdp" in problem
+    assert "use layout.dp_mode=zero1 or replicate, or train.compile=false" in problem
+    assert not compile_problems(run_of(ON, dp=2, dp_mode="zero1"))
+
+
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(compiling, "_no_headers", list)

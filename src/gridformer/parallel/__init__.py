@@ -9,18 +9,23 @@
 | optimus, panels   | cut over row, col| b over row, h: col   | SUMMA products panel by panel    |
 | SUPER, D&SP       | cut over branch  | b over branch        | all-gather, reduce-scatter of b  |
 | SUPER, D&SP-cSub  | cut over branch  | on the first branch  | broadcast, reduce                |
+
+On top of any of them replicas may share out what they would all hold: gridformer.parallel.sharding.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.models import Model, build_model
-from gridformer.parallel import megatron, optimus, pipeline, subgraph
+from gridformer.parallel import fsdp, megatron, optimus, pipeline, subgraph
 from gridformer.parallel.choices import Choices, decide
 from gridformer.parallel.initialise import initialise
+from gridformer.parallel.sharding import cut_over_replicas
 
 __all__ = ["build_parallel", "initialise", "parallelize"]
 
@@ -77,7 +82,10 @@ def build_parallel(
     parallelize(model, layout, axes, choices)
     if layout.pp > 1:
         pipeline.mark_shared(model, axes)
-    initialise(model, seed, device, PARAMETER_DTYPE[dtype])
+    cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
+    initialise(model, seed, device, PARAMETER_DTYPE[dtype], cut)
+    if layout.dp_mode == "fsdp":
+        fsdp.install(model, axes)
     model.clock.seed = seed
     model.compute_dtype = getattr(torch, dtype)
     return model

@@ -6,6 +6,9 @@ update the owner's values travel back to the copies. Small tensors travel togeth
 
 What several stages of a pipeline share is owned on each of them: gradients are added up over them,
 after the copies and before the replicas, and the first one's count.
+
+Where replicas share out the update (gridformer.parallel.sharding), each receives the sums of its
+parts alone, a reduce-scatter in the place of the all-reduce, and what it has updated travels back.
 """
 
 from __future__ import annotations
@@ -21,15 +24,34 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.comm import Axes, Axis
 from gridformer.parallel.placement import Shard, shard_of
+from gridformer.parallel.sharding import Parcel, part_of, stored
 
 _BUCKET_BYTES = 25 << 20
+_IN_FLIGHT = 2  # messages of parts: whole gradients are held until theirs has arrived
 LABEL = "gradients"
 Piece = TypeVar("Piece", bound=Tensor)
 
 
 def owned(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters that this rank updates, counts and saves."""
+    """Names and parameters that this rank updates, counts and saves: of cut ones, its part."""
+    found = []
+    for name, parameter in _owned_whole(model):
+        part = part_of(parameter)
+        found.append((name, parameter if part is None else part))
+    return found
+
+
+def _owned_whole(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if shard_of(p).owned]
+
+
+def clear_gradients(model: nn.Module) -> None:
+    """Of all that a model computes with and of what is updated."""
+    for parameter in model.parameters():
+        parameter.grad = None
+        part = part_of(parameter)
+        if part is not None:
+            part.grad = None
 
 
 def reduce_gradients(model: nn.Module, axes: Axes, begun: GradientSums | None = None) -> None:
@@ -48,21 +70,30 @@ def reduce_gradients(model: nn.Module, axes: Axes, begun: GradientSums | None = 
     for name, grads in partial.items():
         axis = axes[name]
         _in_buckets(grads, lambda flat, axis=axis: comm.reduce(flat, axis, 0, LABEL))  # type: ignore[misc]
-    for stages, parameters in _shared(model).items():
+    for stages, shared in _shared(model).items():
         axis = axes.holders(stages)
-        grads = [_grad(parameter) for _, parameter in parameters if shard_of(parameter).owned]
+        grads = [_grad(parameter) for _, parameter in shared if shard_of(parameter).owned]
         _in_buckets(grads, lambda flat, axis=axis: comm.all_reduce(flat, axis, label=LABEL))  # type: ignore[misc]
     started = begun.parameters if begun else set()
-    rest: dict[str, list[Tensor]] = defaultdict(list)
-    for _, parameter in owned(model):
+    rest: dict[str, list[nn.Parameter]] = defaultdict(list)
+    for _, parameter in _owned_whole(model):
         if parameter not in started:
-            rest[shard_of(parameter).replicas].append(_grad(parameter))
-    for name, grads in rest.items():
+            rest[_replicas(parameter)].append(parameter)
+    for name, parameters in rest.items():
         axis = axes[name]
-        if axis.size > 1:
-            _in_buckets(grads, lambda flat, axis=axis: comm.all_reduce(flat, axis, label=LABEL))  # type: ignore[misc]
+        if axis.size == 1:
+            for parameter in parameters:
+                _grad(parameter)
+            continue
+        for members in _buckets(parameters, _BUCKET_BYTES):
+            bucket = _Bucket(axis, members)
+            bucket.start()
+            bucket.finish()
     if begun:
         begun.finish()
+    for parameter in model.parameters():
+        if part_of(parameter) is not None:
+            parameter.grad = None  # a copy's, whose owner has the sum
 
 
 class GradientSums:
@@ -105,10 +136,10 @@ class GradientSums:
     def of(model: nn.Module, axes: Axes) -> GradientSums:
         """Over replicas of what a rank owns, but for what is partial on copies or on stages."""
         held: dict[str, list[nn.Parameter]] = defaultdict(list)
-        for _, parameter in owned(model):
+        for _, parameter in _owned_whole(model):
             shard = shard_of(parameter)
             if not shard.partial and not shard.stages:
-                held[shard.replicas].append(parameter)
+                held[_replicas(parameter)].append(parameter)
         groups = [(axes[name], parameters) for name, parameters in held.items()]
         return GradientSums(groups, [*model.parameters()])
 
@@ -146,23 +177,47 @@ class GradientSums:
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._buckets[self._sent].start()
             self._sent += 1
+            if self._sent > _IN_FLIGHT and self._buckets[self._sent - 1 - _IN_FLIGHT].cut:
+                self._buckets[self._sent - 1 - _IN_FLIGHT].finish()
 
 
 class _Bucket:
-    """Gradients that are added up over an axis in one message."""
+    """Gradients that are added up over an axis in one message.
 
-    def __init__(self, axis: Axis, parameters: list[nn.Parameter]) -> None:
-        self.axis, self.parameters = axis, parameters
+    Of parameters that are cut over the axis each rank receives its parts, and the whole gradients
+    are let go of when they have been sent.
+    """
+
+    def __init__(self, axis: Axis, parameters: Sequence[nn.Parameter]) -> None:
+        self.axis, self.parameters = axis, list(parameters)
         self.missing = set(parameters)
         self._pending: comm.Pending | None = None
+        self.cut = part_of(self.parameters[0]) is not None
+        self._parcel = Parcel(self.parameters, axis) if self.cut else None
 
     def start(self) -> None:
-        flat = torch.cat([_grad(parameter).reshape(-1) for parameter in self.parameters])
-        self._pending = comm.start_all_reduce(flat, self.axis, label=LABEL)
+        grads = [_grad(parameter) for parameter in self.parameters]
+        if self._parcel is None:
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            self._pending = comm.start_all_reduce(flat, self.axis, label=LABEL)
+            return
+        flat = self._parcel.join(grads)
+        for parameter in self.parameters:
+            parameter.grad = None
+        del grads
+        self._pending = comm.start_reduce_scatter(flat, self.axis, 0, LABEL)
 
     def finish(self) -> None:
-        assert self._pending is not None
+        """Wait for the sums; nothing is done a second time."""
+        if self._pending is None:
+            return
         total, self._pending = self._pending.wait(), None
+        if self._parcel is not None:
+            for parameter, sums in zip(self.parameters, self._parcel.parts(total.view(-1))):
+                part = part_of(parameter)
+                assert part is not None
+                part.grad = sums
+            return
         parts = total.split([parameter.numel() for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts):
             grad = _grad(parameter)
@@ -172,7 +227,8 @@ class _Bucket:
 def squared_norm(model: nn.Module, axes: Axes) -> Tensor:
     """This rank's share of the squared gradient norm (float64): sum it over all ranks.
 
-    Every element counts once: owned ones only, on the first replica and the first stage only.
+    Every element counts once: owned ones only, on the first replica only or where its part is, and
+    on the first of the stages that share it.
     """
     mine = [p for _, p in owned(model) if _counts(shard_of(p), axes)]
     grads = [p.grad for p in mine if p.grad is not None]
@@ -184,7 +240,7 @@ def squared_norm(model: nn.Module, axes: Axes) -> Tensor:
 
 def _counts(shard: Shard, axes: Axes) -> bool:
     first_stage = not shard.stages or axes.pp.index == shard.stages[0]
-    return first_stage and axes[shard.replicas].index == 0
+    return first_stage and (shard.replicas is None or axes[shard.replicas].index == 0)
 
 
 def clip_gradients(model: nn.Module, norm: float, max_norm: float) -> None:
@@ -196,13 +252,31 @@ def clip_gradients(model: nn.Module, norm: float, max_norm: float) -> None:
 
 
 @torch.no_grad()
+def share_parts(model: nn.Module, axes: Axes) -> None:
+    """After an update of parts, give every replica that holds whole parameters (zero1) the others'
+    parts, in buckets that are all on their way together."""
+    whole: dict[str, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        if part_of(parameter) is not None and stored(parameter) is parameter:
+            whole[_replicas(parameter)].append(parameter)
+    coming = []
+    for name, parameters in whole.items():
+        for members in _buckets(parameters, _BUCKET_BYTES):
+            parcel = Parcel(members, axes[name])
+            mine = parcel.join_parts().unsqueeze(0)
+            coming.append((parcel, comm.start_all_gather(mine, parcel.axis, 0, "parameters")))
+    for parcel, pending in coming:
+        parcel.part(pending.wait(), [parameter.data for parameter in parcel.parameters])
+
+
+@torch.no_grad()
 def share_copies(model: nn.Module, axes: Axes) -> None:
     """Give every copy of a parameter its owner's value: one message an axis."""
     copies: dict[str, list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
         name = shard_of(parameter).copies
         if name:
-            copies[name].append(parameter.data)
+            copies[name].append(stored(parameter).data)
     for name, tensors in copies.items():
         axis = axes[name]
         _in_buckets(tensors, lambda flat, axis=axis: comm.broadcast(flat, axis, 0, "copies"))  # type: ignore[misc]
@@ -212,18 +286,19 @@ def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
     """Compare, bit by bit, what must be equal on several ranks: replicas, copies of vectors, and
     what stages share.
 
-    Raises RuntimeError with the names that differ, on every rank of the axis concerned.
+    Under fsdp replicas hold nothing alike, and copies are compared part by part. Raises
+    RuntimeError with the names that differ, on every rank of the axis concerned.
     """
     found = []
     for key in ("dp", "every", "row", "col", "grid"):
         held = [
-            (name, p)
+            (name, stored(p))
             for name, p in model.named_parameters()
-            if key in (shard_of(p).replicas, shard_of(p).copies)
+            if key in (shard_of(stored(p)).replicas, shard_of(p).copies)
         ]
         found += _unequal(held, axes[key])
-    for stages, held in _shared(model).items():
-        found += _unequal(held, axes.holders(stages))
+    for stages, shared in _shared(model).items():
+        found += _unequal([(name, stored(p)) for name, p in shared], axes.holders(stages))
     if found:  # not before: another axis' ranks may wait for this one
         raise RuntimeError("; ".join(found))
 
@@ -250,6 +325,12 @@ def _shared(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parame
 def _checksum(parameter: Tensor) -> Tensor:
     words = parameter.detach().contiguous().view(torch.uint8).to(torch.int64).flatten()
     return (words * (torch.arange(len(words), device=words.device) % 8191 + 1)).sum()
+
+
+def _replicas(parameter: nn.Parameter) -> str:
+    name = shard_of(parameter).replicas
+    assert name is not None, "of whole parameters, which have replicas"
+    return name
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

@@ -20,6 +20,7 @@ from gridformer.models import blocks
 from gridformer.parallel import summa
 from gridformer.parallel.choices import Choice
 from gridformer.parallel.ends import End
+from gridformer.parallel.fsdp import at_hand, gathered
 from gridformer.parallel.placement import Placement, place, vocabulary_multiple
 
 OUTPUT_STAYS = Placement(cut=("row", "col"))
@@ -77,7 +78,8 @@ class GridLinear(nn.Module):
             schedules.chain(self.keep.weight)
 
     def _source(self) -> tuple[Tensor, summa.Schedule]:
-        return self.weight if self.output_stays else self.weight.t(), self.schedule
+        weight = at_hand(self.weight)  # of a layer whose turn may be yet to come
+        return weight if self.output_stays else weight.t(), self.schedule
 
     def forward(self, x: Tensor) -> Tensor:
         if self.output_stays:
@@ -178,13 +180,17 @@ class CutChosenToken(nn.Module):
 
 @contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """While weights do not change: what is gathered of them may be kept, as the choices say."""
+    """While weights do not change: what is gathered of them may be kept, as the choices say.
+
+    Where they lie cut over replicas they are gathered inside it, layer by layer.
+    """
     keeps = [getattr(module, "keep", None) for module in model.modules()]
     cells = [keep.weight for keep in keeps if isinstance(keep, summa.Keep) and keep.weight]
     for cell in cells:
         cell.open()
     try:
-        yield
+        with gathered(model):
+            yield
     finally:
         for cell in cells:
             cell.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -12,8 +14,18 @@ from gridformer.parallel.placement import shard_of
 _CHUNK = 1 << 20  # elements filled at a time, so that the float64 workspace stays small
 
 
-def initialise(model: nn.Module, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Give every parameter of a meta model memory on `device` and its first values."""
+def initialise(
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    cut: Callable[[nn.Parameter], None] | None = None,
+) -> None:
+    """Give every parameter of a meta model memory on `device` and its first values.
+
+    cut: is called with each as soon as it is filled, so that what it lets go of is never held of
+    two at once (gridformer.parallel.sharding).
+    """
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
         shard, init = shard_of(parameter), _init_of(parameter)
@@ -25,6 +37,8 @@ def initialise(model: nn.Module, seed: int, device: torch.device, dtype: torch.d
         filled = nn.Parameter(local)
         filled.shard, filled.init = shard, init  # type: ignore[attr-defined]
         setattr(model.get_submodule(module_name), leaf, filled)
+        if cut is not None:
+            cut(filled)
 
 
 def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:

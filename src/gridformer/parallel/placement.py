@@ -41,15 +41,16 @@ class Shard:
     """One device's part of a parameter.
 
     The local tensor is the block that begins at `offset` of the global tensor of true shape
-    `size`; what overhangs `size` is padding and stays zero. stages: indices along pp of the ranks
-    that hold and update it, where several do: the tied embedding of a pipeline.
+    `size`; what overhangs `size` is padding and stays zero. replicas: None of a part that is one
+    replica's alone (gridformer.parallel.sharding). stages: indices along pp of the ranks that hold
+    and update it, where several do: the tied embedding of a pipeline.
     """
 
     size: tuple[int, ...]
     offset: tuple[int, ...]
     copies: str | None = None
     partial: bool = False
-    replicas: str = "dp"
+    replicas: str | None = "dp"
     owned: bool = True
     transposed: bool = False
     stages: tuple[int, ...] = ()

@@ -29,6 +29,7 @@ from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.errors import CheckpointError
 from gridformer.parallel.gradients import owned
 from gridformer.parallel.placement import shard_of
+from gridformer.parallel.sharding import stored
 from gridformer.train.blocks_io import Block, read_blocks, write_blocks
 
 MANIFEST = "checkpoint.json"
@@ -181,7 +182,7 @@ def load(
     """Fill a model, and an optimizer if given, of any layout from a checkpoint of any layout."""
     manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
     blocks = {
-        f"model.{name}": Block.of(parameter, shard_of(parameter))
+        f"model.{name}": Block.of(stored(parameter), shard_of(stored(parameter)))
         for name, parameter in model.named_parameters()
     }
     if optimizer is not None:

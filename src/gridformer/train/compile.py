@@ -68,6 +68,12 @@ def compile_problems(run: RunConfig) -> list[str]:
             "layout.scheme=single with rows=1, cols=1 and branches=1 (dp may be more), or "
             "train.compile=false"
         )
+    if layout.dp_mode == "fsdp":
+        problems.append(
+            "train.compile=true compiles blocks with parameters that stay in memory, and "
+            "layout.dp_mode=fsdp gathers them block by block: use layout.dp_mode=zero1 or "
+            f"replicate, or {_OFF.removeprefix('use ')}"
+        )
     return problems + toolchain_problems("cuda" if _takes_cuda(run) else "cpu")
 
 

@@ -18,10 +18,12 @@ from gridformer.errors import DivergedError
 from gridformer.models import Model
 from gridformer.parallel.gradients import (
     GradientSums,
+    clear_gradients,
     clip_gradients,
     owned,
     reduce_gradients,
     share_copies,
+    share_parts,
     squared_norm,
 )
 from gridformer.parallel.grid import weights_kept
@@ -106,7 +108,7 @@ class Stepper:
             work = self._work(read)
             counts, tokens, flags = self._count(work, flag)
         self.model.train()
-        self.model.zero_grad(set_to_none=True)  # copies, which the optimizer has not, included
+        clear_gradients(self.model)
         self.model.clock.step = step
         with weights_kept(self.model):
             losses = self.passes.train(work, counts)
@@ -132,6 +134,7 @@ class Stepper:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            share_parts(self.model, self.axes)
             share_copies(self.model, self.axes)
         return StepResult(loss, parts, norm, lr, tokens, flagged=flags > 0)
 

@@ -1,0 +1,97 @@
+"""Every combination trains exactly as one device: the exactness matrix (tests/multirank/matrix.py).
+
+Loss, norm, every gradient and the parameters after 5 AdamW steps with clipping, in float64. `make
+test` runs cells in which every two values meet, `make test-all` all of them, and writes the table in
+docs/results/exactness.md.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer import layout
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.errors import ConfigError
+from tests.choosing import full_unless
+from tests.multirank.exactness import TOLERANCE, compare, tiny
+from tests.multirank.matrix import CELLS, Cell, quick, write
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_exactness import TRAIN
+
+STEPS = 5
+SETTINGS: dict[str, Any] = {**TRAIN, "global_batch": 32, "dtype": "float64"}
+QUICK = quick()
+
+
+def n_of(cell: Cell) -> int:
+    return LayoutConfig(**cell.layout).n_processes
+
+
+def refusal(cell: Cell) -> str:
+    """What `gridformer train` says of a combination before it starts, if it is refused."""
+    run = RunConfig.model_validate(
+        {
+            "model": tiny(**cell.config),
+            "layout": cell.layout,
+            "data": {"path": "."},
+            "train": {"global_batch": SETTINGS["global_batch"]},
+        }
+    )
+    try:
+        layout.check(run)
+    except ConfigError as error:
+        return "; ".join(error.problems)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell, float]]:
+    """The largest relative difference of each cell; written down if the session was told to."""
+    worst: dict[Cell, float] = {}
+    yield worst
+    path = request.config.getoption("--exactness-table")
+    if path:
+        how = (
+            "Largest relative difference from one device: loss, gradient norm, every gradient, "
+            f"every parameter after {STEPS} AdamW steps with clipping, in float64, of the cells "
+            "without and with dropout (of activations and of attention probabilities). Written by "
+            f"`make test-all` (tests/multirank/test_matrix.py), torch {torch.__version__}, gloo, "
+            f"{platform.machine()}. Tied embeddings, padding, two losses (GPT-2, BERT) and label "
+            "smoothing (Transformer) are in it; with pp > 1 there are as many micro-batches as "
+            "stages, and stages are of unequal size. Optimus is on a 2x2 grid, on 2x1 where that "
+            "would take more than 16 processes; the other schemes are on 2."
+        )
+        write(Path(path), worst, {cell: why for cell in CELLS if (why := refusal(cell))}, how)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    full_unless(lambda cell: cell in QUICK, sorted(CELLS, key=n_of)),
+    ids=lambda cell: cell.title,
+)
+def test_equals_one_device(pool: WorkerPool, found: dict[Cell, float], cell: Cell) -> None:
+    why = refusal(cell)
+    if why:
+        assert ": use " in why, "a refusal says what to use instead"
+        return
+    worst = 0.0
+    for rank, one in enumerate(
+        pool.run(n_of(cell), compare, cell.layout, cell.config, SETTINGS, STEPS)
+    ):
+        assert one["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
+        wrong = {k: v for k, v in one.items() if not v <= TOLERANCE["float64"]}
+        assert not wrong, f"rank {rank}: {wrong}"
+        worst = max(worst, *one.values())
+    found[cell] = worst
+
+
+def test_quick_cells_show_every_two_values_together() -> None:
+    assert len(QUICK) < 40
+    for i, j in ((0, 1), (1, 2), (1, 3), (2, 3), (0, 4)):
+        assert {(c[i], c[j]) for c in QUICK} == {(c[i], c[j]) for c in CELLS}
