@@ -16,10 +16,16 @@ from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.layout import build_axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import assert_copies_equal, owned, reduce_gradients
+from gridformer.parallel.gradients import (
+    assert_copies_equal,
+    clear_gradients,
+    owned,
+    reduce_gradients,
+)
 from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.placement import Shard, shard_of
 from gridformer.parallel.sharding import part_of, stored
+from gridformer.train.passes import MicroBatch
 from gridformer.train.step import ReadRows, Stepper
 from tests.multirank.pool import group_cache
 
@@ -190,17 +196,17 @@ def _reads(config: ModelConfig, settings: TrainConfig, n_steps: int) -> list[Rea
 
 
 def _gradients(stepper: Stepper, read: ReadRows) -> Tensors:
-    """Gradients of the sum of losses, before clipping, through the production reduction."""
+    """Gradients of the sum of losses, before clipping, through the production passes."""
     model = stepper.model
     model.train()
-    model.zero_grad()
+    clear_gradients(model)
     model.clock.step = 0
+    rows = [stepper.rows(micro) for micro in range(stepper.micro_batches)]
+    work = [MicroBatch(part, read(part)) for part in rows]
+    one = {name: torch.ones((), dtype=torch.int64) for name in Model.counts(work[0].batch)}
     with weights_kept(model):
-        for micro in range(stepper.micro_batches):
-            rows = stepper.rows(micro)
-            model.clock.at(rows)
-            sum(model.losses(read(rows)).values()).backward()  # type: ignore[union-attr]
-    reduce_gradients(model, stepper.axes)
+        stepper.passes.train(work, one)
+    reduce_gradients(model, stepper.axes, stepper.sums)
     return gradients(model)
 
 

@@ -1,8 +1,8 @@
 """Every combination trains exactly as one device: the exactness matrix (tests/multirank/matrix.py).
 
-Loss, norm, every gradient and the parameters after 5 AdamW steps with clipping, in float64. `make
-test` runs cells in which every two values meet, `make test-all` all of them, and writes the table in
-docs/results/exactness.md.
+Loss, norm, every gradient and the parameters after 5 AdamW steps with clipping, in float64.
+`make test` runs cells in which every two values meet, `make test-all` all of them, and writes the
+table in docs/results/exactness.md.
 """
 
 from __future__ import annotations
