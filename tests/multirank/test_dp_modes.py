@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gridformer.batch import next_words
 from gridformer.comm import Axes, record
@@ -367,3 +369,29 @@ def diverging(layout: Layout) -> list[bool]:
 def test_a_diverging_step_updates_nothing(pool: WorkerPool, mode: str) -> None:
     for same in pool.run(2, diverging, {**SINGLE, "dp_mode": mode}):
         assert all(same)
+
+
+# --------------------------------------------------------------------------- computed again
+
+
+def computed_again(layout: Layout, inside: bool) -> float:
+    """How far gradients are off where layers are computed again in the backward pass."""
+    found = []
+    for again in (False, True):
+        built, _, stepper = settings_of(layout, 3)
+        for layer in [m for m in built.modules() if isinstance(m, Layer)] if again else []:
+            name = "forward" if inside else "_call_impl"  # without the hooks around it, or with
+            plain = getattr(layer, name)
+            setattr(layer, name, partial(checkpoint, plain, use_reentrant=False))
+        stepper(0, read_of(built, 0))
+        found.append([part.grad for p in built.parameters() if (part := part_of(p)) is not None])
+        assert all(not in_memory(p) for p in built.parameters())
+    assert len(found[0]) == len(found[1]) > 0
+    return max(float((a - b).abs().max()) for a, b in zip(*found) if a.numel())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_layers_may_be_computed_again(pool: WorkerPool, inside: bool) -> None:
+    """torch.utils.checkpoint around a layer or its forward: gathered once for both."""
+    layout = {**SINGLE, "dp_mode": "fsdp", "micro_batches": 3}
+    assert pool.run(2, computed_again, layout, inside) == [0.0, 0.0]
