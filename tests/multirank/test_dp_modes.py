@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gridformer.batch import next_words
 from gridformer.comm import Axes, record
@@ -211,17 +213,29 @@ ODD = {"vocab_size": 97, "ffn_size": 100}
 EVEN = {"vocab_size": 96}
 
 
+HELD = {
+    "2": (SINGLE, EVEN),
+    "3-odd": (THREE, ODD),
+    "megatron": (MEGATRON, EVEN),
+    "first-odd": (FIRST, ODD),
+}
+HELD_CASES = [
+    (name, mode, micro_batches)
+    for name in HELD
+    for mode in ("replicate", "zero1", "fsdp")
+    for micro_batches in (1, 3)
+]
+
+
 @pytest.mark.parametrize(
-    ("layout", "model"),
-    [(SINGLE, EVEN), (THREE, ODD), (MEGATRON, EVEN), ({**FIRST, "dp": 2}, ODD)],
-    ids=["2", "3-odd", "megatron", "first-odd"],
+    "case",
+    full_unless(lambda case: case[0] == "3-odd" and case[2] == 1, HELD_CASES),
+    ids=lambda case: "-".join(map(str, case)),
 )
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("mode", ["replicate", "zero1", "fsdp"])
-def test_what_a_device_holds(
-    pool: WorkerPool, layout: Layout, model: dict[str, Any], mode: str, micro_batches: int
-) -> None:
+def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> None:
     """Optimizer state and gradients, or all, 1/d: to the element, from the real tensors."""
+    name, mode, micro_batches = case
+    layout, model = HELD[name]
     plan = LayoutConfig(**layout, dp_mode=mode, micro_batches=micro_batches)  # type: ignore[arg-type]
     held = pool.run(plan.n_processes, memory_of, plan.model_dump(), model)
     for one in held:
@@ -270,15 +284,21 @@ def traffic_of(layout: Layout, model: dict[str, Any]) -> Traffic:
     )
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("model", [EVEN, ODD], ids=["even", "odd"])
-@pytest.mark.parametrize("layout", [SINGLE, THREE], ids=["2", "3"])
-def test_volumes(
-    pool: WorkerPool, layout: Layout, model: dict[str, Any], micro_batches: int
-) -> None:
+VOLUMES = {
+    "2-even-1": (SINGLE, EVEN, 1),
+    "3-odd-3": (THREE, ODD, 3),
+    "2-odd-3": (SINGLE, ODD, 3),
+    "3-even-1": (THREE, EVEN, 1),
+    "3-odd-1": (THREE, ODD, 1),
+}
+
+
+@pytest.mark.parametrize("case", full_unless(lambda case: case in [*VOLUMES][:2], VOLUMES))
+def test_volumes(pool: WorkerPool, case: str) -> None:
     """Elements a rank moves in a step, P parameters over d replicas: (d-1)/d P of gradients, once
     whatever the micro-batches, and (d-1)/d P of parameters, which is an all-reduce. Under fsdp
     those of layers come twice a micro-batch: 3 (d-1)/d P in all where nothing lies outside them."""
+    layout, model, micro_batches = VOLUMES[case]
     d = layout["dp"]
     for mode in ("zero1", "fsdp"):
         plan = {**layout, "dp_mode": mode, "micro_batches": micro_batches}
@@ -367,3 +387,29 @@ def diverging(layout: Layout) -> list[bool]:
 def test_a_diverging_step_updates_nothing(pool: WorkerPool, mode: str) -> None:
     for same in pool.run(2, diverging, {**SINGLE, "dp_mode": mode}):
         assert all(same)
+
+
+# --------------------------------------------------------------------------- computed again
+
+
+def computed_again(layout: Layout, inside: bool) -> float:
+    """How far gradients are off where layers are computed again in the backward pass."""
+    found = []
+    for again in (False, True):
+        built, _, stepper = settings_of(layout, 3)
+        for layer in [m for m in built.modules() if isinstance(m, Layer)] if again else []:
+            name = "forward" if inside else "_call_impl"  # without the hooks around it, or with
+            plain = getattr(layer, name)
+            setattr(layer, name, partial(checkpoint, plain, use_reentrant=False))
+        stepper(0, read_of(built, 0))
+        found.append([part.grad for p in built.parameters() if (part := part_of(p)) is not None])
+        assert all(not in_memory(p) for p in built.parameters())
+    assert len(found[0]) == len(found[1]) > 0
+    return max(float((a - b).abs().max()) for a, b in zip(*found) if a.numel())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_layers_may_be_computed_again(pool: WorkerPool, inside: bool) -> None:
+    """torch.utils.checkpoint around a layer or its forward: gathered once for both."""
+    layout = {**SINGLE, "dp_mode": "fsdp", "micro_batches": 3}
+    assert pool.run(2, computed_again, layout, inside) == [0.0, 0.0]

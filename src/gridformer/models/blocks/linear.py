@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,35 @@ class Role:
     reads: Literal["tokens", "source", "sequences"] = "tokens"
 
 
+def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x W + b in the precision of x.
+
+    Of a weight in another precision autograd keeps the weight, and not what is cast of it: of all
+    layers together that would be as much again as the model, in that precision.
+    """
+    if weight_IO.dtype == x.dtype:
+        return F.linear(x, weight_IO.t(), bias_O)
+    out: Tensor = _CastLinear.apply(x, weight_IO, bias_O)
+    return out
+
+
+class _CastLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight_IO)
+        ctx.bias = None if bias_O is None else bias_O.dtype
+        bias = None if bias_O is None else bias_O.to(x.dtype)
+        return F.linear(x, weight_IO.to(x.dtype).t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight_IO = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        grad_x = grads[0] @ weight_IO.to(x.dtype).t() if ctx.needs_input_grad[0] else None
+        grad_weight = (x.flatten(0, -2).t() @ grad).to(weight_IO.dtype)
+        return grad_x, grad_weight, None if ctx.bias is None else grad.sum(0).to(ctx.bias)
+
+
 class Linear(nn.Module):
     """y = x W + b, W [in, out]."""
 
@@ -65,8 +94,7 @@ class Linear(nn.Module):
         self.bias: nn.Parameter | None = new_parameter(n_out, init=Init()) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype).t(), bias)
+        return linear(x, self.weight, self.bias)
 
 
 class FeedForward(nn.Module):

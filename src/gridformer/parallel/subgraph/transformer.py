@@ -20,13 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.comm import Axes, Axis, autograd
 from gridformer.config import LayoutConfig
 from gridformer.models import Model, blocks
+from gridformer.models.blocks.linear import linear
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.ends import Cut, End, OnFirst
 from gridformer.parallel.grid import GridLinear, Schedules
@@ -149,7 +149,7 @@ class SliceLinear(nn.Module):
         if self.weight is None:
             y = _elsewhere(x, self.n_out)
         else:
-            y = _linear(x, self.weight, self.bias)
+            y = linear(x, self.weight, self.bias)
         if self.first:
             return autograd.scatter_gather(y, self.branch, -1, self.device, "slice")
         return autograd.alltoall(y, self.branch, -1, 0, "slice")
@@ -173,7 +173,7 @@ class ConcatLinear(nn.Module):
             x = autograd.gather_scatter(x, self.branch, -1, "concat")
         if self.weight is None:
             return _elsewhere(x, self.n_out)
-        return _linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class NoEmbedding(nn.Module):
@@ -208,7 +208,3 @@ class Elsewhere(nn.Module):
 def _elsewhere(x: Tensor, width: int) -> Tensor:
     """On the meta device: what a product makes of x [.., any] elsewhere, [.., width]."""
     return x[..., :1].expand(*x.shape[:-1], width)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight.to(x.dtype).t(), None if bias is None else bias.to(x.dtype))
