@@ -9,6 +9,9 @@
 | optimus, panels   | cut over row, col| b over row, h: col   | SUMMA products panel by panel    |
 | SUPER, D&SP       | cut over branch  | b over branch        | all-gather, reduce-scatter of b  |
 | SUPER, D&SP-cSub  | cut over branch  | on the first branch  | broadcast, reduce                |
+
+Each composes with replicas (dp) and with pipelines (pp, gridformer.parallel.pipeline): a rank then
+holds the layers of its own stages, cut as its scheme says.
 """
 
 from __future__ import annotations
