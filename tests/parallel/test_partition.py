@@ -86,7 +86,7 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("pp", "k"), [(2, 1), (3, 1), (2, 2), (6, 1)])
+@pytest.mark.parametrize(("pp", "k"), [(3, 1), (3, 2)])
 def test_ranks_hold_their_stages_and_nothing_else(family: Family, pp: int, k: int) -> None:
     """Under their usual names; what several hold says so, alike on all of them."""
     config = model_of(family)
@@ -94,17 +94,17 @@ def test_ranks_hold_their_stages_and_nothing_else(family: Family, pp: int, k: in
     whole = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"))
     want = dict(whole.named_parameters())
     holders: dict[str, list[int]] = {name: [] for name in want}
-    for rank in range(pp):
-        axes = Axes(pp=Axis("pp", pp, rank))
-        model = build_parallel(config, layout, axes, 1, torch.device("cpu"))
+    models = [
+        build_parallel(config, layout, Axes(pp=Axis("pp", pp, rank)), 1, torch.device("cpu"))
+        for rank in range(pp)
+    ]
+    for rank, model in enumerate(models):
         for name, parameter in model.named_parameters():
             holders[name].append(rank)
             assert torch.equal(parameter, want[name]), name
     assert all(holders.values()), "every parameter is somewhere"
     shared = {name: tuple(ranks) for name, ranks in holders.items() if len(ranks) > 1}
-    for rank in range(pp):
-        axes = Axes(pp=Axis("pp", pp, rank))
-        model = build_parallel(config, layout, axes, 1, torch.device("cpu"))
+    for model in models:
         for name, parameter in model.named_parameters():
             assert shard_of(parameter).stages == shared.get(name, ())
     biases = {"encoder.bias.weight", "decoder.bias.weight"} if family == "t5" else set()

@@ -68,20 +68,26 @@ class Axes:
         axis: Axis = getattr(self, name)
         return axis
 
-    def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:
-        """Prepare `holders` for some sets of indices along pp. Every process makes all groups, in
-        one order, as torch demands; sets that are there already are left alone."""
+    def new_group(self, stages: tuple[int, ...]) -> ProcessGroup | None:
+        """A group of the ranks with these indices along pp, one for every line of ranks; of this
+        process's line, if it is in it. All processes must ask for it, as torch demands: the names
+        of groups that are made by their members alone count what else a process has made."""
         from torch.distributed import new_group
 
+        mine = None
+        for line in self.lines:
+            group = new_group([line[stage] for stage in stages])
+            if line == self.pp.ranks and self.pp.index in stages:
+                mine = group
+        return mine
+
+    def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Prepare `holders` for some sets of indices along pp; the same sets on all processes."""
         for stages in sets:
-            if stages in self._holders or len(stages) == self.pp.size:
-                continue
-            self._holders[stages] = Axis("pp", len(stages))
-            for line in self.lines:
-                group = new_group([line[stage] for stage in stages])
-                if line == self.pp.ranks and self.pp.index in stages:
-                    place = stages.index(self.pp.index)
-                    self._holders[stages] = Axis("pp", len(stages), place, group)
+            if stages not in self._holders and len(stages) < self.pp.size:
+                group = self.new_group(stages)
+                place = stages.index(self.pp.index) if group else 0
+                self._holders[stages] = Axis("pp", len(stages), place, group)
 
     def holders(self, stages: tuple[int, ...]) -> Axis:
         """The ranks along pp with these indices, this one among them, as an axis named pp."""

@@ -1,4 +1,4 @@
-"""Messages between two members of an axis, sent and received without waiting.
+"""Messages between two ranks of a pipeline, sent and received without waiting.
 
 Part of the one door (see gridformer.comm.collectives). Between two ranks messages are received in
 the order in which they are sent; both know it beforehand.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm.axis import Axis
+from gridformer.comm.axis import Axes
 from gridformer.comm.collectives import Pending
 from gridformer.comm.recorder import note
 
 
 class Wires:
-    """The connections between the members of an axis, each direction on its own.
+    """The connections between the ranks of a pipeline, each direction on its own.
 
     NCCL carries out what two ranks exchange over one group one after the other, in the order in
     which it is asked. Two ranks that send before they receive would wait for each other: so there
@@ -23,13 +23,12 @@ class Wires:
     messages do not wait for each other.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axes: Axes) -> None:
+        self.axis = axis = axes.pp
         self._up = self._down = axis.group
-        if axis.size > 1 and dist.get_backend(axis.group) == "nccl":
-            ranks = [*axis.ranks]
-            self._up = dist.new_group(ranks, use_local_synchronization=True)
-            self._down = dist.new_group(ranks, use_local_synchronization=True)
+        if dist.get_backend(axis.group) == "nccl":
+            every = tuple(range(axis.size))
+            self._up, self._down = axes.new_group(every), axes.new_group(every)
 
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
         """x, contiguous and left alone until the message is through, to the member `to`."""

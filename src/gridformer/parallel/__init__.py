@@ -10,7 +10,9 @@
 | SUPER, D&SP       | cut over branch  | b over branch        | all-gather, reduce-scatter of b  |
 | SUPER, D&SP-cSub  | cut over branch  | on the first branch  | broadcast, reduce                |
 
-On top of any of them replicas may share out what they would all hold: gridformer.parallel.sharding.
+Each composes with replicas (dp), which may share out what they would all hold
+(gridformer.parallel.sharding), and with pipelines (pp, gridformer.parallel.pipeline): a rank then
+holds the layers of its own stages, cut as its scheme says.
 """
 
 from __future__ import annotations
