@@ -18,7 +18,6 @@ LARGEST = 16
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"family": "gpt2", "n_labels": 3},
     "BERT": {"family": "bert"},
-    "BERT, pre-norm": {"family": "bert", "norm_position": "pre", "n_labels": 3},
     "T5": {"family": "t5", "relative_buckets": 8, "relative_max_distance": 16},
     "Transformer": {"family": "transformer", "label_smoothing": 0.1},
 }

@@ -1,0 +1,111 @@
+"""Checkpoints move between all cells of the exactness matrix: random pairs, every family.
+
+A run that stopped half way under one layout goes on under another, with the losses that it would
+have had: parameters, the optimizer's state, the position in the data and dropout masks move along.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridformer.config import LayoutConfig
+from gridformer.data.prepare import prepare_corpus
+from gridformer.data.sources import open_sources
+from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import Plan, plan_run
+from tests.choosing import full_unless
+from tests.multirank.matrix import CELLS, MODELS, Cell
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_resume import STEPS, losses, start_from, train
+
+SIZE = {"n_layers": 3, "hidden_size": 24, "n_heads": 12, "max_seq_len": 16}
+TRAIN = {
+    "steps": STEPS,
+    "global_batch": 32,
+    "lr": 3e-3,
+    "eval_every": 0,
+    "eval_batches": 1,
+    "save_every": STEPS // 2,
+    "dtype": "float64",
+    "sanity_checks": True,
+}
+
+
+def random_pairs(n: int) -> list[tuple[Cell, Cell]]:
+    """Two cells of one model each, models in turn, whatever else they differ in."""
+    chooser = random.Random(5)
+    pairs = []
+    for number in range(n):
+        model = [*MODELS][number % len(MODELS)]
+        cells = [cell for cell in CELLS if cell.model == model and cell.dropout]
+        before, after = chooser.sample(cells, 2)
+        pairs.append((before, after))
+    return pairs
+
+
+PAIRS = random_pairs(40)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("moves")
+    records = [
+        {"en": f"word {i} and {i * i % 97} more", "de": f"Wort {i} und noch {i * i % 97}"}
+        for i in range(300)
+    ]
+    lines = root / "records.jsonl"
+    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
+    kinds: dict[str, dict[str, Any]] = {
+        "text": {"text_key": "en"},
+        "pairs": {"pair_keys": ("en", "de")},
+    }
+    for kind, how in kinds.items():
+        prepare_corpus(
+            open_sources([str(lines)], **how), root / kind, vocab_size=290, val_fraction=0.2
+        )
+    return {kind: root / kind for kind in kinds}
+
+
+def plan_of(folders: dict[str, Path], cell: Cell, out: Path, tmp_path: Path) -> Plan:
+    model = {**SIZE, **cell.config, "max_seq_len": 16}
+    model.pop("n_labels", None)  # text has none
+    kind = "pairs" if model["family"] == "transformer" else "text"
+    # With t5 both lengths are said, since sequence parallelism cuts both.
+    lengths = {"seq_len": 16, "source_len": 16} if model["family"] in ("t5", "transformer") else {}
+    file = tmp_path / "run.yaml"
+    sections = {
+        "model": model,
+        "layout": cell.layout,
+        "data": {"path": str(folders[kind]), **lengths},
+        "train": TRAIN,
+    }
+    file.write_text(json.dumps(sections))
+    return plan_run(file, out=out)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    full_unless(lambda pair: pair in PAIRS[:5], PAIRS),
+    ids=lambda pair: "-to-".join(cell.title for cell in pair),
+)
+def test_a_run_goes_on_under_any_other_layout(
+    pool: WorkerPool, folders: dict[str, Path], tmp_path: Path, pair: tuple[Cell, Cell]
+) -> None:
+    before, after = pair
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    for cell, out in ((before, whole), (after, moved)):
+        if cell is after:
+            start_from(whole, moved)
+        n = LayoutConfig(**cell.layout).n_processes
+        pool.run(n, train, plan_of(folders, cell, out, tmp_path))
+    want, got = losses(whole), losses(moved)
+    assert list(got) == list(range(1, STEPS + 1))
+    for step in want:
+        assert got[step] == pytest.approx(want[step], rel=1e-9), step
+    evals = [read_metrics(out)[-1]["val_loss"] for out in (whole, moved)]
+    assert evals[1] == pytest.approx(evals[0], rel=1e-9)
