@@ -78,8 +78,10 @@ def reads_of(config: ModelConfig, n_steps: int) -> list[ReadRows]:
     return [read_of(batch_of(config, step)) for step in range(n_steps)]
 
 
-def stepper_of(config: ModelConfig, plan: LayoutConfig, axes: Axes) -> Stepper:
-    model = build_parallel(config, plan, axes, SETTINGS.seed, CPU, SETTINGS.dtype)
+def stepper_of(
+    config: ModelConfig, plan: LayoutConfig, axes: Axes, dtype: str = SETTINGS.dtype
+) -> Stepper:
+    model = build_parallel(config, plan, axes, SETTINGS.seed, CPU, dtype)
     return Stepper(model, SETTINGS, axes, plan)
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from gridformer.comm import Axes
 from gridformer.config import ENCODER_DECODER, Family, LayoutConfig
 from tests.choosing import full_unless
-from tests.multirank.pipelines import Layout, compare, family
+from tests.multirank.exactness import axes_of
+from tests.multirank.pipelines import Layout, compare, family, reads_of, stepper_of
 from tests.multirank.pool import WorkerPool
 
 Case = tuple[Layout, Family]
@@ -109,6 +111,22 @@ def check(pool: WorkerPool, layout: Layout, name: Family, **model: Any) -> None:
         assert worst["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
         wrong = {k: v for k, v in worst.items() if not v <= 1e-9}
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+def in_bfloat16(layout: Layout, name: Family) -> float:
+    """How far the losses of two steps are from one device's."""
+    plan, config = LayoutConfig(**layout), family(name)
+    cut = stepper_of(config, plan, axes_of(plan), "bfloat16")
+    whole = stepper_of(config, LayoutConfig(), Axes(), "bfloat16")
+    reads = enumerate(reads_of(config, 2))
+    return max(abs(cut(step, read).loss / whole(step, read).loss - 1) for step, read in reads)
+
+
+@pytest.mark.parametrize("name", full_unless(lambda name: name == "t5", FAMILIES))
+def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, name: Family) -> None:
+    """Activations of 2 bytes travel; sums are rounded in other places."""
+    layout = pipe(2, 4, 2, scheme="megatron", cols=2)
+    assert max(pool.run(4, in_bfloat16, layout, name)) < 1e-2
 
 
 @pytest.mark.parametrize("case", full_unless(QUICK.__contains__, CASES), ids=case_id)

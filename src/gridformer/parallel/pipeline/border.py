@@ -33,7 +33,7 @@ class Border:
     """The borders between a model's stages, as one device sees them."""
 
     def __init__(self, model: Model, layout: LayoutConfig, axes: Axes) -> None:
-        links, stages = model.links(), model.stages
+        links = model.links()
         self.dtype = model.compute_dtype or torch.get_default_dtype()
         self.width = model.config.hidden_size
         self.parts = 1  # of a sequence
@@ -47,7 +47,7 @@ class Border:
         on_first = layout.scheme == "subgraph" and layout.common == "first"
         self.absent = on_first and axes.branch.index > 0
         self._reads = [
-            _reads([link.memory for link in links], stage.start) for stage in (stages or [range(1)])
+            _reads([link.memory for link in links], stage.start) for stage in model.stages
         ]
 
     def entering(self, stage: int, batch: Batch, requires_grad: bool) -> dict[str, Tensor]:
@@ -66,6 +66,7 @@ class Border:
 
     def slice(self, x: Tensor) -> Tensor:
         """What of a tensor this device sends, without its shape."""
+        assert (x.dtype, x.shape[-1]) == (self.dtype, self.width), "the other side expects another"
         flat = x.detach().reshape(-1)
         if not self._scattered(x):
             return flat
