@@ -7,6 +7,7 @@ values meet that can. `write` makes the table in docs/results/exactness.md.
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,11 +104,24 @@ def _size(cell: Cell) -> int:
     return LayoutConfig(**cell.layout).n_processes
 
 
-def write(path: Path, worst: Mapping[Cell, float], refused: Mapping[Cell, str], how: str) -> None:
+def write(
+    path: Path,
+    worst: Mapping[Cell, float],
+    refused: Mapping[Cell, str],
+    others: Mapping[str, float],
+    how: str,
+) -> None:
     """The table: a row a model and scheme, a column a pipeline and mode; the larger of the two
-    relative differences without and with dropout."""
+    relative differences without and with dropout. others: of a ResNeXt, by layout."""
     columns = [*itertools.product(PIPELINES, REPLICAS)]
-    lines = [how, "", "| model | scheme | " + " | ".join(_column(*c) for c in columns) + " |"]
+    title = "# Exactness: every layout against one device"
+    lines = [
+        title,
+        "",
+        *textwrap.wrap(how, 118),
+        "",
+        "| model | scheme | " + " | ".join(_column(*c) for c in columns) + " |",
+    ]
     lines.append("|---|---|" + "---|" * len(columns))
     for model, scheme in itertools.product(MODELS, SCHEMES):
         entries = []
@@ -122,6 +136,16 @@ def write(path: Path, worst: Mapping[Cell, float], refused: Mapping[Cell, str], 
         lines.append(f"| {model} | {scheme} | " + " | ".join(entries) + " |")
     reasons = sorted(set(refused.values()))
     lines += ["", *(f"- refused: {reason}" for reason in reasons)]
+    if others:
+        said = "; ".join(
+            f"{name} {value:.0e}".replace("e-0", "e-") for name, value in others.items()
+        )
+        about = (
+            f"A ResNeXt, whose branches are paths of convolutions, over 5 steps of SGD: {said}. It is "
+            "placed by `gridformer.parallel.subgraph.parallelize`, which has no pipelines and keeps "
+            "replicas whole: for those give the network to torch's own."
+        )
+        lines += ["", *textwrap.wrap(about, 118)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

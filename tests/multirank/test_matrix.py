@@ -22,6 +22,7 @@ from tests.choosing import full_unless
 from tests.multirank.exactness import TOLERANCE, compare, tiny
 from tests.multirank.matrix import CELLS, Cell, quick, write
 from tests.multirank.pool import WorkerPool
+from tests.multirank.test_branches import compare as compare_network
 from tests.multirank.test_exactness import TRAIN
 
 STEPS = 5
@@ -51,9 +52,9 @@ def refusal(cell: Cell) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell, float]]:
+def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
     """The largest relative difference of each cell; written down if the session was told to."""
-    worst: dict[Cell, float] = {}
+    worst: dict[Cell | str, float] = {}
     yield worst
     path = request.config.getoption("--exactness-table")
     if path:
@@ -67,7 +68,10 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell, float]]:
             "stages, and stages are of unequal size. Optimus is on a 2x2 grid, on 2x1 where that "
             "would take more than 16 processes; the other schemes are on 2."
         )
-        write(Path(path), worst, {cell: why for cell in CELLS if (why := refusal(cell))}, how)
+        refused = {cell: why for cell in CELLS if (why := refusal(cell))}
+        cells = {cell: value for cell, value in worst.items() if isinstance(cell, Cell)}
+        others = {name: value for name, value in worst.items() if isinstance(name, str)}
+        write(Path(path), cells, refused, others, how)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell, float]]:
     full_unless(lambda cell: cell in QUICK, sorted(CELLS, key=n_of)),
     ids=lambda cell: cell.title,
 )
-def test_equals_one_device(pool: WorkerPool, found: dict[Cell, float], cell: Cell) -> None:
+def test_equals_one_device(pool: WorkerPool, found: dict[Cell | str, float], cell: Cell) -> None:
     why = refusal(cell)
     if why:
         assert ": use " in why, "a refusal says what to use instead"
@@ -89,6 +93,27 @@ def test_equals_one_device(pool: WorkerPool, found: dict[Cell, float], cell: Cel
         assert not wrong, f"rank {rank}: {wrong}"
         worst = max(worst, *one.values())
     found[cell] = worst
+
+
+RESNEXT: dict[str, tuple[int, dict[str, Any]]] = {
+    "data parallel on 4": (4, {"g": 1}),
+    "D&SP, g=2 of 4": (4, {"g": 2}),
+    "D&SP, g=4 of 4": (4, {"g": 4}),
+    "D&SP-cSub, g=2 of 4": (4, {"g": 2, "common": "first"}),
+}
+
+
+@pytest.mark.parametrize("name", RESNEXT)
+def test_a_resnext_equals_one_device(
+    pool: WorkerPool, found: dict[Cell | str, float], name: str
+) -> None:
+    n, how = RESNEXT[name]
+    worst = 0.0
+    for one in pool.run(n, compare_network, "resnext", how, [12] * STEPS):
+        one.pop("held")
+        worst = max(worst, *one.values())
+    assert worst < TOLERANCE["float64"]
+    found[name] = worst
 
 
 def test_quick_cells_show_every_two_values_together() -> None:
