@@ -130,23 +130,26 @@ def write(
             if any(cell in refused for cell in cells):
                 entries.append("refused")
             elif all(cell in worst for cell in cells):
-                entries.append(f"{max(worst[cell] for cell in cells):.0e}".replace("e-0", "e-"))
+                entries.append(_short(max(worst[cell] for cell in cells)))
             else:
                 entries.append("-")
         lines.append(f"| {model} | {scheme} | " + " | ".join(entries) + " |")
     reasons = sorted(set(refused.values()))
     lines += ["", *(f"- refused: {reason}" for reason in reasons)]
     if others:
-        said = "; ".join(
-            f"{name} {value:.0e}".replace("e-0", "e-") for name, value in others.items()
-        )
+        said = "; ".join(f"{name} {_short(value)}" for name, value in others.items())
         about = (
-            f"A ResNeXt, whose branches are paths of convolutions, over 5 steps of SGD: {said}. It is "
-            "placed by `gridformer.parallel.subgraph.parallelize`, which has no pipelines and keeps "
-            "replicas whole: for those give the network to torch's own."
+            "A ResNeXt, whose branches are paths of convolutions, over 5 steps of SGD (largest "
+            f"absolute difference): {said}. `gridformer.parallel.subgraph.parallelize` places any "
+            "network with branches on sub-grids; the other schemes, pipelines and modes of replicas "
+            "are of transformers."
         )
         lines += ["", *textwrap.wrap(about, 118)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _short(value: float) -> str:
+    return f"{value:.0e}".replace("e-0", "e-")
 
 
 def _column(pp: int, replicas: str) -> str:

@@ -269,7 +269,7 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
     if layout.scheme == "megatron":  # every device has what such a product reads, or its part of it
         chosen = _each(chosen, lambda c: replace(c, common=c.product.name == "transform"))
     chosen = _stationary(chosen, layout)
-    chosen = replace(chosen, held_bytes=_held_bytes(chosen, model))
+    chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
     chosen = _schedules(chosen, layout)
     return _kept(chosen, layout)
 
@@ -411,8 +411,9 @@ def _moved_bytes(choices: Choices) -> float:
     return sum(step.col + step.row for step in steps) * choices.work.itemsize
 
 
-def _held_bytes(choices: Choices, model: ModelConfig) -> float:
-    """About what a device holds when nothing gathered is kept: states, activations, logits.
+def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
+    """About what a device holds when nothing gathered is kept: states, activations, logits. Of a
+    pipeline's states it has 1/pp, and as many activations, for it has as many micro-batches.
 
     A layer keeps the inputs of its products and the results of those that open a section: x twice,
     q, k, v, the attention's result and both widths of the feed-forward.
@@ -424,7 +425,7 @@ def _held_bytes(choices: Choices, model: ModelConfig) -> float:
             width = product.n_in + (0 if product.closes else product.n_out)
             activations += work.rows_of(product) * product.count * width * work.itemsize
     logits = work.tokens * model.vocab_size * (work.itemsize + 4)
-    return (choices.parameters * work.state_bytes + activations + logits) / p
+    return (choices.parameters * work.state_bytes / pp + activations + logits) / p
 
 
 def _size(n_bytes: float) -> str:
