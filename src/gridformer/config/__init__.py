@@ -1,0 +1,44 @@
+"""Frozen, validated descriptions of a run: model, layout, data, training.
+
+A run file is YAML with four sections, `model`, `layout`, `data`, `train`. `load_run` reads one,
+applies `dotted.key=value` overrides and checks what can be checked without the data; problems are
+reported all at once (`ConfigError`), each with a value that works. `gridformer.layout.check` then
+checks the layout against the model.
+"""
+
+from gridformer.config.base import Config, any_of, divisors
+from gridformer.config.layout import SCHEMES, LayoutConfig, PipelineOrder, Scheme
+from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig
+from gridformer.config.reading import (
+    closest,
+    configs_dir,
+    load_run,
+    model_names,
+    parse_run,
+    shipped_model,
+)
+from gridformer.config.run import TASKS, DataConfig, RunConfig, Task, TrainConfig
+
+__all__ = [
+    "ENCODER_DECODER",
+    "SCHEMES",
+    "TASKS",
+    "Config",
+    "DataConfig",
+    "Family",
+    "LayoutConfig",
+    "ModelConfig",
+    "PipelineOrder",
+    "RunConfig",
+    "Scheme",
+    "Task",
+    "TrainConfig",
+    "any_of",
+    "closest",
+    "configs_dir",
+    "divisors",
+    "load_run",
+    "model_names",
+    "parse_run",
+    "shipped_model",
+]

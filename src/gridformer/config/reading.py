@@ -1,0 +1,173 @@
+"""Run files and shipped models: from YAML and overrides to a checked RunConfig."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from gridformer.config.run import RunConfig
+from gridformer.errors import ConfigError
+
+
+def configs_dir() -> Path:
+    """The folder of shipped configs: inside an installed package, beside src/ in a checkout."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "configs", package.parents[1] / "configs"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        "gridformer's shipped configs/ folder is missing: reinstall the package"
+    )
+
+
+def model_names() -> list[str]:
+    """Names that `model:` accepts, for instance `gpt2-124m`."""
+    return sorted(path.stem for path in (configs_dir() / "models").glob("*.yaml"))
+
+
+def shipped_model(name: str) -> dict[str, Any]:
+    """The mapping behind a shipped model name. Raises ConfigError with the closest names."""
+    if name not in model_names():
+        raise ConfigError(
+            [f"model: no shipped model is called '{name}'{closest(name, model_names())}"]
+        )
+    return {"name": name, **_read_yaml(configs_dir() / "models" / f"{name}.yaml")}
+
+
+def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run file, apply overrides such as `train.steps=100`, validate.
+
+    A path that does not exist is looked up among the shipped run files, so `demo` and
+    `configs/runs/demo.yaml` both work from anywhere. Raises ConfigError with every problem found.
+    """
+    path = Path(path)
+    if not path.exists():
+        shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
+        if not shipped.exists():
+            names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
+            raise ConfigError(
+                [f"{path}: no such run file; shipped run files are {', '.join(names)}"]
+            )
+        path = shipped
+    raw = _read_yaml(path)
+    raw.setdefault("name", path.stem)
+    return parse_run(raw, overrides, where=str(path))
+
+
+def parse_run(
+    raw: Mapping[str, Any], overrides: Iterable[str] = (), where: str = "run"
+) -> RunConfig:
+    """Validate a mapping of the four sections; see load_run."""
+    values: dict[str, Any] = {**raw}
+    for override in overrides:
+        _apply(values, override)
+    for section in ("model", "layout", "data", "train"):
+        if section in values and values[section] is None:  # a heading with nothing below it
+            values[section] = {}
+    if "model" in values:
+        values["model"] = _expand_model(values["model"])
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError([f"{where}: {_sentence(e)}" for e in error.errors()]) from None
+
+
+def _expand_model(model: Any) -> Any:
+    """`gpt2-124m`, `{name: gpt2-124m, dropout: 0.1}` and a full inline mapping are all accepted."""
+    if isinstance(model, str):
+        return shipped_model(model)
+    if isinstance(model, dict) and model.get("name") in model_names():
+        return {**shipped_model(model["name"]), **model}
+    if isinstance(model, dict) and set(model) == {"name"}:
+        return shipped_model(str(model["name"]))
+    return model
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not key:
+        raise ConfigError(
+            [f"'{override}' is no override: write section.key=value, for instance train.steps=100"]
+        )
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        value = text
+    *sections, last = key.split(".")
+    here = values
+    for section in sections:
+        below = here.get(section)
+        if section == "model" and isinstance(below, str):
+            shipped_model(below)  # says so if there is none of that name
+            below = {"name": below}
+        if below is None:
+            below = {}
+        if not isinstance(below, dict):
+            raise ConfigError([f"'{override}': {section} is a value, not a section"])
+        here[section] = below = dict(below)
+        here = below
+    here[last] = value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: is not valid YAML ({' '.join(str(error).split())})"]) from None
+    if not isinstance(raw, dict):
+        raise ConfigError([f"{path}: must be a mapping with the keys model, data, layout, train"])
+    return raw
+
+
+# --------------------------------------------------------------------------- sentences
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """One of pydantic's findings as a sentence that ends in a remedy where one is known."""
+    keys = [str(part) for part in error["loc"]]
+    where = ".".join(keys) or "run"
+    if error["type"] == "extra_forbidden":
+        section = _section(keys[:-1])
+        known = list(section.model_fields) if section else []
+        return f"unknown key {where}{closest(keys[-1], known)}"
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if error["type"] == "value_error":
+        return f"{where}: {message}"
+    got = error.get("input")
+    if isinstance(got, str) and error["type"] == "literal_error":
+        message += closest(got, [w.strip("'") for w in message.replace(" or ", ", ").split(", ")])
+    if isinstance(got, str | int | float | bool):
+        return f"{where}={got}: {message}"
+    return f"{where}: {message}"
+
+
+def _section(keys: list[str]) -> type[BaseModel] | None:
+    section: type[BaseModel] = RunConfig
+    for key in keys:
+        if key not in section.model_fields:
+            return None
+        annotation = section.model_fields[key].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return None
+        section = annotation
+    return section
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """`: did you mean 'steps'?`, or the list of what is known, as the end of a sentence."""
+    known = [k.removeprefix("input should be ").strip("'") for k in known]
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if match:
+        return f": did you mean '{match[0]}'?"
+    return f"; known are {', '.join(known)}" if known else ""
