@@ -114,12 +114,14 @@ class Model(nn.Module):
 
     @staticmethod
     def n_tokens(batch: Batch) -> Tensor:
-        """Tokens that a batch makes a model read, padding left out."""
-        total = torch.zeros((), dtype=torch.int64, device=batch["tokens"].device)
-        for key, mask in (("tokens", "valid"), ("source", "source_valid")):
-            if key in batch:
-                total += batch[mask].sum() if mask in batch else batch[key].numel()
-        return total
+        """Tokens that a batch makes a model read, padding left out. A decoder's are its targets."""
+
+        def real(key: str, mask: str) -> Tensor:
+            return batch.get(mask, torch.ones_like(batch[key], dtype=torch.bool)).sum()
+
+        if "source" not in batch:
+            return real("tokens", "valid")
+        return real("source", "source_valid") + (batch["targets"] != IGNORE).sum()
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """The loss of tokens alone, of families that read nothing else."""
