@@ -1,6 +1,6 @@
 """The exactness matrix: models x schemes x pipeline stages x modes of replicas x dropout.
 
-`CELLS` are all combinations on at most 16 processes; `quick` chooses some of them so that every two
+`CELLS` are all combinations, on 1 to 16 processes; `quick` chooses some of them so that every two
 values meet that can. `write` makes the table in docs/results/exactness.md.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from gridformer.config import LayoutConfig
 
-LARGEST = 16
+LARGEST = 8  # processes of a layout whose grid is the larger of two
 
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"family": "gpt2", "n_labels": 3},
@@ -22,7 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "T5": {"family": "t5", "relative_buckets": 8, "relative_max_distance": 16},
     "Transformer": {"family": "transformer", "label_smoothing": 0.1},
 }
-# Each on its grid of 2 x 2 where 16 processes allow it, else on one of 2.
+# Each on the first of its grids where that takes at most 8 processes, else on the second.
 SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
     "Megatron": ({"scheme": "megatron", "cols": 2},) * 2,
@@ -84,12 +84,12 @@ CELLS = [
 
 def quick(cells: Iterable[Cell] = CELLS) -> set[Cell]:
     """Few cells in which any two values of two dimensions meet: greedily, those that show most
-    pairs that none before has shown; among equals those on fewest processes."""
+    pairs that none before has shown for the time that they take, which grows with processes."""
     rest = list(cells)
     missing = {pair for cell in rest for pair in _pairs(cell)}
     chosen: set[Cell] = set()
     while missing:
-        best = max(rest, key=lambda cell: (len(_pairs(cell) & missing), -_size(cell)))
+        best = max(rest, key=lambda cell: len(_pairs(cell) & missing) / (4 + _size(cell)))
         chosen.add(best)
         missing -= _pairs(best)
     return chosen

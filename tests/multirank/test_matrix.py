@@ -65,8 +65,8 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
             f"`make test-all` (tests/multirank/test_matrix.py), torch {torch.__version__}, gloo, "
             f"{platform.machine()}. Tied embeddings, padding, two losses (GPT-2, BERT) and label "
             "smoothing (Transformer) are in it; with pp > 1 there are as many micro-batches as "
-            "stages, and stages are of unequal size. Optimus is on a 2x2 grid, on 2x1 where that "
-            "would take more than 16 processes; the other schemes are on 2."
+            "stages, and stages are of unequal size. Optimus is on a 2x2 grid where that takes at "
+            "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all."
         )
         refused = {cell: why for cell in CELLS if (why := refusal(cell))}
         cells = {cell: value for cell, value in worst.items() if isinstance(cell, Cell)}

@@ -42,18 +42,20 @@ def case_id(case: Case) -> str:
     return "-".join(words)
 
 
-# Each family on two ranks and one scheme, each scheme, each order: for every run of the tests.
+# What the exactness matrix has not: other orders than 1F1B with as many micro-batches as stages.
 QUICK: list[Case] = [
-    (pipe(2, 3), "gpt2"),
     (pipe(2, 4, 2), "t5"),
     (pipe(2, 3, pipeline="gpipe"), "transformer"),
-    (pipe(4, 8), "gpt2"),
-    (pipe(4, 4), "t5"),
     (pipe(2, 1, scheme="megatron", cols=2), "bert"),
     (pipe(2, 4, 2, **SEQUENCE), "transformer"),
+    (pipe(2, 3, **FIRST), "transformer"),
+]
+ALSO: list[Case] = [
+    (pipe(2, 3), "gpt2"),
+    (pipe(4, 8), "gpt2"),
+    (pipe(4, 4), "t5"),
     (pipe(2, 4, dp=2), "bert"),
     (pipe(2, 2, **SUPER), "t5"),
-    (pipe(2, 3, **FIRST), "transformer"),
     (pipe(2, 2, **OPTIMUS), "t5"),
 ]
 SCHEMES: list[Layout] = [
@@ -99,10 +101,10 @@ def rest() -> list[Case]:
             parts = plan.micro_batches * plan.dp * plan.rows * plan.branches
             if fits and 24 % parts == 0 and plan.n_processes <= 16:
                 found.append((layout, name))
-    return [case for case in found if case not in QUICK]
+    return [case for case in found if case not in (*QUICK, *ALSO)]
 
 
-CASES = sorted([*QUICK, *rest()], key=lambda case: LayoutConfig(**case[0]).n_processes)
+CASES = sorted([*QUICK, *ALSO, *rest()], key=lambda case: LayoutConfig(**case[0]).n_processes)
 
 
 def check(pool: WorkerPool, layout: Layout, name: Family, **model: Any) -> None:
