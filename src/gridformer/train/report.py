@@ -84,7 +84,7 @@ class Reporter:
 
     def traced(self, path: Path, idle: float | None, layout: LayoutConfig) -> None:
         """A step's timeline has been written."""
-        text = f"  timeline of this step: {path} (open it in ui.perfetto.dev)"
+        text = f"  timeline of this step: {path} and .png (open it in ui.perfetto.dev)"
         if layout.pp > 1 and idle is not None:
             ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
             text += f"; ranks waited {idle:.0%} of the time that they computed, with equal stages "
