@@ -41,8 +41,8 @@ class StepTrace:
             yield self.events.append
 
     def write(self, path: Path) -> float | None:
-        """Write all processes' parts into one file, on shared storage, and draw it. On rank 0 returns the time
-        in which ranks of the pipeline waited over that in which they computed."""
+        """Write all processes' parts into one file, on shared storage, and draw it. On rank 0
+        returns the time in which ranks of the pipeline waited over that in which they computed."""
         rank = self.axes.world.index
         part_of(path, rank).write_text(json.dumps(self._part()), encoding="utf-8")
         comm.barrier((self.axes.world,))

@@ -47,15 +47,14 @@ def plot_trace(path: Path, trace: Mapping[str, Any]) -> Path:
         )
         if is_pass and width > 0.01 * end:
             axes.text(start + width / 2, rank - 0.2, micro, ha="center", va="center", fontsize=7)
-    axes.set(xlabel="ms", yticks=range(ranks), xlim=(0, end), title=path.stem)
+    axes.set(xlabel="ms", yticks=range(ranks), xlim=(0, end))
+    axes.set_title(path.stem, loc="left")
     axes.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
     axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
     shown = [Patch(color=COLOURS[kind], label=kind) for kind in ("forward", "backward")]
-    shown += [
-        Patch(color=OTHER, label="other"),
-        Patch(color=WAITING, label="waits for a collective"),
-    ]
+    shown.append(Patch(color=OTHER, label="other"))
+    shown.append(Patch(color=WAITING, label="waits for a collective"))
     axes.legend(handles=shown, ncols=4, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
     picture = path.with_suffix(".png")
     figure.savefig(picture, dpi=130)
