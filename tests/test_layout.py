@@ -335,6 +335,8 @@ def runs(draw: st.DrawFn) -> RunConfig:
     """Small and awkward numbers, most of which do not fit."""
     heads, width = draw(st.integers(1, 16)), draw(st.integers(1, 8))
     model = ModelConfig(
+        family=draw(st.sampled_from(["gpt2", "gpt2", "bert", "t5", "transformer"])),
+        head_dim=draw(st.sampled_from([0, 0, 0, 1, 3, 4])),
         n_layers=draw(st.integers(1, 5)),
         hidden_size=heads * width,
         n_heads=heads,
@@ -364,6 +366,8 @@ def runs(draw: st.DrawFn) -> RunConfig:
     )
     train = TrainConfig(global_batch=plan.micro_batches * draw(st.integers(1, 12)))
     data: dict[str, Any] = {"path": "x", "seq_len": draw(st.integers(0, 48))}
+    if model.two_stacks:
+        data["source_len"] = draw(st.integers(0, 48))
     return RunConfig.model_validate({"model": model, "data": data, "layout": plan, "train": train})
 
 
@@ -431,12 +435,15 @@ def test_what_passes_really_divides(run: RunConfig) -> None:
     assert plan.scheme == "subgraph" or plan.branches == 1
     assert plan.scheme != "subgraph" or plan.cols == 1
     assert model.n_heads % plan.cols == 0
-    assert model.hidden_size % plan.cols == 0
+    pooled = model.family == "bert" or model.n_labels  # whose pooler is cut over columns
+    if plan.scheme == "optimus" or pooled:
+        assert model.hidden_size % plan.cols == 0
     assert model.ffn_size % plan.cols == 0
     assert model.hidden_size % grid_rows == 0
+    assert model.n_heads * model.head_width % grid_rows == 0
     assert model.ffn_size % grid_rows == 0
     assert plan.rows == grid_rows
-    assert run.seq_len <= model.max_seq_len
+    assert run.seq_len <= model.max_seq_len or model.two_stacks
     assert plan.n_stages <= model.n_links
     assert plan.pp > 1 or (plan.stages_per_rank, plan.pipeline) == (1, "auto")
     assert plan.pp == 1 or (plan.pipeline_order == "interleaved") == (plan.stages_per_rank > 1)
@@ -444,6 +451,7 @@ def test_what_passes_really_divides(run: RunConfig) -> None:
     if plan.sequence_parallel:
         assert plan.scheme == "megatron"
         assert run.seq_len % plan.cols == 0
+        assert run.source_len % plan.cols == 0
 
 
 def test_axes_of_one_process() -> None:
