@@ -7,6 +7,7 @@ values meet that can. `write` makes the table in docs/results/exactness.md.
 from __future__ import annotations
 
 import itertools
+import json
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -102,6 +103,17 @@ def _pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
 
 def _size(cell: Cell) -> int:
     return LayoutConfig(**cell.layout).n_processes
+
+
+def remember(path: Path, worst: Mapping[Cell | str, float]) -> dict[Cell | str, float]:
+    """Add what was found to what the file at `path` has of sessions before; returns all of it."""
+    lines = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    found = {Cell(*key) if isinstance(key, list) else key: value for key, value in lines}
+    found = {key: value for key, value in found.items() if key in CELLS or isinstance(key, str)}
+    found |= worst
+    text = ",\n".join(json.dumps(entry) for entry in found.items())
+    path.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    return found
 
 
 def write(
