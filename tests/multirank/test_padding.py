@@ -20,6 +20,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.loss import CutCrossEntropy
 from gridformer.parallel.placement import shard_of
 from gridformer.train.step import Stepper
+from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool
 from tests.multirank.test_exactness import name_of
@@ -93,7 +94,9 @@ def train_and_look(layout: LayoutConfig, vocab_size: int) -> int:
     return n_padding
 
 
-@pytest.mark.parametrize(("layout", "vocab_size"), CASES, ids=IDS)
+@pytest.mark.parametrize(
+    ("layout", "vocab_size"), full_unless(lambda case: case in CASES[::2], CASES), ids=IDS
+)
 def test_padding_stays_zero(pool: WorkerPool, layout: dict[str, Any], vocab_size: int) -> None:
     plan, config = LayoutConfig(**layout), config_of(vocab_size)
     found = pool.run(plan.n_processes, train_and_look, plan, vocab_size)
@@ -129,7 +132,9 @@ def compare_losses(layout: LayoutConfig, vocab_size: int) -> tuple[float, float]
     return losses[0], losses[1]
 
 
-@pytest.mark.parametrize(("layout", "vocab_size"), CASES, ids=IDS)
+@pytest.mark.parametrize(
+    ("layout", "vocab_size"), full_unless(lambda case: case in CASES[::2], CASES), ids=IDS
+)
 def test_padded_words_never_win(pool: WorkerPool, layout: dict[str, Any], vocab_size: int) -> None:
     plan = LayoutConfig(**layout)
     n_targets = 12 * config_of(vocab_size).max_seq_len

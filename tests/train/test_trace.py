@@ -80,7 +80,8 @@ def test_a_step_of_all_processes(
         assert axes >= ({"row", "pp", "world"} if pp > 1 else {"col", "dp", "world"})
         for axis in axes - {"world"}:
             there = sum(e["args"]["bytes"] for e in began.values() if e["args"]["axis"] == axis)
-            assert 0 < there < sent[rank][axis], "one of the steps"
+            least = 0 if axis == "grid" else 1  # who has the owner's place receives nothing
+            assert least <= there <= sent[rank][axis] / 2, "one of two steps"
     assert all(e["ts"] >= -1e6 and e.get("dur", 0) >= 0 for e in trace["traceEvents"] if "ts" in e)
 
 
