@@ -12,15 +12,13 @@ from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
 from gridformer.train import checkpoint
 from gridformer.train.compile import compile_model
-from gridformer.train.metrics import read_metrics
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, distance, values
 from tests.multirank.pipelines import SETTINGS, Layout, family, reads_of, stepper_of
 from tests.multirank.pool import WorkerPool
 from tests.multirank.test_resume import (
     MIDDLE,
-    STEPS,
-    losses,
+    assert_same_run,
     n_of,
     plan_of,
     start_from,
@@ -60,12 +58,7 @@ def test_any_layout_goes_on_from_any_other(
     pool.run(n_of(before), train, plan_of(token_folder, whole, before))
     start_from(whole, moved)
     pool.run(n_of(after), train, plan_of(token_folder, moved, after))
-    want, got = losses(whole), losses(moved)
-    assert list(got) == list(range(1, STEPS + 1))
-    for step in want:
-        assert got[step] == pytest.approx(want[step], rel=1e-9), step
-    evals = [read_metrics(out)[-1]["val_loss"] for out in (whole, moved)]
-    assert evals[1] == pytest.approx(evals[0], rel=1e-9)
+    assert_same_run(whole, moved)
 
 
 def test_the_same_pipeline_goes_on_bit_by_bit(

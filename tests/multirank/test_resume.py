@@ -96,6 +96,16 @@ def losses(out: Path) -> dict[int, tuple[float, float]]:
     return {m["step"]: (m["loss"], m["grad_norm"]) for m in read_metrics(out) if "loss" in m}
 
 
+def assert_same_run(whole: Path, moved: Path) -> None:
+    """All steps of a run that moved between layouts have the losses of one that did not."""
+    want, got = losses(whole), losses(moved)
+    assert list(got) == list(range(1, STEPS + 1))
+    for step in want:
+        assert got[step] == pytest.approx(want[step], rel=1e-9), step
+    evals = [read_metrics(out)[-1]["val_loss"] for out in (whole, moved)]
+    assert evals[1] == pytest.approx(evals[0], rel=1e-9)
+
+
 def start_from(finished: Path, out: Path) -> None:
     """A run directory as it was after MIDDLE steps."""
     name = f"step-{MIDDLE:08d}"
@@ -202,12 +212,7 @@ def test_any_layout_goes_on_from_any_other(
     pool.run(n_of(before), train, plan_of(token_folder, whole, before))
     start_from(whole, moved)
     pool.run(n_of(after), train, plan_of(token_folder, moved, after))
-    want, got = losses(whole), losses(moved)
-    assert list(got) == list(range(1, STEPS + 1))
-    for step in want:
-        assert got[step] == pytest.approx(want[step], rel=1e-9), step
-    evals = [read_metrics(out)[-1]["val_loss"] for out in (whole, moved)]
-    assert evals[1] == pytest.approx(evals[0], rel=1e-9)
+    assert_same_run(whole, moved)
 
 
 def test_a_crash_while_writing_leaves_the_checkpoint_before(
