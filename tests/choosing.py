@@ -14,8 +14,16 @@ import pytest
 Value = TypeVar("Value")
 
 
-def full_unless(quick: Callable[[Value], bool], values: Iterable[Value]) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize`: those that are not quick carry the mark `full`."""
+def full_unless(
+    quick: Callable[[Value], bool], values: Iterable[Value], unpack: bool = False
+) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: those that are not quick carry the mark `full`.
+
+    unpack: values are tuples, for several names.
+    """
     return [
-        value if quick(value) else pytest.param(value, marks=pytest.mark.full) for value in values
+        value
+        if quick(value)
+        else pytest.param(*(value if unpack else (value,)), marks=pytest.mark.full)  # type: ignore[misc]
+        for value in values
     ]

@@ -115,7 +115,7 @@ def test_kept_for_backward(pool: WorkerPool, layout: dict[str, Any], share: Frac
 
 @pytest.mark.parametrize(
     ("rows", "cols"),
-    full_unless(lambda grid: grid == (2, 3), [(2, 2), (2, 3), (1, 4), (4, 1)]),
+    full_unless(lambda grid: grid == (2, 3), [(2, 2), (2, 3), (1, 4), (4, 1)], unpack=True),
     ids=lambda n: str(n),
 )
 @pytest.mark.parametrize("keep", ["inputs", "weights", "all"])
