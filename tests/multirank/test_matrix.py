@@ -62,11 +62,13 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
             "Largest relative difference from one device: loss, gradient norm, every gradient, "
             f"every parameter after {STEPS} AdamW steps with clipping, in float64, of the cells "
             "without and with dropout (of activations and of attention probabilities). Written by "
-            f"`make test-all` (tests/multirank/test_matrix.py), torch {torch.__version__}, gloo, "
-            f"{platform.machine()}. Tied embeddings, padding, two losses (GPT-2, BERT) and label "
+            "tests/multirank/test_matrix.py, all of which `make test-all` runs, torch "
+            f"{torch.__version__}, gloo, {platform.machine()}. Tied embeddings, padding, two losses "
+            "(GPT-2, BERT) and label "
             "smoothing (Transformer) are in it; with pp > 1 there are as many micro-batches as "
             "stages, and stages are of unequal size. Optimus is on a 2x2 grid where that takes at "
-            "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all."
+            "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all. "
+            "A dash is a cell that has not been run."
         )
         refused = {cell: why for cell in CELLS if (why := refusal(cell))}
         known = remember(Path(path).with_suffix(".json"), worst)
