@@ -10,7 +10,8 @@ RUN    ?= runs/demo
 help:
 	@echo "make demo    set up, prepare real text, train a small GPT-2 on a 2x2 grid, sample from it"
 	@echo "make test    lint, type check and the test suite, in about ten minutes on two cores"
-	@echo "make test-all the same, with the cases that are more of the same; writes docs/results/exactness.md"
+	@echo "make test-all the same, with the cases that are more of the same and fresh random examples;"
+	@echo "             writes docs/results/exactness.md"
 	@echo "make figures redraw the figures in docs/"
 	@echo "make lock    pin the dependencies anew (requirements.lock)"
 	@echo "make clean   remove the environment, prepared data and runs"
@@ -22,7 +23,7 @@ test: $(VENV)/.ready lint
 	$(BIN)/python -m pytest
 
 test-all: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -m "full or not full" --exactness-table docs/results/exactness.md
+	$(BIN)/python -m pytest -m "full or not full" --hypothesis-profile=fresh --exactness-table docs/results/exactness.md
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests docs benchmarks examples

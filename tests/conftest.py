@@ -4,8 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.multirank.pool import WorkerPool
+
+# `make test` tries the same examples each time: what passed once goes on passing. `make test-all`
+# looks for others. No deadlines, which fail by chance where others use the machine too.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("fresh", deadline=None, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer import layout
@@ -144,7 +144,6 @@ RUNS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(run=RUNS)
 def test_yaml_round_trip(run: RunConfig) -> None:
     """What a run directory keeps is read back as the same run, to the last bit."""

@@ -371,7 +371,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     return RunConfig.model_validate({"model": model, "data": data, "layout": plan, "train": train})
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(run=runs())
 def test_every_offer_solves_its_problem(run: RunConfig) -> None:
     """Each value of the layout, batch or data that a sentence offers makes that sentence go."""
@@ -382,7 +382,7 @@ def test_every_offer_solves_its_problem(run: RunConfig) -> None:
             assert subject(problem) not in subjects(changed(run, offer)), offer
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(run=runs())
 def test_following_the_offers_leads_to_a_run_that_fits(run: RunConfig) -> None:
     """The first of them each time."""
@@ -394,7 +394,7 @@ def test_following_the_offers_leads_to_a_run_that_fits(run: RunConfig) -> None:
     raise AssertionError("the offers lead in circles")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(run=runs())
 @example(run=run_of(**{"layout.scheme": "megatron", "layout.cols": 8}))
 @example(run=run_of(**{"layout.scheme": "optimus", "layout.branches": 5}))
@@ -406,10 +406,19 @@ def test_every_model_that_is_offered_is_one(run: RunConfig) -> None:
                 assert subject(problem) not in subjects(changed(run, offer)), offer
 
 
-@settings(deadline=None, max_examples=200)
+def narrow_heads(n_heads: int, rows: int, cols: int) -> RunConfig:
+    """Heads of one element each, which together are as wide as the rest of the model."""
+    model = {"model.hidden_size": n_heads, "model.n_heads": n_heads, "model.head_dim": 1}
+    layout = {"layout.scheme": "optimus", "layout.rows": rows, "layout.cols": cols}
+    return run_of(**model, **layout)
+
+
+@settings(max_examples=200)
 @given(run=runs())
 @example(run=run_of(**{"layout.scheme": "megatron", "layout.cols": 5, "model.ffn_size": 50}))
 @example(run=run_of(**{"layout.branches": 5, "layout.common": "first"}))
+@example(run=narrow_heads(n_heads=1, rows=2, cols=1))
+@example(run=narrow_heads(n_heads=3, rows=4, cols=2))
 def test_an_offer_makes_no_new_problem(run: RunConfig) -> None:
     """cols=3 fits the heads, but is no remedy where the feed-forward does not divide by 3."""
     for problem in problems(run):
@@ -419,7 +428,7 @@ def test_an_offer_makes_no_new_problem(run: RunConfig) -> None:
                 assert after <= subjects(run) - {subject(problem)}, offer
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(run=runs())
 def test_what_passes_really_divides(run: RunConfig) -> None:
     """The rules restated: every cut of every tensor is even."""

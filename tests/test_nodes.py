@@ -69,7 +69,7 @@ def cases(draw: st.DrawFn) -> tuple[Sizes, Traffic, int]:
     return sizes, traffic, draw(st.sampled_from([*divisors(n), n + 1, 2 * n]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(case=cases())
 @example(case=(grid(4, 5), dict.fromkeys(MESH_AXES, 1), 4))  # the plain order is no block
 @example(case=((2, 2, 4, 4), dict.fromkeys(MESH_AXES, 1), 8))
@@ -87,7 +87,7 @@ def test_bytes_into_every_node_are_those_of_simulated_rings(
         assert {a: n * traffic[a] for a, n in candidate.receivers.items()} == candidate.bytes_in
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(case=cases())
 def test_ranks_of_a_node_are_a_block_and_rise_along_every_axis(
     case: tuple[Sizes, Traffic, int],
@@ -110,7 +110,7 @@ def test_ranks_of_a_node_are_a_block_and_rise_along_every_axis(
             assert in_node.tolist() == list(range(in_node[0], in_node[0] + block.n_devices))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(case=cases())
 def test_the_best_lets_in_the_fewest_bytes(case: tuple[Sizes, Traffic, int]) -> None:
     sizes, traffic, k = case
@@ -295,7 +295,7 @@ def test_a_node_that_does_not_come_out() -> None:
     assert only.endswith("use layout.devices_per_node=4, 6 or 8")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     n_rows=st.integers(1, 9),
     n_cols=st.integers(1, 9),
@@ -389,7 +389,7 @@ def test_reason(sizes: Sizes, k: int, traffic: Traffic, text: str) -> None:
     assert explain(candidates, sizes, k).endswith("\n" + text)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(case=cases())
 def test_everything_can_be_explained(case: tuple[Sizes, Traffic, int]) -> None:
     """Exactly one row is chosen, exactly one is the plain order, and the text is not too wide."""

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -131,7 +131,6 @@ index = st.integers(0, 2**62 - 2048) | st.integers(0, 5000) | st.integers(2**32 
 start_and_length = st.tuples(st.integers(0, 40), st.integers(1, 40))
 
 
-@settings(deadline=None)
 @given(
     key=st.integers(0, 2**64 - 1),
     first=st.tuples(index, index),

@@ -75,7 +75,7 @@ def _cut_over(axis: str, run: RunConfig) -> dict[str, int]:
         cut |= {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
     if axis in ("rows", "cols") and run.layout.scheme == "optimus":
         cut |= {"model.ffn_size": model.ffn_size, "model.hidden_size": model.hidden_size}
-        if axis == "rows" and model.n_heads * model.head_width != model.hidden_size:
+        if axis == "rows" and model.head_dim:
             cut |= {INNER: model.n_heads * model.head_width}
     if axis == "cols" and _cuts_sequence(run):
         cut |= {"data.seq_len": run.seq_len}
@@ -108,8 +108,12 @@ def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
         remedies = [f"layout.{axis}={fitting[-1]}{beside}"]
 
     across = layout.branches if layout.scheme == "subgraph" else layout.cols
-    grid = math.lcm(layout.rows if layout.scheme == "optimus" else 1, across)
-    if key == "model.n_heads":  # must also divide hidden_size
+    rows = layout.rows if layout.scheme == "optimus" else 1
+    grid = math.lcm(rows, across)
+    if key == "model.n_heads" and model.head_dim:  # all heads' width divides over rows, too
+        factor = math.lcm(across, rows // math.gcd(rows, model.head_dim))
+        nearest = _multiples_around(value, factor)
+    elif key == "model.n_heads":  # must also divide hidden_size
         heads = [n for n in divisors(model.hidden_size) if n % across == 0]
         nearest = sorted(sorted(heads, key=lambda n: abs(n - value))[:2])
     elif key == "model.hidden_size":

@@ -3,15 +3,10 @@
 import os
 
 import pytest
-from hypothesis import settings
 
 from gridformer.data import TokenFolder
 from gridformer.data.prepare import prepare_corpus
 from tests.data.helpers import labelled_source, listed, pairs_source, sentences
-
-# Examples write files on machines that others use too: a deadline would fail by chance.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)

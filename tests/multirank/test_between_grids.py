@@ -54,7 +54,7 @@ def grids(draw: st.DrawFn, n: int) -> tuple[list[int], list[list[int]]]:
     return source, parts
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), n_samples=st.integers(1, 17), sliced=st.booleans())
 def test_redistribution_between_any_grids(
     pool: WorkerPool, data: st.DataObject, n_samples: int, sliced: bool

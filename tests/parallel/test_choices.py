@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer.config import LayoutConfig, ModelConfig
@@ -100,7 +100,6 @@ def test_the_narrower_activation_travels_whichever_it_is() -> None:
     assert stays(decide(model, optimus(2, 2))) == want
 
 
-@settings(deadline=None)
 @given(model=MODELS, layout=ONE_ROW)
 def test_megatron_cuts_what_opens_by_columns_and_what_closes_by_rows(
     model: ModelConfig, layout: LayoutConfig
@@ -111,7 +110,6 @@ def test_megatron_cuts_what_opens_by_columns_and_what_closes_by_rows(
     assert {name: chosen[name] for name in want} == want
 
 
-@settings(deadline=None)
 @given(model=MODELS, grid=GRIDS, work=WORKS, how=HOW)
 def test_auto_never_moves_more_than_the_paper(
     model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]
@@ -131,7 +129,6 @@ def test_auto_never_moves_more_than_the_paper(
         assert backward.row <= 2 * row * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
 def test_an_axis_of_one_device_carries_nothing(
     model: ModelConfig, layout: LayoutConfig, work: Work
@@ -157,7 +154,6 @@ def test_one_device_sends_nothing() -> None:
         assert moved(chosen) == kept_bytes(chosen) == 0
 
 
-@settings(deadline=None)
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
 def test_a_step_is_its_micro_batches(model: ModelConfig, layout: LayoutConfig, work: Work) -> None:
     """And weights that are kept come in the first one alone."""
@@ -197,7 +193,6 @@ def test_huge_operands_travel_panel_by_panel() -> None:
     )
 
 
-@settings(deadline=None)
 @given(model=MODELS, grid=GRIDS, work=WORKS)
 def test_what_is_gathered_stays_below_an_eighth_of_what_is_held(
     model: ModelConfig, grid: tuple[int, int], work: Work
@@ -212,7 +207,6 @@ def test_what_is_gathered_stays_below_an_eighth_of_what_is_held(
 # --------------------------------------------------------------------------- what is kept
 
 
-@settings(deadline=None)
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
 def test_kept_operands_are_gathered_ones_and_cost_no_less_than_nothing(
     model: ModelConfig, layout: LayoutConfig, work: Work
@@ -231,7 +225,6 @@ def test_kept_operands_are_gathered_ones_and_cost_no_less_than_nothing(
             assert layout.rows > 1
 
 
-@settings(deadline=None)
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
 def test_auto_keeps_within_its_share(model: ModelConfig, layout: LayoutConfig, work: Work) -> None:
     layout = layout.model_copy(update={"keep_gathered": "auto"})
@@ -239,7 +232,6 @@ def test_auto_keeps_within_its_share(model: ModelConfig, layout: LayoutConfig, w
     assert kept_bytes(chosen) <= chosen.held_bytes * KEEP_SHARE
 
 
-@settings(deadline=None)
 @given(model=MODELS, layout=LAYOUTS, work=WORKS, shares=st.tuples(*[st.floats(0, 4)] * 2))
 def test_more_room_never_moves_more(
     model: ModelConfig, layout: LayoutConfig, work: Work, shares: tuple[float, float]
@@ -258,7 +250,6 @@ def test_more_room_never_moves_more(
     assert traffic[-1] == moved(everything)
 
 
-@settings(deadline=None)
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
 def test_keeping_more_moves_less_and_costs_more(
     model: ModelConfig, layout: LayoutConfig, work: Work
@@ -291,7 +282,6 @@ def test_many_micro_batches_are_what_weights_are_kept_for() -> None:
 # --------------------------------------------------------------------------- wishes and reasons
 
 
-@settings(deadline=None)
 @given(model=MODELS, grid=GRIDS, work=WORKS, how=HOW)
 def test_what_is_asked_for_is_done(
     model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]
@@ -313,7 +303,6 @@ def test_what_is_asked_for_is_done(
             assert choice.keep_weight == (weights and gathered and rows > 1)
 
 
-@settings(deadline=None)
 @given(model=MODELS, grid=GRIDS, work=WORKS, how=HOW)
 def test_every_decision_has_a_reason_and_no_wish_has(
     model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]

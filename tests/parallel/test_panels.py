@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer.parallel.summa import Panel, panels
@@ -12,7 +12,6 @@ from gridformer.parallel.summa import Panel, panels
 SIZES = st.integers(1, 24)
 
 
-@settings(deadline=None)
 @given(rows=SIZES, cols=SIZES, per_block=st.integers(1, 5))
 def test_panels_are_the_common_refinement(rows: int, cols: int, per_block: int) -> None:
     size = math.lcm(rows, cols) * per_block
@@ -37,7 +36,6 @@ def test_panels_are_the_common_refinement(rows: int, cols: int, per_block: int) 
     assert covered == size
 
 
-@settings(deadline=None)
 @given(rows=SIZES, cols=SIZES)
 def test_every_block_is_made_of_whole_panels(rows: int, cols: int) -> None:
     size = math.lcm(rows, cols) * 2
@@ -58,7 +56,6 @@ def test_panels_of_2x3() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(n=SIZES, per_block=st.integers(1, 5))
 def test_a_square_grid_has_one_panel_a_rank(n: int, per_block: int) -> None:
     """As in the paper: panel l is block l of both."""

@@ -32,7 +32,7 @@ def every_cut(n: int, n_stages: int) -> list[list[range]]:
     ]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     costs=st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9), stages=st.integers(1, 9)
 )

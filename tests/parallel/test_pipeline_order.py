@@ -75,7 +75,7 @@ def test_idle_time_is_that_of_the_paper(case: Case) -> None:
     assert idle_fraction(simulated(case)) == pytest.approx((pp - 1) / (k * m))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     order=st.sampled_from(get_args(PipelineOrder)),
     pp=st.integers(2, 5),

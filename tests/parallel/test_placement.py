@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -57,7 +57,6 @@ def tile(whole: Tensor, held: list[tuple[Shard, torch.Size]]) -> Tensor:
     return times
 
 
-@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 17), st.integers(1, 17)),
     cut=st.sampled_from([(None, None), ("row", None), (None, "col"), ("col", None), ("row", "col")])
@@ -89,7 +88,6 @@ def test_blocks_tile_the_whole(
         assert padded - shape[dim] < multiple
 
 
-@settings(deadline=None)
 @given(
     size=st.integers(1, 30),
     grid=st.tuples(st.integers(1, 4), st.integers(1, 4)),

@@ -47,7 +47,7 @@ def test_learning_rate_warms_up_then_falls() -> None:
     assert rates[55] == pytest.approx(1.1, abs=0.03), "half way down a cosine"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     dp=st.integers(1, 4), rows=st.integers(1, 4), micro=st.integers(1, 4), each=st.integers(1, 3)
 )
