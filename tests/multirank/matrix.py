@@ -126,6 +126,8 @@ def write(
     """The table: a row a model and scheme, a column a pipeline and mode; the larger of the two
     relative differences without and with dropout. others: of a ResNeXt, by layout."""
     columns = [*itertools.product(PIPELINES, REPLICAS)]
+    if not all(cell in worst or cell in refused for cell in CELLS):
+        how += " A dash is a cell that has not been run."
     title = "# Exactness: every layout against one device"
     lines = [
         title,

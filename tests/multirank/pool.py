@@ -37,6 +37,9 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 MAX_RANKS = 16
+# Calls for which one process group serves. Every subgroup that tests make of it has threads on
+# every rank, and after hundreds of layouts 16 processes had 5,000, and took ten times as long.
+GROUP_SERVES = 40
 # What every worker would import anyway; pytest because test modules import it. Nothing of the
 # package itself: a syntax error there should fail a test, not the fork server.
 PRELOAD = [
@@ -145,6 +148,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._group: _Group | None = None
         self._n_groups = 0
+        self._n_served = 0
         self._n_started = 0
 
     def run(
@@ -222,9 +226,12 @@ class WorkerPool:
             self._workers.append(_Worker(process, ours, stack_file))
 
     def _group_of(self, size: int) -> _Group:
-        if self._group is None or self._group.size != size:
+        worn = self._n_served >= GROUP_SERVES
+        if self._group is None or self._group.size != size or worn:
             self._n_groups += 1
+            self._n_served = 0
             self._group = _Group(str(self._folder / f"store{self._n_groups}"), size)
+        self._n_served += 1
         return self._group
 
     def _collect(self, workers: list[_Worker]) -> list[Any]:

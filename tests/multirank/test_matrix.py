@@ -67,8 +67,7 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
             "losses (GPT-2, BERT) and label smoothing (Transformer) are in it; "
             "with pp > 1 there are as many micro-batches as "
             "stages, and stages are of unequal size. Optimus is on a 2x2 grid where that takes at "
-            "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all. "
-            "A dash is a cell that has not been run."
+            "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all."
         )
         refused = {cell: why for cell in CELLS if (why := refusal(cell))}
         known = remember(Path(path).with_suffix(".json"), worst)

@@ -47,6 +47,13 @@ def count_in_cache() -> int:
     return int(group_cache()["calls"])
 
 
+def make_a_subgroup() -> int:
+    """The number of this rank's threads afterwards."""
+    group = dist.new_group()
+    dist.barrier(group)
+    return len(os.listdir("/proc/self/task"))
+
+
 def random_number() -> float:
     return torch.rand(()).item()
 
@@ -79,6 +86,17 @@ def test_processes_and_group_are_kept(pool: WorkerPool) -> None:
     assert pool.run(2, count_in_cache) == [1, 1]
 
 
+def test_a_worn_group_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of the subgroups that tests made end with it."""
+    monkeypatch.setattr("tests.multirank.pool.GROUP_SERVES", 3)
+    pool.run(2, ranked, "")
+    pool.run(3, total, 1.0)  # another size: a new group
+    made = [pool.run(3, make_a_subgroup)[0] for _ in range(2)]
+    fresh = [pool.run(3, make_a_subgroup)[0] for _ in range(3)]
+    assert made[1] > made[0]
+    assert fresh[0] <= made[0] and fresh[2] > fresh[1] > fresh[0]
+
+
 def test_random_state_is_reset(pool: WorkerPool) -> None:
     assert pool.run(2, random_number) == pool.run(2, random_number)
 
@@ -107,9 +125,17 @@ def test_killed_rank(pool: WorkerPool) -> None:
 
 def test_killed_between_tests(pool: WorkerPool) -> None:
     pool.run(2, total, 1.0)
-    os.kill(pool.pids()[1], signal.SIGKILL)
-    time.sleep(0.05)
+    kill_and_wait(pool.pids()[1])
     assert pool.run(2, total, 1.0) == [3.0] * 2
+
+
+def kill_and_wait(pid: int) -> None:
+    """Until the process is gone: on a busy machine it lives on for a while."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_hang_says_where(pool: WorkerPool) -> None:
