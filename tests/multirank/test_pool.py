@@ -94,7 +94,8 @@ def test_a_worn_group_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPa
     made = [pool.run(3, make_a_subgroup)[0] for _ in range(2)]
     fresh = [pool.run(3, make_a_subgroup)[0] for _ in range(3)]
     assert made[1] > made[0]
-    assert fresh[0] <= made[0] and fresh[2] > fresh[1] > fresh[0]
+    assert fresh[0] <= made[0]
+    assert fresh[2] > fresh[1] > fresh[0]
 
 
 def test_random_state_is_reset(pool: WorkerPool) -> None:
