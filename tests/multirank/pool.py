@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -39,7 +40,7 @@ Result = TypeVar("Result")
 MAX_RANKS = 16
 # Calls for which one process group serves. Every subgroup that tests make of it has threads on
 # every rank, and after hundreds of layouts 16 processes had 5,000, and took ten times as long.
-GROUP_SERVES = 40
+GROUP_SERVES = 6
 # What every worker would import anyway; pytest because test modules import it. Nothing of the
 # package itself: a syntax error there should fail a test, not the fork server.
 PRELOAD = [
@@ -83,6 +84,7 @@ def _join_group(group: _Group, rank: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _group_cache.clear()
+    gc.collect()  # a group that lies in a reference cycle keeps its threads
     store = dist.FileStore(group.store, group.size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=group.size)
 
@@ -103,6 +105,7 @@ def _work(rank: int, pipe: Connection, stack_file: str) -> None:
         # Hostnames often do not resolve on laptops and in containers; loopback always works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported by now stays: collecting need not look at it
     stack = open(stack_file, "w")  # noqa: SIM115 - must stay open as long as the process lives
     faulthandler.register(signal.SIGUSR1, stack)
     joined: _Group | None = None

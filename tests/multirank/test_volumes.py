@@ -177,7 +177,10 @@ def layers(layouts: list[dict[str, Any]]) -> list[tuple[Volume, Volume]]:
     return [one_layer(layout, "product") for layout in layouts]
 
 
-@pytest.mark.parametrize("n", sorted({LayoutConfig(**layout).n_processes for layout in SAID}))
+SIZES = sorted({LayoutConfig(**layout).n_processes for layout in SAID})
+
+
+@pytest.mark.parametrize("n", full_unless(lambda n: n < 9, SIZES))
 def test_a_layer_is_as_choices_says(pool: WorkerPool, n: int) -> None:
     """Volumes and messages of one micro-batch, for everything that can be chosen."""
     layouts = [layout for layout in SAID if LayoutConfig(**layout).n_processes == n]
