@@ -86,6 +86,7 @@ def test_processes_and_group_are_kept(pool: WorkerPool) -> None:
     assert pool.run(2, count_in_cache) == [1, 1]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_worn_group_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of the subgroups that tests made end with it."""
     monkeypatch.setattr("tests.multirank.pool.GROUP_SERVES", 3)
