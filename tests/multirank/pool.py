@@ -38,9 +38,9 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 MAX_RANKS = 16
-# Calls for which one process group serves. Every subgroup that tests make of it has threads on
-# every rank, and after hundreds of layouts 16 processes had 5,000, and took ten times as long.
-GROUP_SERVES = 6
+# Calls, times ranks, for which one process group serves. Every subgroup that tests make of it has
+# threads on every rank: after hundreds of layouts 16 processes had 5,000, and were slowed tenfold.
+GROUP_SERVES = 96
 # What every worker would import anyway; pytest because test modules import it. Nothing of the
 # package itself: a syntax error there should fail a test, not the fork server.
 PRELOAD = [
@@ -229,7 +229,7 @@ class WorkerPool:
             self._workers.append(_Worker(process, ours, stack_file))
 
     def _group_of(self, size: int) -> _Group:
-        worn = self._n_served >= GROUP_SERVES
+        worn = self._n_served * size >= GROUP_SERVES
         if self._group is None or self._group.size != size or worn:
             self._n_groups += 1
             self._n_served = 0
