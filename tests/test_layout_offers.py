@@ -99,7 +99,7 @@ def narrow_heads(n_heads: int, rows: int, cols: int) -> RunConfig:
 @example(run=run_of(**{"layout.scheme": "megatron", "layout.cols": 5, "model.ffn_size": 50}))
 @example(run=run_of(**{"layout.branches": 5, "layout.common": "first"}))
 @example(run=narrow_heads(n_heads=1, rows=2, cols=1))
-@example(run=narrow_heads(n_heads=3, rows=4, cols=2))
+@example(run=narrow_heads(n_heads=4, rows=4, cols=3))
 def test_an_offer_makes_no_new_problem(run: RunConfig) -> None:
     """cols=3 fits the heads, but is no remedy where the feed-forward does not divide by 3."""
     for problem in problems(run):
