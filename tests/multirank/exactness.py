@@ -97,7 +97,7 @@ def compare(
     """
     torch.set_num_threads(1)
     config, settings, plan = tiny(**model), TrainConfig(**train), LayoutConfig(**layout)
-    want = _one_device(config.model_dump_json(), settings.model_dump_json(), n_steps)
+    want = _one_device(config.model_dump_json(), _plain(settings).model_dump_json(), n_steps)
     axes = axes_of(plan)
     cut = build_parallel(config, plan, axes, settings.seed, CPU, settings.dtype)
     worst = {"init": distance(cut, values(cut), want.initial), "loss": 0.0, "norm": 0.0}
@@ -152,6 +152,11 @@ def _shard_of(parameter: torch.nn.Parameter, block: Tensor) -> Shard:
     part = part_of(parameter)
     is_part = part is not None and part.shape == block.shape
     return shard_of(part if is_part else parameter)  # type: ignore[arg-type]
+
+
+def _plain(settings: TrainConfig) -> TrainConfig:
+    """Without any method that saves memory."""
+    return settings.model_copy(update={"recompute": "none", "loss_tokens": 0})
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,16 @@ class TrainConfig(Config):
         default="float32",
         description="of the computation; bfloat16 keeps float32 parameters and statistics",
     )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="what is computed again for the backward pass instead of kept: attention's "
+        "scores (selective), or all of a block but its input (full)",
+    )
+    loss_tokens: int = Field(
+        default=1024,
+        ge=0,
+        description="of a micro-batch, whose logits exist at a time on a device; 0: all",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool = Field(
         default=False,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.batch import Batch
@@ -59,6 +58,7 @@ class BERT(Model):
         if not self.post:
             self.norm = LayerNorm(h, config.norm_eps)
         self.transform = Linear(h, h, Role("transform", "head"), Init(std=std))
+        self.gelu = nn.GELU()
         self.head_norm = LayerNorm(h, config.norm_eps, "head")
         self.head = TiedHead(biases=v)
         if config.sentence_pair:
@@ -107,14 +107,16 @@ class BERT(Model):
         mask = None
         if "valid" in batch:
             mask = state.once("mask", lambda: self.mask(batch["valid"]))
-        state.x = self.layers[str(i)](state.hidden, mask)
+        state.x = self.recompute.block(self.layers[str(i)], state.hidden, mask)
 
     def _finish(self, state: State, batch: Batch) -> None:
         x = state.hidden if self.post else self.norm(state.hidden)
-        words = self.head_norm(F.gelu(self.transform(x)))
-        state.outputs["tokens"] = self.head(words, self.tokens.weight)
+        self._predict(state, x)
         if "pair" in batch:
             first = torch.zeros_like(batch["pair"])
             state.outputs["pair"] = self.pair(x, first)
         if "at" in batch:
             state.outputs["labels"] = self.classifier(x, batch["at"])
+
+    def _before_head(self) -> tuple[nn.Module, ...]:
+        return (self.transform, self.gelu, self.head_norm)

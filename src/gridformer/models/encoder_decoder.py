@@ -136,7 +136,7 @@ class EncoderDecoder(Model):
         batch = {"tokens": tokens_BS}
         if source_valid_BT is not None:
             batch["source_valid"] = source_valid_BT
-        state = State(memory=memory_BTH, caches=caches, start=start)
+        state = State(memory=memory_BTH, caches=caches, start=start, logits=True)
         for link in self.links()[self.config.n_layers + 1 :]:
             link.run(state, batch)
         return state.outputs["tokens"]
@@ -174,7 +174,8 @@ class EncoderDecoder(Model):
     def _encode(self, i: int, state: State, batch: Batch) -> None:
         size = batch["source"].shape[1]
         bias = self._bias("encoder", state, size, size)
-        state.x = self.encoder.layers[str(i)](state.hidden, self._source_mask(state, batch), bias)
+        layer, mask = self.encoder.layers[str(i)], self._source_mask(state, batch)
+        state.x = self.recompute.block(layer, state.hidden, mask, bias)
 
     def _decode(self, i: int, state: State, batch: Batch) -> None:
         size = batch["tokens"].shape[1]
@@ -182,7 +183,8 @@ class EncoderDecoder(Model):
         mask = None
         if "valid" in batch:
             mask = state.once("mask", lambda: self.mask(batch["valid"]))
-        state.x = self.decoder.layers[str(i)](
+        state.x = self.recompute.block(
+            self.decoder.layers[str(i)],
             state.hidden,
             mask,
             bias,
@@ -192,8 +194,10 @@ class EncoderDecoder(Model):
         )
 
     def _finish(self, state: State, batch: Batch) -> None:
-        x = self.decoder.norm(state.hidden) if self.pre else state.hidden
-        state.outputs["tokens"] = self.head(x, self.tokens.weight)
+        self._predict(state, state.hidden)
+
+    def _before_head(self) -> tuple[nn.Module, ...]:
+        return (self.decoder.norm,) if self.pre else ()
 
     def _bias(self, stack: StackName, state: State, queries: int, keys: int) -> Tensor | None:
         if not self.relative:

@@ -83,10 +83,13 @@ class GPT2(Model):
         if "valid" in batch:
             mask = state.once("mask", lambda: self.mask(batch["valid"]))
         cache = state.caches[i] if state.caches else None
-        state.x = self.layers[str(i)](state.hidden, mask, cache=cache)
+        layer = self.layers[str(i)]
+        state.x = self.recompute.block(layer, state.hidden, mask, None, None, None, cache)
 
     def _finish(self, state: State, batch: Batch) -> None:
-        x = self.norm(state.hidden)
-        state.outputs["tokens"] = self.head(x, self.tokens.weight)
+        self._predict(state, state.hidden)
         if "at" in batch:
-            state.outputs["labels"] = self.classifier(x, batch["at"])
+            state.outputs["labels"] = self.classifier(self.norm(state.hidden), batch["at"])
+
+    def _before_head(self) -> tuple[nn.Module, ...]:
+        return (self.norm,)

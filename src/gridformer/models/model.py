@@ -16,7 +16,19 @@ from torch import Tensor, nn
 
 from gridformer.batch import IGNORE, Batch
 from gridformer.config import ModelConfig
-from gridformer.models.blocks import CrossEntropy, DropoutClock, KVCache, LabelLoss
+from gridformer.models.blocks import (
+    Attention,
+    CrossAttention,
+    CrossEntropy,
+    DropoutClock,
+    InParts,
+    KVCache,
+    LabelLoss,
+    Recompute,
+    RecomputeMode,
+    TiedHead,
+    TokenEmbedding,
+)
 
 # A model's losses, and the keys of a batch that hold their targets.
 LOSSES = {"tokens": "targets", "pair": "pair", "labels": "labels"}
@@ -27,13 +39,15 @@ class State:
     """How far a batch has come.
 
     x: [b, s, h], what the next link reads. memory: [b, S, h], the encoder's result. outputs: logits
-    by loss. caches, start: of generation, a cache a decoder layer, and the position of the first
+    by loss; unless `logits` are wanted, in the place of tokens' logits is what they are made of.
+    caches, start: of generation, a cache a decoder layer, and the position of the first
     token. own: what links share within a stage.
     """
 
     x: Tensor | None = None
     memory: Tensor | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    logits: bool = False
     caches: Sequence[KVCache] | None = None
     start: int = 0
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -68,8 +82,12 @@ class Model(nn.Module):
     """Base of the families. Build one on torch's meta device and hand it to
     `gridformer.parallel.parallelize`, which cuts it, allocates what this device holds and fills it.
     `compute_dtype` is the activations'. `stages`: of a pipeline, all ranks' together, as ranges of
-    links; none where a device runs all links.
+    links; none where a device runs all links. `in_parts` says how many tokens' logits exist at a
+    time when a loss is computed, `recompute` what is kept of blocks.
     """
+
+    tokens: TokenEmbedding
+    head: TiedHead
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -80,7 +98,16 @@ class Model(nn.Module):
         self.stages: tuple[range, ...] = ()
         self.clock = DropoutClock()
         self.loss = CrossEntropy(config.label_smoothing)
+        self.in_parts = InParts(tokens=0)
+        self.recompute = Recompute()
         self.label_loss = LabelLoss()
+
+    def recomputes(self, mode: RecomputeMode) -> None:
+        """See gridformer.models.blocks.Recompute."""
+        self.recompute.mode = mode
+        for module in self.modules():
+            if isinstance(module, Attention | CrossAttention):
+                module.recompute = self.recompute
 
     def links(self) -> list[Link]:
         """The steps, in order."""
@@ -90,22 +117,23 @@ class Model(nn.Module):
         self, batch: Batch, caches: Sequence[KVCache] | None = None, start: int = 0
     ) -> dict[str, Tensor]:
         """Logits by loss: `tokens` [b, s, v], and [b, labels] of branches the batch asks for."""
-        state = State(caches=caches, start=start)
-        for link in self.links():
-            link.run(state, batch)
-        return state.outputs
+        return self._run(State(caches=caches, start=start, logits=True), batch)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """Each loss summed over this device's targets; `counts` says over how many."""
-        return self.losses_of(self.outputs(batch), batch)
+        return self.losses_of(self._run(State(), batch), batch)
 
     def losses_of(self, outputs: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """The same from outputs that are there already."""
-        return {
-            name: (self.loss if name == "tokens" else self.label_loss)(outputs[name], batch[key])
-            for name, key in LOSSES.items()
-            if key in batch
-        }
+        """The same from the outputs of a last stage: of what logits are made, and other logits."""
+        losses: dict[str, Tensor] = {}
+        for name, key in LOSSES.items():
+            if key not in batch:
+                continue
+            if name == "tokens":
+                losses[name] = self._token_loss(outputs[name], batch[key])
+            else:
+                losses[name] = self.label_loss(outputs[name], batch[key])
+        return losses
 
     @staticmethod
     def counts(batch: Batch) -> dict[str, Tensor]:
@@ -126,6 +154,32 @@ class Model(nn.Module):
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """The loss of tokens alone, of families that read nothing else."""
         return self.losses({"tokens": tokens_BS, "targets": targets_BS})["tokens"]
+
+    def _run(self, state: State, batch: Batch) -> dict[str, Tensor]:
+        for link in self.links():
+            link.run(state, batch)
+        return state.outputs
+
+    def _predict(self, state: State, x_BSH: Tensor) -> None:
+        """x: of which `before_head` and the head make logits."""
+        state.outputs["tokens"] = self._logits(x_BSH) if state.logits else x_BSH
+
+    def _before_head(self) -> tuple[nn.Module, ...]:
+        """What nothing but the head reads, in the order that it is run in."""
+        return ()
+
+    def _logits(self, x_BSH: Tensor) -> Tensor:
+        for module in self._before_head():
+            x_BSH = module(x_BSH)
+        logits: Tensor = self.head(x_BSH, self.tokens.weight)
+        return logits
+
+    def _token_loss(self, x_BSH: Tensor, targets_BS: Tensor) -> Tensor:
+        modules = (*self._before_head(), self.head)
+        read = [parameter for module in modules for parameter in module.parameters()]
+        if self.tokens.weight is not None:  # here
+            read.append(self.tokens.weight)
+        return self.in_parts(x_BSH, targets_BS, self._logits, self.loss, read)
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype or x.dtype)

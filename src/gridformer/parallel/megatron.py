@@ -27,6 +27,7 @@ from gridformer.parallel.grid import (
     Schedules,
     keep_of,
 )
+from gridformer.parallel.kept import OverAxis
 from gridformer.parallel.loss import CutCrossEntropy
 from gridformer.parallel.placement import Placement, place
 
@@ -41,6 +42,8 @@ def apply(model: Model, axes: Axes, choices: Choices, sequence_parallel: bool) -
     schedules, whole = Schedules(axes, end), Schedules(axes, Replicated(col))
     part = (col.index, col.size) if sequence_parallel else (0, 1)
     head, table = choices["head"], keep_of(choices["head"])
+    if not sequence_parallel:
+        model.recompute.share = OverAxis(col)
 
     def common(child: nn.Module) -> None:
         """Between sections every device holds these; it has seen all tokens, or its part."""

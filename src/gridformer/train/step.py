@@ -68,6 +68,8 @@ class Stepper:
         self, model: Model, train: TrainConfig, axes: Axes, layout: LayoutConfig | None = None
     ) -> None:
         self.model, self.train, self.axes = model, train, axes
+        model.in_parts.tokens = train.loss_tokens
+        model.recomputes(train.recompute)
         self.micro_batches = layout.micro_batches if layout else 1
         self.sums = GradientSums.of(model, axes)
         self.passes: Passes = WholeModel(model, self.sums)

@@ -31,8 +31,10 @@ from gridformer.models.blocks.linear import (
     Role,
     new_parameter,
 )
-from gridformer.models.blocks.loss import CrossEntropy, LabelLoss
+from gridformer.models.blocks.loss import CrossEntropy, InParts, LabelLoss
 from gridformer.models.blocks.norm import LayerNorm, RMSNorm, new_norm
+from gridformer.models.blocks.recompute import Mode as RecomputeMode
+from gridformer.models.blocks.recompute import Recompute, Share
 
 __all__ = [
     "IGNORE",
@@ -45,6 +47,7 @@ __all__ = [
     "Dropout",
     "DropoutClock",
     "FeedForward",
+    "InParts",
     "Init",
     "KVCache",
     "LabelHead",
@@ -55,9 +58,12 @@ __all__ = [
     "PaddingMask",
     "PositionEmbedding",
     "RMSNorm",
+    "Recompute",
+    "RecomputeMode",
     "RelativeBias",
     "Role",
     "SegmentEmbedding",
+    "Share",
     "SinusoidalPositions",
     "Spread",
     "Style",

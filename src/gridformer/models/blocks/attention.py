@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gridformer import rng
 from gridformer.models.blocks.dropout import Clock, indices
 from gridformer.models.blocks.linear import Init, Linear, new_parameter
+from gridformer.models.blocks.recompute import Recompute
 
 
 class KVCache:
@@ -86,6 +87,7 @@ class _Heads(nn.Module):
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
         self.dropout, self.site, self.clock = dropout, site, clock
         self.head_block = 0  # which block of heads is held here
+        self.recompute = Recompute()
 
     def _attend(
         self,
@@ -169,7 +171,8 @@ class Attention(_Heads):
         q, k, v = _heads(self.qkv(x_BSH), 3, self.head_dim)
         if cache is not None:
             k, v = cache.append(k, v)
-        out: Tensor = self.out(self._attend(q, k, v, self.causal, mask, bias_NST))
+        found = self.recompute.attention(self._attend, q, k, v, self.causal, mask, bias_NST)
+        out: Tensor = self.out(found)
         return out
 
 
@@ -205,7 +208,8 @@ class CrossAttention(_Heads):
             k, v = _heads(self.kv(memory_BTH), 2, self.head_dim)
         if cache is not None:
             cache.source = k, v
-        out: Tensor = self.out(self._attend(q, k, v, False, mask, None))
+        found = self.recompute.attention(self._attend, q, k, v, False, mask, None)
+        out: Tensor = self.out(found)
         return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,45 @@ class Dropout(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x_BSH
+        key = rng.key(self.clock.seed, self.clock.step, self.site)
+        out: Tensor = _Masked.apply(x_BSH, Mask(key, self.clock.first_sample, self.block, self.p))
+        return out
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which elements of a [b, s, h] stay, as a factor: 0, or 1 / (1 - p)."""
+
+    key: int
+    first_sample: int
+    block: tuple[int, int]
+    p: float
+
+    def factor(self, x_BSH: Tensor) -> Tensor:
+        """Of the shape, type and device of x."""
         b, s, h = x_BSH.shape
-        samples = indices(self.clock.first_sample, b, x_BSH).view(b, 1)
+        samples = indices(self.first_sample, b, x_BSH).view(b, 1)
         tokens = indices(self.block[0] * s, s, x_BSH)
         columns = indices(self.block[1] * h, h, x_BSH)
-        key = rng.key(self.clock.seed, self.clock.step, self.site)
-        keep = rng.keep(key, rng.join(samples, tokens), columns, self.p)
-        return x_BSH * keep.to(x_BSH.dtype).mul_(1.0 / (1.0 - self.p))
+        keep = rng.keep(self.key, rng.join(samples, tokens), columns, self.p)
+        return keep.to(x_BSH.dtype).mul_(1.0 / (1.0 - self.p))
+
+
+class _Masked(torch.autograd.Function):
+    """x times a mask that is made again for the backward pass, which therefore keeps nothing.
+
+    So nothing of a block that ends in dropout needs its last product, either, and recomputation can
+    end before it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BSH: Tensor, mask: Mask) -> Tensor:
+        ctx.mask = mask
+        return x_BSH * mask.factor(x_BSH)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.mask.factor(grads[0]), None
 
 
 def indices(start: int, n: int, like: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from gridformer.models.blocks.linear import linear
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.ends import Cut, End, OnFirst
 from gridformer.parallel.grid import GridLinear, Schedules
+from gridformer.parallel.kept import FromFirst
 from gridformer.parallel.placement import Placement, place
 
 BRANCH_BIAS = Placement(cut=("col",))
@@ -45,6 +46,11 @@ def apply(model: Model, axes: Axes, choices: Choices, layout: LayoutConfig) -> N
     end: End = OnFirst(branch, torch.device(axes.device_type)) if first else Cut(branch, dim=0)
     schedules = Schedules(replace(axes, col=branch), end)  # the grid of one row: g columns
     absent = first and branch.index > 0
+    if first:
+        model.recompute.share = FromFirst(branch, torch.device(axes.device_type))
+        # The first computes again until its last product, or to the end: the others go as far.
+        post = model.config.norm_position == "post"
+        model.recompute.stops_early = not absent or not (post or layout.feed_forward == "common")
     width = model.config.hidden_size
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

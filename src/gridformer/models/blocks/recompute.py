@@ -1,0 +1,98 @@
+"""Which activations of blocks are kept for the backward pass, and which are computed again.
+
+    none        all that backward needs
+    selective   scores and probabilities of attention are computed again (Korthikanti et al. 2022);
+                with a fused kernel they never exist
+    full        of each block its input alone, and that cut over the devices that would all hold it
+
+What is computed again ends where backward needs no more of it: the last product of a block is not
+multiplied again, unless a norm reads it. Dropout's masks are functions of a sample's place, so they
+are the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+Mode = Literal["none", "selective", "full"]
+
+
+class Share(Protocol):
+    """How several devices share what each of them would hold."""
+
+    def part(self, x: Tensor) -> Tensor:
+        """This device's part of x, in memory of its own."""
+
+    def whole(self, part: Tensor, like: torch.Size) -> Tensor:
+        """x again, of this shape, from all parts."""
+
+
+class Alone:
+    """Nobody else holds it."""
+
+    def part(self, x: Tensor) -> Tensor:
+        return x
+
+    def whole(self, part: Tensor, like: torch.Size) -> Tensor:
+        return part
+
+
+class _Input:
+    """A block's input: itself during the forward pass, then this device's part of it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x: Tensor | None = x
+        self._shape, self._wanted = x.shape, x.requires_grad
+
+    def keep(self, share: Share) -> None:
+        assert self._x is not None
+        self._part, self._share, self._x = share.part(self._x.detach()), share, None
+
+    def take(self) -> Tensor:
+        if self._x is not None:
+            return self._x
+        whole = self._share.whole(self._part, self._shape)
+        return whole.detach().requires_grad_(self._wanted)
+
+
+@dataclass
+class Recompute:
+    """What a model does about its blocks.
+
+    share: of each block's input. stops_early: whether computing again may end as soon as this
+    device needs no more; not so where others still wait for it.
+    """
+
+    mode: Mode = "none"
+    share: Share = field(default_factory=Alone)
+    stops_early: bool = True
+
+    def block(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+        """block(x, *rest). With `full`, what is made inside is let go of; `rest` is kept as it is,
+        since all blocks of a stack share it."""
+        if self.mode != "full" or not torch.is_grad_enabled():
+            out: Tensor = block(x, *rest)
+            return out
+        entering = _Input(x)
+
+        def run(*rest: Any) -> Tensor:
+            found: Tensor = block(entering.take(), *rest)
+            return found
+
+        with set_checkpoint_early_stop(self.stops_early):
+            out = checkpoint(run, *rest, use_reentrant=False, preserve_rng_state=False)
+        entering.keep(self.share)
+        return out
+
+    def attention(self, run: Callable[..., Tensor], *args: Any) -> Tensor:
+        """run(*args), from queries, keys and values to results."""
+        if self.mode != "selective" or not torch.is_grad_enabled():
+            return run(*args)
+        out: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+        return out
