@@ -18,7 +18,7 @@ from gridformer.nodes import Candidate, NodeBlock
 from gridformer.parallel.choices import Choice, Choices, Work, decide
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 
-_ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2}
+_ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _MIB = 2**20
 
 

@@ -50,9 +50,10 @@ class TrainConfig(Config):
     global_batch: int = Field(
         default=8, ge=1, description="sequences an optimizer step, all devices"
     )
-    dtype: Literal["float32", "float64", "bfloat16"] = Field(
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32",
-        description="of the computation; bfloat16 keeps float32 parameters and statistics",
+        description="of the computation; bfloat16 and float16 keep float32 parameters and "
+        "statistics, float16 scales the loss",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",

@@ -35,6 +35,7 @@ PARAMETER_DTYPE = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bfloat16": torch.float32,
+    "float16": torch.float32,
 }
 
 
@@ -72,7 +73,7 @@ def build_parallel(
     """This device's part of a freshly initialised model: of its own pipeline stages, if there are
     several.
 
-    dtype: `float32`, `float64`, or `bfloat16` (activations; parameters stay float32).
+    dtype: `float32`, `float64`; `bfloat16` or `float16` (activations; parameters stay float32).
     choices: see `parallelize`.
     """
     with torch.device("meta"):

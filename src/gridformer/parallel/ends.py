@@ -34,6 +34,9 @@ class End(Protocol):
     def cut(self, partial: Tensor) -> Pending:
         """Terms of a sum, one on each device, to this device's part of the sum. May overwrite."""
 
+    def whole_stand_in(self, x: Tensor, width: int) -> Tensor:
+        """For what a product makes of `whole(x)`: its type and shape, without its memory."""
+
     def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
         """For what `cut` makes of terms of that shape: its type and shape, without its memory."""
 
@@ -49,6 +52,9 @@ class Replicated:
 
     def cut(self, partial: Tensor) -> Pending:
         return comm.start_all_reduce(partial, self.col, label=LABEL)
+
+    def whole_stand_in(self, x: Tensor, width: int) -> Tensor:
+        return x.new_empty(()).expand(*x.shape[:-1], width)
 
     def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
         return like.new_empty(()).expand(shape)
@@ -66,6 +72,11 @@ class Cut:
 
     def cut(self, partial: Tensor) -> Pending:
         return comm.start_reduce_scatter(partial, self.col, self.dim, LABEL)
+
+    def whole_stand_in(self, x: Tensor, width: int) -> Tensor:
+        sizes = list(x.shape)
+        sizes[self.dim] *= self.col.size
+        return x.new_empty(()).expand(*sizes[:-1], width)
 
     def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
         sizes = list(shape)
@@ -89,6 +100,9 @@ class OnFirst:
     def cut(self, partial: Tensor) -> Pending:
         total = comm.start_reduce(partial.contiguous(), self.col, 0, LABEL)
         return total if self.col.index == 0 else total.then(lambda x: x.to("meta"))
+
+    def whole_stand_in(self, x: Tensor, width: int) -> Tensor:
+        return torch.empty((), dtype=x.dtype, device=self.device).expand(*x.shape[:-1], width)
 
     def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
         if self.col.index:

@@ -243,12 +243,16 @@ def _counts(shard: Shard, axes: Axes) -> bool:
     return first_stage and (shard.replicas is None or axes[shard.replicas].index == 0)
 
 
-def clip_gradients(model: nn.Module, norm: float, max_norm: float) -> None:
-    """Scale gradients so that a global norm above `max_norm` becomes that; 0 turns it off."""
-    if max_norm and norm > max_norm:
-        grads = [p.grad for _, p in owned(model) if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiply what is updated with."""
+    grads = [p.grad for _, p in owned(model) if p.grad is not None]
+    if grads and factor != 1.0:
+        torch._foreach_mul_(grads, factor)
+
+
+def clipping(norm: float, max_norm: float) -> float:
+    """The factor that makes a norm above `max_norm` that; 0 turns clipping off."""
+    return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@
 
 A checkpoint is written into a hidden folder and renamed when complete, so a folder with a plain
 name is whole, and a crash leaves the one before as it was. All a run's state besides tensors is
-its step: data order, learning rate and dropout masks are functions of (seed, step).
+its step, and float16's loss scale: data order, learning rate and dropout masks are functions of
+(seed, step).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from gridformer.parallel.gradients import owned
 from gridformer.parallel.placement import shard_of
 from gridformer.parallel.sharding import stored
 from gridformer.train.blocks_io import Block, read_blocks, write_blocks
+from gridformer.train.precision import LossScale
 
 MANIFEST = "checkpoint.json"
 # Of a model, between two runs.
@@ -46,12 +48,17 @@ class FileEntry(Config):
 
 
 class Manifest(Config):
-    """What checkpoint.json holds. `step` optimizer steps were done when it was written."""
+    """What checkpoint.json holds. `step` optimizer steps were done when it was written, of which
+    `skipped` updated nothing. loss_scale, good_steps: see gridformer.train.precision; float16's.
+    """
 
     format: Literal["gridformer-checkpoint"]
     version: Literal[1]
     step: int
     tokens: int
+    skipped: int = 0
+    loss_scale: float = 1.0
+    good_steps: int = 0
     model: ModelConfig
     run: dict[str, Any]
     files: dict[str, FileEntry]
@@ -143,8 +150,10 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     axes: Axes,
+    scale: LossScale | None = None,
 ) -> Path:
     """Write a checkpoint of `step` done steps, on all ranks together; returns its folder."""
+    scale = scale or LossScale()
     parent = run_dir / "checkpoints"
     final = parent / f"step-{step:08d}"
     writing = parent / f".writing-{final.name}"
@@ -161,6 +170,9 @@ def save(
             version=1,
             step=step,
             tokens=tokens,
+            skipped=scale.skipped,
+            loss_scale=scale.scale,
+            good_steps=scale.good,
             model=run.model,
             run=run.model_dump(mode="json"),
             files=files,
@@ -186,7 +198,7 @@ def load(
         for name, parameter in model.named_parameters()
     }
     if optimizer is not None:
-        _allocate(model, optimizer, manifest.step)
+        _allocate(model, optimizer, manifest.step - manifest.skipped)
         blocks |= _moments(model, optimizer)
     with torch.no_grad():
         read_blocks(blocks, folder)

@@ -35,8 +35,10 @@ class Passes(Protocol):
 
     on_action: OnAction | None
 
-    def train(self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor]) -> Losses:
-        """Accumulate the gradients of the sum over all losses of (its sum / its count)."""
+    def train(
+        self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
+    ) -> Losses:
+        """Accumulate the gradients of scale * the sum over all losses of (its sum / its count)."""
 
     def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
         """Without gradients."""
@@ -53,7 +55,9 @@ class WholeModel:
         self.model, self.sums = model, sums
         self.on_action: OnAction | None = None
 
-    def train(self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor]) -> Losses:
+    def train(
+        self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
+    ) -> Losses:
         totals = zeros(counts)
         for number, micro in enumerate(work):
             self.model.clock.at(micro.rows)
@@ -62,7 +66,7 @@ class WholeModel:
             last = number == len(work) - 1
             summing = self.sums.last_backward() if last else nullcontext()
             with self._timed("backward", number), summing:
-                weighted(losses, counts).backward()
+                weighted(losses, counts, scale).backward()
             add(totals, losses)
         return totals
 
@@ -95,13 +99,15 @@ class Pipeline:
     def on_action(self, told: OnAction | None) -> None:
         self.executor.on_action = told
 
-    def train(self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor]) -> Losses:
+    def train(
+        self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
+    ) -> Losses:
         totals = zeros(counts)
 
         def finish(outputs: dict[str, Tensor], batch: Batch) -> Tensor:
             losses = self.model.losses_of(outputs, batch)
             add(totals, losses)
-            return weighted(losses, counts)
+            return weighted(losses, counts, scale)
 
         self.executor.train(work, finish)
         return totals
@@ -116,13 +122,13 @@ class Pipeline:
         return totals
 
 
-def weighted(losses: Losses, counts: Mapping[str, Tensor]) -> Tensor:
-    """The loss that is minimised: of each kind the mean over its targets, added up."""
+def weighted(losses: Losses, counts: Mapping[str, Tensor], scale: float) -> Tensor:
+    """The loss that is minimised: of each kind the mean over its targets, added up; scaled."""
     parts = [loss / counts[name].clamp(min=1).to(loss.dtype) for name, loss in losses.items()]
     total: Tensor = parts[0]
     for part in parts[1:]:
         total = total + part
-    return total
+    return total * scale
 
 
 def zeros(counts: Mapping[str, Tensor]) -> Losses:

@@ -82,6 +82,13 @@ class Reporter:
             self._last_line = now
             self._print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
 
+    def skipped(self, step: int, scale: float) -> None:
+        """float16 gradients overflowed."""
+        self._print(
+            f"  step {step}: gradients overflowed float16; nothing was updated, and the loss is "
+            f"now scaled by {scale:g}"
+        )
+
     def traced(self, path: Path, idle: float | None, layout: LayoutConfig) -> None:
         """A step's timeline has been written."""
         text = f"  timeline of this step: {path} and .png (open it in ui.perfetto.dev)"

@@ -19,9 +19,10 @@ from gridformer.models import Model
 from gridformer.parallel.gradients import (
     GradientSums,
     clear_gradients,
-    clip_gradients,
+    clipping,
     owned,
     reduce_gradients,
+    scale_gradients,
     share_copies,
     share_parts,
     squared_norm,
@@ -29,6 +30,7 @@ from gridformer.parallel.gradients import (
 from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.pipeline import Executor, timed
 from gridformer.train.passes import MicroBatch, Passes, Pipeline, WholeModel
+from gridformer.train.precision import LossScale
 
 # Reads the given rows of a step's global batch; see gridformer.batch.
 ReadRows = Callable[[slice], Batch]
@@ -38,7 +40,8 @@ ReadRows = Callable[[slice], Batch]
 class StepResult:
     """The same on every rank. losses: each a mean over its targets in the global batch; loss: their
     sum, which is minimised. tokens: that were read. flagged: some rank raised its flag (it was told
-    to stop) before this step.
+    to stop) before this step. skipped: float16 gradients overflowed, nothing was updated; grad_norm
+    is then infinite or no number.
     """
 
     loss: float
@@ -47,6 +50,7 @@ class StepResult:
     lr: float
     tokens: int
     flagged: bool = False
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Stepper:
         if axes.pp.size > 1:
             assert layout is not None, "a pipeline is what its layout says"
             self.passes = Pipeline(model, Executor(model, layout, axes, self.sums))
+        self.scale = LossScale.of(train.dtype)
         held = next(model.parameters(), None)
         self.device = torch.device(axes.device_type) if held is None else held.device
         matrices = [p for _, p in owned(model) if p.dim() > 1]
@@ -113,7 +118,7 @@ class Stepper:
         clear_gradients(self.model)
         self.model.clock.step = step
         with weights_kept(self.model):
-            losses = self.passes.train(work, counts)
+            losses = self.passes.train(work, counts, self.scale.scale)
         with self._timed("add up gradients"):
             reduce_gradients(self.model, self.axes, self.sums)
 
@@ -123,21 +128,26 @@ class Stepper:
         parts = {
             name: total / max(1, int(count)) for (name, count), total in zip(counts.items(), means)
         }
-        loss, norm = sum(parts.values()), math.sqrt(square)
+        loss, norm = sum(parts.values()), math.sqrt(square) / self.scale.scale
+        lr = learning_rate(step, self.train)
+        if math.isfinite(loss) and not math.isfinite(norm) and not self.scale.exhausted:
+            self.scale.overflowed()
+            return StepResult(loss, parts, norm, lr, tokens, flags > 0, skipped=True)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(
                 f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; nothing "
                 f"was updated. Lower train.lr ({self.train.lr:g}), lengthen train.warmup_steps "
                 f"({self.train.warmup_steps}) or look at the data of this step"
             )
-        lr = learning_rate(step, self.train)
         with self._timed("update"):
-            clip_gradients(self.model, norm, self.train.clip_norm)
+            factor = clipping(norm, self.train.clip_norm) / self.scale.scale
+            scale_gradients(self.model, factor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             share_parts(self.model, self.axes)
             share_copies(self.model, self.axes)
+        self.scale.succeeded()
         return StepResult(loss, parts, norm, lr, tokens, flagged=flags > 0)
 
     def _timed(self, kind: str) -> AbstractContextManager[None]:

@@ -21,6 +21,7 @@ from gridformer.train import checkpoint
 from gridformer.train.compile import compile_model
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
+from gridformer.train.precision import LossScale
 from gridformer.train.report import Reporter
 from gridformer.train.step import ReadRows, Stepper, StepResult
 from gridformer.train.trace import StepTrace
@@ -54,6 +55,9 @@ class Trainer:
         if plan.resume is not None:
             loaded = checkpoint.load(plan.resume, self.model, self.stepper.optimizer, self.axes)
             self.tokens = loaded.tokens
+            if run.train.dtype == "float16" and loaded.loss_scale > 1.0:
+                self.stepper.scale = LossScale(loaded.loss_scale, loaded.good_steps)
+            self.stepper.scale.skipped = loaded.skipped
         self.log: MetricsLog | None = None
         self.report: Reporter | None = None
         if world.rank == 0:
@@ -98,12 +102,18 @@ class Trainer:
             result = self.stepper(step, read, self.stop.requested)
         seconds = time.perf_counter() - began
         self.tokens += result.tokens
+        scale: dict[str, Any] = {}
+        if self.run.train.dtype == "float16":
+            scale = {"loss_scale": self.stepper.scale.scale, "skipped": result.skipped}
+            if result.skipped and self.report:
+                self.report.skipped(step + 1, self.stepper.scale.scale)
         metrics = {
             "step": step + 1,
             "loss": result.loss,
             **_parts("loss", result.losses),
-            "grad_norm": result.grad_norm,
+            **({} if result.skipped else {"grad_norm": result.grad_norm}),
             "lr": result.lr,
+            **scale,
             "tokens": self.tokens,
             "tokens_per_s": result.tokens / seconds,
             "step_time_s": seconds,
@@ -147,6 +157,7 @@ class Trainer:
             self.model,
             self.stepper.optimizer,
             self.axes,
+            self.stepper.scale,
         )
 
     def _write(self, metrics: dict[str, Any]) -> None:

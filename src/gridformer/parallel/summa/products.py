@@ -108,8 +108,20 @@ def product_ab(
         out: Tensor = _NormedAB.apply(
             a.x, norm.weight, norm.bias, b, bias, norm.eps, schedule, keep
         )
-    else:
-        out = _AB.apply(a, b, bias, schedule, keep)
+        return out
+    operand = Operand(a)
+
+    def compute() -> Tensor:
+        weight = keep.weight_operand(b, a.dtype)
+        schedule.ahead(operand, weight)
+        keep.fetch_after(a.dtype)
+        c = schedule.ab(operand, weight).wait()
+        if bias is not None:
+            c += bias.to(c.dtype)
+        return c
+
+    place = _AB.apply(a, b, bias, schedule, keep, operand)
+    out = _Carry.apply(place, compute)
     return out
 
 
@@ -159,20 +171,29 @@ def lookup(
 
 
 class _AB(torch.autograd.Function):
+    """Records C = A B + bias for the backward pass. `_Carry` computes it, after.
+
+    So where a block that ends in this product is computed again in the backward pass
+    (torch.utils.checkpoint), that ends before it: nothing backward needs its result. Of an input
+    that is kept gathered the gathering is needed.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, schedule: Schedule, keep: Keep
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        schedule: Schedule,
+        keep: Keep,
+        operand: Operand,
     ) -> Tensor:
-        operand, weight = Operand(a), keep.weight_operand(b, a.dtype)
-        schedule.ahead(operand, weight)
-        keep.fetch_after(a.dtype)
-        c = schedule.ab(operand, weight).wait()
-        if bias is not None:
-            c += bias.to(c.dtype)
+        if keep.input:
+            schedule.ahead(operand, None)
         ctx.whole = keep.input and operand.whole is not None
         ctx.save_for_backward(operand.whole.wait() if ctx.whole else a, b)  # type: ignore[union-attr]
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, _type_of(bias)
-        return c
+        return schedule.ab_stand_in(a, b.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -189,16 +210,11 @@ class _AB(torch.autograd.Function):
         grad_bias = _bias_gradient(grads[0], ctx.bias)
         # The weight's first: what is left to multiply for it is done while both sums travel.
         weight_gradient = _wait(grad_b, b.dtype)
-        return _wait(grad_a, a.dtype), weight_gradient, grad_bias, None, None
+        return _wait(grad_a, a.dtype), weight_gradient, grad_bias, None, None, None
 
 
 class _ABt(torch.autograd.Function):
-    """Records C = A Bᵀ + bias for the backward pass. `_Carry` computes it, after.
-
-    This product closes a section. Where a section is computed again in the backward pass
-    (torch.utils.checkpoint), that ends once all that is needed has been recorded: so before this
-    product, which nothing backward needs the result of.
-    """
+    """Records C = A Bᵀ + bias for the backward pass; `_Carry` computes it, after. See _AB."""
 
     @staticmethod
     def forward(

@@ -50,8 +50,11 @@ class Schedule(Protocol):
     def atb(self, a: Operand, b: Operand) -> Pending:
         """C = Aᵀ B. a [.., M/c], b [.., N/c], leading dimensions alike; result [M/r, N/c]."""
 
+    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
+        """For A B, b having so many columns: its shape and type without its memory."""
+
     def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
-        """For this device's part of A Bᵀ, b having so many rows: its shape without its memory."""
+        """The same of A Bᵀ, b having so many rows."""
 
     def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
         """A hint: these will be needed whole. A schedule may start to gather them."""
@@ -82,6 +85,9 @@ class Gather:
 
     def abt(self, a: Operand, b: Operand) -> Pending:
         return self.end.cut(times(a.local, self.whole_column(b).t()))
+
+    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
+        return self.end.whole_stand_in(a, b_columns)
 
     def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
         return self.end.stand_in(a, torch.Size((*a.shape[:-1], b_rows * self.row.size)))
@@ -170,6 +176,9 @@ class Broadcast:
             summing.start(terms, panel.col, c[..., panel.in_col])
         summing.finish()
         return Pending(c)
+
+    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
+        return a.new_empty(()).expand(*a.shape[:-1], b_columns)
 
     def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
         width = b_rows * self.axes.row.size // self.axes.col.size
