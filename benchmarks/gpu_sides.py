@@ -25,6 +25,7 @@ from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.parallel import build_parallel
 from gridformer.train.compile import compile_model
 from gridformer.train.step import Stepper, learning_rate
+from gridformer.train.updates import Updates
 
 HFCompile = Literal["blocks", "whole"]
 
@@ -67,7 +68,7 @@ class Gridformer:
         return result.loss, result.grad_norm
 
     def held_bytes(self) -> int:
-        return _bytes(self.model, self.stepper.optimizer)
+        return _bytes(self.model, self.stepper.updates)
 
     def rest(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -223,7 +224,7 @@ def to_hugging_face(state: dict[str, Any], config: ModelConfig) -> dict[str, Ten
     return theirs
 
 
-def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer | Updates) -> int:
     state: Iterable[Any] = (v for s in optimizer.state.values() for v in s.values())
     tensors = [*model.parameters(), *(v for v in state if isinstance(v, Tensor))]
     return sum(t.numel() * t.element_size() for t in tensors)

@@ -198,7 +198,7 @@ def memory_of(layout: Layout, model: dict[str, Any]) -> Memory:
     storages = {t.untyped_storage().data_ptr(): in_memory(t) for t in [*parameters, *parts]}
     found.parameters = sum(storages.values())
     found.gradients = sum(t.grad.numel() for t in [*parameters, *parts] if t.grad is not None)
-    state = stepper.optimizer.state.values()
+    state = stepper.updates.state.values()
     moments = [s[name] for s in state for name in ("exp_avg", "exp_avg_sq")]
     found.state = sum(in_memory(moment) for moment in moments)
     return found

@@ -85,7 +85,7 @@ def train_and_look(layout: LayoutConfig, vocab_size: int) -> int:
     for name, parameter in model.named_parameters():
         padding = overhang(parameter)
         tensors = {"value": parameter, "gradient": parameter.grad}
-        tensors.update(stepper.optimizer.state.get(parameter, {}))
+        tensors.update(stepper.updates.state.get(parameter, {}))
         for what, tensor in tensors.items():
             if tensor is not None and tensor.shape == parameter.shape:
                 assert not tensor[padding].any(), f"{what} of {name} has padding that moved"

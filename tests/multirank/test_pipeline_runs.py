@@ -89,11 +89,11 @@ def moved_through(layouts: list[Layout], name: Any, out: Path) -> float:
         if step:
             found = checkpoint.latest(out)
             assert found is not None
-            checkpoint.load(found, stepper.model, stepper.optimizer, axes)
+            checkpoint.load(found, stepper.model, stepper.updates, axes)
         else:
             stepper(0, reads_of(config, 1)[0])
             first = stepper.model
-        checkpoint.save(out, step + 1, 0, run, stepper.model, stepper.optimizer, axes)
+        checkpoint.save(out, step + 1, 0, run, stepper.model, stepper.updates, axes)
     assert first is not None
     return distance(stepper.model, values(stepper.model), values(first))
 

@@ -40,23 +40,23 @@ def saved(tmp_path: Path) -> Path:
     model, stepper = a_model(run, seed=1)
     batch = torch.randint(0, 11, (2, 5))
     stepper(0, lambda rows: next_words(batch[rows]))
-    return checkpoint.save(tmp_path, 1, 8, run, model, stepper.optimizer, Axes())
+    return checkpoint.save(tmp_path, 1, 8, run, model, stepper.updates, Axes())
 
 
 def test_round_trip(saved: Path) -> None:
     run = a_run()
     want, want_stepper = a_model(run, seed=1)
-    manifest = checkpoint.load(saved, want, want_stepper.optimizer, Axes())
+    manifest = checkpoint.load(saved, want, want_stepper.updates, Axes())
     got, got_stepper = a_model(run, seed=2)
     assert not torch.equal(got.get_parameter("tokens.weight"), want.get_parameter("tokens.weight"))
-    checkpoint.load(saved, got, got_stepper.optimizer, Axes())
+    checkpoint.load(saved, got, got_stepper.updates, Axes())
     assert (manifest.step, manifest.tokens) == (1, 8)
     for (name, a), b in zip(want.named_parameters(), got.parameters()):
         assert torch.equal(a, b), name
         for key in ("exp_avg", "exp_avg_sq", "step"):
-            left = want_stepper.optimizer.state[a][key]
-            assert torch.equal(left, got_stepper.optimizer.state[b][key]), (name, key)
-    assert any(s["exp_avg"].abs().max() > 0 for s in got_stepper.optimizer.state.values())
+            left = want_stepper.updates.state[a][key]
+            assert torch.equal(left, got_stepper.updates.state[b][key]), (name, key)
+    assert any(s["exp_avg"].abs().max() > 0 for s in got_stepper.updates.state.values())
 
 
 def shard(folder: Path) -> Path:
@@ -126,7 +126,7 @@ def test_damage_is_refused_by_name(saved: Path, damage: Callable[[Path], Path]) 
     model, stepper = a_model(a_run(), seed=2)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(CheckpointError) as error:
-        checkpoint.load(saved, model, stepper.optimizer, Axes())
+        checkpoint.load(saved, model, stepper.updates, Axes())
     assert str(culprit) in str(error.value)
     assert "\n" not in str(error.value)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
@@ -153,11 +153,11 @@ def test_a_pickled_payload_is_not_executed(saved: Path, tmp_path: Path) -> None:
     for name in (".metadata", "__0_0.distcp", "model.pt"):
         (saved / name).write_bytes(payload)
     model, stepper = a_model(a_run(), seed=2)
-    checkpoint.load(saved, model, stepper.optimizer, Axes())
+    checkpoint.load(saved, model, stepper.updates, Axes())
     assert not trap.exists()
     shard(saved).write_bytes(payload)
     with pytest.raises(CheckpointError):
-        checkpoint.load(saved, model, stepper.optimizer, Axes())
+        checkpoint.load(saved, model, stepper.updates, Axes())
     assert not trap.exists()
     pickle.loads(payload)
     assert trap.exists(), "the payload is a real one"

@@ -14,7 +14,7 @@ from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.errors import DivergedError
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import squared_norm
+from gridformer.parallel.gradients import counted_square
 from gridformer.train.step import Stepper, learning_rate
 
 MODEL = ModelConfig(n_layers=1, hidden_size=8, n_heads=2, vocab_size=11, max_seq_len=4)
@@ -34,7 +34,7 @@ def test_the_norm_of_a_large_gradient_is_accurate() -> None:
     model = torch.nn.Module()
     model.weight = parameter
     want = float(parameter.grad.double().square().sum())
-    assert float(squared_norm(model, Axes())) == pytest.approx(want, rel=1e-6)
+    assert float(counted_square(model.parameters(), Axes())) == pytest.approx(want, rel=1e-6)
 
 
 def test_learning_rate_warms_up_then_falls() -> None:

@@ -60,6 +60,14 @@ class TrainConfig(Config):
         description="what is computed again for the backward pass instead of kept: attention's "
         "scores (selective), or all of a block but its input (full)",
     )
+    update: Literal["after_backward", "in_backward"] = Field(
+        default="after_backward",
+        description="in_backward: a layer's parameters as soon as its gradients are there, so that "
+        "one layer's are held at a time; then clip_by=layer, or clip_norm=0",
+    )
+    offload: Literal["none", "optimizer"] = Field(
+        default="none", description="optimizer: its moments are kept in the host's memory"
+    )
     loss_tokens: int = Field(
         default=1024,
         ge=0,
@@ -78,7 +86,11 @@ class TrainConfig(Config):
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
     adam_eps: float = Field(default=1e-8, gt=0.0)
     clip_norm: float = Field(
-        default=1.0, ge=0.0, description="global gradient norm; 0 turns it off"
+        default=1.0, ge=0.0, description="largest gradient norm; 0 turns clipping off"
+    )
+    clip_by: Literal["global", "layer"] = Field(
+        default="global",
+        description="the norm of all gradients, or of each layer's matrices and of all else",
     )
     eval_every: int = Field(default=100, ge=0, description="steps; 0 evaluates at the end only")
     eval_batches: int = Field(default=8, ge=1, description="global batches an evaluation")

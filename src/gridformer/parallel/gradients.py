@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -54,13 +54,18 @@ def clear_gradients(model: nn.Module) -> None:
             part.grad = None
 
 
-def reduce_gradients(model: nn.Module, axes: Axes, begun: GradientSums | None = None) -> None:
+def reduce_gradients(
+    model: nn.Module,
+    axes: Axes,
+    begun: GradientSums | None = None,
+    without: Collection[nn.Parameter] = (),
+) -> None:
     """Add up gradients where they are partial: copies on their owner, then over the stages that
     share a parameter, then over replicas.
 
     Afterwards the gradients of owned parameters are those of the whole batch (zero where one took
     no part, so that every layout updates it alike); the others' are undefined. begun: sums that
-    were started during the backward pass; they are finished here.
+    were started during the backward pass; they are finished here. without: have been updated.
     """
     partial: dict[str, list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
@@ -77,7 +82,7 @@ def reduce_gradients(model: nn.Module, axes: Axes, begun: GradientSums | None = 
     started = begun.parameters if begun else set()
     rest: dict[str, list[nn.Parameter]] = defaultdict(list)
     for _, parameter in _owned_whole(model):
-        if parameter not in started:
+        if parameter not in started and parameter not in without:
             rest[_replicas(parameter)].append(parameter)
     for name, parameters in rest.items():
         axis = axes[name]
@@ -106,17 +111,21 @@ class GradientSums:
     Args:
         groups: axes, and the parameters whose gradients are added up over each.
         order: all parameters, in the model's order; the same on every rank of an axis.
+        apart: sets of parameters that share no message; see `finish_of`.
     """
 
     def __init__(
         self,
         groups: Iterable[tuple[Axis, Sequence[nn.Parameter]]],
         order: Sequence[nn.Parameter],
+        apart: Sequence[Sequence[nn.Parameter]] = (),
     ) -> None:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._armed: Collection[nn.Parameter] = ()
         self._sent = 0
+        self.around_last: Callable[[], AbstractContextManager[None]] = nullcontext
+        unit_of = {parameter: i for i, unit in enumerate(apart) for parameter in unit}
         place = {parameter: i for i, parameter in enumerate(reversed(order))}
         for axis, parameters in groups:
             if axis.size == 1:
@@ -124,8 +133,11 @@ class GradientSums:
             total = sum(p.numel() * p.element_size() for p in parameters)
             # At least four, so that all but the last can travel while backward goes on.
             limit = min(_BUCKET_BYTES, total // 4)
-            for part in _buckets(sorted(parameters, key=lambda p: place[p]), limit):
-                self._buckets.append(_Bucket(axis, list(part)))
+            units: dict[int, list[nn.Parameter]] = defaultdict(list)
+            for parameter in sorted(parameters, key=lambda p: place[p]):
+                units[unit_of.get(parameter, -1)].append(parameter)
+            for unit in units.values():
+                self._buckets += [_Bucket(axis, list(part)) for part in _buckets(unit, limit)]
         self._buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         for bucket in self._buckets:
             for parameter in bucket.parameters:
@@ -133,7 +145,9 @@ class GradientSums:
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
     @staticmethod
-    def of(model: nn.Module, axes: Axes) -> GradientSums:
+    def of(
+        model: nn.Module, axes: Axes, apart: Sequence[Sequence[nn.Parameter]] | None = None
+    ) -> GradientSums:
         """Over replicas of what a rank owns, but for what is partial on copies or on stages."""
         held: dict[str, list[nn.Parameter]] = defaultdict(list)
         for _, parameter in _owned_whole(model):
@@ -141,7 +155,7 @@ class GradientSums:
             if not shard.partial and not shard.stages:
                 held[_replicas(parameter)].append(parameter)
         groups = [(axes[name], parameters) for name, parameters in held.items()]
-        return GradientSums(groups, [*model.parameters()])
+        return GradientSums(groups, [*model.parameters()], apart or ())
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -157,9 +171,21 @@ class GradientSums:
         """
         self._armed = self._bucket_of if of is None else of
         try:
-            yield
+            with self.around_last():
+                yield
         finally:
             self._armed = ()
+
+    def finish_of(self, parameters: Collection[nn.Parameter]) -> None:
+        """Wait until these parameters' gradients are added up. They share no message with others,
+        and what is nearer to the model's end has its gradients, too."""
+        mine = {self._bucket_of[p] for p in parameters if p in self._bucket_of}
+        numbers = [i for i, bucket in enumerate(self._buckets) if bucket in mine]
+        while numbers and self._sent <= numbers[-1]:
+            self._buckets[self._sent].start()
+            self._sent += 1
+        for number in numbers:
+            self._buckets[number].finish()
 
     def finish(self) -> None:
         """Wait until all gradients are added up. Call once a step, after the backward passes."""
@@ -224,13 +250,13 @@ class _Bucket:
             grad.copy_(part.view_as(grad))
 
 
-def squared_norm(model: nn.Module, axes: Axes) -> Tensor:
-    """This rank's share of the squared gradient norm (float64): sum it over all ranks.
+def counted_square(parameters: Iterable[nn.Parameter], axes: Axes) -> Tensor:
+    """This rank's share of the squared norm of some gradients (float64): sum it over all ranks.
 
-    Every element counts once: owned ones only, on the first replica only or where its part is, and
-    on the first of the stages that share it.
+    parameters: that this rank updates. Every element counts once: on the first replica only or
+    where its part is, and on the first of the stages that share it.
     """
-    mine = [p for _, p in owned(model) if _counts(shard_of(p), axes)]
+    mine = [p for p in parameters if _counts(shard_of(p), axes)]
     grads = [p.grad for p in mine if p.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=axes.device_type)
@@ -243,9 +269,9 @@ def _counts(shard: Shard, axes: Axes) -> bool:
     return first_stage and (shard.replicas is None or axes[shard.replicas].index == 0)
 
 
-def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply what is updated with."""
-    grads = [p.grad for _, p in owned(model) if p.grad is not None]
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """In place."""
+    grads = [p.grad for p in parameters if p.grad is not None]
     if grads and factor != 1.0:
         torch._foreach_mul_(grads, factor)
 

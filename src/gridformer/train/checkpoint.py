@@ -33,6 +33,7 @@ from gridformer.parallel.placement import shard_of
 from gridformer.parallel.sharding import stored
 from gridformer.train.blocks_io import Block, read_blocks, write_blocks
 from gridformer.train.precision import LossScale
+from gridformer.train.updates import Updates
 
 MANIFEST = "checkpoint.json"
 # Of a model, between two runs.
@@ -148,7 +149,7 @@ def save(
     tokens: int,
     run: RunConfig,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Updates,
     axes: Axes,
     scale: LossScale | None = None,
 ) -> Path:
@@ -188,9 +189,7 @@ def save(
     return final
 
 
-def load(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, axes: Axes
-) -> Manifest:
+def load(folder: Path, model: nn.Module, optimizer: Updates | None, axes: Axes) -> Manifest:
     """Fill a model, and an optimizer if given, of any layout from a checkpoint of any layout."""
     manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
     blocks = {
@@ -198,14 +197,14 @@ def load(
         for name, parameter in model.named_parameters()
     }
     if optimizer is not None:
-        _allocate(model, optimizer, manifest.step - manifest.skipped)
+        optimizer.allocate(manifest.step - manifest.skipped)
         blocks |= _moments(model, optimizer)
     with torch.no_grad():
         read_blocks(blocks, folder)
     return manifest
 
 
-def _blocks(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Block]:
+def _blocks(model: nn.Module, optimizer: Updates) -> dict[str, Block]:
     parameters = {
         f"model.{name}": Block.of(parameter, shard_of(parameter))
         for name, parameter in owned(model)
@@ -213,21 +212,13 @@ def _blocks(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Blo
     return parameters | _moments(model, optimizer)
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Block]:
+def _moments(model: nn.Module, optimizer: Updates) -> dict[str, Block]:
+    state = optimizer.state
     return {
-        f"{moment}.{name}": Block.of(optimizer.state[parameter][moment], shard_of(parameter))
+        f"{moment}.{name}": Block.of(state[parameter][moment], shard_of(parameter))
         for name, parameter in owned(model)
         for moment in _MOMENTS
     }
-
-
-def _allocate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Give AdamW the state that it would have made at its first step."""
-    for _, parameter in owned(model):
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(step), device=parameter.device),
-            **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
-        }
 
 
 def _file_entries(folder: Path, axes: Axes) -> dict[str, FileEntry]:

@@ -17,20 +17,16 @@ from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.errors import DivergedError
 from gridformer.models import Model
 from gridformer.parallel.gradients import (
-    GradientSums,
     clear_gradients,
-    clipping,
-    owned,
     reduce_gradients,
-    scale_gradients,
     share_copies,
     share_parts,
-    squared_norm,
 )
 from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.pipeline import Executor, timed
 from gridformer.train.passes import MicroBatch, Passes, Pipeline, WholeModel
 from gridformer.train.precision import LossScale
+from gridformer.train.updates import Updates
 
 # Reads the given rows of a step's global batch; see gridformer.batch.
 ReadRows = Callable[[slice], Batch]
@@ -75,7 +71,8 @@ class Stepper:
         model.in_parts.tokens = train.loss_tokens
         model.recomputes(train.recompute)
         self.micro_batches = layout.micro_batches if layout else 1
-        self.sums = GradientSums.of(model, axes)
+        self.updates = Updates(model, train, axes)
+        self.sums = self.updates.sums
         self.passes: Passes = WholeModel(model, self.sums)
         if axes.pp.size > 1:
             assert layout is not None, "a pipeline is what its layout says"
@@ -83,19 +80,6 @@ class Stepper:
         self.scale = LossScale.of(train.dtype)
         held = next(model.parameters(), None)
         self.device = torch.device(axes.device_type) if held is None else held.device
-        matrices = [p for _, p in owned(model) if p.dim() > 1]
-        vectors = [p for _, p in owned(model) if p.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": train.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or groups[:1],
-            lr=train.lr,
-            betas=(train.beta1, train.beta2),
-            eps=train.adam_eps,
-            fused=True,
-        )
 
     def rows(self, micro: int) -> slice:
         """The rows of a global batch that make up one of this device's micro-batches."""
@@ -117,38 +101,43 @@ class Stepper:
         self.model.train()
         clear_gradients(self.model)
         self.model.clock.step = step
+        lr = learning_rate(step, self.train)
+        self.updates.begin(lr)
         with weights_kept(self.model):
             losses = self.passes.train(work, counts, self.scale.scale)
         with self._timed("add up gradients"):
-            reduce_gradients(self.model, self.axes, self.sums)
+            reduce_gradients(self.model, self.axes, self.sums, self.updates.done)
 
         mine = [loss * self._first() for loss in losses.values()]
-        sums = torch.stack([*mine, squared_norm(self.model, self.axes)])
-        *means, square = comm.all_reduce(sums, self.axes.world, label="metrics").tolist()
+        sums = torch.stack([*mine, *self.updates.squares()])
+        *means, square, last_square = comm.all_reduce(
+            sums, self.axes.world, label="metrics"
+        ).tolist()
         parts = {
             name: total / max(1, int(count)) for (name, count), total in zip(counts.items(), means)
         }
-        loss, norm = sum(parts.values()), math.sqrt(square) / self.scale.scale
-        lr = learning_rate(step, self.train)
+        scale = self.scale.scale
+        loss, norm = sum(parts.values()), math.sqrt(square) / scale
         if math.isfinite(loss) and not math.isfinite(norm) and not self.scale.exhausted:
             self.scale.overflowed()
             return StepResult(loss, parts, norm, lr, tokens, flags > 0, skipped=True)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(
-                f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; nothing "
-                f"was updated. Lower train.lr ({self.train.lr:g}), lengthen train.warmup_steps "
-                f"({self.train.warmup_steps}) or look at the data of this step"
+                f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
+                f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), lengthen "
+                f"train.warmup_steps ({self.train.warmup_steps}) or look at the data of this step"
             )
         with self._timed("update"):
-            factor = clipping(norm, self.train.clip_norm) / self.scale.scale
-            scale_gradients(self.model, factor)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            self.updates.finish(norm, math.sqrt(last_square) / scale, scale)
             share_parts(self.model, self.axes)
             share_copies(self.model, self.axes)
         self.scale.succeeded()
         return StepResult(loss, parts, norm, lr, tokens, flagged=flags > 0)
+
+    def _unchanged(self) -> str:
+        if self.updates.in_backward:
+            return "layers were updated before that was known: go on from a checkpoint"
+        return "nothing was updated"
 
     def _timed(self, kind: str) -> AbstractContextManager[None]:
         return timed(self.passes.on_action, kind, on_gpu=self.device.type == "cuda")

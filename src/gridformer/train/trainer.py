@@ -53,7 +53,7 @@ class Trainer:
         self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
         self.tokens = 0
         if plan.resume is not None:
-            loaded = checkpoint.load(plan.resume, self.model, self.stepper.optimizer, self.axes)
+            loaded = checkpoint.load(plan.resume, self.model, self.stepper.updates, self.axes)
             self.tokens = loaded.tokens
             if run.train.dtype == "float16" and loaded.loss_scale > 1.0:
                 self.stepper.scale = LossScale(loaded.loss_scale, loaded.good_steps)
@@ -155,7 +155,7 @@ class Trainer:
             self.tokens,
             self.run,
             self.model,
-            self.stepper.optimizer,
+            self.stepper.updates,
             self.axes,
             self.stepper.scale,
         )
