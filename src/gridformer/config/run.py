@@ -111,6 +111,26 @@ class TrainConfig(Config):
     )
 
 
+    @model_validator(mode="after")
+    def _updates_are_possible(self) -> Self:
+        if self.update != "in_backward":
+            return self
+        problems = []
+        if self.clip_by == "global" and self.clip_norm:
+            problems.append(
+                "update=in_backward: layers are updated before the norm of all gradients is known; "
+                "use clip_by=layer, or clip_norm=0"
+            )
+        if self.dtype == "float16":
+            problems.append(
+                "update=in_backward: a step whose float16 gradients overflow could not be skipped; "
+                "use dtype=bfloat16, or update=after_backward"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
 class RunConfig(Config):
     """Everything a run needs; written to the run directory as it was resolved."""
 
