@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gridformer.memory.ledger import Entry, Ledger
@@ -55,7 +54,7 @@ class Account:
 
 @contextmanager
 def watching(model: Model, ledger: Ledger) -> Iterator[None]:
-    """Tell the ledger which module is run, forward and backward, and which tensors are gradients."""
+    """Tell the ledger which module is run, forward and backward, and what is a gradient."""
     names = {module: name for name, module in model.named_modules()}
     stack: list[str] = []
     handles: list[Any] = []
