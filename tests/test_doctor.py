@@ -60,9 +60,9 @@ def test_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_free_memory", lambda: 2**29)
+    monkeypatch.setattr(doctor, "free_memory", lambda: 2**29)
     assert only(doctor.check_machine()).level == "warn"
-    monkeypatch.setattr(doctor, "_free_memory", lambda: None)
+    monkeypatch.setattr(doctor, "free_memory", lambda: None)
     assert only(doctor.check_machine()).level == "ok"
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from gridformer import __version__
+from gridformer.hardware import GIB, free_memory
 
-GIB = 2**30
 _FIRST_PYTHON = (3, 11)
 
 
@@ -109,7 +109,7 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
 def check_machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     text = f"{cores} CPU core{'s' * (cores != 1)}"
-    free = _free_memory()
+    free = free_memory()
     if free is None:
         yield Finding("ok", text)
         return
@@ -119,20 +119,6 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("warn", text, remedy)
     else:
         yield Finding("ok", text)
-
-
-def _free_memory() -> int | None:
-    """Bytes that this process may still take: the machine's, or what its container leaves."""
-    free = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        free.append(limit - int((group / "memory.current").read_text()))
-    return min(free, default=None)
 
 
 def check_gpus() -> Iterator[Finding]:

@@ -12,6 +12,8 @@ from gridformer.nodes import MESH_AXES, NodeBlock, rank_grid, sizes_of, sub_grid
 from gridformer.nodes import problems as node_problems
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gridformer.comm import Axes
 
 
@@ -31,15 +33,21 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
         return Axes(device_type=device_type)
     from torch.distributed.device_mesh import DeviceMesh
 
+    ranks, branched = mesh_ranks(layout, block), layout.scheme == "subgraph"
+    names = ("pp", "dp", "branch") if branched else MESH_AXES
+    axes = Axes.of(DeviceMesh(device_type, ranks, mesh_dim_names=names))
+    if not branched:
+        return replace(axes, batch=axes.row, alike=axes.col)
+    if layout.common == "all":
+        return replace(axes, batch=axes.branch)
+    return replace(axes, alike=axes.branch)
+
+
+def mesh_ranks(layout: LayoutConfig, block: NodeBlock | None = None) -> Tensor:
+    """The rank at each place of a layout's mesh, int64: [pp, dp, row, col], or [pp, dp, branch]."""
     if layout.scheme == "subgraph":
-        ranks = sub_grids(layout.pp, layout.dp, layout.branches, layout.order)
-        axes = Axes.of(DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp", "branch")))
-        if layout.common == "all":
-            return replace(axes, batch=axes.branch)
-        return replace(axes, alike=axes.branch)
-    ranks = rank_grid(sizes_of(layout), block)
-    axes = Axes.of(DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES))
-    return replace(axes, batch=axes.row, alike=axes.col)
+        return sub_grids(layout.pp, layout.dp, layout.branches, layout.order)
+    return rank_grid(sizes_of(layout), block)
 
 
 def check(run: RunConfig) -> None:

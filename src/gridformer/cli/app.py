@@ -15,6 +15,7 @@ from gridformer.cli.demo import demo
 from gridformer.cli.doctor import doctor
 from gridformer.cli.generate import generate
 from gridformer.cli.layouts import layouts
+from gridformer.cli.memory import memory
 from gridformer.cli.prepare import prepare
 from gridformer.cli.train import train
 from gridformer.errors import ConfigError, UserError
@@ -41,6 +42,7 @@ app.command()(prepare)
 app.command()(train)
 app.command()(generate)
 app.command()(layouts)
+app.command()(memory)
 app.command()(doctor)
 
 

@@ -73,6 +73,12 @@ class TrainConfig(Config):
         ge=0,
         description="of a micro-batch, whose logits exist at a time on a device; 0: all",
     )
+    memory_gib: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="that a process may take for tensors; 0: what its device has. A run that needs "
+        "more is refused, and settings are named that fit",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool = Field(
         default=False,
@@ -109,7 +115,6 @@ class TrainConfig(Config):
     sanity_checks: bool = Field(
         default=False, description="compare replicated parameters over ranks at every evaluation"
     )
-
 
     @model_validator(mode="after")
     def _updates_are_possible(self) -> Self:

@@ -1,68 +1,134 @@
-"""What one rank of a run holds, by running the real code for it: on fake tensors, which have shapes
-and no memory, in a process group that sends nothing (`foretell`), or on real ones (`measure`).
+"""What one rank of a run holds while it makes an optimizer step, by kind and over time.
 
-    parameters, gradients, optimizer    states
-    activations                         kept from a forward pass for its backward pass, by kind
-    recomputed                          computed again in a backward pass
+    parameters, gradients, optimizer    what a rank keeps from step to step
+    activations                         made in a forward pass and kept for its backward pass, by
+                                        the kind of module that made them
+    recomputed                          activations that are computed again in a backward pass
     workspace                           all else: what lives within one pass, and messages
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gridformer.memory.ledger import Entry, Ledger
-from gridformer.models import Model, blocks
+from gridformer.models import blocks
 from gridformer.parallel import norms as grid_norms
+from gridformer.parallel.pipeline import Event
 from gridformer.parallel.sharding import part_of
 from gridformer.train.step import Stepper
 
 STATES = ("parameters", "gradients", "optimizer")
 # Of modules, what is made in them; of several around each other, the innermost's counts.
-KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (
-    ("attention", (blocks.Attention, blocks.CrossAttention)),
-    ("feed-forward", (blocks.FeedForward,)),
-    ("norms", (blocks.LayerNorm, blocks.RMSNorm, grid_norms.GridLayerNorm, grid_norms.GridRMSNorm)),
-    ("residuals", (blocks.Layer,)),
-)
-OUTSIDE = "embedding, head and loss"
+_MODULES: dict[str, tuple[type[nn.Module], ...]] = {
+    "attention": (blocks.Attention, blocks.CrossAttention),
+    "feed-forward": (blocks.FeedForward,),
+    "norms": (blocks.LayerNorm, blocks.RMSNorm, grid_norms.GridLayerNorm, grid_norms.GridRMSNorm),
+    "residuals": (blocks.Layer,),
+}
+_OUTSIDE = "embedding, loss"
+ACTIVATIONS = tuple(f"activations: {kind}" for kind in (*_MODULES, _OUTSIDE))
+KINDS = (*STATES, *ACTIVATIONS, "recomputed", "workspace")
+_POINTS = 1500  # of a timeline
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes over time, by kind. Time is counted in allocations and frees; of each stretch of it the
+    moment with the most bytes is kept. phases: (time, what was going on from then on)."""
+
+    times: list[int]
+    bytes_of: dict[str, list[int]]
+    phases: list[tuple[int, str]]
 
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes of one rank over one optimizer step. by_kind: at the peak. moment: what was going on
-    then. states: between steps. curve: (time, bytes), a point a change."""
+    """Bytes of one rank over one optimizer step.
+
+    peak: the most it held at a time; moment: what was going on then; by_kind: what it was made of.
+    between: held between steps. host: of all that, what lies in the host's memory instead of the
+    device's (train.offload), which is in no other number.
+    """
 
     rank: int
     peak: int
     moment: str
     by_kind: dict[str, int]
-    states: dict[str, int]
-    curve: list[tuple[int, int]] = field(repr=False)
-    places: list[tuple[int, str]] = field(repr=False)
+    between: int
+    host: int
+    timeline: Timeline = field(repr=False)
 
     @property
     def activations(self) -> int:
-        return sum(n for kind, n in self.by_kind.items() if kind.startswith("activations"))
+        """Of all kinds."""
+        return sum(self.by_kind.get(kind, 0) for kind in ACTIVATIONS)
+
+
+def take_account(
+    stepper: Stepper, rank: int, step: Callable[[], object], host: Iterable[Tensor] = ()
+) -> Account:
+    """Watch one optimizer step.
+
+    Args:
+        step: runs it. The optimizer's state exists already.
+        host: tensors that lie in the host's memory.
+    """
+    ledger = Ledger()
+    model, updates = stepper.model, stepper.updates
+    held: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        part = part_of(parameter)
+        held |= {id(p): p for p in (parameter, part) if p is not None}
+    ledger.mark(held.values(), "parameters")
+    ledger.mark((t for state in updates.state.values() for t in state.values()), "optimizer")
+    between, start = ledger.live(), ledger.now
+    with _watching(stepper, ledger, [*held.values()]) as done, ledger:
+        step()
+    when, peak = ledger.peak()
+    by_kind = Counter[str]()
+    for entry in ledger.alive_at(when):
+        by_kind[_kind(entry)] += entry.n_bytes
+    return Account(
+        rank,
+        peak,
+        _moment(ledger, when, done),
+        {kind: by_kind[kind] for kind in KINDS if by_kind[kind]},
+        between,
+        sum(tensor.untyped_storage().nbytes() for tensor in host),
+        _timeline(ledger, start, done),
+    )
 
 
 @contextmanager
-def watching(model: Model, ledger: Ledger) -> Iterator[None]:
-    """Tell the ledger which module is run, forward and backward, and what is a gradient."""
-    names = {module: name for name, module in model.named_modules()}
+def _watching(
+    stepper: Stepper, ledger: Ledger, held: list[Tensor]
+) -> Iterator[list[tuple[int, str]]]:
+    """Tell the ledger which module is run, forward and backward, and which tensors are gradients.
+
+    held: all that has gradients. Yields a list that fills with the parts of the step: when each was
+    done, and its name.
+    """
+    model = stepper.model
+    done: list[tuple[int, str]] = []
     stack: list[str] = []
     handles: list[Any] = []
 
     def enters(kind: str, name: str) -> Callable[..., None]:
         def before(*_: Any) -> None:
             stack.append(ledger.place)
-            ledger.at(f"{kind}|{name}")
+            again = "again, " if torch._C._current_graph_task_id() != -1 else ""
+            ledger.at(f"{kind}|{again}forward of {name}")
 
         return before
 
@@ -78,65 +144,69 @@ def watching(model: Model, ledger: Ledger) -> Iterator[None]:
         if owner.grad is not None:
             ledger.mark([owner.grad], "gradients")
 
-    for module, name in names.items():
-        for kind, types in KINDS:
+    def was_done(event: Event) -> None:
+        ledger.at("")
+        ledger.mark((p.grad for p in held if p.grad is not None), "gradients")
+        done.append((ledger.now, event.kind))
+
+    for name, module in model.named_modules():
+        for kind, types in _MODULES.items():
             if isinstance(module, types):
                 handles.append(module.register_forward_pre_hook(enters(kind, name), prepend=True))
-                is_layer = isinstance(module, blocks.Layer)
-                after = leaves(is_layer, name)
+                after = leaves(isinstance(module, blocks.Layer), name)
                 handles.append(module.register_forward_hook(after, always_call=True))
                 break
     for parameter in model.parameters():
         handles.append(parameter.register_post_accumulate_grad_hook(marked))
+    stepper.passes.on_action = was_done
     try:
-        yield
+        yield done
     finally:
+        stepper.passes.on_action = None
         for handle in handles:
             handle.remove()
 
 
-def take_account(stepper: Stepper, rank: int, step: Callable[[], None]) -> Account:
-    """Watch one optimizer step: `step` runs it, after the states exist."""
-    ledger = Ledger()
-    model, updates = stepper.model, stepper.updates
-    held = {id(p): p for p in model.parameters()}
-    for parameter in model.parameters():
-        part = part_of(parameter)
-        if part is not None:
-            held[id(part)] = part
-    ledger.mark(held.values(), "parameters")
-    moments = [t for state in updates.state.values() for t in state.values()]
-    ledger.mark(moments, "optimizer")
-    with watching(model, ledger), ledger:
-        ledger.at("|between steps")
-        start = ledger.now
-        step()
-        ledger.at("|between steps")
-    when, peak = ledger.peak()
-    at_peak = Counter[str]()
-    for entry in ledger.alive_at(when):
-        at_peak[_kind(entry)] += entry.n_bytes
-    states = Counter[str]()
-    for entry in ledger.alive_at(start):
-        states[_kind(entry)] += entry.n_bytes
-    moment = ledger.place_at(when).split("|")
-    return Account(
-        rank,
-        peak,
-        " ".join(part for part in reversed(moment) if part),
-        dict(at_peak),
-        dict(states),
-        ledger.curve(),
-        ledger.places,
-    )
+def _moment(ledger: Ledger, when: int, done: list[tuple[int, str]]) -> str:
+    """In words: the module that was run, or the part of the step."""
+    _, _, doing = ledger.place_at(when).partition("|")
+    if doing:
+        return doing
+    part = next((kind for end, kind in done if end >= when), "")
+    passes = {"forward": "forward, embedding or loss", "backward": "backward, embedding or loss"}
+    return passes.get(part, part or "between steps")
 
 
 def _kind(entry: Entry) -> str:
     if entry.kind:
         return entry.kind
     made_in = entry.place.split("|")[0]
-    if entry.until_backward or (entry.died is None and made_in):
-        return f"activations: {made_in or OUTSIDE}"
+    if entry.until_backward:
+        return f"activations: {made_in or _OUTSIDE}"
     if entry.in_backward and made_in:
         return "recomputed"
     return "workspace"
+
+
+def _timeline(ledger: Ledger, start: int, done: list[tuple[int, str]]) -> Timeline:
+    end = ledger.now + 1
+    rows = {kind: np.zeros(end + 1, dtype=np.int64) for kind in KINDS}
+    for entry in ledger.entries:
+        row = rows[_kind(entry)]
+        row[entry.born] += entry.n_bytes
+        row[end if entry.died is None else entry.died] -= entry.n_bytes
+    curves = {kind: row.cumsum()[start:end] for kind, row in rows.items()}
+    total: NDArray[np.int64] = np.sum([*curves.values()], axis=0)
+    edges = np.unique(np.linspace(0, len(total), min(_POINTS, len(total)) + 1).astype(int))
+    kept = [a + int(total[a:b].argmax()) for a, b in itertools.pairwise(edges)]
+    phases: list[tuple[int, str]] = []
+    begins = 0
+    for ended, kind in done:
+        if not phases or phases[-1][1] != kind:
+            phases.append((begins, kind))
+        begins = max(0, ended - start)
+    return Timeline(
+        kept,
+        {kind: curve[kept].tolist() for kind, curve in curves.items() if curve.any()},
+        phases,
+    )

@@ -39,6 +39,15 @@ class Entry:
     until_backward: bool = False
 
 
+_open: list[Ledger] = []
+
+
+def resized(tensor: Tensor) -> None:
+    """Tell the ledger, if one is kept, that a storage was let go of, or filled again, in place."""
+    for ledger in _open:
+        ledger.resized(tensor)
+
+
 class Ledger(TorchDispatchMode):
     """Keeps the log while it is entered. `place` is set by whoever knows what goes on."""
 
@@ -62,18 +71,25 @@ class Ledger(TorchDispatchMode):
             if entry is not None:
                 entry.kind = kind
 
+    def __enter__(self) -> Ledger:
+        _open.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _open.remove(self)
+        super().__exit__(*raised)
+
     def resized(self, tensor: Tensor) -> None:
-        """A storage was let go of, or filled again, in place."""
+        """See the function of this name."""
         storage = tensor.untyped_storage()
         known = self._known.get(id(storage))
         if known is None or known[0]() is not storage:
             return
-        entry = known[1]
-        if storage.nbytes() == entry.n_bytes:
-            return
-        self._end(entry)
-        again = self._entry(storage.nbytes(), entry.kind)
-        self._known[id(storage)] = known[0], again
+        ref, entry = known
+        if storage.nbytes() != entry.n_bytes:
+            self._end(entry)
+            self._known[id(storage)] = ref, self._entry(storage.nbytes(), entry.kind)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

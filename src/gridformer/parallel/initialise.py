@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gridformer import rng
 from gridformer.models.blocks import Init
 from gridformer.parallel.placement import shard_of
+from gridformer.readback import has_numbers
 
 _CHUNK = 1 << 20  # elements filled at a time, so that the float64 workspace stays small
 
@@ -32,8 +33,8 @@ def initialise(
         shape = parameter.shape[::-1] if shard.transposed else parameter.shape
         local = torch.zeros(shape, dtype=dtype, device=device)
         local = local.t() if shard.transposed else local
-        part = shard.valid(local)
-        _fill(part, init, rng.key(seed, name), shard.offset)
+        if has_numbers(local):
+            _fill(shard.valid(local), init, rng.key(seed, name), shard.offset)
         filled = nn.Parameter(local)
         filled.shard, filled.init = shard, init  # type: ignore[attr-defined]
         setattr(model.get_submodule(module_name), leaf, filled)

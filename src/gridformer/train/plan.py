@@ -72,6 +72,27 @@ def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> R
     return run
 
 
+def read_run_without_data(
+    path: Path | str, overrides: list[str] | tuple[str, ...] = ()
+) -> RunConfig:
+    """The same, where its data need not be here: model.vocab_size and lengths are then its own.
+
+    Raises ConfigError.
+    """
+    run = load_run(path, overrides)
+    if run.data.path.exists():
+        return read_run(path, overrides)
+    if not run.model.vocab_size:
+        raise ConfigError(
+            [
+                f"model.vocab_size=0 takes the data's, and data.path={run.data.path} does not "
+                "exist: say model.vocab_size, or name a folder written by `gridformer prepare`"
+            ]
+        )
+    check(run)
+    return run
+
+
 def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[RunConfig, list[str]]:
     run = load_run(path, overrides)
     problems: list[str] = []

@@ -24,6 +24,7 @@ from gridformer.parallel.gradients import (
 )
 from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.pipeline import Executor, timed
+from gridformer.readback import numbers
 from gridformer.train.passes import MicroBatch, Passes, Pipeline, WholeModel
 from gridformer.train.precision import LossScale
 from gridformer.train.updates import Updates
@@ -110,12 +111,11 @@ class Stepper:
 
         mine = [loss * self._first() for loss in losses.values()]
         sums = torch.stack([*mine, *self.updates.squares()])
-        *means, square, last_square = comm.all_reduce(
-            sums, self.axes.world, label="metrics"
-        ).tolist()
-        parts = {
-            name: total / max(1, int(count)) for (name, count), total in zip(counts.items(), means)
-        }
+        *means, square, last_square = numbers(
+            comm.all_reduce(sums, self.axes.world, label="metrics")
+        )
+        divisors = [max(1, count) for count in numbers(torch.stack([*counts.values()]))]
+        parts = {name: total / n for name, total, n in zip(counts, means, divisors)}
         scale = self.scale.scale
         loss, norm = sum(parts.values()), math.sqrt(square) / scale
         if math.isfinite(loss) and not math.isfinite(norm) and not self.scale.exhausted:
@@ -179,10 +179,9 @@ class Stepper:
         mine.append(torch.stack([Model.n_tokens(micro.batch) for micro in work]).sum())
         mine = [count * self._first() * self._reads_first() for count in mine]
         mine.append(torch.full_like(mine[0], flag))
-        *targets, tokens, flags = comm.all_reduce(
-            torch.stack(mine), self.axes.world, label="metrics"
-        ).unbind()
-        return dict(zip(each[0], targets)), int(tokens), int(flags)
+        totals = comm.all_reduce(torch.stack(mine), self.axes.world, label="metrics")
+        tokens, flags = numbers(totals[-2:])
+        return dict(zip(each[0], totals.unbind())), int(tokens), int(flags)
 
     def _first(self) -> int:
         """1 on the one rank of those that hold the same rows, so that a world-wide sum is right."""

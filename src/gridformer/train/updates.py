@@ -37,6 +37,7 @@ from gridformer.parallel.gradients import (
 )
 from gridformer.parallel.placement import shard_of
 from gridformer.parallel.sharding import part_of
+from gridformer.readback import numbers
 
 LABEL = "norms"
 
@@ -165,7 +166,7 @@ class Updates:
         *layers, last = self.units
         if not self.in_backward:
             each = torch.stack([counted_square(unit.updated, self.axes) for unit in layers])
-            for unit, square in zip(layers, self._over_stage(each).tolist()):
+            for unit, square in zip(layers, numbers(self._over_stage(each))):
                 self._update(unit, clipping(math.sqrt(square) / scale, clip) / scale)
         self._update(last, clipping(last_norm, clip) / scale)
 
@@ -230,7 +231,7 @@ class Updates:
             self._squares.append(square)
             factor = 1.0
             if self.train.clip_by == "layer":
-                total = float(self._over_stage(square.clone()))
+                (total,) = numbers(self._over_stage(square.clone()).view(1))
                 self._finite &= math.isfinite(total)
                 factor = clipping(math.sqrt(total), self.train.clip_norm) if self._finite else 1.0
             if self._finite:

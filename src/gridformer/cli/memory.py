@@ -1,0 +1,75 @@
+"""`gridformer memory`: what every rank of a run will hold, before any of it is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def memory(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN.yaml", help="A run file, or the name of a shipped one: demo."),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values to use instead of the file's."),
+    ] = None,
+    ranks: Annotated[
+        str,
+        typer.Option("--ranks", help="Which: 0,5,7, or all; without it those that hold most."),
+    ] = "",
+    budget: Annotated[
+        float,
+        typer.Option("--budget", min=0.0, help="GiB a rank; says whether it fits, and what would."),
+    ] = 0.0,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page that shows memory over time.")
+    ] = None,
+) -> None:
+    """Say what each rank of a run holds at its peak, and when that is.
+
+    Runs the real code of one optimizer step for some of the ranks, on tensors
+    without memory and in a process group that sends nothing: so any layout of
+    any size is answered on one machine, without its data or its devices.
+
+    [bold]Examples:[/bold]
+
+    gridformer memory demo
+
+    gridformer memory my.yaml layout.rows=8 layout.cols=8 --budget 80
+
+    gridformer memory my.yaml train.recompute=full --html memory.html
+    """
+    from rich.console import Console
+
+    from gridformer.hardware import GIB
+    from gridformer.memory.fits import Room, refusal
+    from gridformer.memory.foretell import foretell
+    from gridformer.memory.ranks import chosen_ranks
+    from gridformer.memory.show import print_accounts, write_page
+    from gridformer.train.plan import read_run_without_data
+
+    checked = read_run_without_data(run, overrides or [])
+    chosen = chosen_ranks(checked, ranks)
+    console = Console(highlight=False)
+    with console.status(f"running a step of {len(chosen)} rank{'s' * (len(chosen) > 1)}"):
+        accounts = foretell(checked, [*chosen])
+    print_accounts(checked, accounts, chosen, console)
+    if html is not None:
+        write_page(checked, accounts, chosen, html)
+        console.print(f"Over time: {html}")
+    gib = budget or checked.train.memory_gib
+    if not gib:
+        return
+    worst = max(accounts, key=lambda account: account.peak)
+    if worst.peak <= gib * GIB:
+        console.print(f"It fits: the most is {worst.peak / GIB:.3g} of {gib:g} GiB.")
+        return
+    room = Room(round(gib * GIB), f"{gib:g} GiB is the budget")
+    with console.status("It does not fit; looking for settings that do"):
+        text = refusal(checked, worst, room)
+    console.print(f"It does not fit: {text}", soft_wrap=True)
+    raise typer.Exit(1)

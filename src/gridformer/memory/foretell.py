@@ -1,0 +1,115 @@
+"""What a rank of a run will hold, before anything is allocated: its own code, run on fake tensors.
+
+One process plays one rank. Its tensors have shapes and no memory, its process group has all the
+ranks and sends nothing; all else is what the rank would do. So the answer holds whatever the scheme
+and the settings, and for any number of ranks.
+
+It is what torch's CPU kernels hold. On CUDA attention may differ: there a kernel takes a learned
+bias of scores that on a CPU keeps the probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gridformer.batch import Batch
+from gridformer.config import RunConfig
+from gridformer.decisions import decide_run
+from gridformer.hardware import n_cores
+from gridformer.layout import build_axes
+from gridformer.memory.account import Account, take_account
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper
+
+DEVICE = torch.device("cpu")
+
+
+def foretell(run: RunConfig, ranks: Sequence[int]) -> list[Account]:
+    """The accounts of some ranks of a checked run; several are taken at a time."""
+    if len(ranks) == 1:
+        return [foretell_rank(run, ranks[0])]
+    workers = min(len(ranks), n_cores())
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        return [*pool.map(partial(foretell_rank, run), ranks)]
+
+
+def foretell_rank(run: RunConfig, rank: int) -> Account:
+    """The account of one rank, over one optimizer step.
+
+    Not in a process that belongs to a process group already.
+    """
+    decisions = decide_run(run)  # before the step is made shorter: they look at its length
+    run = shortened(run)
+    layout, train = run.layout, run.train
+    with playing(rank, layout.n_processes):
+        axes = build_axes(layout, DEVICE.type, decisions.block)
+        with FakeTensorMode():
+            model = build_parallel(
+                run.model, layout, axes, train.seed, DEVICE, train.dtype, decisions.choices
+            )
+            stepper = Stepper(model, train, axes, layout)
+            stepper.updates.allocate(0)
+            return take_account(stepper, rank, lambda: stepper(0, partial(rows_like, run)))
+
+
+@contextmanager
+def playing(rank: int, n_processes: int) -> Iterator[None]:
+    """Be one rank of a process group in which nothing is sent."""
+    if n_processes == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=n_processes, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shortened(run: RunConfig) -> RunConfig:
+    """A step of as many micro-batches as it takes until it repeats itself: they are as large, and
+    as many are under way at a time."""
+    layout = run.layout
+    enough = {"gpipe": layout.micro_batches, "1f1b": layout.pp + 2, "interleaved": 3 * layout.pp}
+    n = min(layout.micro_batches, enough[layout.pipeline_order] if layout.pp > 1 else 2)
+    batch = run.train.global_batch // layout.micro_batches * n
+    return run.model_copy(
+        update={
+            "layout": layout.model_copy(update={"micro_batches": n}),
+            "train": run.train.model_copy(update={"global_batch": batch}),
+        }
+    )
+
+
+def rows_like(run: RunConfig, rows: slice) -> Batch:
+    """A batch with the keys, shapes and types of the run's own, and no content."""
+    n = rows.stop - rows.start
+
+    def ids(*shape: int) -> Tensor:
+        return torch.zeros(n, *shape, dtype=torch.int64)
+
+    def real(*shape: int) -> Tensor:
+        return torch.ones(n, *shape, dtype=torch.bool)
+
+    model, s, source = run.model, run.seq_len, run.source_len
+    batch = {"tokens": ids(s), "targets": ids(s)}
+    if model.two_stacks:
+        batch |= {"source": ids(source)}
+        if run.task == "pairs":
+            batch |= {"source_valid": real(source)}
+    if model.family == "bert":
+        batch |= {"segments": ids(s)}
+        if model.sentence_pair and not model.n_labels:
+            batch |= {"pair": ids()}
+    if model.n_labels:
+        batch |= {"valid": real(s), "at": ids(), "labels": ids()}
+    return batch

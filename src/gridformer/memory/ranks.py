@@ -1,0 +1,85 @@
+"""Which ranks of a layout hold the most, so that few need be looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gridformer.config import RunConfig
+from gridformer.decisions import decide_run
+from gridformer.errors import ConfigError
+from gridformer.layout import mesh_ranks
+from gridformer.parallel.pipeline.partition import link_names, stages_of
+
+
+def largest_ranks(run: RunConfig) -> dict[int, str]:
+    """Ranks that hold as much as any, and which each of them stands for.
+
+    The first of a grid owns its vectors besides its part of everything else, and the first replica
+    has as many rows as any. In D&SP-cSub the first sub-grid, which alone has common layers, and the
+    others are told apart. Of pipeline stages with the same layers the first has the most
+    micro-batches under way.
+    """
+    layout = run.layout
+    ranks = mesh_ranks(layout, decide_run(run).block)
+    found: dict[int, str] = {}
+    for pp, stages in _stages(run).items():
+        here = ranks[pp]
+        if layout.scheme == "subgraph" and layout.common == "first":
+            found[int(here[0, 0])] = _join(stages, "first sub-grid")
+            if layout.branches > 1:
+                found[int(here[0, 1])] = _join(stages, "other sub-grids")
+        else:
+            alike = f"all {here.numel()} alike" if here.numel() > 1 else ""
+            found[int(here.flatten()[0])] = _join(stages, alike)
+    return found
+
+
+def _stages(run: RunConfig) -> dict[int, str]:
+    """Indices along pp: of those that hold the same kinds of links the first; and their names."""
+    layout = run.layout
+    if layout.pp == 1:
+        return {0: ""}
+    stages = stages_of(run.model, layout.n_stages, decide_run(run).choices.work)
+    names = [name.rstrip("0123456789. ") for name in link_names(run.model)]
+    alike: dict[frozenset[tuple[str, int]], list[int]] = {}
+    for pp in range(layout.pp):
+        held = Counter(names[i] for stage in stages[pp :: layout.pp] for i in stage)
+        alike.setdefault(frozenset(held.items()), []).append(pp)
+    found = {}
+    for first, *others in alike.values():
+        like = f" (as {_listed([i + 1 for i in others])})" if others else ""
+        found[first] = f"stage {first + 1} of {layout.pp}{like}"
+    return found
+
+
+def _listed(numbers: list[int]) -> str:
+    """3-5, 8"""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
+
+
+def _join(*parts: str) -> str:
+    return "\n".join(part for part in parts if part)
+
+
+def chosen_ranks(run: RunConfig, wanted: str) -> dict[int, str]:
+    """`0,5,7`, `all`, or nothing for those that hold most. Raises ConfigError."""
+    n = run.layout.n_processes
+    if not wanted:
+        return largest_ranks(run)
+    if wanted == "all":
+        return dict.fromkeys(range(n), "")
+    try:
+        ranks = [int(word) for word in wanted.split(",")]
+    except ValueError:
+        raise ConfigError([f"--ranks {wanted}: write numbers, as in 0,5,7, or all"]) from None
+    wrong = [rank for rank in ranks if not 0 <= rank < n]
+    if wrong:
+        last = f"0 to {n - 1}" if n > 1 else "0"
+        raise ConfigError([f"--ranks {wanted}: there is no rank {wrong[0]}; use {last}, or all"])
+    return dict.fromkeys(ranks, "")

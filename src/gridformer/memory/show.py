@@ -1,0 +1,148 @@
+"""Accounts for people: a table, and a page that draws them over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gridformer.config import RunConfig
+from gridformer.hardware import GIB
+from gridformer.memory.account import KINDS, Account
+
+MIB = 2**20
+_COLUMNS = 5  # of ranks side by side
+# Alike are states, activations, and what passes; so shades tell the three apart.
+_COLOURS = {
+    "parameters": "#08306b",
+    "gradients": "#2171b5",
+    "optimizer": "#6baed6",
+    "activations: attention": "#7f2704",
+    "activations: feed-forward": "#d94801",
+    "activations: norms": "#fd8d3c",
+    "activations: residuals": "#fdae6b",
+    "activations: embedding, loss": "#fdd0a2",
+    "recomputed": "#74c476",
+    "workspace": "#bdbdbd",
+}
+
+
+def print_accounts(
+    run: RunConfig, accounts: Sequence[Account], stand_for: Mapping[int, str], console: Console
+) -> None:
+    """What each rank holds at its peak, one column a rank."""
+    console.print(Text(_title(run)))
+    unit, name = _unit(max(account.peak for account in accounts))
+    for start in range(0, len(accounts), _COLUMNS):
+        some = accounts[start : start + _COLUMNS]
+        table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+        table.add_column(f"{name} at the peak")
+        for account in some:
+            table.add_column(_heading(account, stand_for), justify="right")
+        for kind in KINDS:
+            if any(kind in account.by_kind for account in some):
+                table.add_row(kind, *(_size(a.by_kind.get(kind, 0), unit) for a in some))
+        total = [_size(account.peak, unit) for account in some]
+        table.add_row("peak", *total, style="bold")
+        table.add_row("when", *(account.moment for account in some))
+        table.add_row("between steps", *(_size(account.between, unit) for account in some))
+        if any(account.host for account in some):
+            host = [_size(account.host, unit) for account in some]
+            table.add_row("in the host's memory", *host)
+        console.print(table)
+
+
+def write_page(
+    run: RunConfig, accounts: Sequence[Account], stand_for: Mapping[int, str], path: Path
+) -> None:
+    """One page, with all that it needs: memory by kind over a step, a plot a rank."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    unit, name = _unit(max(account.peak for account in accounts))
+    titles = [
+        f"{_heading(account, stand_for).replace(chr(10), ', ')}: {account.peak / unit:.4g} {name} "
+        f"({account.moment})"
+        for account in accounts
+    ]
+    figure = make_subplots(rows=len(accounts), cols=1, subplot_titles=titles)
+    for row, account in enumerate(accounts, start=1):
+        line = account.timeline
+        for kind in KINDS:
+            if kind in line.bytes_of:
+                figure.add_trace(
+                    go.Scatter(
+                        x=line.times,
+                        y=[n / unit for n in line.bytes_of[kind]],
+                        name=kind,
+                        legendgroup=kind,
+                        showlegend=row == 1,
+                        stackgroup="all",
+                        line={"width": 0, "color": _COLOURS[kind], "shape": "hv"},
+                        fillcolor=_COLOURS[kind],
+                        hovertemplate="%{y:.4g} " + name,
+                    ),
+                    row=row,
+                    col=1,
+                )
+        for when, phase in _main_phases(line.phases):
+            figure.add_vline(
+                x=when,
+                line={"width": 1, "dash": "dot", "color": "#555"},
+                annotation={"text": phase, "textangle": -90, "font": {"size": 10}},
+                annotation_position="top left",
+                row=row,
+                col=1,
+            )
+        figure.update_yaxes(title=name, rangemode="tozero", row=row, col=1)
+    figure.update_xaxes(title="allocations and frees, in order", row=len(accounts), col=1)
+    figure.update_layout(
+        title=_title(run),
+        hovermode="x unified",
+        template="plotly_white",
+        height=120 + 420 * len(accounts),
+        legend={"traceorder": "reversed"},
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.write_html(path, include_plotlyjs=True, full_html=True)
+
+
+def _main_phases(phases: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Where a phase of the step begins; of many micro-batches none, which would hide the plot."""
+    kept = [one for one in phases if one[1] not in ("send", "recv", "read the batch")]
+    return kept if len(kept) <= 12 else [one for one in kept if one[1] not in _PASSES]
+
+
+_PASSES = ("forward", "backward")
+
+
+def _title(run: RunConfig) -> str:
+    train = run.train
+    saving = [
+        f"{name}={value}"
+        for name, value, plain in (
+            ("recompute", train.recompute, "none"),
+            ("update", train.update, "after_backward"),
+            ("offload", train.offload, "none"),
+        )
+        if value != plain
+    ]
+    micro = train.global_batch // (run.layout.dp * run.layout.micro_batches)
+    parts = [f"{micro} samples a micro-batch", train.dtype, *saving]
+    return f"{run.model.name} on {run.layout.describe()}: {', '.join(parts)}"
+
+
+def _heading(account: Account, stand_for: Mapping[int, str]) -> str:
+    said = stand_for.get(account.rank, "")
+    return f"rank {account.rank}" + (f"\n{said}" if said else "")
+
+
+def _unit(largest: int) -> tuple[int, str]:
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+
+
+def _size(n_bytes: int, unit: int) -> str:
+    return f"{n_bytes / unit:,.3f}" if n_bytes else "-"
