@@ -1,10 +1,10 @@
 """What one rank of a run holds while it makes an optimizer step, by kind and over time.
 
-    parameters, gradients, optimizer    what a rank keeps from step to step
-    activations                         made in a forward pass and kept for its backward pass, by
-                                        the kind of module that made them
-    recomputed                          activations that are computed again in a backward pass
-    workspace                           all else: what lives within one pass, and messages
+parameters, gradients, optimizer    what a rank keeps from step to step
+activations                         made in a forward pass and kept for its backward pass, by
+                                    the kind of module that made them
+recomputed                          activations that are computed again in a backward pass
+workspace                           all else: what lives within one pass, and messages
 """
 
 from __future__ import annotations

@@ -58,6 +58,9 @@ def fit_problems(run: RunConfig) -> list[str]:
 
     The account is only taken where a bound that costs nothing does not already say that it fits.
     """
+    place = joined()
+    if place and place.local_rank > 0:  # the first process of a machine speaks for all of them
+        return []
     room = room_of(run)
     if room is None or at_most(run) <= room.n_bytes:
         return []
@@ -107,8 +110,11 @@ def nearest(run: RunConfig, worst: Account, n_bytes: int, at_most: int = 3) -> l
             return found
         return max(account.peak for account in foretell(other, [*largest_ranks(other)]))
 
-    found, saves = [], []
+    found: list[Offer] = []
+    saves: list[Changes] = []
     for change in _cheapest_first(run):
+        if any(offer.changes.keys() == change.keys() for offer in found):
+            continue  # a milder value of the same will do
         size = peak(change)
         if size is not None and size <= n_bytes:
             found.append(Offer(change, size))

@@ -26,6 +26,7 @@ from gridformer.batch import Batch
 from gridformer.config import RunConfig
 from gridformer.decisions import decide_run
 from gridformer.hardware import n_cores
+from gridformer.launch import warm_up
 from gridformer.layout import build_axes
 from gridformer.memory.account import Account, take_account
 from gridformer.parallel import build_parallel
@@ -38,8 +39,9 @@ def foretell(run: RunConfig, ranks: Sequence[int]) -> list[Account]:
     """The accounts of some ranks of a checked run; several are taken at a time."""
     if len(ranks) == 1:
         return [foretell_rank(run, ranks[0])]
+    warm_up(__name__)  # unless there is a server already from which processes are forked
     workers = min(len(ranks), n_cores())
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, get_context("forkserver")) as pool:
         return [*pool.map(partial(foretell_rank, run), ranks)]
 
 
@@ -49,8 +51,10 @@ def foretell_rank(run: RunConfig, rank: int) -> Account:
     Not in a process that belongs to a process group already.
     """
     decisions = decide_run(run)  # before the step is made shorter: they look at its length
+    rows = run.train.global_batch // run.layout.dp
     run = shortened(run)
     layout, train = run.layout, run.train
+    left_out = rows - train.global_batch // layout.dp
     with playing(rank, layout.n_processes):
         axes = build_axes(layout, DEVICE.type, decisions.block)
         with FakeTensorMode():
@@ -59,7 +63,13 @@ def foretell_rank(run: RunConfig, rank: int) -> Account:
             )
             stepper = Stepper(model, train, axes, layout)
             stepper.updates.allocate(0)
-            return take_account(stepper, rank, lambda: stepper(0, partial(rows_like, run)))
+
+            def step() -> None:
+                rest = rows_like(run, slice(0, left_out // axes.batch.size))
+                stepper(0, partial(rows_like, run))
+                del rest  # micro-batches are read at the step's beginning, all of them
+
+            return take_account(stepper, rank, step)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from gridformer.data import TokenFolder, resolve
 from gridformer.errors import CheckpointError, ConfigError, DataError
 from gridformer.launch import check_devices
 from gridformer.layout import check
+from gridformer.memory.fits import fit_problems
 from gridformer.train import checkpoint
 from gridformer.train.compile import compile_problems
 
@@ -39,7 +40,8 @@ def plan_run(
     nproc: int | None = None,
     out: Path | None = None,
 ) -> Plan:
-    """Read a run file and check all of it: values, layout, devices, data, checkpoint to resume.
+    """Read a run file and check all of it: values, layout, devices, data, memory, checkpoint to
+    resume.
 
     out defaults to `runs/NAME`. The plan's config is resolved: vocabulary and sequence length are
     those that the run uses. Raises ConfigError with all problems at once; DataError and
@@ -48,6 +50,7 @@ def plan_run(
     run, problems = _read(path, overrides)
     problems += check_devices(run.train.device, run.layout.n_processes, nproc)
     problems += compile_problems(run)
+    problems = problems or fit_problems(run)
     if problems:
         raise ConfigError(problems)
     out = out or Path("runs") / run.name

@@ -1,0 +1,182 @@
+"""Runs that do not fit are refused before any process starts, with settings that do fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from gridformer.cli.app import app
+from gridformer.config import RunConfig, load_run
+from gridformer.errors import ConfigError
+from gridformer.hardware import GIB
+from gridformer.layout import check
+from gridformer.memory import fits
+from gridformer.memory.account import KINDS
+from gridformer.memory.fits import Room, changed, fit_problems, nearest, room_of
+from gridformer.memory.foretell import foretell_rank
+from gridformer.memory.ranks import chosen_ranks
+from gridformer.train.plan import plan_run
+from tests.multirank.test_memory import a_run
+
+WIDE = {"hidden_size": 96, "n_layers": 4}
+
+
+def peak(run: RunConfig) -> int:
+    return foretell_rank(run, 0).peak
+
+
+def test_settings_that_are_named_do_fit() -> None:
+    run = a_run({}, WIDE, {"loss_tokens": 0})
+    worst = foretell_rank(run, 0)
+    n_bytes = round(0.8 * worst.peak)
+    offers = nearest(run, worst, n_bytes)
+    assert len(offers) == 3
+    for offer in offers:
+        other = changed(run, offer.changes)
+        assert other is not None
+        assert peak(other) == offer.peak <= n_bytes
+        assert "train.global_batch" not in offer.changes, "the run's numbers stay as they are"
+
+
+def test_several_settings_together() -> None:
+    run = a_run({}, WIDE, {"loss_tokens": 0})
+    worst = foretell_rank(run, 0)
+    least = min(
+        peak(other)
+        for changes in fits._cheapest_first(run)
+        if (other := changed(run, changes)) is not None
+    )
+    (together,) = nearest(run, worst, least - 1)
+    assert len(together.changes) > 1
+    other = changed(run, together.changes)
+    assert other is not None
+    assert peak(other) == together.peak < least
+    assert not nearest(run, worst, worst.between // 2), "parameters alone are more"
+
+
+def test_at_last_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run({}, WIDE, {})
+    worst = foretell_rank(run, 0)
+    monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter([{"train.recompute": "full"}]))
+    again = changed(run, {"train.recompute": "full"})
+    assert again is not None
+    (offer,) = nearest(run, worst, peak(again) - 1)
+    assert offer.changes == {"train.recompute": "full", "train.global_batch": 16}
+
+
+def test_a_refusal_says_what_there_is_and_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run({}, WIDE, {"loss_tokens": 0})
+    monkeypatch.setattr(fits, "room_of", lambda run: Room(10**12, "plenty"))
+    monkeypatch.setattr(fits, "foretell", lambda run, ranks: pytest.fail("the bound said enough"))
+    assert fit_problems(run) == []
+    monkeypatch.undo()
+    size = peak(run)
+    monkeypatch.setattr(fits, "room_of", lambda run: Room(size, "just enough"))
+    assert fit_problems(run) == []
+    monkeypatch.setattr(fits, "room_of", lambda run: Room(round(0.8 * size), "the room is small"))
+    (text,) = fit_problems(run)
+    assert text.startswith("rank 0 would hold ")
+    assert "the room is small: use layout.micro_batches=2 (" in text
+    assert len(re.findall(r"\([\d.]+ (MiB|GiB)\)", text)) == 3
+    monkeypatch.setattr(fits, "room_of", lambda run: Room(1000, "there is no room"))
+    (text,) = fit_problems(run)
+    assert text.endswith("use a layout of more processes")
+
+
+def test_room_is_the_setting_or_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run({}, {}, {"memory_gib": 2.5})
+    room = room_of(run)
+    assert room is not None
+    assert (room.n_bytes, room.why) == (round(2.5 * GIB), "train.memory_gib=2.5")
+    monkeypatch.setattr(fits, "free_memory", lambda: 8 * GIB)
+    four = a_run({"scheme": "optimus", "rows": 2, "cols": 2}, {}, {"device": "cpu"})
+    room = room_of(four)
+    assert room is not None
+    assert room.n_bytes == 2 * GIB - fits.OWN_CPU
+    monkeypatch.setattr(fits, "free_memory", lambda: None)
+    assert room_of(four) is None
+
+
+def test_train_refuses_before_any_process_starts(
+    token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections: dict[str, Any] = {
+        "model": {"n_layers": 4, "hidden_size": 64, "n_heads": 4, "max_seq_len": 64},
+        "data": {"path": str(token_folder)},
+        "layout": {"scheme": "megatron", "cols": 2},
+        "train": {"steps": 1, "global_batch": 32, "loss_tokens": 0, "memory_gib": 0.02},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    monkeypatch.setattr("gridformer.train.runner.launch", lambda *_: pytest.fail("it was started"))
+    with pytest.raises(ConfigError) as error:
+        plan_run(path, out=tmp_path / "out")
+    (text,) = error.value.problems
+    assert "train.memory_gib=0.02" in text
+    offered = re.search(r"use (\S+=\S+)", text)
+    assert offered is not None
+    plan = plan_run(path, [offered[1]], out=tmp_path / "out")
+    assert plan.n_processes == 2
+    assert not (tmp_path / "out").exists()
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["memory", *words], env={"COLUMNS": "120"})
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+DEMO = ("demo", "model.vocab_size=500", "data.path=no-such-folder", "train.global_batch=8")
+
+
+def test_the_command_prints_a_table_and_draws_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "pages" / "memory.html"
+    code, text = invoke(*DEMO, "--html", str(page))
+    assert code == 0
+    account = foretell_rank(load_run("demo", DEMO[1:]), 0)
+    for kind, n_bytes in account.by_kind.items():
+        assert re.search(rf"{re.escape(kind)}\s+{n_bytes / 2**20:.3f}", text), kind
+    assert f"{account.peak / 2**20:.3f}" in text
+    assert account.moment in text
+    assert "all 4 alike" in text
+    drawn = page.read_text(encoding="utf-8")
+    assert all(f'"{kind}"' in drawn for kind in KINDS if kind in account.timeline.bytes_of)
+    assert not re.search(r"<(script|link)[^>]+(src|href)=", drawn), "it needs nothing else"
+
+
+def test_the_command_says_whether_it_fits() -> None:
+    code, text = invoke(*DEMO, "--budget", "1")
+    assert (code, "It fits" in text) == (0, True)
+    code, text = invoke(*DEMO, "--budget", "0.015")
+    assert code == 1
+    assert "It does not fit: rank 0 would hold" in text
+    assert "use " in text
+
+
+def test_ranks_are_chosen() -> None:
+    run = a_run({"scheme": "optimus", "rows": 2, "cols": 2}, {}, {})
+    assert [*chosen_ranks(run, "")] == [0]
+    assert [*chosen_ranks(run, "3,1")] == [3, 1]
+    assert [*chosen_ranks(run, "all")] == [0, 1, 2, 3]
+    for wrong in ("4", "-1", "one"):
+        with pytest.raises(ConfigError, match=r"--ranks .*(0 to 3|0,5,7), or all"):
+            chosen_ranks(run, wrong)
+
+
+def test_a_vocabulary_must_be_known_without_data() -> None:
+    with pytest.raises(ConfigError, match=r"say model\.vocab_size"):
+        invoke("demo", "data.path=no-such-folder")
+
+
+@pytest.mark.parametrize("key", ["train.recompute", "layout.micro_batches"])
+def test_changes_that_cannot_be_are_not_tried(key: str) -> None:
+    run = a_run({}, {}, {})
+    wrong = {"train.recompute": "twice", "layout.micro_batches": 7}[key]
+    assert changed(run, {key: wrong}) is None
+    check(run)

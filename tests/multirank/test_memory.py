@@ -1,0 +1,158 @@
+"""What is foretold of a rank's memory is what torch's allocator then hands out to it.
+
+Measured are allocations as the allocator counts them, in real processes. Of several steps the one
+with the lowest peak counts: threads of gloo hold tensors a moment longer than those who wait for
+their message, by chance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.config import LayoutConfig, RunConfig, TrainConfig
+from gridformer.decisions import decide_run
+from gridformer.layout import build_axes, check
+from gridformer.memory.fits import at_most
+from gridformer.memory.foretell import DEVICE, foretell_rank, rows_like
+from gridformer.memory.ranks import largest_ranks
+from gridformer.parallel import build_parallel
+from gridformer.parallel.gradients import clear_gradients
+from gridformer.parallel.sharding import stored
+from gridformer.train.step import Stepper
+from tests.choosing import full_unless
+from tests.multirank.exactness import tiny
+from tests.multirank.matrix import CELLS, Cell, quick
+from tests.multirank.pool import WorkerPool
+
+AGREE = 0.05
+SETTINGS: dict[str, Any] = {"global_batch": 32, "loss_tokens": 32}
+STEPS = 4
+
+
+def a_run(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> RunConfig:
+    config = tiny(**model)
+    return RunConfig(
+        model=config,
+        data={"path": Path("none"), "seq_len": config.max_seq_len},  # type: ignore[arg-type]
+        layout=LayoutConfig(**layout),
+        train=TrainConfig(**{**SETTINGS, **train}),
+    )
+
+
+def measured(run: RunConfig) -> tuple[int, int]:
+    """This process's rank, and the most bytes that its allocator had given out at a time."""
+    torch.set_num_threads(1)
+    decisions = decide_run(run)
+    axes = build_axes(run.layout, "cpu", decisions.block)
+    model = build_parallel(
+        run.model, run.layout, axes, 0, DEVICE, run.train.dtype, decisions.choices
+    )
+    stepper = Stepper(model, run.train, axes, run.layout)
+    stepper.updates.allocate(0)
+    held = [stored(parameter) for parameter in model.parameters()]
+    held += [t for state in stepper.updates.state.values() for t in state.values()]  # type: ignore[misc]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    now, peaks = sum(storages.values()), []
+    for _ in range(STEPS):
+        with _silent(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+            stepper(0, partial(rows_like, run))
+            clear_gradients(model)
+            time.sleep(0.02)  # the threads of gloo let go
+        peak = 0
+        for event in profile.kineto_results.events():
+            if event.name() == "[memory]":
+                now += event.nbytes()
+                peak = max(peak, now)
+        peaks.append(peak)
+    return axes.world.index, min(peaks)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """The profiler prints when it starts and stops, past Python."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        for number, copy in enumerate(kept, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def agrees(pool: WorkerPool, run: RunConfig) -> None:
+    check(run)
+    got = dict(pool.run(run.layout.n_processes, measured, run))
+    told = {rank: foretell_rank(run, rank).peak for rank in largest_ranks(run)}
+    for rank, peak in told.items():
+        assert peak == pytest.approx(got[rank], rel=AGREE), f"rank {rank}"
+    assert max(told.values()) >= (1 - AGREE) * max(got.values()), "another rank holds more"
+    assert at_most(run) >= max(got.values())
+
+
+# In few of the matrix's cells any two values meet; of these, those on at most 4 processes.
+QUICK = {cell for cell in quick() if LayoutConfig(**cell.layout).n_processes <= 4}
+
+
+def possible(cell: Cell) -> bool:
+    """Some combinations cannot be; tests/multirank/test_matrix.py asserts what is said of them."""
+    try:
+        check(a_run(cell.layout, cell.config, {}))
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "cell", full_unless(lambda cell: cell in QUICK, CELLS), ids=lambda cell: cell.title
+)
+def test_foretold_is_measured(pool: WorkerPool, cell: Cell) -> None:
+    agrees(pool, a_run(cell.layout, cell.config, {}))
+
+
+OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
+MEGATRON = {"scheme": "megatron", "cols": 2, "dp": 2}
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all of a block again": (OPTIMUS, {"recompute": "full"}),
+    "attention again": ({}, {"recompute": "selective"}),
+    "again, in shares": (MEGATRON, {"recompute": "full"}),
+    "again, over stages": (
+        {**OPTIMUS, "rows": 1, "pp": 2, "micro_batches": 4},
+        {"recompute": "full"},
+    ),
+    "again, fsdp": ({"dp": 2, "dp_mode": "fsdp"}, {"recompute": "full"}),
+    "again, cSub": (
+        {"scheme": "subgraph", "branches": 2, "common": "first"},
+        {"recompute": "full"},
+    ),
+    "updates in the backward pass": (
+        {"dp": 2, "dp_mode": "zero1"},
+        {"update": "in_backward", "clip_by": "layer"},
+    ),
+    "bfloat16": (OPTIMUS, {"dtype": "bfloat16"}),
+    "float16": (MEGATRON, {"dtype": "float16"}),
+    "whole logits": (OPTIMUS, {"loss_tokens": 0}),
+    "several micro-batches": ({**MEGATRON, "micro_batches": 4}, {}),
+    "broadcast": ({**OPTIMUS, "schedule": "broadcast"}, {}),
+    "pipelined": ({**OPTIMUS, "schedule": "pipelined"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_foretold_is_measured_with_methods_that_save_memory(pool: WorkerPool, name: str) -> None:
+    layout, train = METHODS[name]
+    agrees(pool, a_run(layout, {"attention_dropout": 0.1}, train))
