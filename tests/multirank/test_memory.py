@@ -7,11 +7,6 @@ their message, by chance.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +19,9 @@ from gridformer.decisions import decide_run
 from gridformer.layout import build_axes, check
 from gridformer.memory.fits import at_most
 from gridformer.memory.foretell import DEVICE, foretell_rank, rows_like
+from gridformer.memory.measure import measured_peak
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import clear_gradients
-from gridformer.parallel.sharding import stored
 from gridformer.train.step import Stepper
 from tests.choosing import full_unless
 from tests.multirank.exactness import tiny
@@ -36,7 +30,6 @@ from tests.multirank.pool import WorkerPool
 
 AGREE = 0.05
 SETTINGS: dict[str, Any] = {"global_batch": 32, "loss_tokens": 32}
-STEPS = 4
 
 
 def a_run(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> RunConfig:
@@ -59,39 +52,7 @@ def measured(run: RunConfig) -> tuple[int, int]:
     )
     stepper = Stepper(model, run.train, axes, run.layout)
     stepper.updates.allocate(0)
-    held = [stored(parameter) for parameter in model.parameters()]
-    held += [t for state in stepper.updates.state.values() for t in state.values()]  # type: ignore[misc]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    now, peaks = sum(storages.values()), []
-    for _ in range(STEPS):
-        with _silent(), torch.autograd.profiler.profile(profile_memory=True) as profile:
-            stepper(0, partial(rows_like, run))
-            clear_gradients(model)
-            time.sleep(0.02)  # the threads of gloo let go
-        peak = 0
-        for event in profile.kineto_results.events():
-            if event.name() == "[memory]":
-                now += event.nbytes()
-                peak = max(peak, now)
-        peaks.append(peak)
-    return axes.world.index, min(peaks)
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """The profiler prints when it starts and stops, past Python."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        for number, copy in enumerate(kept, start=1):
-            os.dup2(copy, number)
-            os.close(copy)
+    return axes.world.index, measured_peak(stepper, lambda: stepper(0, partial(rows_like, run)))
 
 
 def agrees(pool: WorkerPool, run: RunConfig) -> None:

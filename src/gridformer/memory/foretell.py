@@ -10,6 +10,7 @@ bias of scores that on a CPU keeps the probabilities.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -78,11 +79,13 @@ def playing(rank: int, n_processes: int) -> Iterator[None]:
     if n_processes == 1:
         yield
         return
+    hook = sys.excepthook  # into which torch puts the rank's number
     dist.init_process_group("fake", rank=rank, world_size=n_processes, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def shortened(run: RunConfig) -> RunConfig:

@@ -1,0 +1,152 @@
+"""Memory: the largest batch of every scheme under a budget, and what saving memory costs in time.
+
+    python -m benchmarks.memory                    # everything: about an hour on two cores
+    python -m benchmarks.memory --parts limits --scalings small
+    python -m benchmarks.memory --quick            # little of each part, to try the script
+
+Run it in the repository's root. It prints Markdown on standard output, how far it is on standard
+error, and with --plot draws the limits. What is finished is kept in --out; the same command goes on
+with what is missing. Cases are in memory_cases.py.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import results
+from benchmarks.memory_cases import PRICE_LAYOUTS, SCALINGS, schemes
+from benchmarks.memory_report import plot, report
+
+PARTS = ("limits", "shares", "price")
+SHARES = (("small", 4), ("small", 9), ("paper", 4), ("paper", 64))
+
+
+def main(
+    out: Annotated[
+        Path | None, typer.Option(help="File of results [runs/bench/memory.jsonl].")
+    ] = None,
+    parts: Annotated[str, typer.Option(help="Of limits, shares, price.")] = ",".join(PARTS),
+    scalings: Annotated[str, typer.Option(help="Of paper, small.")] = ",".join(SCALINGS),
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of a price.")] = 9,
+    quick: Annotated[bool, typer.Option("--quick", help="Little, to try the script.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was found.")] = False,
+    picture: Annotated[Path | None, typer.Option("--plot", help="PNG of the limits.")] = None,
+) -> None:
+    """Find what is missing, then print everything that is in the file as Markdown."""
+    out = out or Path("runs/bench") / ("memory-quick.jsonl" if quick else "memory.jsonl")
+    chosen, wanted = parts.split(","), ["small"] if quick else scalings.split(",")
+    for option, words, known in (("parts", chosen, PARTS), ("scalings", wanted, [*SCALINGS])):
+        if unknown := set(words) - set(known):
+            raise typer.BadParameter(
+                f"--{option}: {', '.join(unknown)} is none of {', '.join(known)}"
+            )
+    if fresh:
+        out.unlink(missing_ok=True)
+    done = {json.dumps(one["case"]) for one in read(out)}
+    for number, (case, work) in enumerate(jobs := _jobs(chosen, wanted, rounds, quick), 1):
+        title = f"{number}/{len(jobs)} {' '.join(map(str, case))}"
+        if json.dumps(case) in done:
+            typer.echo(f"{title}: found before; --fresh finds it again", err=True)
+            continue
+        began = time.monotonic()
+        line = {"case": case, "found": work(), "machine": results.machine("benchmarks.memory")}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        typer.echo(f"{title}: {time.monotonic() - began:.0f} s", err=True)
+    found = read(out)
+    if picture is not None:
+        plot(found, picture)
+    typer.echo(report(found), nl=False)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All that was found; a line that was cut off is passed over."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+Job = tuple[list[Any], Callable[[], Any]]
+
+
+def _jobs(parts: list[str], scalings: list[str], rounds: int, quick: bool) -> list[Job]:
+    """What is to be found, by its case: a part's name and what it is of."""
+    jobs: list[Job] = []
+    if "limits" in parts:
+        for name in scalings:
+            for processes in (1, 4) if quick else SCALINGS[name].widths:
+                for title in schemes(processes):
+                    case = ["limit", name, processes, title]
+                    jobs.append((case, partial(_limit, name, processes, title)))
+    if "shares" in parts:
+        for name, processes in SHARES:
+            for recompute in ("none", "full"):
+                if name in scalings and not (quick and processes > 4):
+                    case = ["share", name, processes, recompute]
+                    jobs.append((case, partial(_shares, name, processes, recompute)))
+    if "price" in parts:
+        for layout in ["one device"] if quick else PRICE_LAYOUTS:
+            n = 2 if quick else rounds
+            jobs.append((["price", layout], partial(_price, layout, n)))
+    return jobs
+
+
+def _limit(name: str, processes: int, title: str) -> dict[str, Any]:
+    """Foretold, and where the scaling says so with the peak that real processes had."""
+    from benchmarks.memory_limits import largest_batch
+
+    limit = largest_batch(name, processes, title)
+    found: dict[str, Any] = {**asdict(limit), "measured": None}
+    if limit.batch and processes in SCALINGS[name].measured:
+        found["measured"] = _measured(name, processes, title, limit.batch)
+        found["measured_more"] = _measured(name, processes, title, limit.batch + limit.unit)
+    return found
+
+
+def _measured(name: str, processes: int, title: str, batch: int) -> int:
+    from benchmarks.memory_limits import measure
+    from gridformer.launch import launch
+
+    run = SCALINGS[name].run(schemes(processes)[title], batch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "peak"
+        launch(measure, (run, path), processes)
+        return int(path.read_text())
+
+
+def _shares(name: str, processes: int, recompute: str) -> dict[str, float]:
+    """By scheme; a batch of 4 sequences a process."""
+    from benchmarks.memory_limits import share
+
+    return {
+        title: share(layout, 4 * processes, name, recompute)
+        for title, layout in schemes(processes).items()
+    }
+
+
+def _price(layout: str, rounds: int) -> list[dict[str, Any]]:
+    from benchmarks.memory_price import measure
+    from gridformer.launch import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines"
+        launch(measure, (layout, rounds, 2, path), PRICE_LAYOUTS[layout].n_processes)
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    typer.run(main)

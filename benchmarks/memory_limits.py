@@ -1,0 +1,97 @@
+"""The largest batch that fits, found by foretelling; and what real processes held with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.memory_cases import SCALINGS, schemes
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.decisions import decide_run
+from gridformer.launch import close_world, init_world
+from gridformer.layout import build_axes
+from gridformer.memory.account import Account
+from gridformer.memory.foretell import DEVICE, foretell_rank, rows_like
+from gridformer.memory.measure import measured_peak
+from gridformer.memory.ranks import largest_ranks
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest batch of a case under its budget. peak: foretold with it, of the fullest rank;
+    more: with the next larger one. unit: what batches are multiples of."""
+
+    batch: int
+    unit: int
+    peak: int
+    more: int
+    states: int
+
+
+def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
+    """Peaks rise by the same with every unit, but for rounding: so a few are enough."""
+    scaling = SCALINGS[scaling_name]
+    layout = schemes(processes)[title]
+    spread = layout.branches if layout.common == "all" else 1
+    unit = layout.rows if layout.scheme == "optimus" else spread
+    found: dict[int, Account] = {}
+
+    def peak(units: int) -> int:
+        if units not in found:
+            run = scaling.run(layout, units * unit)
+            each = [foretell_rank(run, rank) for rank in largest_ranks(run)]
+            found[units] = max(each, key=lambda account: account.peak)
+        return found[units].peak
+
+    low, high = 1, 9
+    if peak(low) > scaling.budget:
+        return Limit(0, unit, peak(low), peak(low), found[low].between)
+    slope = max(1, (peak(high) - peak(low)) // (high - low))
+    units = max(1, low + (scaling.budget - peak(low)) // slope)
+    while peak(units) > scaling.budget:
+        over = peak(units) - scaling.budget
+        units = max(1, units - max(1, over // slope))
+    while peak(units + 1) <= scaling.budget:
+        units += max(1, (scaling.budget - peak(units)) // slope)
+        while peak(units) > scaling.budget:
+            units -= 1
+    return Limit(units * unit, unit, peak(units), peak(units + 1), found[units].between)
+
+
+def measure(run: RunConfig, out: Path) -> None:
+    """Entrypoint of every process: rank 0 writes the fullest rank's measured peak."""
+    world = init_world("cpu", run.layout.n_processes, 600.0)
+    torch.set_num_threads(1)
+    decisions = decide_run(run)
+    axes = build_axes(run.layout, "cpu", decisions.block)
+    model = build_parallel(
+        run.model, run.layout, axes, 0, DEVICE, run.train.dtype, decisions.choices
+    )
+    stepper = Stepper(model, run.train, axes, run.layout)
+    stepper.updates.allocate(0)
+    peak = measured_peak(stepper, lambda: stepper(0, partial(rows_like, run)))
+    if world.size > 1:
+        every: list[int] = [0] * world.size
+        torch.distributed.all_gather_object(every, peak)
+        peak = max(every)
+    if world.rank == 0:
+        out.write_text(str(peak))
+    close_world()
+
+
+def share(layout: LayoutConfig, batch: int, scaling_name: str, recompute: str) -> float:
+    """p times the fullest rank's peak, over one device's with the same model and batch."""
+    scaling = SCALINGS[scaling_name]
+    model = scaling.model(layout.n_processes)
+    peaks = []
+    for each in (layout, LayoutConfig()):
+        run = scaling.run(layout, batch)
+        train = run.train.model_copy(update={"recompute": recompute})
+        run = run.model_copy(update={"layout": each, "model": model, "train": train})
+        peaks.append(max(foretell_rank(run, rank).peak for rank in largest_ranks(run)))
+    return peaks[0] * layout.n_processes / peaks[1]

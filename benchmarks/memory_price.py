@@ -1,0 +1,114 @@
+"""What each method that saves memory costs: time of a step, beside its arithmetic.
+
+All methods' models are on the same processes and take turns, in an order shuffled anew every round;
+a step takes as long as on its slowest process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks.memory_cases import METHODS, PRICE_BATCH, PRICE_LAYOUTS, PRICE_MODEL
+from gridformer import comm
+from gridformer.config import DataConfig, RunConfig, TrainConfig
+from gridformer.decisions import decide_run
+from gridformer.launch import close_world, init_world
+from gridformer.layout import build_axes
+from gridformer.memory.foretell import DEVICE
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of a method: seconds of each round; floating-point operations of rank 0's products."""
+
+    layout: str
+    method: str
+    seconds: list[float]
+    flops: float
+
+
+class Flops(TorchDispatchMode):
+    """Counts floating-point operations of products and of attention. (torch's FlopCounterMode
+    watches modules too, by hooks that a backward pass within a forward pass does not allow.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def price_run(layout: str, method: str) -> RunConfig:
+    return RunConfig(
+        model=PRICE_MODEL,
+        data=DataConfig(path=Path("none")),
+        layout=PRICE_LAYOUTS[layout],
+        train=TrainConfig(**{"global_batch": PRICE_BATCH, "device": "cpu", **METHODS[method]}),
+    )
+
+
+def measure(layout: str, rounds: int, warmups: int, out: Path) -> None:
+    """Entrypoint of every process: rank 0 writes a line a method."""
+    gc.freeze()
+    first = price_run(layout, next(iter(METHODS)))
+    world = init_world("cpu", first.layout.n_processes, 600.0)
+    torch.set_num_threads(max(1, 2 // world.size))
+    axes = build_axes(first.layout, "cpu", decide_run(first).block)
+    steppers = {method: _stepper(price_run(layout, method), axes) for method in METHODS}
+    generator = torch.Generator().manual_seed(1)
+    shape = (PRICE_BATCH, PRICE_MODEL.max_seq_len + 1)
+    text = torch.randint(0, PRICE_MODEL.vocab_size, shape, generator=generator)
+    flops = {}
+    for method, stepper in steppers.items():
+        with Flops() as counter:
+            stepper(0, partial(_rows, text))
+        flops[method] = counter.total
+    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    order = random.Random(2)
+    for number in range(warmups + rounds):
+        for method in order.sample([*METHODS], len(METHODS)):
+            comm.barrier((axes.world,))
+            began = time.perf_counter()
+            steppers[method](number + 1, partial(_rows, text))
+            took = torch.tensor(time.perf_counter() - began)
+            if number >= warmups:
+                slowest = comm.all_reduce(took, axes.world, "max")
+                seconds[method].append(float(slowest))
+    if world.rank == 0:
+        lines = [
+            json.dumps(asdict(Price(layout, method, seconds[method], flops[method])))
+            for method in METHODS
+        ]
+        out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    close_world()
+
+
+def _stepper(run: RunConfig, axes: comm.Axes) -> Stepper:
+    choices = decide_run(run).choices
+    model = build_parallel(run.model, run.layout, axes, 1, DEVICE, run.train.dtype, choices)
+    return Stepper(model, run.train, axes, run.layout)
+
+
+def _rows(text: Tensor, rows: slice) -> dict[str, Tensor]:
+    return {"tokens": text[rows, :-1], "targets": text[rows, 1:]}
