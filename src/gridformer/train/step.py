@@ -125,8 +125,8 @@ class Stepper:
             raise DivergedError(
                 f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
                 f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), lengthen "
-                f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or look at the data "
-                "of this step"
+                f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or look at the "
+                "data of this step"
             )
         with self._timed("update"):
             self.updates.finish(norm, math.sqrt(last_square) / scale, scale)

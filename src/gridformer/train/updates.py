@@ -99,7 +99,8 @@ class Updates:
         self._reached: list[int] = []
         self._updated: set[int] = set()
         self._inside = False
-        self._lag = int(bool(self.sums.parameters))
+        in_layers = {p for unit in self.units[:-1] for p in unit.parameters}
+        self._lag = int(not in_layers.isdisjoint(self.sums.parameters))
         if self.in_backward:
             for number, layer in enumerate(layers):
                 layer.register_forward_hook(self._watch(number))
