@@ -56,15 +56,18 @@ class Case(NamedTuple):
 
 
 # Cells in which any two values meet, with each method; in `make test` the small ones with one each,
-# and one more grid, whose cells there are large.
+# and a grid and a long pipeline, whose cells there are large.
 GRID = Cell("GPT-2", "Optimus", 1, "none", True)
-CELLS = sorted(QUICK | {GRID}, key=lambda cell: (n_of(cell), cell))
+STAGES = Cell("GPT-2", "single", 4, "none", False)  # of which one has no layer
+CELLS = sorted(QUICK | {GRID, STAGES}, key=lambda cell: (n_of(cell), cell))
 CASES = [Case(method, cell) for cell in CELLS for method in METHODS]
 
 
 def is_quick(case: Case) -> bool:
     if case.cell == GRID:
         return case.method in ("in_backward", "offload")
+    if case.cell == STAGES:
+        return case.method in ("in_backward", "clip_by_layer")
     turn = [*METHODS][CELLS.index(case.cell) % len(METHODS)]
     return n_of(case.cell) <= 4 and case.method == turn
 

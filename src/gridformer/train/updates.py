@@ -173,7 +173,7 @@ class Updates:
                 self._update(unit, clipping(norm, clip) / scale)
             return
         *layers, last = self.units
-        if not self.in_backward:
+        if layers and not self.in_backward:  # a stage may have none
             each = torch.stack([counted_square(unit.updated, self.axes) for unit in layers])
             for unit, square in zip(layers, self._over_stage(each).tolist()):
                 self._update(unit, clipping(math.sqrt(square) / scale, clip) / scale)
