@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -191,12 +192,8 @@ def train_with_overflow(plan: Plan, at: int) -> str:
         with poison if number == at else contextlib.nullcontext():
             return original(trainer, number)
 
-    Trainer._step = step  # type: ignore[method-assign]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            train(plan)
-    finally:
-        Trainer._step = original  # type: ignore[method-assign]
+    with patch.object(Trainer, "_step", step), contextlib.redirect_stdout(io.StringIO()) as said:
+        train(plan)
     return said.getvalue()
 
 
