@@ -1,4 +1,4 @@
-"""On real text, bfloat16 and float16 learn what float32 does: docs/precision.md states the bound."""
+"""On real text, bfloat16 and float16 learn what float32 does: see docs/precision.md."""
 
 from __future__ import annotations
 
