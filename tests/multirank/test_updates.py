@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +26,8 @@ from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare
 from tests.multirank.matrix import Cell
 from tests.multirank.pool import WorkerPool
 from tests.multirank.test_matrix import QUICK, SETTINGS, n_of
+from tests.multirank.test_resume import assert_same_run, plan_of, start_from
+from tests.multirank.test_resume import train as run
 
 Layout = dict[str, Any]
 
@@ -107,6 +110,24 @@ def test_every_order_of_a_pipeline(pool: WorkerPool, layout: Layout) -> None:
     """Each stage is updated in its own last backward pass."""
     model = {"n_layers": 3, "max_seq_len": 12, "dropout": 0.1}
     assert_equal_one_device(pool, layout, model, {**SETTINGS, **IN_BACKWARD})
+
+
+FSDP: Layout = {"dp": 2, "dp_mode": "fsdp"}
+OTHER: Layout = {"scheme": "megatron", "cols": 2}
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["from them", "to them"])
+def test_a_run_goes_on_with_or_without_these_methods(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, back: bool
+) -> None:
+    """Under another layout, from a checkpoint of moments in the host's memory, and back."""
+    sides = [(FSDP, {**IN_BACKWARD, "offload": "optimizer"}), (OTHER, {"clip_by": "layer"})]
+    before, after = sides[::-1] if back else sides
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    pool.run(2, run, plan_of(token_folder, whole, before[0], clip_norm=0.05, **before[1]))
+    start_from(whole, moved)
+    pool.run(2, run, plan_of(token_folder, moved, after[0], clip_norm=0.05, **after[1]))
+    assert_same_run(whole, moved)
 
 
 # --------------------------------------------------------------------------- what is held
