@@ -52,7 +52,7 @@ def curve(
     return [line for line in read_metrics(out) if "loss" in line]
 
 
-CASES = [("one process", 75), *((layout, FULL) for layout in LAYOUTS)]
+CASES = [("one process", 60), *((layout, FULL) for layout in LAYOUTS)]
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,19 @@ def test_good_steps_double_the_scale() -> None:
 
 
 def test_the_scale_changes_no_update() -> None:
-    """A power of two: where nothing under- or overflows, gradients are the same numbers."""
-    norms = []
-    for exponent in (8, 12):
-        device = stepper()
-        device.scale.scale = 2.0**exponent
+    """What is updated from is not scaled, but clipped; a power of two rounds nothing."""
+    found, norms = [], []
+    for dtype, scale in (("float32", 1.0), ("float16", 2.0**8), ("float16", 2.0**12)):
+        device = stepper(dtype)
+        device.scale.scale = scale
         norms.append(step(device, 0).grad_norm)
-    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+        grads = [p.grad for p in device.model.parameters() if p.grad is not None]
+        found.append(torch.cat([grad.flatten() for grad in grads]))
+    assert norms == [pytest.approx(norms[0], rel=3e-3)] * 3
+    assert norms[0] > 1.0, "the test must clip"
+    for half in found[1:]:
+        assert float(half.norm()) == pytest.approx(1.0, rel=1e-4)
+        assert float((half - found[0]).norm()) < 3e-3
 
 
 def test_an_overflow_at_scale_one_ends_the_run() -> None:
