@@ -45,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 # Nats a token: see docs/precision.md.
-BOUND = 0.02
+BOUND = 0.003
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
