@@ -77,11 +77,24 @@ def decide_run(run: RunConfig) -> Decisions:
         traffic = {axis: n_bytes / layout.pp for axis, n_bytes in traffic.items()}
         traffic["pp"] = _between_stages(run, work)
         choices.reasons.append(_why_these_stages(run, work))
+    choices.reasons.extend(notes(run))
     candidates = []
     if layout.devices_per_node and not branched:  # whose order says where ranks lie
         sizes = nodes.sizes_of(layout)
         candidates = nodes.search(sizes, traffic, layout.devices_per_node)
     return Decisions(choices, traffic, candidates)
+
+
+def notes(run: RunConfig) -> list[str]:
+    """What a run's settings do not bring about, though one might expect it."""
+    micro_batches = run.layout.micro_batches
+    if run.train.update == "in_backward" and micro_batches > 1:
+        return [
+            "update=in_backward saves no memory here: gradients are summed up over "
+            f"layout.micro_batches={micro_batches}, so all layers' are held until the last one's "
+            "backward pass"
+        ]
+    return []
 
 
 def _between_stages(run: RunConfig, work: Work) -> float:

@@ -62,11 +62,15 @@ class TrainConfig(Config):
     )
     update: Literal["after_backward", "in_backward"] = Field(
         default="after_backward",
-        description="in_backward: a layer's parameters as soon as its gradients are there, so that "
-        "one layer's are held at a time; then clip_by=layer, or clip_norm=0",
+        description="in_backward: a layer's matrices as soon as their gradients are there, which "
+        "are then let go of: one layer's are held at a time (two's, with replicas), but all "
+        "layers' with several micro-batches, over which they are summed up; needs clip_by=layer "
+        "or clip_norm=0",
     )
     offload: Literal["none", "optimizer"] = Field(
-        default="none", description="optimizer: its moments are kept in the host's memory"
+        default="none",
+        description="optimizer: its moments are kept in the host's memory, and a layer's copied to "
+        "the device while it is updated",
     )
     loss_tokens: int = Field(
         default=1024,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gridformer.decisions import notes
 from gridformer.models import count_parameters
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Reporter:
             f"  {human(n_train_tokens)} tokens of text, {batches.n_samples:,} samples; batches of "
             f"{run.train.global_batch} x {_lengths(run)} tokens"
         )
+        for note in notes(run):
+            self._print(f"  {note}")
         if batches.n_left_out:
             self._print(f"  {batches.n_left_out:,} pairs are left out: they are longer than that")
         if plan.resume is not None:

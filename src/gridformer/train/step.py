@@ -125,7 +125,8 @@ class Stepper:
             raise DivergedError(
                 f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
                 f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), lengthen "
-                f"train.warmup_steps ({self.train.warmup_steps}) or look at the data of this step"
+                f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or look at the "
+                "data of this step"
             )
         with self._timed("update"):
             self.updates.finish(norm, math.sqrt(last_square) / scale, scale)
@@ -138,6 +139,10 @@ class Stepper:
         if self.updates.in_backward:
             return "layers were updated before that was known: go on from a checkpoint"
         return "nothing was updated"
+
+    def _wider(self) -> str:
+        """What else helps where a forward pass, or gradients at scale 1, overflow float16."""
+        return ", use train.dtype=bfloat16" if self.train.dtype == "float16" else ""
 
     def _timed(self, kind: str) -> AbstractContextManager[None]:
         return timed(self.passes.on_action, kind, on_gpu=self.device.type == "cuda")

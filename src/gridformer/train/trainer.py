@@ -21,7 +21,6 @@ from gridformer.train import checkpoint
 from gridformer.train.compile import compile_model
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
-from gridformer.train.precision import LossScale
 from gridformer.train.report import Reporter
 from gridformer.train.step import ReadRows, Stepper, StepResult
 from gridformer.train.trace import StepTrace
@@ -55,9 +54,9 @@ class Trainer:
         if plan.resume is not None:
             loaded = checkpoint.load(plan.resume, self.model, self.stepper.updates, self.axes)
             self.tokens = loaded.tokens
-            if run.train.dtype == "float16" and loaded.loss_scale > 1.0:
-                self.stepper.scale = LossScale(loaded.loss_scale, loaded.good_steps)
             self.stepper.scale.skipped = loaded.skipped
+            if loaded.run["train"]["dtype"] == "float16":
+                self.stepper.scale.go_on(loaded.loss_scale, loaded.good_steps)
         self.log: MetricsLog | None = None
         self.report: Reporter | None = None
         if world.rank == 0:

@@ -9,8 +9,11 @@ Clipping. `global`: by the norm of all gradients, which nobody knows before the 
 `in_backward`. `layer`: each unit by its own norm. Both are the same on every layout, and `layer` is
 the same whenever the update is.
 
-`offload: optimizer` keeps the moments in the host's memory; a unit's are on the device while it is
-updated, by the same arithmetic as without.
+Gradients of several micro-batches are added up, so until the last one's backward pass those of all
+layers are held. They are let go of in it, one by one; but only one micro-batch saves memory.
+
+`offload: optimizer` keeps the moments in the host's memory; a copy of a unit's is on the device
+while it is updated, by the same arithmetic as without.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from gridformer.parallel.sharding import part_of
 from gridformer.readback import numbers
 
 LABEL = "norms"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -91,16 +95,19 @@ class Updates:
         self.sums = GradientSums.of(
             model, axes, [unit.parameters for unit in self.units] if self.in_backward else None
         )
-        self._lr = 0.0
         self._finite = True
         self._squares: list[Tensor] = []
         self._reached: list[int] = []
+        self._updated: set[int] = set()
         self._inside = False
-        self._lag = int(bool(self.sums.parameters))
+        in_layers = {p for unit in self.units[:-1] for p in unit.parameters}
+        self._lag = int(not in_layers.isdisjoint(self.sums.parameters))
         if self.in_backward:
             for number, layer in enumerate(layers):
                 layer.register_forward_hook(self._watch(number))
             self.sums.around_last = self._around_last
+        if train.offload == "optimizer":
+            self.allocate(0)
 
     @property
     def done(self) -> set[nn.Parameter]:
@@ -128,22 +135,23 @@ class Updates:
         """The state that AdamW has after `step` updates, its moments zero."""
         for unit in self.units:
             for parameter in unit.updated:
-                kept = self._home(parameter)
                 unit.optimizer.state[parameter] = {
                     "step": torch.tensor(float(step), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, device=kept),
-                    "exp_avg_sq": torch.zeros_like(parameter, device=kept),
+                    **{name: self._moment_of(parameter) for name in _MOMENTS},
                 }
 
-    def _home(self, parameter: Tensor) -> torch.device:
-        offloaded = self.train.offload == "optimizer"
-        return torch.device("cpu") if offloaded else parameter.device
+    def _moment_of(self, parameter: Tensor) -> Tensor:
+        """Zero, where it is kept. Pinned, so that a GPU copies it without going through the CPU."""
+        if self.train.offload != "optimizer":
+            return torch.zeros_like(parameter)
+        pinned = parameter.device.type == "cuda"
+        return torch.zeros_like(parameter, device="cpu", pin_memory=pinned)
 
     # ------------------------------------------------------------------ a step
 
     def begin(self, lr: float) -> None:
         """Before the passes of a step, whose learning rate it is."""
-        self._lr, self._finite, self._squares = lr, True, []
+        self._finite, self._squares, self._updated = True, [], set()
         for group in self.param_groups:
             group["lr"] = lr
 
@@ -159,12 +167,14 @@ class Updates:
         scale: that gradients are multiplied with, the norms not.
         """
         clip = self.train.clip_norm
+        missed = {*range(len(self.units) - 1)} - self._updated if self.in_backward else ()
+        assert not any(self.units[number].parameters for number in missed), "gone back past a layer"
         if self.train.clip_by == "global":
             for unit in self.units[-1:] if self.in_backward else self.units:
                 self._update(unit, clipping(norm, clip) / scale)
             return
         *layers, last = self.units
-        if not self.in_backward:
+        if layers and not self.in_backward:  # a stage may have none
             each = torch.stack([counted_square(unit.updated, self.axes) for unit in layers])
             for unit, square in zip(layers, numbers(self._over_stage(each))):
                 self._update(unit, clipping(math.sqrt(square) / scale, clip) / scale)
@@ -177,18 +187,18 @@ class Updates:
 
     @contextmanager
     def _brought(self, unit: Unit) -> Iterator[None]:
-        """A unit's moments on its device, for as long as it is updated."""
+        """Copies of a unit's moments on its device, for as long as it is updated."""
         if self.train.offload != "optimizer":
             yield
             return
-        state = unit.optimizer.state
-        for parameter, moments in state.items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                moments[name] = moments[name].to(parameter.device, non_blocking=True)
+        kept = []
+        for parameter, state in unit.optimizer.state.items():
+            for name in _MOMENTS:
+                kept.append((state, name, state[name]))
+                state[name] = state[name].to(parameter.device, non_blocking=True, copy=True)
         yield
-        for moments in state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                moments[name] = _to_host(moments[name])
+        for state, name, home in kept:
+            state[name] = home.copy_(state[name])
 
     def _over_stage(self, squares: Tensor) -> Tensor:
         """Added up over all ranks that hold parts of the same layers."""
@@ -225,7 +235,9 @@ class Updates:
         """Layers whose gradients are complete, but for so many that were reached last: their sums
         over replicas are on their way."""
         while len(self._reached) > but:
-            unit = self.units[self._reached.pop(0)]
+            number = self._reached.pop(0)
+            unit = self.units[number]
+            self._updated.add(number)
             self.sums.finish_of(unit.parameters)
             square = counted_square(unit.updated, self.axes)
             self._squares.append(square)
@@ -238,10 +250,3 @@ class Updates:
                 self._update(unit, factor)
             for parameter in (*unit.parameters, *unit.updated):
                 parameter.grad = None
-
-
-def _to_host(moment: Tensor) -> Tensor:
-    if moment.device.type == "cpu":
-        return moment
-    home = torch.empty_like(moment, device="cpu", pin_memory=True)
-    return home.copy_(moment)

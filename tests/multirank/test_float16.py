@@ -1,0 +1,261 @@
+"""float16 on every layout: an overflow on one rank skips the step on all, and runs go on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gridformer.batch import next_words
+from gridformer.comm import record
+from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.models import Model
+from gridformer.models.blocks import Layer
+from gridformer.parallel import build_parallel
+from gridformer.parallel.gradients import owned
+from gridformer.parallel.sharding import stored
+from gridformer.train import checkpoint
+from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import Plan
+from gridformer.train.precision import FIRST_SCALE
+from gridformer.train.step import Stepper
+from gridformer.train.trainer import Trainer
+from tests.choosing import full_unless
+from tests.multirank.exactness import CPU, axes_of, batch_of, compare, tiny
+from tests.multirank.matrix import MODELS
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_exactness import TRAIN
+from tests.multirank.test_resume import (
+    MIDDLE,
+    STEPS,
+    plan_of,
+    start_from,
+    train,
+)
+from tests.multirank.test_resume import stored as blocks_of
+
+Layout = dict[str, Any]
+
+LAYOUTS: dict[str, Layout] = {
+    "replicas": {"dp": 2},
+    "zero1": {"dp": 2, "dp_mode": "zero1"},
+    "fsdp": {"dp": 2, "dp_mode": "fsdp"},
+    "megatron": {"scheme": "megatron", "cols": 2},
+    "sequence parallel": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
+    "optimus": {"scheme": "optimus", "rows": 2, "cols": 2},
+    "optimus, broadcast": {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast"},
+    "D&SP": {"scheme": "subgraph", "branches": 2},
+    "cSub": {"scheme": "subgraph", "branches": 2, "common": "first"},
+    "pipeline": {"pp": 2, "micro_batches": 2},
+    "pipeline of grids": {"scheme": "optimus", "rows": 2, "cols": 1, "pp": 2, "micro_batches": 2},
+}
+# Bytes of a number in a message, by its label: docs/precision.md. Of products, activations and
+# weights are float16, and what is looked up in the table of tokens is float32.
+WIDTHS = {
+    "product": {2, 4},
+    "pipeline": {2},
+    "norm": {4},
+    "loss": {4},
+    "gradients": {4},
+    "parameters": {4},
+    "copies": {4},
+    "metrics": {8},
+}
+# The same in another order or grid.
+MORE = ("sequence parallel", "optimus, broadcast", "pipeline of grids")
+
+
+def n_of(layout: Layout) -> int:
+    return LayoutConfig(**layout).n_processes
+
+
+@contextmanager
+def overflowing(model: Model, rank: int) -> Iterator[None]:
+    """One element of one gradient is infinite, on one rank alone."""
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    weight = layers[0].mlp.up.weight
+
+    def poison(grad: Tensor) -> Tensor:
+        poisoned = grad.clone()
+        poisoned[0, 0] = math.inf
+        return poisoned
+
+    handle = weight.register_hook(poison) if dist.get_rank() == rank else None
+    yield
+    if handle is not None:
+        handle.remove()
+
+
+# --------------------------------------------------------------------------- one step is skipped
+
+
+@dataclass
+class Skipping:
+    """Of one rank, for three steps, of which the second overflows on one rank: what was said; what
+    changed; by label the sizes of messages' elements in bytes."""
+
+    skipped: list[bool]
+    finite: list[bool]
+    scales: list[float]
+    changed: list[bool]
+    updates: set[float]
+    itemsizes: dict[str, set[int]]
+
+
+def skip_a_step(layout: Layout, rank: int) -> Skipping:
+    torch.set_num_threads(1)
+    plan, config = LayoutConfig(**layout), tiny(max_seq_len=8)
+    axes = axes_of(plan)
+    model = build_parallel(config, plan, axes, 1, CPU, "float16")
+    stepper = Stepper(model, TrainConfig(global_batch=8, dtype="float16"), axes, plan)
+    found = Skipping([], [], [], [], set(), {})
+
+    def held() -> list[Tensor]:
+        state = stepper.updates.state
+        mine = [state[p][key] for _, p in owned(model) for key in sorted(state.get(p, {}))]
+        return [t.detach().clone() for t in (*map(stored, model.parameters()), *mine)]
+
+    for number in range(3):
+        batch, before = batch_of(number, config, 8), held()
+        poison = overflowing(model, rank) if number == 1 else contextlib.nullcontext()
+        with poison, record() as recorder:
+            result = stepper(number, lambda rows: next_words(batch[rows]))  # noqa: B023
+        found.skipped.append(result.skipped)
+        found.finite.append(math.isfinite(result.grad_norm))
+        found.scales.append(stepper.scale.scale)
+        same = [torch.equal(a, b) for a, b in zip(before, held())]
+        found.changed.append(not all(same))
+        for one in recorder.records:
+            found.itemsizes.setdefault(one.label, set()).add(one.itemsize)
+    found.updates = {float(state["step"]) for state in stepper.updates.state.values()}
+    return found
+
+
+@pytest.mark.parametrize("name", full_unless(lambda name: name not in MORE, LAYOUTS))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, name: str) -> None:
+    """Parameters and moments stay as they are to the bit, the scale halves, and the next step goes
+    on; the optimizer counts updates."""
+    n = n_of(LAYOUTS[name])
+    for found in pool.run(n, skip_a_step, LAYOUTS[name], n - 1):
+        assert found.skipped == [False, True, False]
+        assert found.finite == [True, False, True]
+        assert found.scales == [FIRST_SCALE, FIRST_SCALE / 2, FIRST_SCALE / 2]
+        assert found.changed == [True, False, True]
+        assert found.updates == {2.0}
+        assert found.itemsizes.keys() <= WIDTHS.keys()
+        assert all(found.itemsizes[label] <= WIDTHS[label] for label in found.itemsizes)
+        assert 2 in found.itemsizes.get("product", {2}), "activations"
+
+
+# --------------------------------------------------------------------------- as one device
+
+
+FAMILY_CASES = [(name, model) for name in LAYOUTS for model in MODELS]
+
+
+@pytest.mark.parametrize(
+    "case",
+    full_unless(lambda case: case in (("optimus", "GPT-2"), ("D&SP", "Transformer")), FAMILY_CASES),
+    ids="-".join,
+)
+def test_stays_close_to_one_device(pool: WorkerPool, case: tuple[str, str]) -> None:
+    """Which computes in float16, too."""
+    name, family = case
+    model = {"max_seq_len": 12, "dropout": 0.1, "attention_dropout": 0.1, **MODELS[family]}
+    settings = {**TRAIN, "dtype": "float16"}
+    for worst in pool.run(n_of(LAYOUTS[name]), compare, LAYOUTS[name], model, settings, 3):
+        assert worst["init"] == 0.0
+        assert worst["loss"] < 5e-4
+        assert worst["norm"] < 1e-2
+
+
+# --------------------------------------------------------------------------- a run
+
+
+def train_with_overflow(plan: Plan, at: int) -> str:
+    """The production trainer; step `at` (from 0) overflows on the last rank. Returns its report."""
+    original = Trainer._step
+
+    def step(trainer: Trainer, number: int) -> Any:
+        poison = overflowing(trainer.model, dist.get_world_size() - 1)
+        with poison if number == at else contextlib.nullcontext():
+            return original(trainer, number)
+
+    with patch.object(Trainer, "_step", step), contextlib.redirect_stdout(io.StringIO()) as said:
+        train(plan)
+    return said.getvalue()
+
+
+def test_a_skipped_step_is_told_and_outlasts_a_checkpoint(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """In metrics.jsonl and on the terminal. A run that goes on under the same layout does so to
+    the bit; under another one scale and counts are the same."""
+    layout: Layout = {"dp": 2, "dp_mode": "zero1"}
+    whole, resumed, moved = (tmp_path / name for name in ("whole", "resumed", "moved"))
+    said, *_ = pool.run(
+        2, train_with_overflow, plan_of(token_folder, whole, layout, dtype="float16"), 1
+    )
+    assert (
+        "step 2: gradients overflowed float16; nothing was updated, and the loss is now scaled by "
+        "32768" in said
+    )
+    lines = [line for line in read_metrics(whole) if line["step"]]
+    assert [line["skipped"] for line in lines] == [line["step"] == 2 for line in lines]
+    assert ["grad_norm" in line for line in lines] == [line["step"] != 2 for line in lines]
+    assert [line["loss_scale"] for line in lines] == [FIRST_SCALE] + [FIRST_SCALE / 2] * (STEPS - 1)
+    assert all(math.isfinite(line["loss"]) for line in lines)
+
+    other = {"scheme": "megatron", "cols": 2}
+    for out, how in ((resumed, layout), (moved, other)):
+        start_from(whole, out)
+        plan = plan_of(token_folder, out, how, dtype="float16")
+        assert plan.resume is not None
+        saved = checkpoint.read_manifest(plan.resume)
+        assert (saved.step, saved.skipped) == (MIDDLE, 1)
+        assert (saved.loss_scale, saved.good_steps) == (FIRST_SCALE / 2, MIDDLE - 2)
+        pool.run(2, train, plan)
+        found = checkpoint.latest(out)
+        assert found is not None
+        last = checkpoint.read_manifest(found)
+        assert (last.step, last.skipped) == (STEPS, 1)
+        assert (last.loss_scale, last.good_steps) == (FIRST_SCALE / 2, STEPS - 2)
+    assert told(resumed) == told(whole)
+    want, got = blocks_of(whole), blocks_of(resumed)
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    for step, (loss, norm) in told(whole).items():
+        assert told(moved)[step] == (pytest.approx(loss, rel=1e-3), pytest.approx(norm, rel=1e-2))
+
+
+def told(out: Path) -> dict[int, tuple[float, float]]:
+    """Of each step that was not skipped, loss and norm."""
+    return {
+        line["step"]: (line["loss"], line["grad_norm"])
+        for line in read_metrics(out)
+        if "grad_norm" in line
+    }
+
+
+def test_another_type_goes_on_from_float16(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """Its loss is not scaled, and steps that were skipped are not counted as updates."""
+    plan = plan_of(token_folder, tmp_path, {"dp": 2}, dtype="float16", save_every=0, steps=MIDDLE)
+    pool.run(2, train_with_overflow, plan, 1)
+    pool.run(2, train, plan_of(token_folder, tmp_path, {"dp": 2}, dtype="float32"))
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    last = checkpoint.read_manifest(found)
+    assert (last.skipped, last.loss_scale, last.good_steps) == (1, 1.0, 0)
+    assert [*told(tmp_path)] == [1, *range(3, STEPS + 1)]

@@ -1,0 +1,76 @@
+"""On real text, bfloat16 and float16 learn what float32 does: see docs/precision.md."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.precision import BOUND, HALVES, LAYOUTS, MODEL, TRAIN, largest_gap, smoothed
+
+from gridformer.config import LayoutConfig, parse_run
+from gridformer.layout import check
+from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import Plan
+from tests.choosing import full_unless
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_resume import train
+
+FULL = 200  # steps; shorter runs have fewer tokens a step, too
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some of the Python standard library, prepared."""
+    from gridformer.data.prepare import prepare_corpus
+    from gridformer.data.sources import open_sources
+
+    library = Path(sysconfig.get_paths()["stdlib"])
+    out = tmp_path_factory.mktemp("text") / "tokens"
+    packages = [str(library / name) for name in ("json", "email", "asyncio", "unittest")]
+    prepare_corpus(open_sources(packages), out, vocab_size=512, val_fraction=0.05)
+    return out
+
+
+def curve(
+    pool: WorkerPool, text: Path, out: Path, layout: dict[str, Any], dtype: str, steps: int
+) -> list[dict[str, Any]]:
+    """The metrics of every step of a run."""
+    rows = TRAIN["global_batch"] if steps == FULL else 8
+    run = parse_run(
+        {
+            "model": {**MODEL, "max_seq_len": 64 if steps == FULL else 16},
+            "layout": layout,
+            "data": {"path": str(text)},
+            "train": {**TRAIN, "steps": steps, "dtype": dtype, "global_batch": rows},
+        }
+    )
+    check(run)
+    with pool.limit(900.0):
+        pool.run(LayoutConfig(**layout).n_processes, train, Plan(run, out, None, 0))
+    return [line for line in read_metrics(out) if "loss" in line]
+
+
+CASES = [("one process", 60), *((layout, FULL) for layout in LAYOUTS)]
+
+
+@pytest.mark.parametrize(
+    "case", full_unless(lambda case: case[1] < FULL, CASES), ids=lambda case: f"{case[0]}-{case[1]}"
+)
+def test_curves_are_close_to_float32s(
+    pool: WorkerPool, text: Path, tmp_path: Path, case: tuple[str, int]
+) -> None:
+    """From the same weights, over the same text; losses are means over 20 steps."""
+    layout, steps = LAYOUTS[case[0]], case[1]
+    runs = {
+        dtype: curve(pool, text, tmp_path / dtype, layout, dtype, steps)
+        for dtype in ("float32", *HALVES)
+    }
+    losses = {dtype: [line["loss"] for line in lines] for dtype, lines in runs.items()}
+    means = smoothed(losses["float32"])
+    assert means[-1] < 0.95 * means[0], "it learns"
+    for dtype in HALVES:
+        gap = largest_gap(losses[dtype], losses["float32"])
+        assert 0.0 < gap < BOUND, f"{dtype}: 0 would be the same type"
+    assert sum(line["skipped"] for line in runs["float16"]) < 5, "the scale is found, and kept"

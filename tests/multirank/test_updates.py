@@ -1,0 +1,229 @@
+"""Layers that are updated one by one, in the backward pass too, and moments in the host's memory.
+
+The reference is one device that updates after its backward pass, with the same clipping.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gridformer.batch import next_words
+from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.memory.ledger import Entry, Ledger
+from gridformer.models.blocks import Layer
+from gridformer.parallel import build_parallel
+from gridformer.parallel.sharding import part_of
+from gridformer.train.step import Stepper
+from tests.choosing import full_unless
+from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
+from tests.multirank.matrix import Cell
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_matrix import QUICK, SETTINGS, n_of
+from tests.multirank.test_resume import assert_same_run, plan_of, start_from
+from tests.multirank.test_resume import train as run
+
+Layout = dict[str, Any]
+
+IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
+METHODS: dict[str, dict[str, Any]] = {
+    "in_backward": IN_BACKWARD,
+    "clip_by_layer": {"clip_by": "layer"},
+    "in_backward, not clipped": {"update": "in_backward", "clip_norm": 0.0},
+    "offload": {"offload": "optimizer"},
+    "all": {**IN_BACKWARD, "offload": "optimizer", "recompute": "full", "loss_tokens": 21},
+}
+
+
+class Case(NamedTuple):
+    """A method and a cell of the exactness matrix. Without a pipeline, dropout comes with two
+    micro-batches."""
+
+    method: str
+    cell: Cell
+
+    @property
+    def layout(self) -> Layout:
+        accumulates = self.cell.pp == 1 and self.cell.dropout
+        return self.cell.layout | ({"micro_batches": 2} if accumulates else {})
+
+    @property
+    def title(self) -> str:
+        return f"{self.method}-{self.cell.title}".replace(", ", "_").replace(" ", "_")
+
+
+# Cells in which any two values meet, with each method; in `make test` the small ones with one each,
+# and a grid and a long pipeline, whose cells there are large.
+GRID = Cell("GPT-2", "Optimus", 1, "none", True)
+STAGES = Cell("GPT-2", "single", 4, "none", False)  # of which one has no layer
+CELLS = sorted(QUICK | {GRID, STAGES}, key=lambda cell: (n_of(cell), cell))
+CASES = [Case(method, cell) for cell in CELLS for method in METHODS]
+
+
+def is_quick(case: Case) -> bool:
+    if case.cell == GRID:
+        return case.method in ("in_backward", "offload")
+    if case.cell == STAGES:
+        return case.method in ("in_backward", "clip_by_layer")
+    turn = [*METHODS][CELLS.index(case.cell) % len(METHODS)]
+    return n_of(case.cell) <= 4 and case.method == turn
+
+
+def assert_equal_one_device(
+    pool: WorkerPool, layout: Layout, model: dict[str, Any], train: dict[str, Any]
+) -> None:
+    n = LayoutConfig(**layout).n_processes
+    for rank, worst in enumerate(pool.run(n, compare, layout, model, train, 3)):
+        wrong = {k: v for k, v in worst.items() if not v <= TOLERANCE["float64"]}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("case", full_unless(is_quick, CASES), ids=lambda case: case.title)
+def test_equals_one_device(pool: WorkerPool, case: Case) -> None:
+    """Loss, norm, parameters after three steps, whatever the layout."""
+    settings = {**SETTINGS, **METHODS[case.method]}
+    assert_equal_one_device(pool, case.layout, case.cell.config, settings)
+
+
+ORDERS: list[Layout] = [
+    {"pp": 2, "micro_batches": 4, "pipeline": "gpipe"},
+    {"pp": 2, "micro_batches": 4, "pipeline": "1f1b"},
+    {"pp": 2, "micro_batches": 4, "stages_per_rank": 2, "pipeline": "interleaved"},
+]
+PIPELINES = [
+    {**order, **beside} for beside in ({}, {"dp": 2, "dp_mode": "zero1"}) for order in ORDERS
+]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    full_unless(ORDERS.__contains__, PIPELINES),
+    ids=lambda layout: str([*layout.values()]),
+)
+def test_every_order_of_a_pipeline(pool: WorkerPool, layout: Layout) -> None:
+    """Each stage is updated in its own last backward pass."""
+    model = {"n_layers": 3, "max_seq_len": 12, "dropout": 0.1}
+    assert_equal_one_device(pool, layout, model, {**SETTINGS, **IN_BACKWARD})
+
+
+FSDP: Layout = {"dp": 2, "dp_mode": "fsdp"}
+OTHER: Layout = {"scheme": "megatron", "cols": 2}
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["from them", "to them"])
+def test_a_run_goes_on_with_or_without_these_methods(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, back: bool
+) -> None:
+    """Under another layout, from a checkpoint of moments in the host's memory, and back."""
+    sides = [(FSDP, {**IN_BACKWARD, "offload": "optimizer"}), (OTHER, {"clip_by": "layer"})]
+    before, after = sides[::-1] if back else sides
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    pool.run(2, run, plan_of(token_folder, whole, before[0], clip_norm=0.05, **before[1]))
+    start_from(whole, moved)
+    pool.run(2, run, plan_of(token_folder, moved, after[0], clip_norm=0.05, **after[1]))
+    assert_same_run(whole, moved)
+
+
+# --------------------------------------------------------------------------- what is held
+
+N_LAYERS = 6
+
+
+@dataclass
+class Held:
+    """Bytes of gradients of layers' matrices: of one layer, the most at once, after the step; and
+    the most of all tensors together."""
+
+    layer: int
+    most: int
+    after: int
+    peak: int
+
+
+def held(layout: Layout, train: dict[str, Any]) -> Held:
+    torch.set_num_threads(1)
+    plan, config = LayoutConfig(**layout), tiny(n_layers=N_LAYERS, max_seq_len=4)
+    axes = axes_of(plan)
+    model = build_parallel(config, plan, axes, 1, CPU)
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    matrices = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
+    ledger = Ledger()
+
+    def mark(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        ledger.mark([parameter.grad], "gradient")
+
+    for parameter in (p for each in matrices for p in each):
+        parameter.register_post_accumulate_grad_hook(mark)
+    stepper = Stepper(model, TrainConfig(global_batch=8, **train), axes, plan)
+
+    def step(number: int) -> None:
+        batch = batch_of(number, config, 8)
+        stepper(number, lambda rows: next_words(batch[rows]))
+
+    step(0)  # the optimizer's state comes into being
+    for parameter in model.parameters():
+        parameter.grad = None
+        part = part_of(parameter)
+        if part is not None:
+            part.grad = None
+    gc.collect()
+    gc.disable()
+    with ledger:
+        step(1)
+    gc.enable()
+    marked = [entry for entry in ledger.entries if entry.kind == "gradient"]
+    one = sum(p.numel() * p.element_size() for p in matrices[0])
+    after = sum(grad_bytes(p) for each in matrices for p in each)
+    return Held(one, peak(marked), after, ledger.peak()[1])
+
+
+def grad_bytes(parameter: nn.Parameter) -> int:
+    grads = [p.grad for p in (parameter, part_of(parameter)) if p is not None]
+    return sum(grad.numel() * grad.element_size() for grad in grads if isinstance(grad, Tensor))
+
+
+def peak(entries: list[Entry]) -> int:
+    log = Ledger()
+    log.entries = entries
+    return log.peak()[1]
+
+
+WHO: dict[str, tuple[Layout, int]] = {  # and how many layers' gradients live at once
+    "alone": ({}, 1),
+    "two replicas": ({"dp": 2}, 2),
+    "zero1": ({"dp": 2, "dp_mode": "zero1"}, 1),
+    "fsdp": ({"dp": 2, "dp_mode": "fsdp"}, 1),
+    "megatron": ({"scheme": "megatron", "cols": 2}, 1),
+    "D&SP": ({"scheme": "subgraph", "branches": 2}, 1),
+}
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_one_layers_gradients_are_held_at_a_time(pool: WorkerPool, who: str) -> None:
+    """Two, where sums over replicas are on their way (of parts, in messages alone). After the step
+    there are none, and as many layers' less are in memory at the peak of all."""
+    layout, n_held = WHO[who]
+    n = LayoutConfig(**layout).n_processes
+    plain = pool.run(n, held, layout, {"clip_by": "layer"})
+    for one, other in zip(pool.run(n, held, layout, IN_BACKWARD), plain):
+        assert one.most == n_held * one.layer
+        assert one.after == 0
+        if "dp_mode" not in layout:  # where what was sent is let go of in any case
+            assert other.most == other.after == N_LAYERS * one.layer
+            assert one.peak < other.peak - (N_LAYERS - 2) * one.layer
+
+
+@pytest.mark.parametrize("who", ["alone", "two replicas"])
+def test_micro_batches_hold_all_gradients(pool: WorkerPool, who: str) -> None:
+    """They are summed up over them, as the run's notes say; at last they are let go of."""
+    layout = {**WHO[who][0], "micro_batches": 2}
+    for one in pool.run(LayoutConfig(**layout).n_processes, held, layout, IN_BACKWARD):
+        assert one.most == N_LAYERS * one.layer
+        assert one.after == 0

@@ -1,0 +1,173 @@
+"""Updates by unit on one device: what is clipped together, non-finite losses, offloaded moments."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.batch import next_words
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig, TrainConfig, parse_run
+from gridformer.decisions import decide_run
+from gridformer.errors import ConfigError, DivergedError
+from gridformer.parallel import build_parallel
+from gridformer.train import checkpoint
+from gridformer.train.step import Stepper
+from gridformer.train.updates import Unit
+
+MODEL = {"n_layers": 3, "hidden_size": 16, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
+RUN = parse_run({"model": MODEL, "data": {"path": "unused"}, "train": {"global_batch": 2}})
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def stepper(**train: Any) -> Stepper:
+    model = build_parallel(RUN.model, LayoutConfig(), Axes(), 1, torch.device("cpu"))
+    return Stepper(model, TrainConfig(global_batch=2, **train), Axes())
+
+
+def step(device: Stepper, number: int) -> float:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 11, (2, 5), generator=generator)
+    return device(number, lambda rows: next_words(tokens[rows])).grad_norm
+
+
+def norm_of(unit: Unit) -> float:
+    return math.sqrt(sum(float(p.grad.square().sum()) for p in unit.updated if p.grad is not None))
+
+
+def assert_same(a: Stepper, b: Stepper) -> None:
+    """To the bit, moments too."""
+    for one, other in zip(a.model.parameters(), b.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        left, right = a.updates.state[one], b.updates.state[other]
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_a_unit_is_clipped_by_its_own_norm() -> None:
+    """A layer's matrices each, and all else; those with a smaller norm are left alone."""
+    free = stepper(clip_norm=0.0, clip_by="layer")
+    total = step(free, 0)
+    norms = [norm_of(unit) for unit in free.updates.units]
+    assert len(norms) == 3 + 1
+    assert math.hypot(*norms) == pytest.approx(total, rel=1e-6)
+    clip = sorted(norms)[1]  # two are above it
+    device = stepper(clip_norm=clip, clip_by="layer")
+    assert step(device, 0) == pytest.approx(total, rel=1e-6), "what is reported is not clipped"
+    for unit, norm in zip(device.updates.units, norms):
+        assert norm_of(unit) == pytest.approx(min(norm, clip), rel=1e-4)
+    layers = device.updates.units[:-1]
+    assert {p.dim() for unit in layers for p in unit.updated} == {2}
+    inside = sum(p.numel() for unit in layers for p in unit.updated)
+    assert inside == 3 * 12 * 16 * 16
+
+
+def test_in_backward_is_the_same_to_the_bit() -> None:
+    """One device, float32: the same operations, at another time."""
+    a, b = (
+        stepper(clip_norm=0.05, clip_by="layer", update=u)
+        for u in ("after_backward", "in_backward")
+    )
+    for number in range(3):
+        assert step(a, number) == pytest.approx(step(b, number), rel=1e-12)
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("clip", [{"clip_norm": 0.0}, {"clip_by": "layer"}])
+def test_a_diverged_step_in_backward_says_that_layers_were_updated(clip: dict[str, Any]) -> None:
+    device = stepper(update="in_backward", **clip)
+    step(device, 0)
+    with torch.no_grad():
+        device.model.get_parameter("layers.1.mlp.up.weight")[0, 0] = math.nan
+    with pytest.raises(
+        DivergedError,
+        match=r"step 2: .* layers were updated before that was known: go on from a checkpoint\. ",
+    ):
+        step(device, 1)
+
+
+def test_layers_below_a_gradient_that_is_not_finite_stay_as_they_are() -> None:
+    """Where layers are clipped: their norm is looked at before they are updated."""
+    device = stepper(update="in_backward", clip_by="layer")
+    step(device, 0)
+    middle = device.model.get_parameter("layers.1.mlp.up.weight")
+    middle.register_hook(lambda grad: grad * math.inf)
+    before = {name: p.detach().clone() for name, p in device.model.named_parameters()}
+    with pytest.raises(DivergedError):
+        step(device, 1)
+    changed = {n for n, p in device.model.named_parameters() if not torch.equal(p, before[n])}
+    assert {name.split(".")[1] for name in changed} == {"2"}, "the layer above it alone"
+
+
+def test_a_clipped_loss_in_backward_needs_clip_by_layer() -> None:
+    with pytest.raises(ConfigError, match="use clip_by=layer, or clip_norm=0"):
+        parse_run({**raw(), "train": {"update": "in_backward"}})
+    with pytest.raises(ConfigError, match="use dtype=bfloat16, or update=after_backward"):
+        parse_run({**raw(), "train": {"update": "in_backward", "clip_norm": 0, "dtype": "float16"}})
+
+
+def test_a_run_is_told_that_micro_batches_keep_all_gradients() -> None:
+    train = {"update": "in_backward", "clip_norm": 0.0}
+    for micro_batches in (1, 2):
+        run = parse_run({**raw(), "layout": {"micro_batches": micro_batches}, "train": train})
+        said = [reason for reason in decide_run(run).choices.reasons if "in_backward" in reason]
+        assert bool(said) == (micro_batches > 1)
+        assert all("saves no memory here" in reason for reason in said)
+
+
+def raw() -> dict[str, Any]:
+    return {"model": MODEL, "data": {"path": "unused"}}
+
+
+# --------------------------------------------------------------------------- offload
+
+
+def test_offloaded_moments_are_copied_there_and_back() -> None:
+    """The copies are what AdamW sees; the memory that keeps them is the same one all along."""
+    device = stepper(offload="optimizer", clip_norm=0.05)
+    homes = {
+        id(p): [s[name].data_ptr() for name in MOMENTS] for p, s in device.updates.state.items()
+    }
+    assert len(homes) == len([*device.model.parameters()])
+    seen = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            seen.append(id(parameter))
+            here = [state[name].data_ptr() for name in MOMENTS]
+            assert not set(here) & {address for each in homes.values() for address in each}
+
+    for unit in device.updates.units:
+        unit.optimizer.register_step_pre_hook(look)
+    for number in range(2):
+        step(device, number)
+    assert sorted(seen) == sorted([*homes, *homes]), "each parameter's, once a step"
+    for parameter, state in device.updates.state.items():
+        assert [state[name].data_ptr() for name in MOMENTS] == homes[id(parameter)]
+        assert all(bool(state[name].any()) for name in MOMENTS)
+
+
+def test_offload_is_exact_to_the_bit() -> None:
+    plain, away = stepper(clip_norm=0.05), stepper(clip_norm=0.05, offload="optimizer")
+    for number in range(3):
+        assert step(plain, number) == step(away, number)
+    assert_same(plain, away)
+
+
+@pytest.mark.parametrize("first", ["none", "optimizer"])
+def test_a_run_goes_on_with_or_without_offload(tmp_path: Path, first: str) -> None:
+    second = "optimizer" if first == "none" else "none"
+    whole, before, after = (stepper(offload=how) for how in (first, first, second))
+    for number in range(4):
+        step(whole, number)
+    for number in range(2):
+        step(before, number)
+    folder = checkpoint.save(tmp_path, 2, 16, RUN, before.model, before.updates, Axes())
+    checkpoint.load(folder, after.model, after.updates, Axes())
+    for number in range(2, 4):
+        step(after, number)
+    assert_same(whole, after)
