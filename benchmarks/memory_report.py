@@ -168,9 +168,9 @@ def plot(found: Found, path: Path) -> None:
                 (line,) = axes.plot(
                     [p for p, _, _ in fitting], [b for _, b, _ in fitting], marker="o", label=title
                 )
-                real = [(p, b) for p, b, measured in fitting if measured]
-                if real:
-                    axes.plot(*zip(*real), "s", color=line.get_color(), markersize=9, alpha=0.5)
+                squares = [(p, b) for p, b, measured in fitting if measured]
+                if squares:
+                    axes.plot(*zip(*squares), "s", color=line.get_color(), markersize=9, alpha=0.5)
         budget = SCALINGS[name].budget
         room = f"{budget / 1e9:.0f} GB" if budget > GIB else f"{budget / 1e6:.0f} MB"
         axes.set(
