@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gridformer.comm.axis import Axis
 from gridformer.comm.recorder import Targets, Timing, note
+from gridformer.memory.ledger import resized
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -41,6 +42,7 @@ class Pending:
         self._steps: list[Callable[[Tensor], Tensor]] = []
         self._meanwhile: Callable[[], None] | None = None
         self._timing: Timing | None = None
+        self._own: Sequence[Tensor] = ()
 
     def meanwhile(self, task: Callable[[], None]) -> Pending:
         """Do `task` when the result is asked for, before waiting for it."""
@@ -50,6 +52,12 @@ class Pending:
     def timed(self, timing: Timing | None) -> Pending:
         """Tell when it is waited for, and when it is there."""
         self._timing = timing
+        return self
+
+    def own(self, *buffers: Tensor) -> Pending:
+        """Memory of this message alone: it is let go of once there is a result that needs it no
+        more. A thread of gloo may hold the tensors longer than those that wait for it."""
+        self._own = buffers
         return self
 
     def then(self, step: Callable[[Tensor], Tensor]) -> Pending:
@@ -73,6 +81,11 @@ class Pending:
         steps, self._steps = self._steps, []
         for step in steps:
             self._result = step(self._result)
+        own, self._own = self._own, ()
+        for buffer in own:
+            if not _share_memory(buffer, self._result):
+                buffer.untyped_storage().resize_(0)
+                resized(buffer)
         return self._result
 
 
@@ -141,9 +154,10 @@ def start_sum_of_parts(part: Callable[[int], Tensor], axis: Axis, label: str = "
         work = _reduce_scatter(out.view(-1), terms.view(-1), group=axis.group, async_op=True)
         return Pending(out, work, terms).timed(timing)
     del one
-    rest, sent, work = _exchange(others, axis, later=True)
+    pending = _exchange(others, axis, later=True)
+    del others
     mine: list[Tensor] = []
-    pending = Pending(rest, work, sent).meanwhile(lambda: mine.append(part(axis.index)))
+    pending.meanwhile(lambda: mine.append(part(axis.index)))
     return pending.timed(timing).then(lambda rest: _sum(rest, mine.pop()))
 
 
@@ -191,8 +205,7 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, label: str, later: bool) 
     x = x.contiguous()
     timing = _note("all_gather", axis, (axis.size - 1) * x.numel(), x, label)
     if _over_gloo(x, axis):
-        rest, sent, work = _exchange([x] * (axis.size - 1), axis, later)
-        pending = Pending(rest, work, sent).timed(timing)
+        pending = _exchange([x] * (axis.size - 1), axis, later).timed(timing)
         return pending.then(lambda rest: torch.cat(_around(rest, x, axis), dim))
     blocks = x.new_empty((axis.size, *x.shape))
     work = _all_gather(blocks.view(-1), x.view(-1), group=axis.group, async_op=later)
@@ -211,8 +224,7 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bo
     if _over_gloo(x, axis):
         mine = blocks[axis.index]
         others = [block for index, block in enumerate(blocks) if index != axis.index]
-        rest, sent, work = _exchange(others, axis, later)
-        return Pending(rest, work, sent).timed(timing).then(lambda rest: _sum(rest, mine))
+        return _exchange(others, axis, later).timed(timing).then(lambda rest: _sum(rest, mine))
     blocks = blocks.contiguous()
     out = torch.empty_like(blocks[0])
     work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
@@ -223,7 +235,7 @@ def _over_gloo(x: Tensor, axis: Axis) -> bool:
     return x.device.type == "cpu" or dist.get_backend(axis.group) == "gloo"
 
 
-def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> tuple[Tensor, Tensor, Any]:
+def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
     """Send one block to each other rank, receive one from each: [size-1, *block], in rank order.
 
     gloo's own all-gather costs half as much processor time again, and its reduce-scatter sends
@@ -236,7 +248,12 @@ def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> tuple[Tensor, Te
     work = dist.all_to_all_single(
         received.view(-1), sent, sizes, sizes, group=axis.group, async_op=later
     )
-    return received, sent, work
+    copied = () if _share_memory(sent, blocks[0]) else (sent,)
+    return Pending(received, work, sent).own(received, *copied)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _around(rest: Sequence[Tensor] | Tensor, mine: Tensor, axis: Axis) -> list[Tensor]:
