@@ -110,7 +110,6 @@ class TrainConfig(Config):
         default=False, description="compare replicated parameters over ranks at every evaluation"
     )
 
-
     @model_validator(mode="after")
     def _updates_are_possible(self) -> Self:
         if self.update != "in_backward":

@@ -24,10 +24,12 @@ from gridformer.models.blocks import (
     InParts,
     KVCache,
     LabelLoss,
+    PaddingMask,
     Recompute,
     RecomputeMode,
     TiedHead,
     TokenEmbedding,
+    added_to_scores,
 )
 
 # A model's losses, and the keys of a batch that hold their targets.
@@ -50,9 +52,9 @@ class State:
     logits: bool = False
     caches: Sequence[KVCache] | None = None
     start: int = 0
-    own: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[str, Tensor | None] = field(default_factory=dict)
 
-    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+    def once(self, name: str, make: Callable[[], Tensor | None]) -> Tensor | None:
         """What `make` makes, the first time it is asked for on this stage."""
         if name not in self.own:
             self.own[name] = make()
@@ -159,6 +161,19 @@ class Model(nn.Module):
         for link in self.links():
             link.run(state, batch)
         return state.outputs
+
+    def _mask(
+        self, state: State, batch: Batch, padding: PaddingMask, causal: bool = False
+    ) -> Tensor | None:
+        """What layers of a model of one stack add to their scores, see `added_to_scores`."""
+        if "valid" not in batch:
+            return None
+
+        def make() -> Tensor | None:
+            valid, queries = padding(batch["valid"]), batch["tokens"].shape[1]
+            return added_to_scores(queries, state.hidden.dtype, valid, causal=causal)
+
+        return state.once("mask", make)
 
     def _predict(self, state: State, x_BSH: Tensor) -> None:
         """x: of which `before_head` and the head make logits."""
