@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -183,18 +184,23 @@ class Model(nn.Module):
         """What nothing but the head reads, in the order that it is run in."""
         return ()
 
-    def _logits(self, x_BSH: Tensor) -> Tensor:
+    def _logits(self, x_BSH: Tensor, prepared: Tensor | None = None) -> Tensor:
+        """prepared: the table, see `TiedHead.prepare`."""
         for module in self._before_head():
             x_BSH = module(x_BSH)
-        logits: Tensor = self.head(x_BSH, self.tokens.weight)
+        table = self.tokens.weight if prepared is None else prepared
+        logits: Tensor = self.head(x_BSH, table, prepared is not None)
         return logits
 
     def _token_loss(self, x_BSH: Tensor, targets_BS: Tensor) -> Tensor:
+        if not self.in_parts.cuts(x_BSH, targets_BS):
+            loss: Tensor = self.loss(self._logits(x_BSH), targets_BS)
+            return loss
         modules = (*self._before_head(), self.head)
         read = [parameter for module in modules for parameter in module.parameters()]
-        if self.tokens.weight is not None:  # here
-            read.append(self.tokens.weight)
-        return self.in_parts(x_BSH, targets_BS, self._logits, self.loss, read)
+        table = self.head.prepare(self.tokens.weight, x_BSH.dtype)
+        logits = partial(self._logits, prepared=table)
+        return self.in_parts(x_BSH, targets_BS, logits, self.loss, [*read, table])
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype or x.dtype)

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gridformer import comm
 from gridformer.comm import Axes, Pending
+from gridformer.parallel.ends import LABEL
 from gridformer.parallel.summa.norms import Normed, normalise, normalise_backward
 from gridformer.parallel.summa.operands import OneHotOperand, Operand
 from gridformer.parallel.summa.schedules import Gather, Schedule
@@ -168,6 +170,28 @@ def lookup(
     """
     out: Tensor = _Lookup.apply(tokens, table, schedule, axes, output_stays, keep)
     return out
+
+
+def whole_column(b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep = NOTHING) -> Tensor:
+    """Differentiable: all of a weight's column in `dtype`, [K/r, N/c] to [K, N/c].
+
+    For several products in turn, on a grid of one row: the weight travels once for all of them, and
+    so does the sum of its gradients.
+    """
+    out: Tensor = _WholeColumn.apply(b, dtype, schedule, keep)
+    return out
+
+
+class _WholeColumn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep) -> Tensor:
+        ctx.row, ctx.dtype = schedule.row, b.dtype
+        return schedule.whole_column(keep.weight_operand(b, dtype)).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = comm.start_reduce_scatter(grads[0].contiguous(), ctx.row, 0, LABEL)
+        return grad.wait().to(ctx.dtype), None, None, None
 
 
 class _AB(torch.autograd.Function):
