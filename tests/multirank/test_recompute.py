@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -13,11 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridformer.batch import Batch
+from gridformer.comm import record
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.memory.ledger import Ledger
 from gridformer.models import Model, build_model
 from gridformer.models.blocks import Layer, Linear, RecomputeMode
 from gridformer.parallel import build_parallel
+from gridformer.parallel.fsdp import Gathering, Unit
 from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.pipeline.border import Border
 from gridformer.train.step import Stepper
@@ -272,3 +275,116 @@ def test_a_pipeline_keeps_no_more(pool: WorkerPool) -> None:
     assert [alive for alive, _ in found[2:]] == [0] * 2
     found = pool.run(4, entered, {**pipeline, "scheme": "megatron", "sequence_parallel": True})
     assert found[2:] == [(whole // 2, whole // 2)] * 2
+
+
+# --------------------------------------------------------------------------- messages
+
+
+def sent(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> Counter[str]:
+    """Elements of a forward and a backward pass: of activations on `col`, of weights on `row`, of
+    blocks' inputs as `kept`."""
+    model, batch, _ = start(layout, config, recompute)
+    with weights_kept(model), record() as recorder:
+        loss_of(model, batch).backward()
+    found: Counter[str] = Counter()
+    for r in recorder.records:
+        found[r.label if r.label == "kept" else r.axis] += int(r.moved)
+    return found
+
+
+@pytest.mark.parametrize("family", ["GPT-2", "BERT"])
+def test_what_is_computed_again_sends_again(pool: WorkerPool, family: str) -> None:
+    """A block's messages forward, but for the last product's (unless a norm reads it); and what was
+    cut of blocks' inputs, once. On a grid no weight is gathered that backward does not read."""
+    config = config_of(family, norm_position="post" if family == "BERT" else "pre")
+    h, bsh = config.hidden_size, B * config.max_seq_len * config.hidden_size
+    post, n_layers = config.norm_position == "post", config.n_layers
+
+    def more(layout: Layout) -> Counter[str]:
+        plain, full = (pool.run(4, sent, layout, config, mode) for mode in ("none", "full"))
+        (found,) = {tuple(sorted((b - a).items())) for a, b in zip(plain, full)}
+        return Counter(dict(found))
+
+    reduces = 2 if post else 1
+    assert more(MEGATRON) == {
+        "col": n_layers * reduces * 2 * bsh * 3 // 4,
+        "kept": n_layers * bsh * 3 // 4,
+    }
+    weights = (12 if post else 8) * h * h
+    assert more(OPTIMUS["gather"])["row"] == n_layers * weights // 4
+
+
+# --------------------------------------------------------------------------- parameters cut (fsdp)
+
+
+def gathered(
+    layout: Layout, family: str, recompute: RecomputeMode
+) -> tuple[float, float, list[tuple[int, bool]]]:
+    """Of one step: elements of parameters that travel to this rank, those of the formula in
+    gridformer.parallel.fsdp, and the layers that were gathered, with whether they were on their
+    way before."""
+    torch.set_num_threads(1)
+    config, plan = config_of(family), LayoutConfig(**layout)
+    axes = axes_of(plan)
+    model = build_parallel(config, plan, axes, 1, CPU)
+    stepper = Stepper(model, TrainConfig(global_batch=16, recompute=recompute), axes, plan)
+    gathering = model.gathering
+    assert isinstance(gathering, Gathering)
+    batch = batches_of(0, config, 16)
+    found: list[tuple[int, bool]] = []
+    gather = Unit.gather
+
+    def watched(unit: Unit) -> None:
+        if not unit.whole and unit in gathering.layers:
+            found.append((gathering.layers.index(unit), unit._coming is not None))
+        gather(unit)
+
+    with record() as recorder, patch.object(Unit, "gather", watched):
+        stepper(0, lambda rows: {key: value[rows] for key, value in batch.items()})
+
+    def comes(unit: Unit) -> int:
+        """Elements from other replicas."""
+        return sum((parcel.axis.size - 1) * parcel.share for parcel in unit._parcels)
+
+    layers = sum(map(comes, gathering.layers))
+    said = 2 * plan.micro_batches * layers + comes(gathering.rest)
+    return recorder.moved("parameters"), said, found
+
+
+FSDP: dict[str, Layout] = {
+    "replicas": {},
+    "megatron": {"scheme": "megatron", "cols": 2},
+    "grid": {"scheme": "optimus", "rows": 2, "cols": 1},
+    "grid, weights kept": {"scheme": "optimus", "rows": 2, "keep_gathered": "weights"},
+    "pipeline": {"pp": 2, "pipeline": "1f1b"},
+    "D&SP": {"scheme": "subgraph", "branches": 2},
+    "cSub": {"scheme": "subgraph", "branches": 2, "common": "first"},
+}
+
+
+def quick_fsdp(case: tuple[str, str]) -> bool:
+    return case in (
+        ("replicas", "GPT-2"),
+        ("grid", "GPT-2"),
+        ("grid", "Transformer"),
+        ("pipeline", "GPT-2"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    full_unless(quick_fsdp, [(n, f) for f in ("GPT-2", "Transformer") for n in FSDP], unpack=True),
+)
+def test_parameters_come_twice_and_ahead(pool: WorkerPool, name: str, family: str) -> None:
+    """A layer's parameters are gathered once forward and once for its backward pass, in which it is
+    computed again; all but the first of each pass are on their way before they are needed."""
+    layout = {**FSDP[name], "dp": 2, "dp_mode": "fsdp", "micro_batches": 2}
+    n = LayoutConfig(**layout).n_processes
+    plain = pool.run(n, gathered, layout, family, "none")
+    again = pool.run(n, gathered, layout, family, "full")
+    for (_, _, before), (moved, said, found) in zip(plain, again):
+        assert moved == said
+        assert found == before
+        late = [layer for layer, ahead in found if not ahead]
+        passes = 2 * 2  # forward and backward, micro-batches
+        assert len(late) <= passes

@@ -76,6 +76,8 @@ class GridLinear(nn.Module):
             place(self, "bias", bias, schedules.axes)
         if self.keep.weight is not None:
             self.keep.weight.source = self._source
+            role = plain.role
+            self.keep.weight.ends_block = role.section == "feed_forward" and not role.opens
             schedules.chain(self.keep.weight)
 
     def _source(self) -> tuple[Tensor, summa.Schedule]:

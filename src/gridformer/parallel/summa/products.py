@@ -38,6 +38,7 @@ class WeightCell:
         self.source: Callable[[], tuple[Tensor, Schedule]] | None = None  # for `fetch`
         self.after: WeightCell | None = None  # the next product's, in forward order
         self.before: WeightCell | None = None
+        self.ends_block = False  # the next product is of another block
         self._open = False
         self._operands: dict[torch.dtype, Operand] = {}
 
@@ -80,14 +81,21 @@ class Keep:
         return self.weight.operand(weight, dtype)
 
     def fetch_after(self, dtype: torch.dtype) -> None:
-        """While this product multiplies, the next one's weight may travel."""
-        if self.weight is not None and self.weight.after is not None:
+        """While this product multiplies, the next one's weight may travel. Not that of the next
+        block where this one is computed again: backward has left that behind."""
+        if self.weight is None or self.weight.after is None:
+            return
+        if not (self.weight.ends_block and _in_backward()):
             self.weight.after.fetch(dtype)
 
     def fetch_before(self, dtype: torch.dtype) -> None:
         """The same in the backward pass, where the product before this one is the next."""
         if self.weight is not None and self.weight.before is not None:
             self.weight.before.fetch(dtype)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 NOTHING = Keep()
