@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 POSSIBLE = [cell for cell in CELLS if n_of(cell) <= 8 and not refusal(cell)]
 # Of two that show as much, the one with dropout, whose masks must be the same again.
-SMALL = [cell for cell in POSSIBLE if n_of(cell) <= 4]
+SMALL = [cell for cell in POSSIBLE if n_of(cell) <= 4 and cell.pp <= 2]
 QUICK = quick(sorted(SMALL, key=lambda cell: not cell.dropout))
 # Selective: it concerns dropout of probabilities, which no scheme changes.
 CASES = [("full", cell) for cell in POSSIBLE] + [
@@ -87,6 +87,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "fsdp, grid": {**STRIP, "dp": 2, "dp_mode": "fsdp", "micro_batches": 2},
     "zero1, pipeline": {"pp": 2, "dp": 2, "dp_mode": "zero1", "micro_batches": 4},
     "outside": {"scheme": "subgraph", "branches": 2, "attention": "outside"},
+    "common, first": {
+        "scheme": "subgraph",
+        "branches": 2,
+        "common": "first",
+        "feed_forward": "common",
+    },
     "outside, first": {
         "scheme": "subgraph",
         "branches": 2,

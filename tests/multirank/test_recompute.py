@@ -243,7 +243,8 @@ def entered(layout: Layout) -> tuple[int, int]:
     axes = axes_of(plan)
     model = build_parallel(config, plan, axes, 1, CPU)
     stepper = Stepper(model, TrainConfig(global_batch=B, recompute="full"), axes, plan)
-    batch, seen = batches_of(0, config, B), []
+    batch = batches_of(0, config, B)
+    seen: list[tuple[int, int]] = []
     entering, backward = Border.entering, torch.autograd.backward
 
     def marked(self: Border, *args: Any) -> dict[str, Tensor]:
