@@ -28,6 +28,7 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import plan_run
 from gridformer.train.runner import execute
 from gridformer.train.step import Stepper, StepResult
+from tests.choosing import full_unless
 from tests.multirank.pool import WorkerPool
 
 CPU = torch.device("cpu")
@@ -64,14 +65,18 @@ def train(
     layout: LayoutConfig | None = None,
     axes: Axes | None = None,
     dtype: Any = "float32",
+    **methods: Any,
 ) -> tuple[list[StepResult], float, Model]:
-    """Some steps of two micro-batches and an evaluation; not compiled if `backend` is empty."""
+    """Some steps of two micro-batches and an evaluation; not compiled if `backend` is empty.
+
+    methods: that save memory, of TrainConfig.
+    """
     layout, axes = layout or LayoutConfig(), axes or Axes()
     model = build_parallel(config, layout, axes, 3, CPU, dtype)
     if backend:
         compile_model(model, backend)
     # The keys' biases have gradients of rounding error only; a large epsilon keeps Adam from them.
-    settings = TrainConfig(global_batch=4, dtype=dtype, lr=1e-2, adam_eps=1e-3)
+    settings = TrainConfig(global_batch=4, dtype=dtype, lr=1e-2, adam_eps=1e-3, **methods)
     layout = layout.model_copy(update={"micro_batches": 2})
     stepper = Stepper(model, settings, axes, layout)
     batches = [batch_of(step, config) for step in range(n_steps)]
@@ -125,6 +130,36 @@ def test_dropout_compiles_once_and_keeps_its_masks(changes: dict[str, float]) ->
     assert len(set(seen)) == 1, f"graphs after each step: {seen}"
 
 
+@pytest.mark.parametrize(
+    ("recompute", "changes", "dtype"),
+    full_unless(
+        lambda case: case[2] == "bfloat16" or case[:2] == ("selective", {"attention_dropout": 0.2}),
+        [
+            ("full", {"dropout": 0.2}, "bfloat16"),
+            ("full", {"attention_dropout": 0.2}, "float32"),
+            ("selective", {}, "float32"),
+            ("selective", {"attention_dropout": 0.2}, "float32"),
+        ],
+        unpack=True,
+    ),
+    ids=str,
+)
+def test_blocks_that_are_computed_again_compile(
+    recompute: str, changes: dict[str, float], dtype: str
+) -> None:
+    """With the loss in parts; and nothing is compiled anew after the first step."""
+    config, seen = tiny(**changes), []
+    for n_steps in (1, 3):
+        torch._dynamo.reset()
+        counters.clear()
+        methods: dict[str, Any] = {"recompute": recompute, "loss_tokens": 12}
+        got = train(config, "aot_eager", n_steps, dtype=dtype, **methods)
+        seen.append(graphs())
+    assert seen[0] == seen[1]
+    tolerance = 1e-5 if dtype == "float32" else 5e-3
+    assert_same(got, train(config, "", dtype=dtype), tolerance)
+
+
 def test_bfloat16_keeps_float32_parameters() -> None:
     got, want = (train(tiny(), backend, dtype="bfloat16") for backend in ("aot_eager", ""))
     assert_same(got, want, tolerance=5e-3)
@@ -150,7 +185,8 @@ def compare_replicas() -> float:
     layout = LayoutConfig(dp=2)
     config = tiny(dropout=0.1)
     want, want_eval, _ = train(config, "")
-    got, got_eval, _ = train(config, "aot_eager", layout=layout, axes=build_axes(layout, "cpu"))
+    axes = build_axes(layout, "cpu")
+    got, got_eval, _ = train(config, "aot_eager", layout=layout, axes=axes, recompute="full")
     pairs = [(a.loss, b.loss) for a, b in zip(got, want)] + [(got_eval, want_eval)]
     return max(abs(a / b - 1) for a, b in pairs)
 

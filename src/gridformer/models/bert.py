@@ -104,9 +104,7 @@ class BERT(Model):
         state.x = self.dropout(self._cast(x))
 
     def _layer(self, i: int, state: State, batch: Batch) -> None:
-        mask = None
-        if "valid" in batch:
-            mask = state.once("mask", lambda: self.mask(batch["valid"]))
+        mask = self._mask(state, batch, self.mask)
         state.x = self.recompute.block(self.layers[str(i)], state.hidden, mask)
 
     def _finish(self, state: State, batch: Batch) -> None:

@@ -21,6 +21,7 @@ from gridformer.models.blocks import (
     Style,
     TiedHead,
     TokenEmbedding,
+    added_to_scores,
     new_norm,
 )
 from gridformer.models.model import Link, Model, State
@@ -172,24 +173,16 @@ class EncoderDecoder(Model):
         return memory
 
     def _encode(self, i: int, state: State, batch: Batch) -> None:
-        size = batch["source"].shape[1]
-        bias = self._bias("encoder", state, size, size)
-        layer, mask = self.encoder.layers[str(i)], self._source_mask(state, batch)
-        state.x = self.recompute.block(layer, state.hidden, mask, bias)
+        layer, mask = self.encoder.layers[str(i)], self._encoder_mask(state, batch)
+        state.x = self.recompute.block(layer, state.hidden, mask)
 
     def _decode(self, i: int, state: State, batch: Batch) -> None:
-        size = batch["tokens"].shape[1]
-        bias = self._bias("decoder", state, size, state.start + size)
-        mask = None
-        if "valid" in batch:
-            mask = state.once("mask", lambda: self.mask(batch["valid"]))
         state.x = self.recompute.block(
             self.decoder.layers[str(i)],
             state.hidden,
-            mask,
-            bias,
+            self._decoder_mask(state, batch),
             state.memory,
-            self._source_mask(state, batch),
+            self._memory_mask(state, batch),
             state.caches[i] if state.caches else None,
         )
 
@@ -199,13 +192,34 @@ class EncoderDecoder(Model):
     def _before_head(self) -> tuple[nn.Module, ...]:
         return (self.decoder.norm,) if self.pre else ()
 
-    def _bias(self, stack: StackName, state: State, queries: int, keys: int) -> Tensor | None:
-        if not self.relative:
-            return None
-        module = getattr(self, stack).bias
-        return state.once(f"{stack}.bias", lambda: module(queries, keys))
+    # What layers add to their scores, once a stage: see `added_to_scores`.
 
-    def _source_mask(self, state: State, batch: Batch) -> Tensor | None:
+    def _encoder_mask(self, state: State, batch: Batch) -> Tensor | None:
+        size, dtype = batch["source"].shape[1], state.hidden.dtype
+
+        def make() -> Tensor | None:
+            bias = self.encoder.bias(size, size) if self.relative else None
+            return added_to_scores(size, dtype, self._source_seen(state, batch), bias)
+
+        return state.once("encoder.mask", make)
+
+    def _decoder_mask(self, state: State, batch: Batch) -> Tensor | None:
+        size, dtype = batch["tokens"].shape[1], state.hidden.dtype
+
+        def make() -> Tensor | None:
+            bias = self.decoder.bias(size, state.start + size) if self.relative else None
+            seen = self.mask(batch["valid"]) if "valid" in batch else None
+            return added_to_scores(size, dtype, seen, bias, causal=True)
+
+        return state.once("decoder.mask", make)
+
+    def _memory_mask(self, state: State, batch: Batch) -> Tensor | None:
+        dtype = state.hidden.dtype
+        return state.once(
+            "memory.mask", lambda: added_to_scores(1, dtype, self._source_seen(state, batch))
+        )
+
+    def _source_seen(self, state: State, batch: Batch) -> Tensor | None:
         if "source_valid" not in batch:
             return None
         return state.once("source_mask", lambda: self.source_mask(batch["source_valid"]))

@@ -79,12 +79,10 @@ class GPT2(Model):
         state.x = self.dropout(self._cast(x))
 
     def _layer(self, i: int, state: State, batch: Batch) -> None:
-        mask = None
-        if "valid" in batch:
-            mask = state.once("mask", lambda: self.mask(batch["valid"]))
+        mask = self._mask(state, batch, self.mask, causal=True)
         cache = state.caches[i] if state.caches else None
         layer = self.layers[str(i)]
-        state.x = self.recompute.block(layer, state.hidden, mask, None, None, None, cache)
+        state.x = self.recompute.block(layer, state.hidden, mask, None, None, cache)
 
     def _finish(self, state: State, batch: Batch) -> None:
         self._predict(state, state.hidden)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,10 +25,12 @@ from gridformer.models.blocks import (
     InParts,
     KVCache,
     LabelLoss,
+    PaddingMask,
     Recompute,
     RecomputeMode,
     TiedHead,
     TokenEmbedding,
+    added_to_scores,
 )
 
 # A model's losses, and the keys of a batch that hold their targets.
@@ -50,9 +53,9 @@ class State:
     logits: bool = False
     caches: Sequence[KVCache] | None = None
     start: int = 0
-    own: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[str, Tensor | None] = field(default_factory=dict)
 
-    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+    def once(self, name: str, make: Callable[[], Tensor | None]) -> Tensor | None:
         """What `make` makes, the first time it is asked for on this stage."""
         if name not in self.own:
             self.own[name] = make()
@@ -160,6 +163,19 @@ class Model(nn.Module):
             link.run(state, batch)
         return state.outputs
 
+    def _mask(
+        self, state: State, batch: Batch, padding: PaddingMask, causal: bool = False
+    ) -> Tensor | None:
+        """What layers of a model of one stack add to their scores, see `added_to_scores`."""
+        if "valid" not in batch:
+            return None
+
+        def make() -> Tensor | None:
+            valid, queries = padding(batch["valid"]), batch["tokens"].shape[1]
+            return added_to_scores(queries, state.hidden.dtype, valid, causal=causal)
+
+        return state.once("mask", make)
+
     def _predict(self, state: State, x_BSH: Tensor) -> None:
         """x: of which `before_head` and the head make logits."""
         state.outputs["tokens"] = self._logits(x_BSH) if state.logits else x_BSH
@@ -168,18 +184,23 @@ class Model(nn.Module):
         """What nothing but the head reads, in the order that it is run in."""
         return ()
 
-    def _logits(self, x_BSH: Tensor) -> Tensor:
+    def _logits(self, x_BSH: Tensor, prepared: Tensor | None = None) -> Tensor:
+        """prepared: the table, see `TiedHead.prepare`."""
         for module in self._before_head():
             x_BSH = module(x_BSH)
-        logits: Tensor = self.head(x_BSH, self.tokens.weight)
+        table = self.tokens.weight if prepared is None else prepared
+        logits: Tensor = self.head(x_BSH, table, prepared is not None)
         return logits
 
     def _token_loss(self, x_BSH: Tensor, targets_BS: Tensor) -> Tensor:
+        if not self.in_parts.cuts(x_BSH, targets_BS):
+            loss: Tensor = self.loss(self._logits(x_BSH), targets_BS)
+            return loss
         modules = (*self._before_head(), self.head)
         read = [parameter for module in modules for parameter in module.parameters()]
-        if self.tokens.weight is not None:  # here
-            read.append(self.tokens.weight)
-        return self.in_parts(x_BSH, targets_BS, self._logits, self.loss, read)
+        table = self.head.prepare(self.tokens.weight, x_BSH.dtype)
+        logits = partial(self._logits, prepared=table)
+        return self.in_parts(x_BSH, targets_BS, logits, self.loss, [*read, table])
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype or x.dtype)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from gridformer.comm import Axes, autograd
+from gridformer.comm import Axes, Axis, autograd
 from gridformer.models import blocks
 from gridformer.parallel import summa
 from gridformer.parallel.choices import Choice
@@ -75,6 +76,8 @@ class GridLinear(nn.Module):
             place(self, "bias", bias, schedules.axes)
         if self.keep.weight is not None:
             self.keep.weight.source = self._source
+            role = plain.role
+            self.keep.weight.ends_block = role.section == "feed_forward" and not role.opens
             schedules.chain(self.keep.weight)
 
     def _source(self) -> tuple[Tensor, summa.Schedule]:
@@ -126,16 +129,32 @@ class GridTiedHead(nn.Module):
         self.output_stays = choice.stays == "output"
         self.schedule, self.keep = schedules[choice.schedule], keep
         self.bias = plain.bias
+        axes = schedules.axes
+        self.of_column = self.schedule  # for a table that is prepared
+        if isinstance(self.schedule, summa.Gather):
+            self.of_column = summa.Gather(replace(axes, row=Axis("row")), self.schedule.end)
         if plain.bias is not None:
-            axes = schedules.axes
             lies = Placement(("col",), copies="row", partial=True, pad=vocabulary_multiple(axes))
             place(self, "bias", lies, axes)
 
-    def forward(self, x_BSH: Tensor, table_VH: Tensor) -> Tensor:
+    def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
+        """What this column of devices reads of the table: [V/c, h], or [V, h/c].
+
+        Panel by panel it is never whole: then it travels again for each part of a loss.
+        """
+        if not isinstance(self.schedule, summa.Gather) or self.schedule.row.size == 1:
+            return table_VH
         if self.output_stays:
-            table_HV = table_VH.t()
-            return summa.product_ab(x_BSH, table_HV, self.schedule, self.bias, self.keep)
-        return summa.product_abt(x_BSH, table_VH, self.schedule, self.bias, self.keep)
+            return summa.whole_column(table_VH.t(), dtype, self.schedule, self.keep).t()
+        return summa.whole_column(table_VH, dtype, self.schedule, self.keep)
+
+    def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
+        schedule, keep = self.schedule, self.keep
+        if prepared:  # a part of a loss, whose gradient is taken at once
+            schedule, keep = self.of_column, summa.Keep(input=True)
+        if self.output_stays:
+            return summa.product_ab(x_BSH, table_VH.t(), schedule, self.bias, keep)
+        return summa.product_abt(x_BSH, table_VH, schedule, self.bias, keep)
 
 
 class CutLabelHead(nn.Module):

@@ -13,6 +13,7 @@ from gridformer.models.blocks.attention import (
     KVCache,
     PaddingMask,
     RelativeBias,
+    added_to_scores,
 )
 from gridformer.models.blocks.branch import ChosenToken, Classifier, LabelHead
 from gridformer.models.blocks.dropout import Clock, Dropout, DropoutClock
@@ -69,6 +70,7 @@ __all__ = [
     "Style",
     "TiedHead",
     "TokenEmbedding",
+    "added_to_scores",
     "new_norm",
     "new_parameter",
 ]

@@ -76,6 +76,39 @@ class RelativeBias(nn.Module):
         return first + torch.where(distance < exact, distance, wide.clamp(max=n_buckets - 1))
 
 
+def added_to_scores(
+    queries: int,
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
+    bias_NST: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor | None:
+    """What all layers of a stack add to their scores, made once and held by all: [b or 1, n or 1,
+    queries or 1, S]. None: nothing, or nothing but the past of `causal`, of which a fused kernel
+    knows.
+
+    mask: true where a key may be seen, see `PaddingMask`. bias: see `RelativeBias`. causal: a query
+    sees keys up to its own place, the last query being the last key's.
+    """
+    which = bias_NST if mask is None else mask
+    if which is None:
+        return None
+    seen = which.shape[-1]
+    if causal and queries > 1:
+        past = _past(queries, seen, which.device)
+        mask = past if mask is None else mask & past
+    if bias_NST is None:
+        assert mask is not None
+        return torch.where(mask, 0.0, -torch.inf).to(dtype)
+    bias = bias_NST.to(dtype).unsqueeze(0)
+    return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+
+
+def _past(queries: int, seen: int, device: torch.device) -> Tensor:
+    """Which keys lie at or before a query's place."""
+    return torch.ones(queries, seen, dtype=torch.bool, device=device).tril(seen - queries)
+
+
 class _Heads(nn.Module):
     """What both attentions share: from q, k and v of the heads held here to their results."""
 
@@ -96,28 +129,19 @@ class _Heads(nn.Module):
         v_BNTD: Tensor,
         causal: bool,
         mask: Tensor | None,
-        bias_NST: Tensor | None,
     ) -> Tensor:
-        """The heads' results side by side, [b, s, n d].
-
-        causal: a query sees keys up to its own place, the last query being the last key's.
-        mask: true where a key may be seen. bias: added to scores.
-        """
+        """The heads' results side by side, [b, s, n d]. mask: see `added_to_scores`."""
         b, _, s, _ = q_BNSD.shape
         seen = k_BNTD.shape[2]
         unfused = self.training and self.dropout > 0.0
-        whole = causal and s == seen and mask is None and bias_NST is None and not unfused
-        if causal and s > 1 and not whole:
-            past = torch.ones(s, seen, dtype=torch.bool, device=q_BNSD.device).tril(seen - s)
-            mask = past if mask is None else mask & past
-        if bias_NST is not None:
-            bias = bias_NST.to(q_BNSD.dtype).unsqueeze(0)
-            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        causal = causal and mask is None and s > 1
+        if causal and (unfused or s < seen):  # a fused kernel counts places from the first key
+            mask, causal = _past(s, seen, q_BNSD.device), False
         if unfused:
             o_BNSD = self._unfused(q_BNSD, k_BNTD, v_BNTD, mask)
         else:
             o_BNSD = F.scaled_dot_product_attention(
-                q_BNSD, k_BNTD, v_BNTD, mask, is_causal=whole, scale=self.scale
+                q_BNSD, k_BNTD, v_BNTD, mask, is_causal=causal, scale=self.scale
             )
         return o_BNSD.transpose(1, 2).reshape(b, s, -1)
 
@@ -164,14 +188,13 @@ class Attention(_Heads):
         self,
         x_BSH: Tensor,
         mask: Tensor | None = None,
-        bias_NST: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """mask and bias: see `PaddingMask` and `RelativeBias`."""
+        """mask: see `added_to_scores`, which was told whether this is causal."""
         q, k, v = _heads(self.qkv(x_BSH), 3, self.head_dim)
         if cache is not None:
             k, v = cache.append(k, v)
-        found = self.recompute.attention(self._attend, q, k, v, self.causal, mask, bias_NST)
+        found = self.recompute.attention(self._attend, q, k, v, self.causal, mask)
         out: Tensor = self.out(found)
         return out
 
@@ -208,7 +231,7 @@ class CrossAttention(_Heads):
             k, v = _heads(self.kv(memory_BTH), 2, self.head_dim)
         if cache is not None:
             cache.source = k, v
-        found = self.recompute.attention(self._attend, q, k, v, False, mask, None)
+        found = self.recompute.attention(self._attend, q, k, v, False, mask)
         out: Tensor = self.out(found)
         return out
 

@@ -82,7 +82,11 @@ class TiedHead(nn.Module):
         super().__init__()
         self.bias: nn.Parameter | None = new_parameter(biases, init=Init()) if biases else None
 
-    def forward(self, x_BSH: Tensor, table_VH: Tensor) -> Tensor:
+    def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
+        """The table as it may be read many times in `dtype`: nothing to do where it is whole."""
+        return table_VH
+
+    def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x_BSH.dtype)
         return F.linear(x_BSH, table_VH.to(x_BSH.dtype), bias)
 

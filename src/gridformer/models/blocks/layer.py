@@ -104,19 +104,18 @@ class Layer(nn.Module):
         self,
         x: Tensor,
         mask: Tensor | None = None,
-        bias: Tensor | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         if self.post:
-            x = self.norm1(x + self.dropout1(self.attention(x, mask, bias, cache)))
+            x = self.norm1(x + self.dropout1(self.attention(x, mask, cache)))
             if self.crossed:
                 found = self.cross_attention(x, memory, memory_mask, cache)
                 x = self.cross_norm(x + self.cross_dropout(found))
             done: Tensor = self.norm2(x + self.dropout2(self.mlp(x)))
             return done
-        x = x + self.dropout1(self.attention(self.norm1(x), mask, bias, cache))
+        x = x + self.dropout1(self.attention(self.norm1(x), mask, cache))
         if self.crossed:
             found = self.cross_attention(self.cross_norm(x), memory, memory_mask, cache)
             x = x + self.cross_dropout(found)

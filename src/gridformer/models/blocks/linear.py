@@ -63,17 +63,21 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
     """
     if weight_IO.dtype == x.dtype:
         return F.linear(x, weight_IO.t(), bias_O)
-    out: Tensor = _CastLinear.apply(x, weight_IO, bias_O)
+    place = _CastLinear.apply(x, weight_IO, bias_O)
+    bias = None if bias_O is None else bias_O.detach()
+    out: Tensor = _CastLinearResult.apply(place, x.detach(), weight_IO.detach(), bias)
     return out
 
 
 class _CastLinear(torch.autograd.Function):
+    """Records x W + b for the backward pass, before `_CastLinearResult` computes it: so a block
+    that ends in it need not compute it again."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_IO)
         ctx.bias = None if bias_O is None else bias_O.dtype
-        bias = None if bias_O is None else bias_O.to(x.dtype)
-        return F.linear(x, weight_IO.to(x.dtype).t(), bias)
+        return x.new_empty(()).expand(*x.shape[:-1], weight_IO.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -82,6 +86,21 @@ class _CastLinear(torch.autograd.Function):
         grad_x = grads[0] @ weight_IO.to(x.dtype).t() if ctx.needs_input_grad[0] else None
         grad_weight = (x.flatten(0, -2).t() @ grad).to(weight_IO.dtype)
         return grad_x, grad_weight, None if ctx.bias is None else grad.sum(0).to(ctx.bias)
+
+
+class _CastLinearResult(torch.autograd.Function):
+    """x W + b in the place of what stands for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, place: Tensor, x: Tensor, weight_IO: Tensor, bias_O: Tensor | None
+    ) -> Tensor:
+        bias = None if bias_O is None else bias_O.to(x.dtype)
+        return F.linear(x, weight_IO.to(x.dtype).t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None, None, None
 
 
 class Linear(nn.Module):

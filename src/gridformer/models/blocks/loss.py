@@ -53,6 +53,16 @@ class InParts:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
+    def cuts(self, x_BSH: Tensor, targets_BS: Tensor) -> bool:
+        """Whether there is more than one part."""
+        # On meta another device has it.
+        return self._width(x_BSH, targets_BS) < x_BSH.shape[1] and not x_BSH.is_meta
+
+    def _width(self, x_BSH: Tensor, targets_BS: Tensor) -> int:
+        """Places of each sequence in a part."""
+        n_parts = -(-targets_BS.numel() // self.tokens) if self.tokens else 1
+        return -(-x_BSH.shape[1] // n_parts)
+
     def __call__(
         self,
         x_BSH: Tensor,
@@ -67,13 +77,11 @@ class InParts:
         all s places: those of a part lie in every device's part of the sequence.
 
         Args:
-            parameters: of the head, which gradients are wanted for.
+            parameters: what the head reads besides x, which gradients are wanted for.
         """
-        b, s = x_BSH.shape[:2]
-        n_parts = -(-targets_BS.numel() // self.tokens) if self.tokens else 1
-        width = -(-s // n_parts)
-        if width >= s or x_BSH.is_meta:  # on meta: another device has it
+        if not self.cuts(x_BSH, targets_BS):
             return loss(head(x_BSH), targets_BS)
+        (b, s), width = x_BSH.shape[:2], self._width(x_BSH, targets_BS)
         targets = targets_BS.view(b, -1, s)
         parts = [
             (slice(start, start + width), targets[..., start : start + width].reshape(b, -1))
@@ -97,7 +105,7 @@ class _InParts(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         grad_x = torch.empty_like(x_BSH)
-        grads = [torch.zeros_like(parameter) for parameter in parameters]
+        grads = [torch.zeros_like(p, dtype=_at_least_float32(p.dtype)) for p in parameters]
         total: Tensor | None = None
         for places, targets in parts:
             with torch.enable_grad():
@@ -110,16 +118,21 @@ class _InParts(torch.autograd.Function):
                 grad += more
             del part, found
         assert total is not None
-        ctx.grads = [grad_x, *grads]
+        ctx.grads, ctx.dtypes = [grad_x, *grads], [x_BSH.dtype, *(p.dtype for p in parameters)]
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         found, ctx.grads = ctx.grads, None
         assert found is not None, "a second backward pass through a loss in parts"
-        grad_x, *rest = [gradient.mul_(grads[0]) for gradient in found]
+        scaled = [gradient.mul_(grads[0]) for gradient in found]
+        grad_x, *rest = [gradient.to(dtype) for gradient, dtype in zip(scaled, ctx.dtypes)]
         return grad_x, None, None, None, *rest
 
 
 def _wide(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    return logits.to(_at_least_float32(logits.dtype))
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

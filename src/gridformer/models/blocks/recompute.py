@@ -61,12 +61,27 @@ class _Input:
         return whole.detach().requires_grad_(self._wanted)
 
 
+class _Begin(torch.autograd.Function):
+    """The end of a block that is computed again before anything else of it is gone back through,
+    whether this device needs it by then or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _ = ctx.saved_tensors
+        return grads[0]
+
+
 @dataclass
 class Recompute:
     """What a model does about its blocks.
 
-    share: of each block's input. stops_early: whether computing again may end as soon as this
-    device needs no more; not so where others still wait for it.
+    share: of each block's input. stops_early: whether computing again may begin when this device
+    first needs something, and end as soon as it needs no more; not so where others wait for it.
     """
 
     mode: Mode = "none"
@@ -83,7 +98,7 @@ class Recompute:
 
         def run(*rest: Any) -> Tensor:
             found: Tensor = block(entering.take(), *rest)
-            return found
+            return found if self.stops_early else _Begin.apply(found)
 
         with set_checkpoint_early_stop(self.stops_early):
             out = checkpoint(run, *rest, use_reentrant=False, preserve_rng_state=False)

@@ -50,7 +50,7 @@ class Border:
             _reads([link.memory for link in links], stage.start) for stage in model.stages
         ]
 
-    def entering(self, stage: int, batch: Batch, requires_grad: bool) -> dict[str, Tensor]:
+    def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:
         """Unfilled tensors for what comes into a stage, by its name in `State`."""
         device = torch.device("meta") if self.absent else batch["tokens"].device
         found = {}
@@ -58,7 +58,7 @@ class Border:
             b, s = batch[key].shape
             shape = (b, s // self.parts, self.width)
             found[name] = torch.empty(shape, dtype=self.dtype, device=device)
-        return {name: x.requires_grad_(requires_grad) for name, x in found.items()}
+        return found
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Of what comes into a stage; nothing into the first."""

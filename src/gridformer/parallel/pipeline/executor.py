@@ -1,8 +1,9 @@
 """One rank's part of a pipeline: its stages' passes in the order of the schedule, and the messages.
 
-A stage's forward pass begins with fresh leaves for what the stage before sent; its backward pass
-begins with the gradients that the stage behind sent, and ends with those of the leaves, which go
-back. Nothing is kept between the two but the leaves and the edges of the graph.
+A stage's forward pass begins with what the stage before sent, and with leaves in its place; its
+backward pass begins with the gradients that the stage behind sent, and ends with those of the
+leaves, which go back. Nothing is kept between the two but the leaves, which take no memory, and the
+edges of the graph: what was sent ends with the forward pass, unless a layer keeps it.
 
 Messages are sent when they are made and waited for when their reader is known to have them. The
 next one from each rank is asked for before it is needed, so that it can arrive meanwhile.
@@ -144,10 +145,15 @@ class _Run:
     def _forward(self, action: Action) -> None:
         stage, micro = action.stage, self.work[action.micro]
         entered = self._receive(action) if stage else {}
+        leaves: dict[str, Tensor] = {}
+        if self.training:
+            leaves = {name: _leaf(x) for name, x in entered.items()}
+            entered = {name: _Enter.apply(leaves[name], x) for name, x in entered.items()}
         last = stage == len(self.model.stages) - 1
         with self.executor.timed("forward", action):
             self.model.clock.at(micro.rows)
             state = State(**entered)  # type: ignore[arg-type]
+            del entered
             for i in self.model.stages[stage]:
                 self.executor.links[i].run(state, micro.batch)
             if last:
@@ -160,10 +166,10 @@ class _Run:
             # Backward begins at these edges, and needs no tensor that was sent.
             roots = [get_gradient_edge(x) for x in made] if self.training else []
         if self.training:
-            self._kept[stage, action.micro] = entered, roots
+            self._kept[stage, action.micro] = leaves, roots
 
     def _backward(self, action: Action) -> None:
-        entered, roots = self._kept.pop((action.stage, action.micro))
+        leaves, roots = self._kept.pop((action.stage, action.micro))
         last = action.stage == len(self.model.stages) - 1
         grads = None if last else [*self._receive(action).values()]
         complete = self.complete[action]
@@ -172,7 +178,7 @@ class _Run:
             with self._summing(complete):
                 torch.autograd.backward(roots, grads)
         if action.stage:
-            self._send(action, [_gradient(x) for x in entered.values()])
+            self._send(action, [_gradient(leaf) for leaf in leaves.values()])
 
     def _summing(self, complete: Collection[nn.Parameter]) -> Any:
         return self.executor.sums.last_backward(complete) if complete else nullcontext()
@@ -219,12 +225,29 @@ class _Run:
         forward = action.kind == "forward"
         stage = action.stage if forward else action.stage + 1
         batch = self.work[action.micro].batch
-        return self.border.entering(stage, batch, requires_grad=forward and self.training)
+        return self.border.entering(stage, batch)
 
     def _let_go(self, message: Action) -> None:
         """Wait for a message of this rank, whose reader has it, and free its memory."""
         for pending in self._sent.pop(message, []):
             pending.wait()
+
+
+class _Enter(torch.autograd.Function):
+    """x as a stage reads it; its gradient is the leaf's."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """Of the shape of x, without its memory."""
+    return x.new_empty(()).expand(x.shape).requires_grad_()
 
 
 def _gradient(x: Tensor) -> Tensor:

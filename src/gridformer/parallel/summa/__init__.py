@@ -13,6 +13,7 @@ from gridformer.parallel.summa.products import (
     product_ab,
     product_abt,
     product_atb,
+    whole_column,
 )
 from gridformer.parallel.summa.schedules import Broadcast, Gather, Pipelined, Schedule
 
@@ -32,4 +33,5 @@ __all__ = [
     "product_abt",
     "product_atb",
     "rms_norm_backward",
+    "whole_column",
 ]

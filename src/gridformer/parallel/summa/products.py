@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gridformer import comm
 from gridformer.comm import Axes, Pending
+from gridformer.parallel.ends import LABEL
 from gridformer.parallel.summa.norms import Normed, normalise, normalise_backward
 from gridformer.parallel.summa.operands import OneHotOperand, Operand
 from gridformer.parallel.summa.schedules import Gather, Schedule
@@ -36,6 +38,7 @@ class WeightCell:
         self.source: Callable[[], tuple[Tensor, Schedule]] | None = None  # for `fetch`
         self.after: WeightCell | None = None  # the next product's, in forward order
         self.before: WeightCell | None = None
+        self.ends_block = False  # the next product is of another block
         self._open = False
         self._operands: dict[torch.dtype, Operand] = {}
 
@@ -78,14 +81,21 @@ class Keep:
         return self.weight.operand(weight, dtype)
 
     def fetch_after(self, dtype: torch.dtype) -> None:
-        """While this product multiplies, the next one's weight may travel."""
-        if self.weight is not None and self.weight.after is not None:
+        """While this product multiplies, the next one's weight may travel. Not that of the next
+        block where this one is computed again: backward has left that behind."""
+        if self.weight is None or self.weight.after is None:
+            return
+        if not (self.weight.ends_block and _in_backward()):
             self.weight.after.fetch(dtype)
 
     def fetch_before(self, dtype: torch.dtype) -> None:
         """The same in the backward pass, where the product before this one is the next."""
         if self.weight is not None and self.weight.before is not None:
             self.weight.before.fetch(dtype)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 NOTHING = Keep()
@@ -168,6 +178,28 @@ def lookup(
     """
     out: Tensor = _Lookup.apply(tokens, table, schedule, axes, output_stays, keep)
     return out
+
+
+def whole_column(b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep = NOTHING) -> Tensor:
+    """Differentiable: all of a weight's column in `dtype`, [K/r, N/c] to [K, N/c].
+
+    For several products in turn, on a grid of one row: the weight travels once for all of them, and
+    so does the sum of its gradients.
+    """
+    out: Tensor = _WholeColumn.apply(b, dtype, schedule, keep)
+    return out
+
+
+class _WholeColumn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep) -> Tensor:
+        ctx.row, ctx.dtype = schedule.row, b.dtype
+        return schedule.whole_column(keep.weight_operand(b, dtype)).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = comm.start_reduce_scatter(grads[0].contiguous(), ctx.row, 0, LABEL)
+        return grad.wait().to(ctx.dtype), None, None, None
 
 
 class _AB(torch.autograd.Function):

@@ -1,0 +1,123 @@
+"""A loss over parts of the tokens: the same numbers, without the logits of all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gridformer.memory.ledger import Ledger
+from gridformer.models.blocks import IGNORE, CrossEntropy, InParts
+
+H = 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Head(nn.Module):
+    def __init__(self, v: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.norm = nn.LayerNorm(H, dtype=dtype)
+        self.table = nn.Parameter(torch.randn(v, H, generator=generator).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)
+        return F.linear(x, self.table.to(x.dtype))
+
+
+def loss_of(
+    tokens: int, x: Tensor, targets: Tensor, head: Head, smoothing: float
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and 3 times its gradients."""
+    x = x.detach().clone().requires_grad_()
+    loss = CrossEntropy(smoothing).train()
+    parameters = list(head.parameters())
+    found = InParts(tokens)(x, targets, head, loss, parameters)
+    return found.detach(), list(torch.autograd.grad(3.0 * found, (x, *parameters)))
+
+
+def data(b: int, s: int, v: int, ignored: float) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(b * 100 + s)
+    targets = torch.randint(0, v, (b, s), generator=generator)
+    dropped = torch.rand(b, s, generator=generator) < ignored
+    x = torch.randn(b, s, H, generator=generator, dtype=torch.float64)
+    return x, torch.where(dropped, IGNORE, targets)
+
+
+@settings(max_examples=40)
+@given(
+    b=st.integers(1, 4),
+    s=st.integers(1, 13),
+    tokens=st.integers(0, 60),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    ignored=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_parts_add_up(b: int, s: int, tokens: int, smoothing: float, ignored: float) -> None:
+    """Loss and gradients, whatever does not divide; also where no target of a part counts."""
+    head = Head(11, torch.float64)
+    x, targets = data(b, s, 11, ignored)
+    want, gradients = loss_of(0, x, targets, head, smoothing)
+    got, found = loss_of(tokens, x, targets, head, smoothing)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, gradients, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        again = InParts(tokens)(x, targets, head, CrossEntropy(smoothing).train(), [])
+    torch.testing.assert_close(again, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_add_up_in_bfloat16(parameters: torch.dtype) -> None:
+    """Activations in bfloat16: of gradients no more is lost than without parts, against float64.
+    Where parameters are in bfloat16, too, hundreds of parts are added up in float32."""
+    head = Head(11, parameters)
+    x, targets = data(4, 128, 11, 0.1)
+    _, right = loss_of(0, x, targets, copy.deepcopy(head).double(), 0.0)
+    whole, (_, *want) = loss_of(0, x.bfloat16(), targets, head, 0.0)
+    parts, (_, *got) = loss_of(4, x.bfloat16(), targets, head, 0.0)
+    assert [g.dtype for g in got] == 3 * [parameters]
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=0.0)
+    for ours, other, exact in zip(got, want, right[1:]):
+        scale = float(exact.abs().max())
+        lost, lost_whole = (float((g.double() - exact).abs().max()) / scale for g in (ours, other))
+        assert lost < max(1.1 * lost_whole, 0.005)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_logits_exist_for_one_part_at_a_time(training: bool) -> None:
+    """Counted in bytes. With the whole loss they and what is made of them are several times b s v
+    elements; in parts nothing is larger than a part's logits, and few of them live together."""
+    b, s, v, tokens = 4, 64, 500, 32
+    head, (x, targets) = Head(v, torch.float32), data(b, s, v, 0.2)
+    x = x.float().requires_grad_()
+    part, rest = tokens * v * 4, 3 * v * H * 4  # the table's gradient: its sum, a part's, made
+
+    def run(tokens: int) -> tuple[int, int]:
+        """The peak above the start, and the largest storage, in bytes."""
+        with Ledger() as ledger, torch.set_grad_enabled(training):
+            ledger.mark([x, targets, *head.parameters()], "before")
+            before = ledger.live()
+            found = InParts(tokens)(x, targets, head, CrossEntropy(), list(head.parameters()))
+            if training:
+                found.backward()
+        return ledger.peak()[1] - before, max(e.n_bytes for e in ledger.entries if not e.kind)
+
+    peak, largest = run(0)
+    assert largest == b * s * v * 4
+    assert peak >= 2 * largest
+    peak, largest = run(tokens)
+    assert largest == part
+    assert peak <= (3 if training else 2) * part + rest

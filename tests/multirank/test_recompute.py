@@ -1,0 +1,391 @@
+"""What recomputation multiplies again, what it keeps, and what it sends, counted."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gridformer.batch import Batch
+from gridformer.comm import record
+from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
+from gridformer.memory.ledger import Ledger
+from gridformer.models import Model, build_model
+from gridformer.models.blocks import Layer, Linear, RecomputeMode
+from gridformer.parallel import build_parallel
+from gridformer.parallel.fsdp import Gathering, Unit
+from gridformer.parallel.grid import weights_kept
+from gridformer.parallel.pipeline.border import Border
+from gridformer.train.step import Stepper
+from tests.choosing import full_unless
+from tests.multirank.exactness import CPU, axes_of, batches_of, tiny
+from tests.multirank.matrix import MODELS
+from tests.multirank.pool import WorkerPool
+
+Layout = dict[str, Any]
+
+B = 12
+SINGLE: Layout = {}
+MEGATRON: Layout = {"scheme": "megatron", "cols": 4}
+SEQUENCE: Layout = {**MEGATRON, "sequence_parallel": True}
+OPTIMUS: dict[str, Layout] = {
+    schedule: {
+        "scheme": "optimus",
+        "rows": 2,
+        "cols": 2,
+        "schedule": schedule,
+        "keep_gathered": "none",
+    }
+    for schedule in ("gather", "broadcast", "pipelined")
+}
+SUPER: Layout = {"scheme": "subgraph", "branches": 4}
+FIRST: Layout = {**SUPER, "common": "first"}
+SCHEMES: dict[str, Layout] = {
+    "single": SINGLE,
+    "megatron": MEGATRON,
+    "sequence": SEQUENCE,
+    **OPTIMUS,
+    "D&SP": SUPER,
+    "cSub": FIRST,
+}
+
+
+def config_of(family: str, **changes: Any) -> ModelConfig:
+    return tiny(**{"max_seq_len": 12, "dropout": 0.1, **MODELS[family], **changes})
+
+
+def start(
+    layout: Layout, config: ModelConfig, recompute: RecomputeMode, dtype: str = "float32"
+) -> tuple[Model, Batch, LayoutConfig]:
+    """This rank's part of a model, and of a batch of B sequences."""
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan)
+    model = build_parallel(config, plan, axes, 1, CPU, dtype)
+    model.recomputes(recompute)
+    each = B // axes.batch.size
+    rows = slice(axes.batch.index * each, (axes.batch.index + 1) * each)
+    model.clock.at(rows)
+    batch = {key: value[rows] for key, value in batches_of(0, config, B).items()}
+    return model.train(), batch, plan
+
+
+def loss_of(model: Model, batch: Batch) -> Tensor:
+    losses = [*model.losses(batch).values()]
+    return sum(losses[1:], losses[0])
+
+
+# --------------------------------------------------------------------------- products
+
+
+class Multiplications(TorchDispatchMode):
+    """Of elements in products of matrices, those inside attention left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            left, right = args[-2:]
+            self.n += left.shape[0] * left.shape[1] * right.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def multiplied(
+    layout: Layout, config: ModelConfig, recompute: RecomputeMode, dtype: str
+) -> tuple[int, int, int]:
+    """By one rank forward and backward, and how often attention runs in the backward pass."""
+    model, batch, _ = start(layout, config, recompute, dtype)
+    with weights_kept(model):
+        with Multiplications() as forward:
+            loss = loss_of(model, batch)
+        fused = F.scaled_dot_product_attention
+        with (
+            patch.object(F, "scaled_dot_product_attention", wraps=fused) as again,
+            Multiplications() as backward,
+        ):
+            loss.backward()
+    return forward.n, backward.n, again.call_count
+
+
+def layers_of(config: ModelConfig) -> list[Layer]:
+    with torch.device("meta"):
+        return [module for module in build_model(config).modules() if isinstance(module, Layer)]
+
+
+def products_of(config: ModelConfig) -> tuple[int, int]:
+    """By all ranks in a forward pass: in all blocks, and in the last product of each."""
+    layers, s = layers_of(config), config.max_seq_len
+    tokens = {"tokens": B * s, "source": 2 * B * s}  # as `batches_of` makes them
+
+    def of(linear: Linear) -> int:
+        return linear.weight.numel() * tokens[linear.role.reads]
+
+    inside = [of(m) for layer in layers for m in layer.modules() if isinstance(m, Linear)]
+    return sum(inside), sum(of(layer.mlp.down) for layer in layers)
+
+
+PRODUCTS = [
+    (scheme, family, dtype)
+    for family in MODELS
+    for scheme in SCHEMES
+    for dtype in ("float32", "bfloat16")
+]
+
+
+def quick(case: tuple[str, str, str]) -> bool:
+    """Pre-norm under every scheme; post-norm, and casting, where products are of another kind."""
+    scheme, family, dtype = case
+    if dtype == "bfloat16":
+        return scheme in ("single", "gather") and family == "GPT-2"
+    post = scheme in ("sequence", "gather", "cSub") and family == "Transformer"
+    return family == "GPT-2" or scheme == "single" or post
+
+
+@pytest.mark.parametrize(
+    ("scheme", "family", "dtype"), full_unless(quick, PRODUCTS, unpack=True), ids=lambda name: name
+)
+def test_all_but_the_last_product_is_multiplied_again(
+    pool: WorkerPool, scheme: str, family: str, dtype: str
+) -> None:
+    """Where a norm reads the last product (post-norm) that is, too. Selective recomputation
+    multiplies nothing again but what is inside attention."""
+    config, layout = config_of(family), SCHEMES[scheme]
+    n = LayoutConfig(**layout).n_processes
+    inside, last = products_of(config)
+    again = inside - (0 if config.norm_position == "post" else last)
+    plain, full, selective = (
+        pool.run(n, multiplied, layout, config, mode, dtype)
+        for mode in ("none", "full", "selective")
+    )
+    for (forward, backward, _), mine in zip(plain, full):
+        assert mine[:2] == (forward, backward + again // n)
+    for (forward, backward, attentions), mine in zip(plain, selective):
+        assert mine[:2] == (forward, backward)
+        assert attentions == 0
+        assert mine[2] == sum(1 + layer.crossed for layer in layers_of(config))
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
+    """Bytes that one rank holds after a forward pass and did not before."""
+    model, batch, _ = start(layout, config, recompute)
+    with weights_kept(model), Ledger() as ledger:
+        ledger.mark([*model.parameters(), *batch.values()], "before")
+        loss = loss_of(model, batch)
+        time.sleep(0.02)  # gloo's threads let go of a message a moment after it is waited for
+        found = sum(e.n_bytes for e in ledger.entries if e.died is None and e.kind != "before")
+        assert loss.requires_grad
+    return found
+
+
+def one_layer(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> float:
+    """Of `kept`, what each layer adds."""
+    fewer = config.model_copy(update={"n_layers": 1, "n_decoder_layers": 1})
+    more = config.model_copy(update={"n_layers": 3, "n_decoder_layers": 1})
+    return (kept(layout, more, recompute) - kept(layout, fewer, recompute)) / 2
+
+
+KEPT = [(scheme, family) for family in MODELS for scheme in SCHEMES]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "family"),
+    full_unless(lambda case: case[1] in ("GPT-2", "T5"), KEPT, unpack=True),
+    ids=lambda name: name,
+)
+def test_a_block_keeps_its_share_of_its_input_alone(
+    pool: WorkerPool, scheme: str, family: str
+) -> None:
+    """N b s h / p elements, exactly, on every rank and under every scheme: no statistics, masks of
+    dropout, scores. What layers share (masks of scores, an encoder's result) is kept once."""
+    config, layout = config_of(family), SCHEMES[scheme]
+    n = LayoutConfig(**layout).n_processes
+    s = config.max_seq_len * (2 if config.two_stacks else 1)  # an encoder's layers are counted
+    share = 4 * B * s * config.hidden_size / n
+    assert pool.run(n, one_layer, layout, config, "full") == [share] * n
+
+
+@pytest.mark.parametrize("scheme", full_unless(lambda name: name == "gather", SCHEMES))
+def test_selective_keeps_no_probabilities(pool: WorkerPool, scheme: str) -> None:
+    """Of attention with dropout of probabilities: no more than of fused attention without, where
+    each layer would keep several times b n s s numbers more."""
+    layout = SCHEMES[scheme]
+    n = LayoutConfig(**layout).n_processes
+    plain, dropped = (config_of("GPT-2", attention_dropout=p) for p in (0.0, 0.1))
+    scores = 4 * B * config_of("GPT-2").n_heads * plain.max_seq_len**2 / n
+    fused = pool.run(n, one_layer, layout, plain, "none")
+    unfused = pool.run(n, one_layer, layout, dropped, "none")
+    selective = pool.run(n, one_layer, layout, dropped, "selective")
+    for without, with_scores, mine in zip(fused, unfused, selective):
+        assert with_scores > without + 2 * scores
+        assert mine <= without
+
+
+def entered(layout: Layout) -> tuple[int, int]:
+    """Bytes of what this rank's stage received that live when its first backward pass begins, and
+    of all that it received until then."""
+    torch.set_num_threads(1)
+    config, plan = config_of("GPT-2"), LayoutConfig(**layout)
+    axes = axes_of(plan)
+    model = build_parallel(config, plan, axes, 1, CPU)
+    stepper = Stepper(model, TrainConfig(global_batch=B, recompute="full"), axes, plan)
+    batch = batches_of(0, config, B)
+    seen: list[tuple[int, int]] = []
+    entering, backward = Border.entering, torch.autograd.backward
+
+    def marked(self: Border, *args: Any) -> dict[str, Tensor]:
+        found = entering(self, *args)
+        ledger.mark(found.values(), "entering")
+        return found
+
+    def watched(*args: Any) -> None:
+        mine = [e for e in ledger.entries if e.kind == "entering"]
+        seen.append((sum(e.n_bytes for e in mine if e.died is None), sum(e.n_bytes for e in mine)))
+        backward(*args)
+
+    with (
+        Ledger() as ledger,
+        patch.object(Border, "entering", marked),
+        patch.object(torch.autograd, "backward", watched),
+    ):
+        stepper(0, lambda rows: {key: value[rows] for key, value in batch.items()})
+    return seen[0]
+
+
+def test_a_pipeline_keeps_no_more(pool: WorkerPool) -> None:
+    """Where all devices of a stage receive the same, what was received ends with the forward pass
+    and the shares of it stay; where parts of it are received, the first layer keeps them."""
+    pipeline = {"pp": 2, "micro_batches": 3, "pipeline": "gpipe", "cols": 2}
+    whole = 4 * B * 12 * 48
+    found = pool.run(4, entered, {**pipeline, "scheme": "megatron"})
+    assert [came for _, came in found[2:]] == [whole] * 2
+    assert [alive for alive, _ in found[2:]] == [0] * 2
+    found = pool.run(4, entered, {**pipeline, "scheme": "megatron", "sequence_parallel": True})
+    assert found[2:] == [(whole // 2, whole // 2)] * 2
+
+
+# --------------------------------------------------------------------------- messages
+
+
+def sent(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> Counter[str]:
+    """Elements of a forward and a backward pass: of activations on `col`, of weights on `row`, of
+    blocks' inputs as `kept`."""
+    model, batch, _ = start(layout, config, recompute)
+    with weights_kept(model), record() as recorder:
+        loss_of(model, batch).backward()
+    found: Counter[str] = Counter()
+    for r in recorder.records:
+        found[r.label if r.label == "kept" else r.axis] += int(r.moved)
+    return found
+
+
+@pytest.mark.parametrize("family", ["GPT-2", "BERT"])
+def test_what_is_computed_again_sends_again(pool: WorkerPool, family: str) -> None:
+    """A block's messages forward, but for the last product's (unless a norm reads it); and what was
+    cut of blocks' inputs, once. On a grid no weight is gathered that backward does not read."""
+    config = config_of(family, norm_position="post" if family == "BERT" else "pre")
+    h, bsh = config.hidden_size, B * config.max_seq_len * config.hidden_size
+    post, n_layers = config.norm_position == "post", config.n_layers
+
+    def more(layout: Layout) -> Counter[str]:
+        plain, full = (pool.run(4, sent, layout, config, mode) for mode in ("none", "full"))
+        (found,) = {tuple(sorted((b - a).items())) for a, b in zip(plain, full)}
+        return Counter(dict(found))
+
+    reduces = 2 if post else 1
+    assert more(MEGATRON) == {
+        "col": n_layers * reduces * 2 * bsh * 3 // 4,
+        "kept": n_layers * bsh * 3 // 4,
+    }
+    weights = (12 if post else 8) * h * h
+    assert more(OPTIMUS["gather"])["row"] == n_layers * weights // 4
+
+
+# --------------------------------------------------------------------------- parameters cut (fsdp)
+
+
+def gathered(
+    layout: Layout, family: str, recompute: RecomputeMode
+) -> tuple[float, float, list[tuple[int, bool]]]:
+    """Of one step: elements of parameters that travel to this rank, those of the formula in
+    gridformer.parallel.fsdp, and the layers that were gathered, with whether they were on their
+    way before."""
+    torch.set_num_threads(1)
+    config, plan = config_of(family), LayoutConfig(**layout)
+    axes = axes_of(plan)
+    model = build_parallel(config, plan, axes, 1, CPU)
+    stepper = Stepper(model, TrainConfig(global_batch=16, recompute=recompute), axes, plan)
+    gathering = model.gathering
+    assert isinstance(gathering, Gathering)
+    batch = batches_of(0, config, 16)
+    found: list[tuple[int, bool]] = []
+    gather = Unit.gather
+
+    def watched(unit: Unit) -> None:
+        if not unit.whole and unit in gathering.layers:
+            found.append((gathering.layers.index(unit), unit._coming is not None))
+        gather(unit)
+
+    with record() as recorder, patch.object(Unit, "gather", watched):
+        stepper(0, lambda rows: {key: value[rows] for key, value in batch.items()})
+
+    def comes(unit: Unit) -> int:
+        """Elements from other replicas."""
+        return sum((parcel.axis.size - 1) * parcel.share for parcel in unit._parcels)
+
+    layers = sum(map(comes, gathering.layers))
+    said = 2 * plan.micro_batches * layers + comes(gathering.rest)
+    return recorder.moved("parameters"), said, found
+
+
+FSDP: dict[str, Layout] = {
+    "replicas": {},
+    "megatron": {"scheme": "megatron", "cols": 2},
+    "grid": {"scheme": "optimus", "rows": 2, "cols": 1},
+    "grid, weights kept": {"scheme": "optimus", "rows": 2, "keep_gathered": "weights"},
+    "pipeline": {"pp": 2, "pipeline": "1f1b"},
+    "D&SP": {"scheme": "subgraph", "branches": 2},
+    "cSub": {"scheme": "subgraph", "branches": 2, "common": "first"},
+}
+
+
+def quick_fsdp(case: tuple[str, str]) -> bool:
+    return case in (
+        ("replicas", "GPT-2"),
+        ("grid", "GPT-2"),
+        ("grid", "Transformer"),
+        ("pipeline", "GPT-2"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    full_unless(quick_fsdp, [(n, f) for f in ("GPT-2", "Transformer") for n in FSDP], unpack=True),
+)
+def test_parameters_come_twice_and_ahead(pool: WorkerPool, name: str, family: str) -> None:
+    """A layer's parameters are gathered once forward and once for its backward pass, in which it is
+    computed again; all but the first of each pass are on their way before they are needed."""
+    layout = {**FSDP[name], "dp": 2, "dp_mode": "fsdp", "micro_batches": 2}
+    n = LayoutConfig(**layout).n_processes
+    plain = pool.run(n, gathered, layout, family, "none")
+    again = pool.run(n, gathered, layout, family, "full")
+    for (_, _, before), (moved, said, found) in zip(plain, again):
+        assert moved == said
+        assert found == before
+        late = [layer for layer, ahead in found if not ahead]
+        passes = 2 * 2  # forward and backward, micro-batches
+        assert len(late) <= passes
