@@ -128,11 +128,17 @@ def _states_held(run: RunConfig) -> float:
 
     Gradients of several micro-batches are summed whole (gridformer.parallel.sharding).
     """
-    layout, part = run.layout, 1 / run.layout.dp
-    if layout.dp_mode == "replicate":
-        return 4.0
-    gradient = part if layout.micro_batches == 1 else 1.0
-    return (1.0 if layout.dp_mode == "zero1" else part) + gradient + 2 * part
+    layout, train = run.layout, run.train
+    part = 1.0 if layout.dp_mode == "replicate" else 1 / layout.dp
+    value = part if layout.dp_mode == "fsdp" else 1.0
+    gradient, moments = part, 2 * part
+    if layout.micro_batches > 1:
+        gradient = 1.0
+    elif train.update == "in_backward":
+        gradient /= run.model.n_layers
+    if train.offload == "optimizer" and train.device != "cpu":
+        moments = 0.0
+    return value + gradient + moments
 
 
 def _times_over_replicas(run: RunConfig) -> int:

@@ -186,3 +186,15 @@ def test_batches_have_the_shapes_of_real_ones(
 def test_layouts_larger_than_this_machine_need_no_group_here() -> None:
     foretell_rank(a_run({**OPTIMUS, "dp": 2}, {}, {}), 5)
     assert not torch.distributed.is_initialized()
+
+
+def test_offloaded_moments_are_not_on_the_device() -> None:
+    model = {"n_layers": 6}
+    plain = foretell_rank(a_run({}, model, {"device": "cuda"}), 0)
+    away = foretell_rank(a_run({}, model, {"device": "cuda", "offload": "optimizer"}), 0)
+    assert plain.host == 0
+    assert away.host == plain.by_kind["optimizer"]
+    assert "optimizer" not in away.by_kind
+    assert plain.between - away.between == away.host
+    on_cpu = foretell_rank(a_run({}, model, {"device": "cpu", "offload": "optimizer"}), 0)
+    assert on_cpu.host == 0, "there both memories are one"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,13 +76,13 @@ class Account:
 
 
 def take_account(
-    stepper: Stepper, rank: int, step: Callable[[], object], host: Iterable[Tensor] = ()
+    stepper: Stepper, rank: int, step: Callable[[], object], host: Sequence[Tensor] = ()
 ) -> Account:
     """Watch one optimizer step.
 
     Args:
         step: runs it. The optimizer's state exists already.
-        host: tensors that lie in the host's memory.
+        host: of that, what would lie in the host's memory and not in the device's.
     """
     ledger = Ledger()
     model, updates = stepper.model, stepper.updates
@@ -92,6 +92,7 @@ def take_account(
         held |= {id(p): p for p in (parameter, part) if p is not None}
     ledger.mark(held.values(), "parameters")
     ledger.mark((t for state in updates.state.values() for t in state.values()), "optimizer")
+    in_host = ledger.leave_out(host)
     between, start = ledger.live(), ledger.now
     with _watching(stepper, ledger, [*held.values()]) as done, ledger:
         step()
@@ -105,7 +106,7 @@ def take_account(
         _moment(ledger, when, done),
         {kind: by_kind[kind] for kind in KINDS if by_kind[kind]},
         between,
-        sum(tensor.untyped_storage().nbytes() for tensor in host),
+        in_host,
         _timeline(ledger, start, done),
     )
 

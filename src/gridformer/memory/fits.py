@@ -14,7 +14,7 @@ from gridformer.hardware import GIB, free_memory
 from gridformer.launch import joined
 from gridformer.layout import check
 from gridformer.memory.account import Account
-from gridformer.memory.foretell import foretell
+from gridformer.memory.foretell import foretell, on_gpu
 from gridformer.memory.ranks import largest_ranks
 from gridformer.models import build_model
 
@@ -180,13 +180,6 @@ def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
     except (ValueError, ConfigError):
         return None
     return other
-
-
-def on_gpu(run: RunConfig) -> bool:
-    """Whether the run's tensors lie on GPUs, as far as can be told here."""
-    if run.train.device == "auto":
-        return torch.cuda.is_available()
-    return run.train.device == "cuda"
 
 
 def at_most(run: RunConfig) -> int:

@@ -70,7 +70,17 @@ def foretell_rank(run: RunConfig, rank: int) -> Account:
                 stepper(0, partial(rows_like, run))
                 del rest  # micro-batches are read at the step's beginning, all of them
 
-            return take_account(stepper, rank, step)
+            host: list[Tensor] = []
+            if train.offload == "optimizer" and on_gpu(run):
+                host = [t for state in stepper.updates.state.values() for t in state.values()]
+            return take_account(stepper, rank, step, host)
+
+
+def on_gpu(run: RunConfig) -> bool:
+    """Whether the run's tensors lie on GPUs, as far as can be told here."""
+    if run.train.device == "auto":
+        return torch.cuda.is_available()
+    return run.train.device == "cuda"
 
 
 @contextmanager

@@ -71,6 +71,15 @@ class Ledger(TorchDispatchMode):
             if entry is not None:
                 entry.kind = kind
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> int:
+        """Do not count some tensors, which are elsewhere; returns their bytes."""
+        n_bytes = 0
+        for tensor in tensors:
+            entry = self._see(tensor)
+            if entry is not None:
+                n_bytes, entry.n_bytes = n_bytes + entry.n_bytes, 0
+        return n_bytes
+
     def __enter__(self) -> Ledger:
         _open.append(self)
         super().__enter__()

@@ -88,7 +88,7 @@ def write_page(
                     row=row,
                     col=1,
                 )
-        for when, phase in _main_phases(line.phases):
+        for when, phase in _main_phases(line.phases, line.times[-1]):
             figure.add_vline(
                 x=when,
                 line={"width": 1, "dash": "dot", "color": "#555"},
@@ -110,13 +110,14 @@ def write_page(
     figure.write_html(path, include_plotlyjs=True, full_html=True)
 
 
-def _main_phases(phases: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Where a phase of the step begins; of many micro-batches none, which would hide the plot."""
+def _main_phases(phases: Sequence[tuple[int, str]], end: int) -> list[tuple[int, str]]:
+    """Where a phase of the step begins, if there is room for its name: the last of those that begin
+    together; of many micro-batches none, which would hide the plot."""
     kept = [one for one in phases if one[1] not in ("send", "recv", "read the batch")]
-    return kept if len(kept) <= 12 else [one for one in kept if one[1] not in _PASSES]
-
-
-_PASSES = ("forward", "backward")
+    if len(kept) > 12:
+        kept = [one for one in kept if one[1] not in ("forward", "backward")]
+    begins = [when for when, _ in kept[1:]] + [end]
+    return [one for one, after in zip(kept, begins) if after - one[0] > 0.02 * end]
 
 
 def _title(run: RunConfig) -> str:
