@@ -11,7 +11,7 @@ import typer
 def memory(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN.yaml", help="A run file, or the name of a shipped one: demo."),
+        typer.Argument(metavar="RUN.yaml", help="A run file, or a shipped model: gpt2-1.5b."),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -40,6 +40,8 @@ def memory(
     gridformer memory demo
 
     gridformer memory my.yaml layout.rows=8 layout.cols=8 --budget 80
+
+    gridformer memory gpt2-124m train.global_batch=32 train.dtype=bfloat16
 
     gridformer memory my.yaml train.recompute=full --html memory.html
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gridformer.config import RunConfig, load_run
+from gridformer.config import RunConfig, load_run, model_names, parse_run
 from gridformer.data import TokenFolder, resolve
 from gridformer.errors import CheckpointError, ConfigError, DataError
 from gridformer.launch import check_devices
@@ -80,8 +80,13 @@ def read_run_without_data(
 ) -> RunConfig:
     """The same, where its data need not be here: model.vocab_size and lengths are then its own.
 
-    Raises ConfigError.
+    path: may also be the name of a shipped model, with all else by override. Raises ConfigError.
     """
+    if str(path) in model_names() and not Path(path).exists():
+        sections = {"name": str(path), "model": str(path), "data": {"path": Path()}}
+        run = parse_run(sections, overrides)
+        check(run)
+        return run
     run = load_run(path, overrides)
     if run.data.path.exists():
         return read_run(path, overrides)
