@@ -34,7 +34,7 @@ class Limit:
 
 
 def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
-    """Peaks rise by the same with every unit, but for rounding: so a few are enough."""
+    """Peaks rise by the same with every unit, once activations count: so a few are enough."""
     scaling = SCALINGS[scaling_name]
     layout = schemes(processes)[title]
     spread = layout.branches if layout.common == "all" else 1
@@ -48,19 +48,21 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
             found[units] = max(each, key=lambda account: account.peak)
         return found[units].peak
 
-    low, high = 1, 9
-    if peak(low) > scaling.budget:
-        return Limit(0, unit, peak(low), peak(low), found[low].between)
-    slope = max(1, (peak(high) - peak(low)) // (high - low))
-    units = max(1, low + (scaling.budget - peak(low)) // slope)
-    while peak(units) > scaling.budget:
-        over = peak(units) - scaling.budget
-        units = max(1, units - max(1, over // slope))
-    while peak(units + 1) <= scaling.budget:
-        units += max(1, (scaling.budget - peak(units)) // slope)
-        while peak(units) > scaling.budget:
-            units -= 1
-    return Limit(units * unit, unit, peak(units), peak(units + 1), found[units].between)
+    if peak(1) > scaling.budget:
+        return Limit(0, unit, peak(1), peak(1), found[1].between)
+    low, high = 1, 8
+    while peak(high) <= scaling.budget:
+        low, high = high, 4 * high
+    while high - low > 1:  # where the line through both ends meets the budget, or right behind it
+        rise = (scaling.budget - peak(low)) / (peak(high) - peak(low))
+        units = min(max(low + int(rise * (high - low)), low + 1), high - 1)
+        if peak(units) > scaling.budget:
+            high = units
+        else:
+            low = units
+            if peak(units + 1) > scaling.budget:
+                high = units + 1
+    return Limit(low * unit, unit, peak(low), peak(high), found[low].between)
 
 
 def measure(run: RunConfig, out: Path) -> None:
