@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gridformer.memory.ledger import Entry, Ledger
+from gridformer.memory.ledger import Entry, Ledger, in_backward
 from gridformer.models import blocks
 from gridformer.parallel import norms as grid_norms
 from gridformer.parallel.pipeline import Event
@@ -128,7 +127,7 @@ def _watching(
     def enters(kind: str, name: str) -> Callable[..., None]:
         def before(*_: Any) -> None:
             stack.append(ledger.place)
-            again = "again, " if torch._C._current_graph_task_id() != -1 else ""
+            again = "again, " if in_backward() else ""
             ledger.at(f"{kind}|{again}forward of {name}")
 
         return before

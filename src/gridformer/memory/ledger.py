@@ -136,13 +136,13 @@ class Ledger(TorchDispatchMode):
         return self.now
 
     def _entry(self, n_bytes: int, kind: str = "") -> Entry:
-        entry = Entry(n_bytes, self._tick(), self.place, kind, in_backward=_in_backward())
+        entry = Entry(n_bytes, self._tick(), self.place, kind, in_backward=in_backward())
         self.entries.append(entry)
         return entry
 
     def _end(self, entry: Entry) -> None:
         entry.died = self._tick()
-        entry.until_backward = _in_backward() and not entry.in_backward
+        entry.until_backward = in_backward() and not entry.in_backward
 
     # ------------------------------------------------------------------ reading the log
 
@@ -184,5 +184,6 @@ class Ledger(TorchDispatchMode):
         return found
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether this is done by a backward pass, or computed again for one."""
     return torch._C._current_graph_task_id() != -1

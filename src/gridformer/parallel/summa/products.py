@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm import Axes, Pending
+from gridformer.memory.ledger import in_backward
 from gridformer.parallel.ends import LABEL
 from gridformer.parallel.summa.norms import Normed, normalise, normalise_backward
 from gridformer.parallel.summa.operands import OneHotOperand, Operand
@@ -85,17 +86,13 @@ class Keep:
         block where this one is computed again: backward has left that behind."""
         if self.weight is None or self.weight.after is None:
             return
-        if not (self.weight.ends_block and _in_backward()):
+        if not (self.weight.ends_block and in_backward()):
             self.weight.after.fetch(dtype)
 
     def fetch_before(self, dtype: torch.dtype) -> None:
         """The same in the backward pass, where the product before this one is the next."""
         if self.weight is not None and self.weight.before is not None:
             self.weight.before.fetch(dtype)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 NOTHING = Keep()
