@@ -61,21 +61,31 @@ class Dropout(nn.Module):
 
 @dataclass(frozen=True)
 class Mask:
-    """Which elements of a [b, s, h] stay, as a factor: 0, or 1 / (1 - p)."""
+    """Which elements of a [b, s, h] stay: they are multiplied by 1 / (1 - p), the others by 0."""
 
     key: int
     first_sample: int
     block: tuple[int, int]
     p: float
 
-    def factor(self, x_BSH: Tensor) -> Tensor:
-        """Of the shape, type and device of x."""
+    def times(self, x_BSH: Tensor) -> Tensor:
+        """x masked. Some rows at a time: the integers that decide take several times x's memory."""
         b, s, h = x_BSH.shape
         samples = indices(self.first_sample, b, x_BSH).view(b, 1)
         tokens = indices(self.block[0] * s, s, x_BSH)
+        rows = rng.join(samples, tokens).view(-1)
         columns = indices(self.block[1] * h, h, x_BSH)
-        keep = rng.keep(self.key, rng.join(samples, tokens), columns, self.p)
-        return keep.to(x_BSH.dtype).mul_(1.0 / (1.0 - self.p))
+        flat = x_BSH.reshape(-1, h)
+        out = torch.empty_like(flat)
+        n_rows = max(1, _AT_ONCE[x_BSH.is_cuda] // h)
+        for start in range(0, len(flat), n_rows):
+            some = slice(start, start + n_rows)
+            torch.mul(flat[some], rng.keep(self.key, rows[some], columns, self.p), out=out[some])
+        return out.mul_(1.0 / (1.0 - self.p)).view_as(x_BSH)
+
+
+# Elements; on a GPU (True) many, since there each piece costs a launch.
+_AT_ONCE = {False: 1 << 18, True: 1 << 24}
 
 
 class _Masked(torch.autograd.Function):
@@ -88,11 +98,11 @@ class _Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, mask: Mask) -> Tensor:
         ctx.mask = mask
-        return x_BSH * mask.factor(x_BSH)
+        return mask.times(x_BSH)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] * ctx.mask.factor(grads[0]), None
+        return ctx.mask.times(grads[0]), None
 
 
 def indices(start: int, n: int, like: Tensor) -> Tensor:
