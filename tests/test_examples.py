@@ -64,10 +64,11 @@ def test_towers_on_any_processes(pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("command", "score", "enough"),
     [
-        (
+        pytest.param(
             "resnext_digits.py --processes 2 --epochs 4",
             r"accuracy (\d+\.\d)%",
             (85.0, 100.0),
+            marks=pytest.mark.full,
         ),
         ("two_towers.py --processes 2 --epochs 1", r"held-out squared error (\S+)", (0.0, 0.5)),
     ],

@@ -144,7 +144,10 @@ def settings(**changes: Any) -> gpu_single.Settings:
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("backend='inductor' raised: OutOfMemoryError: CUDA out of memory"),
+        pytest.param(
+            RuntimeError("backend='inductor' raised: OutOfMemoryError: CUDA out of memory"),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["running", "compiling"],
 )

@@ -7,6 +7,7 @@ blocks computed again and losses in parts, over cells of the exactness matrix
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from gridformer.config import LayoutConfig
 from tests.choosing import full_unless
 from tests.multirank.exactness import TOLERANCE, compare
-from tests.multirank.matrix import CELLS, MODELS, Cell, quick
+from tests.multirank.matrix import CELLS, MODELS, REPLICAS, SCHEMES, Cell
 from tests.multirank.pool import WorkerPool
 from tests.multirank.test_matrix import SETTINGS, n_of, refusal
 
@@ -26,14 +27,23 @@ METHODS: dict[str, dict[str, Any]] = {
 POSSIBLE = [cell for cell in CELLS if n_of(cell) <= 8 and not refusal(cell)]
 # Of two that show as much, the one with dropout, whose masks must be the same again.
 SMALL = [cell for cell in POSSIBLE if n_of(cell) <= 4 and cell.pp <= 2]
-QUICK = quick(sorted(SMALL, key=lambda cell: not cell.dropout))
+TELLING = sorted(SMALL, key=lambda cell: (not cell.dropout, n_of(cell), cell))
+# Each scheme, family, pipeline and mode of replicas at least once.
+QUICK = {
+    next(cell for cell in TELLING if cell[:2] == pair)
+    for pair in zip(itertools.cycle(MODELS), SCHEMES)
+}
+QUICK |= {next(cell for cell in TELLING if cell.pp == pp) for pp in (1, 2)}
+QUICK |= {
+    next(cell for cell in TELLING if cell.replicas == mode and cell.scheme != "single")
+    for mode in REPLICAS
+}
 # Selective: it concerns dropout of probabilities, which no scheme changes.
 CASES = [("full", cell) for cell in POSSIBLE] + [
     ("selective", cell) for cell in POSSIBLE if cell.dropout and n_of(cell) <= 4
 ]
 SELECTIVE = {
-    ("GPT-2", "Optimus"),
-    ("BERT", "single"),
+    ("BERT", "Optimus"),
     ("T5", "Megatron"),
     ("Transformer", "D&SP"),
 }
@@ -104,7 +114,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 QUICK_OTHERS = {
     ("broadcast", "GPT-2"),
     ("pipelined", "Transformer"),
-    ("gather, all kept", "T5"),
     ("gather, inputs stay", "BERT"),
     ("gpipe", "T5"),
     ("interleaved", "GPT-2"),
@@ -133,8 +142,9 @@ def test_schedules_equal_one_device_without(pool: WorkerPool, name: str, model: 
 
 
 def test_quick_cells_are_many_enough() -> None:
-    """Every family under every scheme; every pipeline and mode of replicas; with and without
-    dropout."""
-    assert {cell[:2] for cell in QUICK} == {cell[:2] for cell in CELLS}
+    """Every family, scheme, mode of replicas; pipelines; with dropout."""
+    assert {cell.model for cell in QUICK} == {*MODELS}
+    assert {cell.scheme for cell in QUICK} == {*SCHEMES}
+    assert {cell.pp for cell in QUICK} == {1, 2}
     assert {cell.replicas for cell in QUICK} == {"none", "replicate", "zero1", "fsdp"}
-    assert {(cell.scheme, cell.dropout) for cell in QUICK} == {(c.scheme, c.dropout) for c in CELLS}
+    assert all(cell.dropout for cell in QUICK)

@@ -198,7 +198,7 @@ ALL_PAIRS = PAIRS + random_pairs(8)
 
 @pytest.mark.parametrize(
     "pair",
-    full_unless(lambda pair: pair in ALL_PAIRS[: len(PAIRS)], ALL_PAIRS),
+    full_unless(lambda pair: pair in (PAIRS[0], *PAIRS[2 : len(PAIRS) : 2]), ALL_PAIRS),
     ids=lambda p: "-to-".join(map(title, p)),
 )
 def test_any_layout_goes_on_from_any_other(

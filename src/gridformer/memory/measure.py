@@ -17,7 +17,7 @@ from gridformer.train.step import Stepper
 _LET_GO_S = 0.02  # for threads of gloo, which hold what was sent a moment longer
 
 
-def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 4) -> int:
+def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 10) -> int:
     """The most bytes at a time in an optimizer step, states included: of several steps the least,
     since chance decides how much longer than needed a message is held.
 
