@@ -323,6 +323,7 @@ def test_what_goes_wrong_on_a_rank_is_reported(how: str, said: str) -> None:
     assert len(row) == 2 + 2 * len(gpu_schemes.COMPARED)
 
 
+@pytest.mark.full  # it is what test_what_goes_wrong_on_a_rank_is_reported shows of other ends
 def test_a_rank_that_hangs_is_given_up() -> None:
     answers = gpu_schemes.run_ranks(3, one_rank_goes_wrong, ("hangs",), 6.0)
     assert answers[2]["error"] == "no answer within 6 s"

@@ -66,7 +66,7 @@ def test_activations_are_told_apart_and_recomputation_keeps_few() -> None:
     [
         {},
         {"pp": 2},
-        {"pp": 2, "pipeline": "gpipe"},
+        pytest.param({"pp": 2, "pipeline": "gpipe"}, marks=pytest.mark.full),
         {"pp": 2, "stages_per_rank": 2},
     ],
     ids=["no pipeline", "1f1b", "gpipe", "interleaved"],

@@ -71,7 +71,7 @@ def test_a_rank_holds_few_parts_of_its_logits(pool: WorkerPool, name: str) -> No
     table, x = V * H // cols * 4, B * S * H // rows * 4
     for largest, peak, _ in pool.run(4, loss, layout, 0):
         assert largest == B * S // rows * columns * 4
-        assert peak >= 2 * largest
+        assert peak >= 1.5 * largest  # and its gradient; what was there before may have gone
     for largest, peak, _ in pool.run(4, loss, layout, tokens):
         part = tokens * columns * 4
         assert largest == part

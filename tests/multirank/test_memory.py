@@ -56,20 +56,26 @@ def measured(run: RunConfig) -> tuple[int, int]:
 
 
 def agrees(pool: WorkerPool, run: RunConfig) -> None:
+    """Held longer by chance is not more than once: of three times one must agree."""
     check(run)
-    got = dict(pool.run(run.layout.n_processes, measured, run))
     told = {rank: foretell_rank(run, rank).peak for rank in largest_ranks(run)}
-    for rank, peak in told.items():
-        assert peak == pytest.approx(got[rank], rel=AGREE), f"rank {rank}"
-    assert max(told.values()) >= (1 - AGREE) * max(got.values()), "another rank holds more"
-    assert at_most(run) >= max(got.values())
+    found = []
+    for _ in range(3):
+        got = dict(pool.run(run.layout.n_processes, measured, run))
+        assert at_most(run) >= max(got.values())
+        apart = {rank: abs(peak / got[rank] - 1) for rank, peak in told.items()}
+        more = max(got.values()) / max(told.values()) - 1
+        if max(*apart.values(), more) <= AGREE:
+            return
+        found.append(f"apart by {apart}, the fullest rank by {more}")
+    pytest.fail("; ".join(found))
 
 
 # In few of the matrix's cells any two values meet; of these a small one for each scheme, and for
 # each mode of replicas.
 SMALL = sorted(quick(), key=lambda cell: (LayoutConfig(**cell.layout).n_processes, cell))
 QUICK = {*{c.scheme: c for c in reversed(SMALL)}.values()}
-QUICK |= {*{c.replicas: c for c in reversed(SMALL)}.values()}
+QUICK |= {*{c.replicas: c for c in reversed(SMALL) if c.scheme != "single"}.values()}
 
 
 def possible(cell: Cell) -> bool:
@@ -116,7 +122,13 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-MORE = {"attention again", "again, fsdp", "broadcast", "whole logits", "several micro-batches"}
+MORE = {*METHODS} - {
+    "all of a block again",
+    "again, in shares",
+    "again, over stages",
+    "updates in the backward pass",
+    "float16",
+}
 
 
 @pytest.mark.parametrize("name", full_unless(lambda name: name not in MORE, METHODS))

@@ -112,12 +112,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 QUICK_OTHERS = {
-    ("broadcast", "GPT-2"),
-    ("pipelined", "Transformer"),
+    ("pipelined", "GPT-2"),
     ("gather, inputs stay", "BERT"),
-    ("gpipe", "T5"),
+    ("gpipe", "GPT-2"),
     ("interleaved", "GPT-2"),
-    ("fsdp, grid", "Transformer"),
+    ("fsdp, grid", "BERT"),
     ("outside, first", "BERT"),
 }
 

@@ -36,7 +36,7 @@ from tests.multirank.volumes import (
 
 MEGATRON = [(cols, sequence) for cols in (2, 4) for sequence in (False, True)]
 GRIDS = [(1, 4), (4, 1), (2, 2), (2, 3), (3, 3)]
-SOME_GRIDS = [(1, 4), (4, 1), (2, 3)]
+SOME_GRIDS = [(1, 4), (2, 3)]
 
 # Of the four products of a layer: b s h that travel along the rows, forward.
 WIDTHS = {"auto": 1 + 1 + 1 + 1, "output": 1 + 1 + 1 + 4, "input": 3 + 1 + 4 + 1}
@@ -180,7 +180,7 @@ def layers(layouts: list[dict[str, Any]]) -> list[tuple[Volume, Volume]]:
 SIZES = sorted({LayoutConfig(**layout).n_processes for layout in SAID})
 
 
-@pytest.mark.parametrize("n", full_unless(lambda n: n < 9, SIZES))
+@pytest.mark.parametrize("n", full_unless(lambda n: n == 4, SIZES))
 def test_a_layer_is_as_choices_says(pool: WorkerPool, n: int) -> None:
     """Volumes and messages of one micro-batch, for everything that can be chosen."""
     layouts = [layout for layout in SAID if LayoutConfig(**layout).n_processes == n]

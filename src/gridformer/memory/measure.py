@@ -17,19 +17,20 @@ from gridformer.train.step import Stepper
 _LET_GO_S = 0.02  # for threads of gloo, which hold what was sent a moment longer
 
 
-def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 10) -> int:
+def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 4) -> int:
     """The most bytes at a time in an optimizer step, states included: of several steps the least,
     since chance decides how much longer than needed a message is held.
 
-    Takes steps: the model is another afterwards. The optimizer's state exists already. On CPU every
-    allocation is recorded, which is slow.
+    Takes steps, on every rank as many: the model is another afterwards. The optimizer's state
+    exists already. On CPU every allocation is recorded, which is slow.
     """
     if stepper.device.type == "cuda":
         return min(_on_cuda(step) for _ in range(n_steps))
     held = [stored(parameter) for parameter in stepper.model.parameters()]
     moments = [t for state in stepper.updates.state.values() for t in state.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*held, *moments)}
-    now, peaks = sum(storage.nbytes() for storage in storages.values()), []
+    now = sum(storage.nbytes() for storage in storages.values())
+    peaks: list[int] = []
     for _ in range(n_steps):
         with _silent(), torch.autograd.profiler.profile(profile_memory=True) as profile:
             step()
