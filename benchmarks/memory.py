@@ -25,6 +25,8 @@ import typer
 from benchmarks import results
 from benchmarks.memory_cases import PRICE_LAYOUTS, SCALINGS, schemes
 from benchmarks.memory_report import plot, report
+from gridformer.errors import ConfigError
+from gridformer.layout import check
 
 PARTS = ("limits", "shares", "price")
 SHARES = (("small", 4), ("small", 9), ("paper", 4), ("paper", 64))
@@ -36,6 +38,7 @@ def main(
     ] = None,
     parts: Annotated[str, typer.Option(help="Of limits, shares, price.")] = ",".join(PARTS),
     scalings: Annotated[str, typer.Option(help="Of paper, small.")] = ",".join(SCALINGS),
+    processes: Annotated[str, typer.Option(help="Of 1, 4, 9, 16, 64; of limits.")] = "1,4,9,16,64",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of a price.")] = 9,
     quick: Annotated[bool, typer.Option("--quick", help="Little, to try the script.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was found.")] = False,
@@ -43,6 +46,7 @@ def main(
 ) -> None:
     """Find what is missing, then print everything that is in the file as Markdown."""
     out = out or Path("runs/bench") / ("memory-quick.jsonl" if quick else "memory.jsonl")
+    rounds = 2 if quick else rounds
     chosen, wanted = parts.split(","), ["small"] if quick else scalings.split(",")
     for option, words, known in (("parts", chosen, PARTS), ("scalings", wanted, [*SCALINGS])):
         if unknown := set(words) - set(known):
@@ -52,7 +56,8 @@ def main(
     if fresh:
         out.unlink(missing_ok=True)
     done = {json.dumps(one["case"]) for one in read(out)}
-    for number, (case, work) in enumerate(jobs := _jobs(chosen, wanted, rounds, quick), 1):
+    numbers = [1, 4] if quick else [int(number) for number in processes.split(",")]
+    for number, (case, work) in enumerate(jobs := _jobs(chosen, wanted, numbers, rounds), 1):
         title = f"{number}/{len(jobs)} {' '.join(map(str, case))}"
         if json.dumps(case) in done:
             typer.echo(f"{title}: found before; --fresh finds it again", err=True)
@@ -83,25 +88,37 @@ def read(path: Path) -> list[dict[str, Any]]:
 Job = tuple[list[Any], Callable[[], Any]]
 
 
-def _jobs(parts: list[str], scalings: list[str], rounds: int, quick: bool) -> list[Job]:
+def _divides(name: str, processes: int, title: str) -> bool:
+    """Whether the layout cuts the model: sequence parallelism cuts s, which 9 does not divide."""
+    layout = schemes(processes)[title]
+    try:
+        check(SCALINGS[name].run(layout, layout.n_processes))
+    except ConfigError:
+        return False
+    return True
+
+
+def _jobs(parts: list[str], scalings: list[str], numbers: list[int], rounds: int) -> list[Job]:
     """What is to be found, by its case: a part's name and what it is of."""
     jobs: list[Job] = []
     if "limits" in parts:
         for name in scalings:
-            for processes in (1, 4) if quick else SCALINGS[name].widths:
+            for processes in numbers:
                 for title in schemes(processes):
+                    if not _divides(name, processes, title):
+                        continue
                     case = ["limit", name, processes, title]
                     jobs.append((case, partial(_limit, name, processes, title)))
     if "shares" in parts:
         for name, processes in SHARES:
             for recompute in ("none", "full"):
-                if name in scalings and not (quick and processes > 4):
+                if name in scalings and processes in numbers:
                     case = ["share", name, processes, recompute]
                     jobs.append((case, partial(_shares, name, processes, recompute)))
     if "price" in parts:
-        for layout in ["one device"] if quick else PRICE_LAYOUTS:
-            n = 2 if quick else rounds
-            jobs.append((["price", layout], partial(_price, layout, n)))
+        for layout, shape in PRICE_LAYOUTS.items():
+            if shape.n_processes in numbers:
+                jobs.append((["price", layout], partial(_price, layout, rounds)))
     return jobs
 
 
@@ -135,6 +152,7 @@ def _shares(name: str, processes: int, recompute: str) -> dict[str, float]:
     return {
         title: share(layout, 4 * processes, name, recompute)
         for title, layout in schemes(processes).items()
+        if _divides(name, processes, title)
     }
 
 

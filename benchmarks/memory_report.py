@@ -24,7 +24,8 @@ that sends nothing. **Measured** is what torch's allocator gave out in real proc
 LIMITS = """## The largest batch that fits, {title}
 
 GPT-2's blocks with embedding, head and loss, float32, AdamW, `recompute: full`. In brackets the
-batch over that of megatron without sequence parallelism. Batches are found by foretelling.
+batch over that of megatron without sequence parallelism; where a cell is empty, the layout does
+not divide the model. Batches are found by foretelling.
 """
 
 AGREE = """Foretold and measured, with the largest batch that fits, and with the next larger one:

@@ -1,0 +1,69 @@
+"""The benchmark of memory: limits that are limits, and its report on known numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.memory_cases import METHODS, SCALINGS, Scaling, schemes
+from benchmarks.memory_limits import largest_batch
+from benchmarks.memory_report import plot, report
+
+from benchmarks import memory
+from gridformer.memory.foretell import foretell_rank
+
+MACHINE = dict.fromkeys(("date", "cpu", "cores", "torch", "commit", "command"), "-")
+
+
+def line(case: list[Any], found: Any) -> dict[str, Any]:
+    return {"case": case, "found": found, "machine": MACHINE}
+
+
+def limit(batch: int, measured: int | None = None) -> dict[str, Any]:
+    found = {"batch": batch, "unit": 1, "peak": 11_000_000, "more": 12_500_000, "states": 1}
+    return {**found, "measured": measured, "measured_more": 12_600_000}
+
+
+def test_schemes_fill_the_processes_and_what_does_not_divide_is_left_out() -> None:
+    for processes in SCALINGS["paper"].widths:
+        assert {layout.n_processes for layout in schemes(processes).values()} == {processes}
+        for name in SCALINGS:
+            left_out = [t for t in schemes(processes) if not memory._divides(name, processes, t)]
+            assert left_out == (["megatron, sequence parallel"] if processes == 9 else [])
+
+
+def test_the_largest_batch_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = Scaling("tiny", "", {1: (16, 2), 4: (16, 4)}, 1, 8, 50, 400_000)
+    monkeypatch.setitem(SCALINGS, "tiny", tiny)
+    title = "optimus, auto"
+    found = largest_batch("tiny", 4, title)
+    layout = schemes(4)[title]
+    assert found.batch % 2 == 0
+    assert foretell_rank(tiny.run(layout, found.batch), 0).peak == found.peak <= tiny.budget
+    more = foretell_rank(tiny.run(layout, found.batch + found.unit), 0).peak
+    assert more == found.more > tiny.budget
+    monkeypatch.setitem(SCALINGS, "tiny", Scaling("tiny", "", tiny.widths, 1, 8, 50, 1000))
+    assert largest_batch("tiny", 4, title).batch == 0
+
+
+def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
+    prices = [
+        {"layout": "one device", "method": name, "seconds": [0.2 + i / 10] * 3, "flops": 2e9}
+        for i, name in enumerate(METHODS)
+    ]
+    found = [
+        line(["limit", "small", 1, "one device"], limit(9, 11_000_000)),
+        line(["limit", "small", 4, "megatron"], limit(20, 10_000_000)),
+        line(["limit", "small", 4, "optimus, auto"], limit(50)),
+        line(["share", "small", 4, "none"], {"megatron": 1.4, "optimus, auto": 0.98}),
+        line(["price", "one device"], prices),
+    ]
+    text = report(found)
+    assert "| megatron |  | 20 |" in text
+    assert "| optimus, auto |  | 50 (2.5x) |" in text
+    assert "| megatron, p = 4 | 20 | 11.00 | 10.00 | +10.0% | 12.50 | 12.60 |" in text
+    assert "| optimus, auto | 0.98 |" in text
+    assert "| `loss in parts of 256 tokens` | 300 | 1.50 | 1.00 | 1.50 |" in text
+    plot(found, tmp_path / "limits.png")
+    assert (tmp_path / "limits.png").stat().st_size > 10_000
