@@ -53,7 +53,8 @@ class Scaling:
 # columns must divide what they cut, so h = 3024 there.
 PAPER = Scaling(
     "paper",
-    "as in the paper: h = 1024 sqrt(p), N = 24, s = 512, v = 50304, 16 GB a process, traced",
+    "as in the paper: h = 1024 sqrt(p) (3024 at 9), N = 24, s = 512, v = 50304, 16 GB a process, "
+    "foretold",
     {1: (1024, 16), 4: (2048, 32), 9: (3024, 54), 16: (4096, 64), 64: (8192, 128)},
     24,
     512,

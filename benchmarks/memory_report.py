@@ -18,7 +18,11 @@ HEAD = """# Memory
 Bytes are those of tensors: parameters, gradients, AdamW's moments, activations, workspace and
 messages, of the process that holds most, at the moment when it holds most. **Foretold** is what
 `gridformer memory` says: the code of one rank, run on tensors without memory in a process group
-that sends nothing. **Measured** is what torch's allocator gave out in real processes over gloo.
+that sends nothing. **Measured** is what torch's allocator gave out in real processes over gloo, of
+four steps the least: a thread of gloo holds what was sent a moment longer than needed, by chance,
+and still does where all of Megatron's processes share two cores.
+
+![The largest batch by processes](memory.png)
 """
 
 LIMITS = """## The largest batch that fits, {title}
