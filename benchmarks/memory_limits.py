@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.memory_cases import SCALINGS, schemes
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.decisions import decide_run
 from gridformer.launch import close_world, init_world
-from gridformer.layout import build_axes
 from gridformer.memory.account import Account
-from gridformer.memory.foretell import DEVICE, foretell_rank, rows_like
-from gridformer.memory.measure import measured_peak
+from gridformer.memory.foretell import foretell_rank
+from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
 
 
 @dataclass(frozen=True)
@@ -69,14 +64,7 @@ def measure(run: RunConfig, out: Path) -> None:
     """Entrypoint of every process: rank 0 writes the fullest rank's measured peak."""
     world = init_world("cpu", run.layout.n_processes, 600.0)
     torch.set_num_threads(1)
-    decisions = decide_run(run)
-    axes = build_axes(run.layout, "cpu", decisions.block)
-    model = build_parallel(
-        run.model, run.layout, axes, 0, DEVICE, run.train.dtype, decisions.choices
-    )
-    stepper = Stepper(model, run.train, axes, run.layout)
-    stepper.updates.allocate(0)
-    peak = measured_peak(stepper, lambda: stepper(0, partial(rows_like, run)))
+    _, peak = measure_rank(run)
     if world.size > 1:
         every: list[int] = [0] * world.size
         torch.distributed.all_gather_object(every, peak)

@@ -7,7 +7,6 @@ their message, by chance.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ import pytest
 import torch
 
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
-from gridformer.decisions import decide_run
-from gridformer.layout import build_axes, check
+from gridformer.layout import check
 from gridformer.memory.fits import at_most
-from gridformer.memory.foretell import DEVICE, foretell_rank, rows_like
-from gridformer.memory.measure import measured_peak
+from gridformer.memory.foretell import foretell_rank
+from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
-from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
 from tests.choosing import full_unless
 from tests.multirank.exactness import tiny
 from tests.multirank.matrix import CELLS, Cell, quick
@@ -43,16 +39,9 @@ def a_run(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) 
 
 
 def measured(run: RunConfig) -> tuple[int, int]:
-    """This process's rank, and the most bytes that its allocator had given out at a time."""
+    """On one rank."""
     torch.set_num_threads(1)
-    decisions = decide_run(run)
-    axes = build_axes(run.layout, "cpu", decisions.block)
-    model = build_parallel(
-        run.model, run.layout, axes, 0, DEVICE, run.train.dtype, decisions.choices
-    )
-    stepper = Stepper(model, run.train, axes, run.layout)
-    stepper.updates.allocate(0)
-    return axes.world.index, measured_peak(stepper, lambda: stepper(0, partial(rows_like, run)))
+    return measure_rank(run)
 
 
 def agrees(pool: WorkerPool, run: RunConfig) -> None:

@@ -7,14 +7,36 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
+from gridformer.config import RunConfig
+from gridformer.decisions import decide_run
+from gridformer.layout import build_axes
+from gridformer.memory.foretell import DEVICE, rows_like
+from gridformer.parallel import build_parallel
 from gridformer.parallel.gradients import clear_gradients
 from gridformer.parallel.sharding import stored
 from gridformer.train.step import Stepper
 
 _LET_GO_S = 0.02  # for threads of gloo, which hold what was sent a moment longer
+
+
+def measure_rank(run: RunConfig) -> tuple[int, int]:
+    """This process's rank in a run on CPU, and its measured peak: what `foretell_rank` foretells.
+
+    Call it on every process of the run's process group.
+    """
+    decisions = decide_run(run)
+    axes = build_axes(run.layout, DEVICE.type, decisions.block)
+    model = build_parallel(
+        run.model, run.layout, axes, run.train.seed, DEVICE, run.train.dtype, decisions.choices
+    )
+    stepper = Stepper(model, run.train, axes, run.layout)
+    stepper.updates.allocate(0)
+    peak = measured_peak(stepper, lambda: stepper(0, partial(rows_like, run)))
+    return axes.world.index, peak
 
 
 def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 4) -> int:
