@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -189,6 +189,7 @@ class GridformerVariant(Variant):
     layout: LayoutConfig
     alone: bool = False
     one_thread: bool = False
+    parts: int = 1  # in which activations are gathered: these sizes have too few to be cut up
 
     def obstacles(self, size: Size) -> list[str]:
         layout = self.layout
@@ -211,6 +212,10 @@ class GridformerVariant(Variant):
         layout, size = self.layout, case.size
         axes = _axes(layout.rows, layout.cols)
         choices = decide(size.model(), layout, Work(tokens=size.b * size.s))
+        if self.parts > 1:
+            products = choices.products.items()
+            in_parts = {name: replace(choice, parts=self.parts) for name, choice in products}
+            choices = replace(choices, products=in_parts)
         model = build_parallel(size.model(), layout, axes, 0, CPU, "float32", choices)
         blocks = dict(model.get_submodule("layers").named_children())
         parameters = {
@@ -263,7 +268,7 @@ def gridformer_variants(processes: int) -> list[Variant]:
     line, grid = f"1x{processes}", f"{side}x{side}"
     optimus = LayoutConfig(scheme="optimus", rows=side, cols=side)
 
-    def two_d(name: str, title: str, **fields: str) -> Variant:
+    def two_d(name: str, title: str, **fields: str) -> GridformerVariant:
         layout = LayoutConfig.model_validate({**optimus.model_dump(), **fields})
         return GridformerVariant(f"optimus-{name}", f"optimus {grid}, {title}", layout)
 
@@ -282,6 +287,7 @@ def gridformer_variants(processes: int) -> list[Variant]:
         two_d("broadcast", "broadcast", schedule="broadcast", stationary="output", **none),
         two_d("pipelined", "pipelined", schedule="pipelined", stationary="output", **none),
         two_d("gather", "gather", schedule="gather", **none),
+        replace(two_d("gather-parts", "gather, in 4 parts", schedule="gather", **none), parts=4),
         two_d("gather-kept", "gather, inputs kept", schedule="gather", keep_gathered="inputs"),
         two_d("gather-all", "gather, inputs and weights kept", schedule="gather", **everything),
         two_d("auto", "auto"),

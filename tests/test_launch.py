@@ -159,7 +159,7 @@ def test_a_step_longer_than_the_grace_is_cut(start: Start, tmp_path: Path) -> No
     code, _, err = finish(process)
     assert code == 130
     assert "no new checkpoint" in err
-    assert err.rstrip().endswith("stopped by Ctrl-C (SIGINT)")
+    assert "stopped by Ctrl-C (SIGINT)" in err.rstrip().splitlines()[-1]  # and maybe by which rank
     assert "Traceback" not in err
 
 

@@ -51,6 +51,8 @@ def decide_run(run: RunConfig) -> Decisions:
         micro_batches=layout.micro_batches,
         itemsize=_ITEMSIZE[train.dtype],
         state_bytes=round(_states_held(run) * parameter_bytes),
+        recompute=train.recompute,
+        loss_tokens=train.loss_tokens,
     )
     choices = decide(run.model, layout, work)
     steps = [choices.step(choice) for choice in choices.products.values()]

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gridformer.batch import IGNORE, Batch, next_words
@@ -97,7 +98,7 @@ def compare(
     """
     torch.set_num_threads(1)
     config, settings, plan = tiny(**model), TrainConfig(**train), LayoutConfig(**layout)
-    want = _one_device(config.model_dump_json(), _plain(settings).model_dump_json(), n_steps)
+    want = _reference(config.model_dump_json(), _plain(settings).model_dump_json(), n_steps)
     axes = axes_of(plan)
     cut = build_parallel(config, plan, axes, settings.seed, CPU, settings.dtype)
     worst = {"init": distance(cut, values(cut), want.initial), "loss": 0.0, "norm": 0.0}
@@ -173,7 +174,24 @@ class _Reference:
     evaluated: float
 
 
-@cache  # a worker sees the same few models and settings again and again
+_references: dict[tuple[str, str, int], _Reference] = {}
+
+
+def _reference(*key: Any) -> _Reference:
+    """Computed once, by rank 0; a worker sees the same few models and settings again and again."""
+    if not dist.is_initialized():
+        return _one_device(*key)
+    here = torch.tensor(float(key in _references))
+    dist.all_reduce(here, dist.ReduceOp.MIN)
+    if not here:
+        sent = [_one_device(*key)] if dist.get_rank() == 0 else [None]
+        dist.broadcast_object_list(sent)
+        assert sent[0] is not None
+        _references[key] = sent[0]
+    return _references[key]
+
+
+@cache
 def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Reference:
     config = ModelConfig.model_validate_json(config_json)
     settings = TrainConfig.model_validate_json(settings_json)

@@ -38,22 +38,26 @@ GRIDS = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 4)]
 How = Callable[[Axes], tuple[summa.Schedule, summa.Keep]]
 
 
-def _gather(axes: Axes, keep_input: bool = False, keep_weight: bool = False) -> tuple[Any, Any]:
+def _gather(
+    axes: Axes, keep_input: bool = False, keep_weight: bool = False, parts: int = 1
+) -> tuple[Any, Any]:
     cell = summa.WeightCell()
     cell.open()
     keep = summa.Keep(keep_input, cell if keep_weight else None)
-    return summa.Gather(axes, Cut(axes.col, -1)), keep
+    return summa.Gather(axes, Cut(axes.col, -1), parts), keep
 
 
 SCHEDULES: dict[str, How] = {
     "broadcast": lambda axes: (summa.Broadcast(axes), summa.Keep()),
     "pipelined": lambda axes: (summa.Pipelined(axes), summa.Keep()),
     "gather": _gather,
+    "gather-parts": partial(_gather, parts=3),
 }
 KEEPS: dict[str, How] = {
     "gather-keep_input": partial(_gather, keep_input=True),
     "gather-keep_weight": partial(_gather, keep_weight=True),
     "gather-keep_all": partial(_gather, keep_input=True, keep_weight=True),
+    "gather-parts-keep_weight": partial(_gather, keep_weight=True, parts=2),
 }
 
 
@@ -173,13 +177,20 @@ def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Ax
 
 # --------------------------------------------------------------------------- Megatron's ends
 
-# On one row of devices: activations between sections are whole on all of them, or cut over s.
-BETWEEN: dict[str, Dims] = {"replicated": (None, None, None), "sequence": (None, COL, None)}
+# On one row of devices: activations between sections are whole on all of them, or cut over s, or
+# over b as with sub-graphs; gathered at once or in parts.
+BETWEEN: dict[str, Dims] = {
+    "replicated": (None, None, None),
+    "sequence": (None, COL, None),
+    "sequence-parts": (None, COL, None),
+    "samples-parts": (COL, None, None),
+}
 
 
-def _megatron(between: str, axes: Axes) -> summa.Gather:
-    col = axes.col
-    return summa.Gather(axes, Replicated(col) if between == "replicated" else Cut(col, 1))
+def _one_row(between: str, axes: Axes) -> summa.Gather:
+    dims, parts = BETWEEN[between], 2 if between.endswith("parts") else 1
+    end = Cut(axes.col, dims.index(COL)) if COL in dims else Replicated(axes.col)
+    return summa.Gather(axes, end, parts)
 
 
 def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
@@ -189,32 +200,33 @@ def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
     def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         mine = cut(a, BETWEEN[between], axes), cut(w, (None, COL), axes)
         my_bias = cut(bias, (COL,), axes)
-        c = summa.product_ab(*mine, _megatron(between, axes), my_bias, keep)
+        c = summa.product_ab(*mine, _one_row(between, axes), my_bias, keep)
         return join(c, (None, None, COL), axes)
 
     cols = axes.col.size
-    shapes: list[tuple[int, ...]] = [(2, cols, 3), (3, 2 * cols), (2 * cols,)]
+    shapes: list[tuple[int, ...]] = [(cols, cols, 3), (3, 2 * cols), (2 * cols,)]
     return Case(shapes, on_grid, lambda a, w, bias: a @ w + bias)
 
 
 def section_closes(between: str, axes: Axes) -> Case:
-    """C = A Bᵀ + bias: A and the columns of B are cut, C is whole or cut over s.
+    """C = A Bᵀ + bias: A and the columns of B are cut, C is whole or cut over s or b.
 
-    The bias is one variable that all devices hold, or one on each, which has seen its part of s.
+    The bias is one variable that all devices hold, or one on each, which has seen its part of C.
     """
-    cols, cut_s = axes.col.size, between == "sequence"
+    cols, whole = axes.col.size, between == "replicated"
 
     def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         mine = cut(a, (None, None, COL), axes), cut(w, (None, COL), axes)
-        my_bias = cut(bias, (COL, None), axes)[0] if cut_s else cut(bias, (None, None), axes)[0]
-        c = summa.product_abt(*mine, _megatron(between, axes), my_bias)
+        my_bias = cut(bias, (None if whole else COL, None), axes)[0]
+        c = summa.product_abt(*mine, _one_row(between, axes), my_bias)
         return join(c, BETWEEN[between], axes)
 
     def plain(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        return a @ w.t() + bias.repeat_interleave(2 * cols // len(bias), 0)
+        each = bias.unsqueeze(1) if between.startswith("samples") else bias
+        return a @ w.t() + each
 
-    shapes: list[tuple[int, ...]] = [(2, 2 * cols, 2 * cols), (3, 2 * cols)]
-    return Case([*shapes, (cols if cut_s else 1, 3)], on_grid, plain)
+    shapes: list[tuple[int, ...]] = [(cols, cols, 2 * cols), (3, 2 * cols)]
+    return Case([*shapes, (1 if whole else cols, 3)], on_grid, plain)
 
 
 def section_lookup(between: str, axes: Axes) -> Case:
@@ -225,7 +237,7 @@ def section_lookup(between: str, axes: Axes) -> Case:
 
     def on_grid(table: Tensor) -> Tensor:
         mine = cut(table, (None, COL), axes)
-        rows = summa.lookup(tokens, mine, _megatron(between, axes), axes, output_stays=False)
+        rows = summa.lookup(tokens, mine, _one_row(between, axes), axes, output_stays=False)
         return join(rows, BETWEEN[between], axes)
 
     return Case([(3, 2 * cols)], on_grid, lambda table: F.embedding(tokens, table.t()))
@@ -312,7 +324,7 @@ def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
 def one_wanted() -> dict[str, CaseMaker]:
     """On 2x3 alone, as it is the same everywhere."""
     makers: dict[str, CaseMaker] = {}
-    for name in ("broadcast", "gather", "gather-keep_all"):
+    for name in ("broadcast", "gather", "gather-parts", "gather-keep_all"):
         how = {**SCHEDULES, **KEEPS}[name]
         for product, maker in (("product_ab", product_ab), ("product_abt", product_abt)):
             for wanted, letter in enumerate("ab"):
@@ -328,7 +340,8 @@ def sections() -> dict[str, CaseMaker]:
         makers[f"section_opens-{between}"] = partial(section_opens, between, False)
         makers[f"section_opens-{between}-keep_input"] = partial(section_opens, between, True)
         makers[f"section_closes-{between}"] = partial(section_closes, between)
-        makers[f"section_lookup-{between}"] = partial(section_lookup, between)
+        if not between.startswith("samples"):  # there the embedding is common
+            makers[f"section_lookup-{between}"] = partial(section_lookup, between)
     return makers
 
 

@@ -7,6 +7,7 @@ their message, by chance.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,18 @@ def measured(run: RunConfig) -> tuple[int, int]:
 
 
 def agrees(pool: WorkerPool, run: RunConfig) -> None:
+    agrees_of(pool, run, measured)
+
+
+def agrees_of(
+    pool: WorkerPool, run: RunConfig, measuring: Callable[..., tuple[int, int]], *args: Any
+) -> None:
     """Held longer by chance is not more than once: of three times one must agree."""
     check(run)
     told = {rank: foretell_rank(run, rank).peak for rank in largest_ranks(run)}
     found = []
     for _ in range(3):
-        got = dict(pool.run(run.layout.n_processes, measured, run))
+        got = dict(pool.run(run.layout.n_processes, measuring, run, *args))
         assert at_most(run) >= max(got.values())
         apart = {rank: abs(peak / got[rank] - 1) for rank, peak in told.items()}
         more = max(got.values()) / max(told.values()) - 1

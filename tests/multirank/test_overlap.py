@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gridformer.comm import Pending, collectives
 from gridformer.parallel import ends, summa
-from gridformer.parallel.summa import schedules
+from gridformer.parallel.summa import gather, schedules
 from tests.multirank.cutting import cut, grid_axes
 from tests.multirank.pool import WorkerPool
 
@@ -74,8 +74,9 @@ def watched() -> Iterator[list[str]]:
                 put(module.comm, f"start_{what}", start)
                 put(module.comm, what, done)
         put(schedules.comm, "start_sum_of_parts", starting_parts)
-        for name in ("times", "transposed_times"):
-            put(schedules, name, multiplying(getattr(schedules, name)))
+        for module in (schedules, gather):
+            for name in ("times", "transposed_times"):
+                put(module, name, multiplying(getattr(module, name)))
         put(torch, "mm", multiplying(torch.mm))
         put(torch, "matmul", multiplying(torch.matmul))
         put(Tensor, "addmm_", multiplying(Tensor.addmm_))

@@ -197,7 +197,7 @@ def test_huge_operands_travel_panel_by_panel() -> None:
 def test_what_is_gathered_stays_below_an_eighth_of_what_is_held(
     model: ModelConfig, grid: tuple[int, int], work: Work
 ) -> None:
-    chosen = decide(model, optimus(*grid), work)
+    chosen = decide(model, optimus(*grid, keep_gathered="none"), work)
     limit = max(SMALL_BYTES, chosen.held_bytes / 8)
     for choice in chosen.products.values():
         small = chosen.gathered_bytes(choice) <= limit

@@ -153,6 +153,8 @@ def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
         yield {"train.update": "in_backward"} | by_layer
     for factor in (2, 4, 8, 16):
         yield {"layout.micro_batches": layout.micro_batches * factor}
+    if layout.scheme == "optimus" and layout.schedule != "pipelined":
+        yield {"layout.schedule": "pipelined"}
     if layout.dp > 1 and layout.dp_mode != "fsdp":
         yield {"layout.dp_mode": "fsdp"}
     if train.recompute != "full":

@@ -27,6 +27,11 @@ Stays = Literal["output", "input"]
 KEEP_SHARE = 1 / 32
 # Gathered operands below this are always taken all at once: so few bytes do not matter.
 SMALL_BYTES = 64 << 20
+# Activations are gathered in parts of about this share of what a device holds, or this size: while
+# one part is multiplied there are three to six others, on their way, normalised or summed.
+PART_SHARE = 1 / 256
+PART_BYTES = 16 << 20
+MOST_PARTS = 32  # products stay large, and messages few
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Work:
 
     tokens: T, of one replica's micro-batch, all rows; source: the same of sources; sequences: of
     both; micro_batches: of one step; itemsize: bytes of an element of the computation;
-    state_bytes: of one parameter with gradient and optimizer.
+    state_bytes: of one parameter with gradient and optimizer. recompute: as in the run;
+    loss_tokens: of which there are logits at a time, on a row of the grid; 0 for all.
     """
 
     tokens: int
@@ -44,6 +50,8 @@ class Work:
     state_bytes: int = 16
     source: int = 0
     sequences: int = 0
+    recompute: Literal["none", "selective", "full"] = "none"
+    loss_tokens: int = 0
 
     def rows_of(self, product: Product) -> int:
         """Rows of a product's input, all devices of the grid together."""
@@ -72,11 +80,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Choice:
-    """How one product is carried out. common: by every process for its own samples, whole."""
+    """How one product is carried out.
+
+    parts: activations are made whole and cut in so many parts of their lines, one after the other.
+    common: by every process for its own samples, whole.
+    """
 
     product: Product
     stays: Stays = "output"
     schedule: ScheduleName = "gather"
+    parts: int = 1
     keep_input: bool = False
     keep_weight: bool = False
     common: bool = False
@@ -141,7 +154,7 @@ class Choices:
         if self.replicated:  # all-reduced where a section is left
             left = choice.stays == "input"
             return self._traffic(2 * activation * left, weight, 1, 1)
-        return self._traffic(activation, weight, steps, steps)
+        return self._traffic(activation, weight, steps * choice.parts, steps)
 
     def backward(self, choice: Choice) -> Traffic:
         activation, weight = self._unit(choice)
@@ -156,7 +169,7 @@ class Choices:
         return self._traffic(
             (1 + again_input) * activation,
             (1 + again_weight) * weight,
-            1 + again_input,
+            (1 + again_input) * choice.parts,
             1 + again_weight,
         )
 
@@ -173,12 +186,17 @@ class Choices:
 
     def gathered_bytes(self, choice: Choice) -> float:
         """What `gather` holds for one such product while it multiplies, its own blocks aside."""
-        product, work = choice.product, self.work
+        product, rows = choice.product, 1 - 1 / self.rows
+        weight = product.n_in * product.n_out / self.cols * rows * self.work.itemsize
+        return self.activation_bytes(choice) / choice.parts + weight
+
+    def activation_bytes(self, choice: Choice) -> float:
+        """Of the activation that travels, or is summed, for one such product, whole."""
+        product = choice.product
+        if self.cols == 1 or self.replicated or choice.common:
+            return 0.0
         width = product.n_in if choice.stays == "output" else product.n_out
-        rows = 1 - 1 / self.rows if self.rows > 1 else 0.0
-        tokens = work.rows_of(product) / self.rows
-        activation = tokens * width * (self.cols > 1 and not self.replicated)
-        return (activation + product.n_in * product.n_out / self.cols * rows) * work.itemsize
+        return self.work.rows_of(product) / self.rows * width * self.work.itemsize
 
     def kept_bytes(self, choice: Choice) -> float:
         """What keeping costs: bytes a device holds longer, all products of this name."""
@@ -270,8 +288,8 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
         chosen = _each(chosen, lambda c: replace(c, common=c.product.name == "transform"))
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
-    chosen = _schedules(chosen, layout)
-    return _kept(chosen, layout)
+    chosen = _schedules(_in_parts(chosen, layout), layout)
+    return _at_once(_kept(chosen, layout))
 
 
 def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
@@ -349,6 +367,43 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
     return choices
 
 
+def _in_parts(choices: Choices, layout: LayoutConfig) -> Choices:
+    """No more of an activation lies gathered than a part of it, however long the micro-batch."""
+    limit = max(PART_BYTES, choices.held_bytes * PART_SHARE)
+    work = choices.work
+
+    def lines(product: Product) -> int:
+        if layout.scheme == "megatron":  # s is cut: parts of whole sequences
+            return work.sequences
+        if layout.scheme == "subgraph" and choices.between == "cut":  # b is: parts of all sequences
+            return work.rows_of(product) // max(1, work.sequences)
+        return work.rows_of(product) // choices.rows
+
+    def cut(choice: Choice) -> Choice:
+        parts = math.ceil(choices.activation_bytes(choice) / limit)
+        return replace(choice, parts=max(1, min(parts, MOST_PARTS, lines(choice.product))))
+
+    return _each(choices, cut)
+
+
+def _at_once(choices: Choices) -> Choices:
+    """Only `gather` has parts; and what is kept whole for the backward pass is gathered at once."""
+
+    def mend(choice: Choice) -> Choice:
+        gathered = choice.schedule == "gather" and not choice.keep_input
+        return choice if gathered else replace(choice, parts=1)
+
+    choices = _each(choices, mend)
+    if several := [c for c in choices.products.values() if c.parts > 1]:
+        each = ", ".join(f"{c.product.name} {c.parts}" for c in several)
+        largest = max(choices.activation_bytes(c) / c.parts for c in several)
+        choices.reasons.append(
+            f"parts: activations are gathered and summed in parts of up to {_size(largest)}, so "
+            f"that no more lies whole at a time: {each}"
+        )
+    return choices
+
+
 def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
     """Explicit wishes as they are; `auto` keeps what saves most bytes for each byte held."""
     wish = layout.keep_gathered
@@ -416,15 +471,20 @@ def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
     pipeline's states it has 1/pp, and as many activations, for it has as many micro-batches.
 
     A layer keeps the inputs of its products and the results of those that open a section: x twice,
-    q, k, v, the attention's result and both widths of the feed-forward.
+    q, k, v, the attention's result and both widths of the feed-forward. Recomputed, its input.
     """
     work, p = choices.work, choices.rows * choices.cols
-    activations = 0.0
+    layers = 0.0
     for product in (choice.product for choice in choices.products.values()):
         if product.section != "head":
             width = product.n_in + (0 if product.closes else product.n_out)
-            activations += work.rows_of(product) * product.count * width * work.itemsize
-    logits = work.tokens * model.vocab_size * (work.itemsize + 4)
+            layers += work.rows_of(product) * product.count * width
+    if work.recompute == "full":  # inputs of all blocks, and one block
+        blocks = (work.tokens + work.source) * model.hidden_size * model.n_layers
+        layers = blocks + layers / model.n_layers
+    with_logits = min(work.tokens, (work.loss_tokens or work.tokens) * choices.rows)
+    logits = with_logits * model.vocab_size * (work.itemsize + 4)
+    activations = layers * work.itemsize
     return (choices.parameters * work.state_bytes / pp + activations + logits) / p
 
 

@@ -40,6 +40,13 @@ class End(Protocol):
     def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
         """For what `cut` makes of terms of that shape: its type and shape, without its memory."""
 
+    def in_lines(self, shape: torch.Size) -> int:
+        """How many lines activations of that shape have: any stretch of them can be made whole, or
+        cut, by itself. A part of an activation and all of it have the same number."""
+
+    def stretch(self, x: Tensor, lines: slice) -> Tensor:
+        """A view of some lines of an activation, of a part of it or of all."""
+
 
 @dataclass(frozen=True)
 class Replicated:
@@ -58,6 +65,12 @@ class Replicated:
 
     def stand_in(self, like: Tensor, shape: torch.Size) -> Tensor:
         return like.new_empty(()).expand(shape)
+
+    def in_lines(self, shape: torch.Size) -> int:
+        return shape[:-1].numel()
+
+    def stretch(self, x: Tensor, lines: slice) -> Tensor:
+        return x.flatten(0, -2)[lines]
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,21 @@ class Cut:
         sizes = list(shape)
         sizes[self.dim] //= self.col.size
         return like.new_empty(()).expand(sizes)
+
+    def in_lines(self, shape: torch.Size) -> int:
+        if self.dim % len(shape) == len(shape) - 1:
+            return shape[:-1].numel()
+        return shape[self._other(len(shape))]
+
+    def stretch(self, x: Tensor, lines: slice) -> Tensor:
+        if self.dim % x.dim() == x.dim() - 1:
+            return x.flatten(0, -2)[lines]
+        return x[lines] if self._other(x.dim()) == 0 else x[:, lines]
+
+    def _other(self, dims: int) -> int:
+        """b where s is cut and s where b is."""
+        assert dims == 3, "an activation [b, s, h]"
+        return 1 - self.dim
 
 
 @dataclass(frozen=True)
@@ -108,3 +136,9 @@ class OnFirst:
         if self.col.index:
             return like.new_empty(shape, device="meta")
         return like.new_empty(()).expand(shape)
+
+    def in_lines(self, shape: torch.Size) -> int:
+        return shape[:-1].numel()
+
+    def stretch(self, x: Tensor, lines: slice) -> Tensor:
+        return x.flatten(0, -2)[lines]

@@ -33,7 +33,7 @@ class Schedules:
 
     def __init__(self, axes: Axes, end: End) -> None:
         self.axes, self.end = axes, end
-        self._made: dict[str, summa.Schedule] = {}
+        self._made: dict[tuple[str, int], summa.Schedule] = {}
         self._last: summa.WeightCell | None = None
 
     def chain(self, cell: summa.WeightCell) -> None:
@@ -44,16 +44,17 @@ class Schedules:
             self._last.after, cell.before = cell, self._last
         self._last = cell
 
-    def __getitem__(self, name: str) -> summa.Schedule:
-        if name not in self._made:
-            match name:
+    def __getitem__(self, choice: Choice) -> summa.Schedule:
+        key = choice.schedule, choice.parts
+        if key not in self._made:
+            match choice.schedule:
                 case "broadcast":
-                    self._made[name] = summa.Broadcast(self.axes)
+                    self._made[key] = summa.Broadcast(self.axes)
                 case "pipelined":
-                    self._made[name] = summa.Pipelined(self.axes)
-                case _:
-                    self._made[name] = summa.Gather(self.axes, self.end)
-        return self._made[name]
+                    self._made[key] = summa.Pipelined(self.axes)
+                case "gather":
+                    self._made[key] = summa.Gather(self.axes, self.end, choice.parts)
+        return self._made[key]
 
 
 def keep_of(choice: Choice) -> summa.Keep:
@@ -69,7 +70,7 @@ class GridLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
-        self.schedule, self.keep = schedules[choice.schedule], keep_of(choice)
+        self.schedule, self.keep = schedules[choice], keep_of(choice)
         self.weight, self.bias = plain.weight, plain.bias
         place(self, "weight", OUTPUT_STAYS if self.output_stays else INPUT_STAYS, schedules.axes)
         if plain.bias is not None:
@@ -103,7 +104,7 @@ class GridTokenEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.axes = axes = schedules.axes
-        self.schedule, self.keep = schedules[head.schedule], keep
+        self.schedule, self.keep = schedules[head], keep
         self.head_output_stays = head.stays == "output"
         self.weight = plain.weight
         cut = ("col", "row") if self.head_output_stays else ("row", "col")
@@ -127,7 +128,7 @@ class GridTiedHead(nn.Module):
     ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
-        self.schedule, self.keep = schedules[choice.schedule], keep
+        self.schedule, self.keep = schedules[choice], keep
         self.bias = plain.bias
         axes = schedules.axes
         self.of_column = self.schedule  # for a table that is prepared

@@ -4,6 +4,7 @@
 parts travel, `products` how it is differentiated.
 """
 
+from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.norms import Norm, Normed, rms_norm_backward
 from gridformer.parallel.summa.panels import Panel, panels
 from gridformer.parallel.summa.products import (
@@ -15,7 +16,7 @@ from gridformer.parallel.summa.products import (
     product_atb,
     whole_column,
 )
-from gridformer.parallel.summa.schedules import Broadcast, Gather, Pipelined, Schedule
+from gridformer.parallel.summa.schedules import Broadcast, Pipelined, Schedule
 
 __all__ = [
     "Broadcast",

@@ -63,6 +63,12 @@ class Operand:
         self.local, self.whole = local, whole
 
 
+def tensor_of(operand: Operand) -> Tensor:
+    """This device's block, which must be a tensor."""
+    assert isinstance(operand.local, Tensor)
+    return operand.local
+
+
 class OneHotOperand(Operand):
     """The one-hot matrix of tokens that every device of a row knows: nothing of it travels."""
 

@@ -21,9 +21,10 @@ from gridformer import comm
 from gridformer.comm import Axes, Pending
 from gridformer.memory.ledger import in_backward
 from gridformer.parallel.ends import LABEL
+from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.norms import Normed, normalise, normalise_backward
 from gridformer.parallel.summa.operands import OneHotOperand, Operand
-from gridformer.parallel.summa.schedules import Gather, Schedule
+from gridformer.parallel.summa.schedules import Schedule
 
 
 class WeightCell:
@@ -266,8 +267,13 @@ class _ABt(torch.autograd.Function):
         weight = ctx.keep.weight_operand(b, a.dtype)
         schedule.ahead(grad, weight if wants_a else None)
         ctx.keep.fetch_before(a.dtype)
-        grad_b = schedule.atb(grad, Operand(a)) if wants_b else None
-        grad_a = schedule.ab(grad, weight) if wants_a else None
+        grad_a: Pending | None
+        grad_b: Pending | None
+        if isinstance(schedule, Gather) and wants_a and wants_b:  # whole lines serve both
+            grad_a, grad_b = schedule.ab_and_atb(grad, weight, a)
+        else:
+            grad_b = schedule.atb(grad, Operand(a)) if wants_b else None
+            grad_a = schedule.ab(grad, weight) if wants_a else None
         del weight  # and what was gathered of it
         grad_bias = _bias_gradient(grads[0], ctx.bias)
         return _wait(grad_a, a.dtype), _wait(grad_b, b.dtype), grad_bias, None, None
@@ -320,12 +326,14 @@ class _NormedAB(torch.autograd.Function):
         operand = Operand(x)
         schedule.ahead(operand, weight)
         keep.fetch_after(x.dtype)
-        x_whole = _whole_row(operand, schedule)
-        normed, _ = normalise(x_whole, norm_weight, norm_bias, eps)
-        c = schedule.ab(Operand(x, Pending(normed)), weight).wait()
+
+        def normed(whole: Tensor) -> Tensor:
+            return normalise(whole, norm_weight, norm_bias, eps)[0]
+
+        kept = schedule.whole_row(operand) if keep.input else x
+        c = schedule.ab(operand, weight, normed).wait()
         if bias is not None:
             c += bias.to(c.dtype)
-        kept = x_whole if keep.input else x
         ctx.save_for_backward(kept, norm_weight, norm_bias, b)
         ctx.schedule, ctx.keep, ctx.eps, ctx.bias = schedule, keep, eps, _type_of(bias)
         return c
@@ -333,23 +341,41 @@ class _NormedAB(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, norm_weight, norm_bias, b = ctx.saved_tensors
-        schedule, grad = ctx.schedule, Operand(grads[0])
+        schedule = ctx.schedule
         weight = ctx.keep.weight_operand(b, x.dtype)
         operand = Operand(x, Pending(x) if ctx.keep.input else None)
         schedule.ahead(operand, weight)
         ctx.keep.fetch_before(x.dtype)
-        # Terms of the norm's gradient: this device's columns of B have seen all of a row. A norm's
-        # gradient is linear in its output's, so the terms pass through it and are summed after.
-        terms = grads[0] @ schedule.whole_column(weight).t()
-        del weight  # and what was gathered of it
-        x_whole = _whole_row(operand, schedule)
-        normed, statistics = normalise(x_whole, norm_weight, norm_bias, ctx.eps)
-        terms_x, grad_norm_weight, grad_norm_bias = normalise_backward(
-            terms, x_whole, norm_weight, norm_bias, statistics
-        )
-        del terms, x_whole
-        grad_x = schedule.end.cut(terms_x.to(x.dtype))
-        grad_b = schedule.atb(Operand(x, Pending(normed)), grad)
+        column = schedule.whole_column(weight).t()
+        del weight
+        shape = torch.Size((*grads[0].shape[:-1], column.shape[1]))
+        sums = schedule.sums(shape, x)
+        terms_b = schedule.weight_gradient(operand)
+        of_norm: list[tuple[Tensor, Tensor | None]] = []
+        for lines, arriving in schedule.arriving(operand):
+            grad = schedule.lines(grads[0], lines)
+            # Terms of the norm's gradient: this device's columns of B have seen all of a row. A
+            # norm's gradient is linear in its output's, so they pass through it and are summed.
+            terms = grad @ column
+            if schedule.is_last(lines, shape):
+                del column  # what was gathered of the weight
+            x_whole = arriving.wait()
+            del arriving
+            normed, statistics = normalise(x_whole, norm_weight, norm_bias, ctx.eps)
+            terms_x, terms_weight, terms_bias = normalise_backward(
+                terms, x_whole, norm_weight, norm_bias, statistics
+            )
+            del terms, x_whole
+            of_norm.append((terms_weight, terms_bias))
+            sums.start(lines, terms_x.to(x.dtype))
+            del terms_x
+            terms_b.add(normed, grad)
+            del normed
+        grad_x, grad_b = sums.pending(), terms_b.pending()
+        grad_norm_weight = _added_up([weight for weight, _ in of_norm])
+        grad_norm_bias = None
+        if norm_bias is not None:
+            grad_norm_bias = _added_up([bias for _, bias in of_norm if bias is not None])
         grad_bias = _bias_gradient(grads[0], ctx.bias)
         weight_gradient = _wait(grad_b, b.dtype)  # first, as in _AB
         return (
@@ -390,10 +416,8 @@ class _Lookup(torch.autograd.Function):
         return None, ctx.schedule.atb(*both).wait(), None, None, None, None
 
 
-def _whole_row(activation: Operand, schedule: Gather) -> Tensor:
-    whole = schedule.whole_row(activation)
-    assert isinstance(whole, Tensor)
-    return whole
+def _added_up(terms: list[Tensor]) -> Tensor:
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
 def _bias_gradient(grad: Tensor, dtype: torch.dtype | None) -> Tensor | None:

@@ -10,7 +10,7 @@ A matrix [M, K] lies with M cut over the rows and K over the columns: device (i,
     C = Aᵀ B    A                      C, summed
 
 `Broadcast` sends one panel and multiplies it, then the next (the paper's). `Pipelined` sends panel
-l+1 while panel l multiplies. `Gather` sends all panels at once, multiplies once, sums at once.
+l+1 while panel l multiplies. `Gather` (gridformer.parallel.summa.gather) sends all panels at once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm import Axes, Axis, Pending
-from gridformer.parallel.ends import LABEL, End
+from gridformer.parallel.ends import LABEL
 from gridformer.parallel.summa.operands import (
     Matrix,
     OneHot,
     OneHotOperand,
     Operand,
-    columns,
+    tensor_of,
     times,
     transposed_times,
 )
@@ -58,63 +58,6 @@ class Schedule(Protocol):
 
     def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
         """A hint: these will be needed whole. A schedule may start to gather them."""
-
-
-class Gather:
-    """All operands at once, one product, one sum.
-
-    An activation becomes whole and a sum of activations is cut as `end` says, weights are gathered
-    down the columns. With activations cut over h this is a SUMMA schedule; with them cut over s or
-    not at all it is Megatron, whose grid has one row.
-    """
-
-    def __init__(self, axes: Axes, end: End) -> None:
-        self.row, self.end = axes.row, end
-
-    def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
-        if weight is not None and weight.whole is None:
-            weight.whole = comm.start_all_gather(_tensor(weight), self.row, 0, LABEL)
-        if activation is None or isinstance(activation.local, OneHot):
-            return  # every device of a row knows the tokens
-        if activation.whole is None:
-            activation.whole = self.end.whole(_tensor(activation))
-
-    def ab(self, a: Operand, b: Operand) -> Pending:
-        self.ahead(a, b)
-        return Pending(times(self.whole_row(a), self.whole_column(b)))
-
-    def abt(self, a: Operand, b: Operand) -> Pending:
-        return self.end.cut(times(a.local, self.whole_column(b).t()))
-
-    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
-        return self.end.whole_stand_in(a, b_columns)
-
-    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
-        return self.end.stand_in(a, torch.Size((*a.shape[:-1], b_rows * self.row.size)))
-
-    def atb(self, a: Operand, b: Operand) -> Pending:
-        whole = self.whole_row(a)
-        rows = whole.shape[-1] // self.row.size
-
-        def terms(index: int) -> Tensor:
-            part = columns(whole, index * rows, (index + 1) * rows)
-            return transposed_times(part, b.local)
-
-        return comm.start_sum_of_parts(terms, self.row, LABEL)
-
-    def whole_row(self, a: Operand) -> Matrix:
-        """All of an activation's row."""
-        if isinstance(a, OneHotOperand):
-            return a.all
-        self.ahead(a, None)
-        assert a.whole is not None
-        return a.whole.wait()
-
-    def whole_column(self, b: Operand) -> Tensor:
-        """All of a weight's column."""
-        self.ahead(None, b)
-        assert b.whole is not None
-        return b.whole.wait()
 
 
 class Workspace:
@@ -147,7 +90,7 @@ class Broadcast:
         pass  # panels are sent when their turn comes
 
     def ab(self, a: Operand, b: Operand) -> Pending:
-        k, n = _tensor(b).shape
+        k, n = tensor_of(b).shape
         c: Tensor | None = None
         for _, _, a_panel, b_panel in self._arriving(k * self.axes.row.size, a, b):
             assert a_panel is not None
@@ -162,7 +105,7 @@ class Broadcast:
         return Pending(c)
 
     def abt(self, a: Operand, b: Operand) -> Pending:
-        like = _tensor(b)
+        like = tensor_of(b)
         size = like.shape[0] * self.axes.row.size
         c = like.new_empty((*a.local.shape[:-1], size // self.axes.col.size))
         summing = _Sums(self.axes.col, self.ahead_by)
@@ -186,7 +129,7 @@ class Broadcast:
 
     def atb(self, a: Operand, b: Operand) -> Pending:
         m, n = a.local.shape[-1], b.local.shape[-1]
-        like = a.local if isinstance(a.local, Tensor) else _tensor(b)
+        like = a.local if isinstance(a.local, Tensor) else tensor_of(b)
         size = m * self.axes.col.size
         c = like.new_empty((size // self.axes.row.size, n))
         summing = _Sums(self.axes.row, self.ahead_by)
@@ -224,7 +167,7 @@ class Broadcast:
         """Columns of an activation, from their owner to the other devices of its row."""
         if isinstance(a, OneHotOperand):
             return a.all.columns(panel.start, panel.stop)
-        axis, local = self.axes.col, _tensor(a)
+        axis, local = self.axes.col, tensor_of(a)
         if axis.size == 1:
             return Pending(local[..., panel.in_col])
         part = self.workspace.take(f"a {turn}", (*local.shape[:-1], panel.width), local)
@@ -234,7 +177,7 @@ class Broadcast:
 
     def _send_rows(self, b: Operand, panel: Panel, turn: int) -> Pending:
         """Rows of a weight, from their owner to the other devices of its column."""
-        axis, local = self.axes.row, _tensor(b)
+        axis, local = self.axes.row, tensor_of(b)
         if axis.size == 1:
             return Pending(local[panel.in_row])
         if axis.index == panel.row and local.is_contiguous():
@@ -289,8 +232,3 @@ def _arrived(
 ) -> tuple[int, Panel, Matrix | None, Tensor | None]:
     a_part = a.wait() if isinstance(a, Pending) else a
     return turn, panel, a_part, b.wait() if b else None
-
-
-def _tensor(operand: Operand) -> Tensor:
-    assert isinstance(operand.local, Tensor)
-    return operand.local

@@ -1,0 +1,239 @@
+"""Activations that are gathered in parts: the same numbers and volumes, and less memory.
+
+Models of tests are far too small for it, so here a part is a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from gridformer.memory.foretell import foretell_rank
+from gridformer.models import Model
+from gridformer.parallel import build_parallel, choices, summa
+from gridformer.parallel.choices import Choices, Work, decide
+from gridformer.parallel.grid import GridLinear, weights_kept
+from tests.choosing import full_unless
+from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
+from tests.multirank.matrix import MODELS
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_matrix import SETTINGS
+from tests.multirank.test_memory import a_run, agrees_of, measured
+from tests.multirank.volumes import CONFIG, B, S, Volume, agrees, predicted, record, volume_of
+
+STEPS = 3
+
+
+@contextmanager
+def in_three() -> Iterator[None]:
+    """All that travels whole does so in three parts."""
+
+    def cut(found: Choices, _: LayoutConfig) -> Choices:
+        three = {
+            name: replace(choice, parts=3) if found.activation_bytes(choice) else choice
+            for name, choice in found.products.items()
+        }
+        return replace(found, products=three)
+
+    with patch.object(choices, "_in_parts", cut):
+        yield
+
+
+@contextmanager
+def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
+    """Whatever is decided here, parts are of so many bytes. Yields what was."""
+    decided: list[Choices] = []
+    real = choices._at_once
+
+    def watched(found: Choices) -> Choices:
+        decided.append(real(found))
+        return decided[-1]
+
+    with (
+        patch.object(choices, "PART_BYTES", n_bytes),
+        patch.object(choices, "PART_SHARE", 0.0),
+        patch.object(choices, "_at_once", watched),
+    ):
+        yield decided
+
+
+# --------------------------------------------------------------------------- numbers
+
+GRID: dict[str, Any] = {"scheme": "optimus", "rows": 2, "cols": 2, "keep_gathered": "none"}
+SEQUENCE: dict[str, Any] = {"scheme": "megatron", "cols": 2, "sequence_parallel": True}
+BRANCHES: dict[str, Any] = {"scheme": "subgraph", "branches": 2, "keep_gathered": "none"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "grid": GRID,
+    "grid, weights kept": {**GRID, "keep_gathered": "weights", "micro_batches": 2},
+    "grid, inputs stay": {**GRID, "stationary": "input"},
+    "grid, outputs stay": {**GRID, "stationary": "output"},
+    "row": {**GRID, "rows": 1, "cols": 3},
+    "stages": {**GRID, "rows": 1, "pp": 2, "micro_batches": 4},
+    "fsdp": {**GRID, "rows": 1, "dp": 2, "dp_mode": "fsdp"},
+    "sequence": {**SEQUENCE, "keep_gathered": "none"},
+    "D&SP": BRANCHES,
+    "D&SP-cSub": {**BRANCHES, "common": "first"},
+}
+QUICK = {
+    ("grid", "GPT-2", "full"),
+    ("grid, inputs stay", "T5", "none"),
+    ("row", "BERT", "none"),
+    ("sequence", "Transformer", "none"),
+    ("D&SP", "GPT-2", "full"),
+    ("D&SP-cSub", "BERT", "none"),
+}
+
+
+def compare_in_parts(*args: Any) -> dict[str, float]:
+    real, stretches = summa.Gather.stretches, []
+
+    def watched(schedule: summa.Gather, shape: torch.Size) -> list[slice]:
+        stretches.append(real(schedule, shape))
+        return stretches[-1]
+
+    with in_three(), patch.object(summa.Gather, "stretches", watched):
+        found = compare(*args)
+    assert any(len(each) == 3 for each in stretches)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "recompute"),
+    full_unless(
+        QUICK.__contains__,
+        [
+            (name, model, again)
+            for name in LAYOUTS
+            for model in MODELS
+            for again in ("none", "full")
+        ],
+        unpack=True,
+    ),
+)
+def test_equals_one_device(pool: WorkerPool, name: str, model: str, recompute: str) -> None:
+    layout = LAYOUTS[name]
+    config = {"n_layers": 2, "max_seq_len": 12, "dropout": 0.1, **MODELS[model]}
+    settings = {**SETTINGS, "recompute": recompute, "global_batch": 24}
+    n = LayoutConfig(**layout).n_processes
+    for worst in pool.run(n, compare_in_parts, layout, config, settings, STEPS):
+        assert max(worst.values()) <= TOLERANCE["float64"], worst
+
+
+# --------------------------------------------------------------------------- volumes
+
+
+def model_in_parts(
+    layout: LayoutConfig, config: ModelConfig, n_bytes: int
+) -> tuple[Model, Choices]:
+    with parts_of(n_bytes):
+        chosen = decide(config, layout, Work(tokens=B * S, sequences=B))
+    return build_parallel(config, layout, axes_of(layout), 1, CPU, choices=chosen), chosen
+
+
+def one_layer(layout: dict[str, Any], n_bytes: int) -> tuple[Volume, Volume, Choices]:
+    plan, found = LayoutConfig(**layout), []
+    for n_layers in (2, 1):
+        model, chosen = model_in_parts(plan, tiny(n_layers=n_layers), n_bytes)
+        axes = axes_of(plan)
+        part = batch_of(0, CONFIG, B).chunk(axes.batch.size)[axes.batch.index]
+        with weights_kept(model):
+            with record() as forward:
+                loss = model.loss_sum(part[:, :-1], part[:, 1:])
+            with record() as backward:
+                loss.backward()
+        found.append([volume_of(each, "product") for each in (forward, backward)])
+    forward_, backward_ = (two.minus(one) for two, one in zip(*found))
+    return forward_, backward_, chosen
+
+
+@pytest.mark.parametrize(
+    "layout", [GRID, {**GRID, "stationary": "input"}, SEQUENCE], ids=["grid", "input", "sequence"]
+)
+def test_volumes_are_the_same_in_more_messages(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    layout = {**layout, "keep_gathered": "none"}
+    n = LayoutConfig(**layout).n_processes
+    for forward, backward, chosen in pool.run(n, one_layer, layout, 2000):
+        assert max(choice.parts for choice in chosen.products.values()) > 2
+        said = predicted(chosen)
+        agrees(forward, said[0])
+        agrees(backward, said[1])
+        with patch.object(choices, "PART_BYTES", 1 << 30):
+            whole = decide(CONFIG, LayoutConfig(**layout), Work(tokens=B * S, sequences=B))
+        for some, once in zip(said, predicted(whole)):
+            assert (some.col, some.row) == (once.col, once.row)
+            assert some.messages > once.messages
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def in_parts(run: RunConfig, n_bytes: int) -> tuple[int, int]:
+    with parts_of(n_bytes):
+        return measured(run)
+
+
+@pytest.mark.parametrize("layout", [GRID, SEQUENCE], ids=["grid", "sequence"])
+def test_foretold_is_measured_and_less(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    run = a_run({**layout, "keep_gathered": "none"}, {}, {"recompute": "full"})
+    whole = foretell_rank(run, 0).peak
+    with parts_of(20_000) as decided:
+        agrees_of(pool, run, in_parts, 20_000)
+        assert foretell_rank(run, 0).peak < whole
+    assert max(c.parts for found in decided for c in found.products.values()) > 2
+
+
+# --------------------------------------------------------------------------- precision
+
+
+def weight_gradient(dtype: str, n_bytes: int) -> torch.Tensor:
+    layout = LayoutConfig(**GRID)
+    with parts_of(n_bytes):
+        chosen = decide(CONFIG, layout, Work(tokens=B * S, sequences=B))
+    axes = axes_of(layout)
+    model = build_parallel(CONFIG, layout, axes, 1, CPU, choices=chosen)
+    linear = next(m for m in model.modules() if isinstance(m, GridLinear) and m.output_stays)
+    assert isinstance(linear.schedule, summa.Gather)
+    assert (linear.schedule.parts > 8) == (n_bytes < 1 << 20)
+    generator = torch.Generator().manual_seed(axes.world.index)
+    k = linear.weight.shape[0] * axes.row.size // axes.col.size
+    x = torch.randn(B // 2, S, k, generator=generator).to(getattr(torch, dtype))
+    y = linear(x)
+    y.backward(torch.ones_like(y))
+    assert linear.weight.grad is not None
+    return linear.weight.grad.double()
+
+
+def test_parts_are_added_up_as_one_product_would(pool: WorkerPool) -> None:
+    """In bfloat16 not in that type: a sum of many parts would lose what one product keeps."""
+    want = pool.run(4, weight_gradient, "float32", 1 << 30)
+    for n_bytes in (100, 1 << 30):
+        got = pool.run(4, weight_gradient, "bfloat16", n_bytes)
+        off = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want))
+        assert off < 4e-3, n_bytes
+
+
+# --------------------------------------------------------------------------- whole runs
+
+
+def test_foretold_of_a_large_run() -> None:
+    """The paper's largest run: what is gathered no longer counts for much."""
+    run = RunConfig(
+        model=ModelConfig(
+            n_layers=2, hidden_size=8192, n_heads=64, vocab_size=50304, max_seq_len=512
+        ),
+        data={"path": Path("none")},  # type: ignore[arg-type]
+        layout=LayoutConfig(scheme="optimus", rows=8, cols=8, schedule="gather"),
+        train=TrainConfig(global_batch=256, recompute="full", device="cpu"),
+    )
+    found = foretell_rank(run, 0)
+    with patch.object(choices, "PART_BYTES", 1 << 40):
+        whole = foretell_rank(run, 0)
+    assert found.peak < 0.75 * whole.peak
