@@ -29,7 +29,7 @@ from gridformer.errors import ConfigError
 from gridformer.layout import check
 
 PARTS = ("limits", "shares", "price")
-SHARES = (("small", 4), ("small", 9), ("paper", 4), ("paper", 64))
+SHARES = (("small", 4), ("small", 9), ("paper", 4), ("paper", 9), ("paper", 16), ("paper", 64))
 
 
 def main(

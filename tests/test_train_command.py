@@ -100,7 +100,8 @@ def test_a_run_leaves_all_it_promises(run_file: Path, tmp_path: Path) -> None:
     assert other.stdout != first.stdout
 
 
-LONGER = ("train.steps=30", "train.save_every=0", "train.eval_every=0")
+FEWER = "layout.rows=1"  # two processes: what a signal does to more is tested in test_launch.py
+LONGER = (FEWER, "train.steps=30", "train.save_every=0", "train.eval_every=0")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def not_stopped(run_file: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("signum", "to_group", "code"),
-    full_unless(  # what signals do to workers is tested in test_launch.py
+    full_unless(
         lambda case: case[0] == signal.SIGINT,
         [(signal.SIGTERM, False, 143), (signal.SIGINT, True, 130)],
         unpack=True,
@@ -153,7 +154,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
 
 def test_a_killed_worker_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = [str(run_file), "train.steps=100000", "train.save_every=2", "train.eval_every=0"]
+    words = [str(run_file), FEWER, "train.steps=100000", "train.save_every=2"]
+    words.append("train.eval_every=0")
     with subprocess.Popen(
         [*COMMAND, "train", *words, "--out", str(out)],
         stdout=subprocess.PIPE,

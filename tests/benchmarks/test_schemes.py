@@ -31,6 +31,7 @@ from benchmarks import (
 )
 from gridformer import comm
 from gridformer.comm import Axis
+from tests.choosing import full_unless
 from tests.multirank.pool import WorkerPool
 
 ROOT = Path(__file__).parents[2]
@@ -245,13 +246,22 @@ def test_every_variant_fits_every_shape() -> None:
 # --------------------------------------------------------------------------- the whole
 
 
-def test_a_quick_run_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+SOME = "megatron-sp,optimus-pipelined,optimus-gather-parts,optimus-auto,torch-tp-sp,fsdp-tp"
+
+
+@pytest.mark.parametrize("only", full_unless(SOME.__eq__, [SOME, ""]), ids=["some", "all"])
+def test_a_quick_run_and_its_resumption(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str
+) -> None:
     out = tmp_path / "schemes.jsonl"
     command = [sys.executable, "-m", "benchmarks.schemes", "--quick", "--out", str(out)]
     command += ["--recomputation", "off", "--rounds", "1", "--warmups", "0"]
+    command += ["--only", only] if only else []
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert first.returncode == 0, first.stderr
-    for variant in group.all_variants(4):
+    variants = [v for v in group.all_variants(4) if v.name in only.split(",") or not only]
+    assert len(variants) >= 6
+    for variant in variants:
         assert first.stdout.count(f"| {variant.name} |") == 3, variant.name
         assert variant.title in first.stdout
     written = out.read_bytes()
@@ -260,7 +270,7 @@ def test_a_quick_run_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFi
         assert len(row["seconds"]) == 1
         assert min(row["seconds"][0]) > 0
         assert max(row["worst"].values()) < 1e-5
-    schemes.main(out=out, quick=True, recomputation="off", rounds=1, warmups=0)
+    schemes.main(out=out, quick=True, recomputation="off", rounds=1, warmups=0, only=only)
     again = capsys.readouterr()
     assert "measured before" in again.err
     assert again.out == first.stdout

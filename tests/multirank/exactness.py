@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
 Tensors = dict[str, Tensor]
+Found = TypeVar("Found")
 
 
 def tiny(**changes: Any) -> ModelConfig:
@@ -98,7 +99,8 @@ def compare(
     """
     torch.set_num_threads(1)
     config, settings, plan = tiny(**model), TrainConfig(**train), LayoutConfig(**layout)
-    want = _reference(config.model_dump_json(), _plain(settings).model_dump_json(), n_steps)
+    plain = _plain(settings).model_dump_json()
+    want = computed_once(_one_device, config.model_dump_json(), plain, n_steps)
     axes = axes_of(plan)
     cut = build_parallel(config, plan, axes, settings.seed, CPU, settings.dtype)
     worst = {"init": distance(cut, values(cut), want.initial), "loss": 0.0, "norm": 0.0}
@@ -174,24 +176,26 @@ class _Reference:
     evaluated: float
 
 
-_references: dict[tuple[str, str, int], _Reference] = {}
+_computed: dict[Any, Any] = {}
 
 
-def _reference(*key: Any) -> _Reference:
-    """Computed once, by rank 0; a worker sees the same few models and settings again and again."""
+def computed_once(compute: Callable[..., Found], *args: Any) -> Found:
+    """What rank 0 computes, on all ranks. They see the same few models and settings again and
+    again, and remember."""
+    key = (compute.__module__, compute.__name__, *args)
     if not dist.is_initialized():
-        return _one_device(*key)
-    here = torch.tensor(float(key in _references))
+        if key not in _computed:
+            _computed[key] = compute(*args)
+        return cast(Found, _computed[key])
+    here = torch.tensor(float(key in _computed))
     dist.all_reduce(here, dist.ReduceOp.MIN)
     if not here:
-        sent = [_one_device(*key)] if dist.get_rank() == 0 else [None]
+        sent = [compute(*args)] if dist.get_rank() == 0 else [None]
         dist.broadcast_object_list(sent)
-        assert sent[0] is not None
-        _references[key] = sent[0]
-    return _references[key]
+        _computed[key] = sent[0]
+    return cast(Found, _computed[key])
 
 
-@cache
 def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Reference:
     config = ModelConfig.model_validate_json(config_json)
     settings = TrainConfig.model_validate_json(settings_json)

@@ -67,9 +67,10 @@ class Cell(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Three layers, so that four stages are of unequal size."""
+        """In a pipeline three layers, so that four stages are of unequal size."""
         p = {"dropout": 0.1, "attention_dropout": 0.1} if self.dropout else {}
-        return {"n_layers": 3, "max_seq_len": 12, **p, **MODELS[self.model]}
+        n_layers = 3 if self.pp > 1 else 2
+        return {"n_layers": n_layers, "max_seq_len": 12, **p, **MODELS[self.model]}
 
     @property
     def title(self) -> str:
@@ -85,12 +86,12 @@ CELLS = [
 
 def quick(cells: Iterable[Cell] = CELLS) -> set[Cell]:
     """Few cells in which any two values of two dimensions meet: greedily, those that show most
-    pairs that none before has shown for the time that they take, which grows with processes."""
+    pairs that none before has shown for the time that they take."""
     rest = list(cells)
     missing = {pair for cell in rest for pair in _pairs(cell)}
     chosen: set[Cell] = set()
     while missing:
-        best = max(rest, key=lambda cell: len(_pairs(cell) & missing) / (4 + _size(cell)))
+        best = max(rest, key=lambda cell: len(_pairs(cell) & missing) / _time(cell))
         chosen.add(best)
         missing -= _pairs(best)
     return chosen
@@ -101,8 +102,10 @@ def _pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
     return {(i, cell[i], j, cell[j]) for i, j in places}
 
 
-def _size(cell: Cell) -> int:
-    return LayoutConfig(**cell.layout).n_processes
+def _time(cell: Cell) -> float:
+    """In units of what a process adds to it; two stacks add twice that."""
+    stacks = 2 if cell.model in ("T5", "Transformer") else 1
+    return 5 + stacks * LayoutConfig(**cell.layout).n_processes
 
 
 def remember(path: Path, worst: Mapping[Cell | str, float]) -> dict[Cell | str, float]:

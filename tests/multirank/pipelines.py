@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +14,15 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.gradients import assert_copies_equal, reduce_gradients
 from gridformer.parallel.grid import weights_kept
 from gridformer.train.step import ReadRows, Stepper
-from tests.multirank.exactness import CPU, Tensors, axes_of, distance, gradients, values
+from tests.multirank.exactness import (
+    CPU,
+    Tensors,
+    axes_of,
+    computed_once,
+    distance,
+    gradients,
+    values,
+)
 
 Layout = dict[str, Any]
 
@@ -89,7 +96,7 @@ def compare(layout: Layout, config: ModelConfig, n_steps: int = 3) -> dict[str, 
     """The largest relative differences to one device, see tests.multirank.exactness.compare."""
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
-    want = _one_device(config.model_dump_json(), n_steps)
+    want = computed_once(_one_device, config.model_dump_json(), n_steps)
     axes = axes_of(plan)
     stepper = stepper_of(config, plan, axes)
     cut = stepper.model
@@ -123,7 +130,6 @@ def first_gradients(stepper: Stepper, read: ReadRows) -> Tensors:
     return gradients(model)
 
 
-@cache
 def _one_device(config_json: str, n_steps: int) -> dict[str, Any]:
     config = ModelConfig.model_validate_json(config_json)
     stepper = stepper_of(config, LayoutConfig(), Axes())

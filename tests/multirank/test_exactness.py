@@ -91,7 +91,7 @@ SOME_PRODUCTS = by_size(
 
 
 def check(
-    pool: WorkerPool, layout: Layout, model: dict[str, Any], n_steps: int = 5, **train: Any
+    pool: WorkerPool, layout: Layout, model: dict[str, Any], n_steps: int = 3, **train: Any
 ) -> None:
     settings = {**TRAIN, **train}
     limit = TOLERANCE[settings.get("dtype", "float32")]
@@ -113,7 +113,7 @@ def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
     "layout", full_unless(lambda layout: layout["dp"] == 1, LAYOUTS), ids=name_of
 )
 def test_equals_one_device_in_float32(pool: WorkerPool, layout: Layout) -> None:
-    check(pool, layout, {}, n_steps=3, dtype="float32")
+    check(pool, layout, {}, n_steps=2, dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from gridformer.launch import warm_up
 from gridformer.layout import build_axes
 from gridformer.memory.account import Account, take_account
 from gridformer.parallel import build_parallel
+from gridformer.parallel.summa import only_some_parts
 from gridformer.train.step import Stepper
 
 DEVICE = torch.device("cpu")
@@ -58,7 +59,7 @@ def foretell_rank(run: RunConfig, rank: int) -> Account:
     left_out = rows - train.global_batch // layout.dp
     with playing(rank, layout.n_processes):
         axes = build_axes(layout, DEVICE.type, decisions.block)
-        with FakeTensorMode():
+        with FakeTensorMode(), only_some_parts():
             model = build_parallel(
                 run.model, layout, axes, train.seed, DEVICE, train.dtype, decisions.choices
             )
