@@ -74,6 +74,7 @@ def warm_up(*modules: str) -> None:
             "torch.distributed",
             "torch.distributed.tensor",
             "torch.distributed.elastic.multiprocessing.api",
+            "torch._dynamo",  # every optimizer imports it, and so would every worker
             "gridformer.cli.app",  # what the workers' __main__ imports
             *modules,
         ]
