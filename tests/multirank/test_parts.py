@@ -61,6 +61,7 @@ def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
     with (
         patch.object(choices, "PART_BYTES", n_bytes),
         patch.object(choices, "PART_SHARE", 0.0),
+        patch.object(choices, "_saves_memory", lambda *_: True),
         patch.object(choices, "_at_once", watched),
     ):
         yield decided

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -202,6 +203,36 @@ def test_what_is_gathered_stays_below_an_eighth_of_what_is_held(
     for choice in chosen.products.values():
         small = chosen.gathered_bytes(choice) <= limit
         assert choice.schedule == ("gather" if small else "pipelined")
+
+
+@given(model=MODELS, layout=LAYOUTS, work=WORKS)
+def test_only_what_is_long_is_gathered_in_parts(
+    model: ModelConfig, layout: LayoutConfig, work: Work
+) -> None:
+    chosen = decide(model, layout, work)
+    for choice in chosen.products.values():
+        assert 1 <= choice.parts <= module.MOST_PARTS
+        if choice.parts > 1:
+            assert choice.schedule == "gather"
+            assert not choice.keep_input
+            whole = chosen.activation_bytes(choice)
+            assert whole > SMALL_BYTES
+            terms = choice.product.n_in * choice.product.n_out / chosen.cols
+            assert chosen.rows == 1 or whole > 4 * terms
+            part = whole / choice.parts
+            limit = max(module.PART_BYTES, chosen.held_bytes * module.PART_SHARE)
+            assert part <= limit or choice.parts == module.MOST_PARTS or layout.sequence_parallel
+            assert whole / (choice.parts - 1) > limit, "no more parts than it takes"
+
+
+def test_the_papers_largest_run_is_gathered_in_parts() -> None:
+    model = GPT3.model_copy(update={"n_layers": 24, "hidden_size": 8192, "n_heads": 64})
+    work = Work(tokens=256 * 512, sequences=256, recompute="full")
+    chosen = decide(model, optimus(8, 8, keep_gathered="none"), work)
+    assert all(chosen[name].parts > 4 for name in LAYER)
+    assert "no more lies whole at a time" in _reason(chosen, "parts")
+    short = decide(model, optimus(8, 8, keep_gathered="none"), replace(work, tokens=8 * 512))
+    assert all(choice.parts == 1 for choice in short.products.values())
 
 
 # --------------------------------------------------------------------------- what is kept

@@ -380,10 +380,19 @@ def _in_parts(choices: Choices, layout: LayoutConfig) -> Choices:
         return work.rows_of(product) // choices.rows
 
     def cut(choice: Choice) -> Choice:
+        if not _saves_memory(choices, choice):
+            return choice
         parts = math.ceil(choices.activation_bytes(choice) / limit)
         return replace(choice, parts=max(1, min(parts, MOST_PARTS, lines(choice.product))))
 
     return _each(choices, cut)
+
+
+def _saves_memory(choices: Choices, choice: Choice) -> bool:
+    """Of parts, terms of the weight's gradient are added up, in float32, before they travel."""
+    product = choice.product
+    terms = product.n_in * product.n_out / choices.cols * 4 * (choices.rows > 1)
+    return choices.activation_bytes(choice) > max(SMALL_BYTES, terms)
 
 
 def _at_once(choices: Choices) -> Choices:
