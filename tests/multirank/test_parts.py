@@ -203,6 +203,8 @@ def test_some_parts_hold_what_all_do() -> None:
             every = foretell_rank(run, 0)
     assert max(c.parts for found in decided for c in found.products.values()) > 8
     assert (some.peak, some.by_kind) == (every.peak, every.by_kind)
+    at_most = [max(account.timeline.bytes_of["workspace"]) for account in (some, every)]
+    assert at_most[0] == at_most[1], "nor elsewhere in the step"
     assert some.timeline.times[-1] < every.timeline.times[-1]
 
 

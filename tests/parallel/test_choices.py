@@ -231,8 +231,11 @@ def test_the_papers_largest_run_is_gathered_in_parts() -> None:
     chosen = decide(model, optimus(8, 8, keep_gathered="none"), work)
     assert all(chosen[name].parts > 4 for name in LAYER)
     assert "no more lies whole at a time" in _reason(chosen, "parts")
-    short = decide(model, optimus(8, 8, keep_gathered="none"), replace(work, tokens=8 * 512))
-    assert all(choice.parts == 1 for choice in short.products.values())
+    short = decide(model, optimus(8, 8, keep_gathered="none"), replace(work, tokens=16 * 512))
+    assert all(choice.parts == 1 for choice in short.products.values()), "32 MiB at most"
+    some = decide(model, optimus(8, 8, keep_gathered="none"), replace(work, tokens=48 * 512))
+    assert some["out"].parts > 1
+    assert some["up"].parts == 1, "terms of its weight's gradient take more than 96 MiB"
 
 
 # --------------------------------------------------------------------------- what is kept
