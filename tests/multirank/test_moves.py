@@ -79,7 +79,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def plan_of(folders: dict[str, Path], cell: Cell, out: Path, tmp_path: Path) -> Plan:
-    model = {**SIZE, **cell.config, "max_seq_len": 16}
+    # Both cells are of one model: as many layers, also where a cell has no stages.
+    model = {**SIZE, **cell.config, "max_seq_len": 16, "n_layers": SIZE["n_layers"]}
     model.pop("n_labels", None)  # text has none
     kind = "pairs" if model["family"] == "transformer" else "text"
     # With t5 both lengths are said, since sequence parallelism cuts both.
