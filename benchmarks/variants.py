@@ -25,10 +25,11 @@ from gridformer.config import LayoutConfig
 from gridformer.layout import build_axes
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
-from gridformer.parallel.choices import Work, decide
+from gridformer.parallel.choices import Work
 from gridformer.parallel.gradients import reduce_gradients
 from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.placement import shard_of
+from gridformer.parallel.rules import decide
 
 CPU = torch.device("cpu")
 Whole = dict[str, Tensor]  # by name, for instance `0.attention.qkv.weight` of layer 0

@@ -15,8 +15,9 @@ from rich.text import Text
 from gridformer import nodes
 from gridformer.config import RunConfig
 from gridformer.nodes import Candidate, NodeBlock
-from gridformer.parallel.choices import Choice, Choices, Work, decide
+from gridformer.parallel.choices import Choice, Choices, Work
 from gridformer.parallel.pipeline.partition import link_names, stages_of
+from gridformer.parallel.rules import decide
 
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _MIB = 2**20

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel, summa
-from gridformer.parallel.choices import Work, decide
+from gridformer.parallel.choices import Work
 from gridformer.parallel.grid import weights_kept
+from gridformer.parallel.rules import decide
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool

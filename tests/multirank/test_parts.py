@@ -19,9 +19,10 @@ from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from gridformer.memory import foretell
 from gridformer.memory.foretell import foretell_rank
 from gridformer.models import Model
-from gridformer.parallel import build_parallel, choices, summa
-from gridformer.parallel.choices import Choices, Work, decide
+from gridformer.parallel import build_parallel, rules, summa
+from gridformer.parallel.choices import Choices, Work
 from gridformer.parallel.grid import GridLinear, weights_kept
+from gridformer.parallel.rules import decide
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
 from tests.multirank.matrix import MODELS
@@ -44,7 +45,7 @@ def in_three() -> Iterator[None]:
         }
         return replace(found, products=three)
 
-    with patch.object(choices, "_in_parts", cut):
+    with patch.object(rules, "_in_parts", cut):
         yield
 
 
@@ -52,17 +53,17 @@ def in_three() -> Iterator[None]:
 def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
     """Whatever is decided here, parts are of so many bytes. Yields what was."""
     decided: list[Choices] = []
-    real = choices._at_once
+    real = rules._at_once
 
     def watched(found: Choices) -> Choices:
         decided.append(real(found))
         return decided[-1]
 
     with (
-        patch.object(choices, "PART_BYTES", n_bytes),
-        patch.object(choices, "PART_SHARE", 0.0),
-        patch.object(choices, "_saves_memory", lambda *_: True),
-        patch.object(choices, "_at_once", watched),
+        patch.object(rules, "PART_BYTES", n_bytes),
+        patch.object(rules, "PART_SHARE", 0.0),
+        patch.object(rules, "_saves_memory", lambda *_: True),
+        patch.object(rules, "_at_once", watched),
     ):
         yield decided
 
@@ -167,7 +168,7 @@ def test_volumes_are_the_same_in_more_messages(pool: WorkerPool, layout: dict[st
         said = predicted(chosen)
         agrees(forward, said[0])
         agrees(backward, said[1])
-        with patch.object(choices, "PART_BYTES", 1 << 30):
+        with patch.object(rules, "PART_BYTES", 1 << 30):
             whole = decide(CONFIG, LayoutConfig(**layout), Work(tokens=B * S, sequences=B))
         for some, once in zip(said, predicted(whole)):
             assert (some.col, some.row) == (once.col, once.row)
@@ -252,6 +253,6 @@ def test_foretold_of_a_large_run() -> None:
         train=TrainConfig(global_batch=256, recompute="full", device="cpu"),
     )
     found = foretell_rank(run, 0)
-    with patch.object(choices, "PART_BYTES", 1 << 40):
+    with patch.object(rules, "PART_BYTES", 1 << 40):
         whole = foretell_rank(run, 0)
     assert found.peak < 0.75 * whole.peak

@@ -18,8 +18,9 @@ from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel import gradients as reductions
-from gridformer.parallel.choices import Choices, Traffic, Work, decide
+from gridformer.parallel.choices import Choices, Traffic, Work
 from gridformer.parallel.placement import shard_of
+from gridformer.parallel.rules import decide
 from gridformer.train.step import Stepper
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool

@@ -21,7 +21,8 @@ from gridformer.decisions import decide_run
 from gridformer.models import build_model
 from gridformer.nodes import split_messages
 from gridformer.parallel import build_parallel
-from gridformer.parallel.choices import Traffic, Work, decide
+from gridformer.parallel.choices import Traffic, Work
+from gridformer.parallel.rules import decide
 from gridformer.train.step import Stepper
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny

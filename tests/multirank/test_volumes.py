@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from gridformer.config import LayoutConfig
-from gridformer.parallel.choices import Work, decide
+from gridformer.parallel.choices import Work
+from gridformer.parallel.rules import decide
 from tests.choosing import full_unless
 from tests.multirank.exactness import tiny
 from tests.multirank.pool import WorkerPool

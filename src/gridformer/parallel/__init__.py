@@ -25,8 +25,9 @@ from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.models import Model, build_model
 from gridformer.parallel import fsdp, megatron, optimus, pipeline, subgraph
-from gridformer.parallel.choices import Choices, decide
+from gridformer.parallel.choices import Choices
 from gridformer.parallel.initialise import initialise
+from gridformer.parallel.rules import decide
 from gridformer.parallel.sharding import cut_over_replicas
 
 __all__ = ["build_parallel", "initialise", "parallelize"]
@@ -44,7 +45,7 @@ def parallelize(
 ) -> Model:
     """Cut a plain model (on the meta device) as `layout` says, in place; returns it.
 
-    choices: how each product is carried out, from `gridformer.parallel.choices.decide`, which is
+    choices: how each product is carried out, from `gridformer.parallel.rules.decide`, which is
     asked if there are none. Parameter names never change. The result is unallocated: `initialise`
     fills it.
     """

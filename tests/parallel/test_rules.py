@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.parallel import choices as module
-from gridformer.parallel.choices import KEEP_SHARE, SMALL_BYTES, Choices, Work, decide, products_of
+from gridformer.parallel import rules
+from gridformer.parallel.choices import Choices, Work, products_of
+from gridformer.parallel.rules import KEEP_SHARE, SMALL_BYTES, decide
 
 LAYER = ("qkv", "out", "up", "down")
 SMALL = ModelConfig(n_layers=2, hidden_size=64, n_heads=4, vocab_size=500, max_seq_len=32)
@@ -211,7 +212,7 @@ def test_only_what_is_long_is_gathered_in_parts(
 ) -> None:
     chosen = decide(model, layout, work)
     for choice in chosen.products.values():
-        assert 1 <= choice.parts <= module.MOST_PARTS
+        assert 1 <= choice.parts <= rules.MOST_PARTS
         if choice.parts > 1:
             assert choice.schedule == "gather"
             assert not choice.keep_input
@@ -220,8 +221,8 @@ def test_only_what_is_long_is_gathered_in_parts(
             terms = choice.product.n_in * choice.product.n_out / chosen.cols
             assert chosen.rows == 1 or whole > 4 * terms
             part = whole / choice.parts
-            limit = max(module.PART_BYTES, chosen.held_bytes * module.PART_SHARE)
-            assert part <= limit or choice.parts == module.MOST_PARTS or layout.sequence_parallel
+            limit = max(rules.PART_BYTES, chosen.held_bytes * rules.PART_SHARE)
+            assert part <= limit or choice.parts == rules.MOST_PARTS or layout.sequence_parallel
             assert whole / (choice.parts - 1) > limit, "no more parts than it takes"
 
 
@@ -273,7 +274,7 @@ def test_more_room_never_moves_more(
     layout = layout.model_copy(update={"keep_gathered": "auto"})
     traffic = []
     for share in (0.0, *sorted(shares), 1e9):
-        with patch.object(module, "KEEP_SHARE", share):
+        with patch.object(rules, "KEEP_SHARE", share):
             chosen = decide(model, layout, work)
         assert kept_bytes(chosen) <= chosen.held_bytes * share
         traffic.append(moved(chosen))
