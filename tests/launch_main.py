@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from gridformer.errors import UserError
-from gridformer.launch import joined, launch, warm_up
+from gridformer.launch import joined, launch, local, warm_up
 
+local.PRELOAD.remove("torch._dynamo")  # seconds, and nothing is trained here
+local.PRELOAD.remove("torch.distributed.checkpoint")
 MODULE = "tests.launch_entrypoints"
 
 

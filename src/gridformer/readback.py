@@ -7,11 +7,12 @@ step goes its ordinary way.
 from __future__ import annotations
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 
 def has_numbers(x: Tensor) -> bool:
     """Whether there is anything in its memory."""
+    from torch._subclasses.fake_tensor import FakeTensor  # a second, of who only reads a run
+
     return not isinstance(x, FakeTensor)
 
 

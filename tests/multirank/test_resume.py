@@ -17,7 +17,7 @@ from gridformer.config import LayoutConfig, parse_run
 from gridformer.errors import CheckpointError
 from gridformer.launch import World
 from gridformer.layout import check
-from gridformer.train import checkpoint
+from gridformer.train import blocks_io, checkpoint
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -77,19 +77,19 @@ def train_and_crash(plan: Plan) -> None:
     """The same, but one rank dies while it writes the second checkpoint."""
     written = []
 
-    def breaking(blocks: Any, folder: Path) -> None:
+    def breaking(shards: Any, folder: Path) -> None:
         written.append(folder)
         if len(written) == 2 and dist.get_rank() == dist.get_world_size() - 1:
             (folder / "shard-00001-half").write_bytes(b"half a file")
             raise OSError("no space left on device")
-        original(blocks, folder)
+        original(shards, folder)
 
-    original = checkpoint.write_blocks
-    checkpoint.write_blocks = breaking
+    original = blocks_io.write_blocks
+    blocks_io.write_blocks = breaking
     try:
         train(plan)
     finally:
-        checkpoint.write_blocks = original
+        blocks_io.write_blocks = original
 
 
 def losses(out: Path) -> dict[int, tuple[float, float]]:

@@ -36,6 +36,15 @@ from gridformer.launch.joining import joined
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+# What every worker that trains would import by itself.
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch._dynamo",  # by every optimizer
+    "gridformer.cli.app",  # by __main__
+]
 # Workers end themselves stopping.GRACE_S after a stop signal; later than this they are killed.
 _PATIENCE_S = stopping.GRACE_S + 0.5
 # How long a worker whose peer broke the connection stays, so that the peer is found first.
@@ -68,17 +77,7 @@ def warm_up(*modules: str) -> None:
     this is optional; the earlier, the more of the loading happens beside the caller's own.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "torch",
-            "torch.distributed",
-            "torch.distributed.tensor",
-            "torch.distributed.elastic.multiprocessing.api",
-            "torch._dynamo",  # every optimizer imports it, and so would every worker
-            "gridformer.cli.app",  # what the workers' __main__ imports
-            *modules,
-        ]
-    )
+    context.set_forkserver_preload([*PRELOAD, *modules])
     from multiprocessing.forkserver import ensure_running
 
     ensure_running()

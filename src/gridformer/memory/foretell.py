@@ -20,8 +20,6 @@ from multiprocessing import get_context
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gridformer.batch import Batch
 from gridformer.config import RunConfig
@@ -35,13 +33,15 @@ from gridformer.parallel.summa import only_some_parts
 from gridformer.train.step import Stepper
 
 DEVICE = torch.device("cpu")
+# What takes a second to import, and only who foretells needs.
+_FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg")
 
 
 def foretell(run: RunConfig, ranks: Sequence[int]) -> list[Account]:
     """The accounts of some ranks of a checked run; several are taken at a time."""
     if len(ranks) == 1:
         return [foretell_rank(run, ranks[0])]
-    warm_up(__name__)  # unless there is a server already from which processes are forked
+    warm_up(__name__, *_FAKES)  # unless there is a server already from which processes are forked
     workers = min(len(ranks), n_cores())
     with ProcessPoolExecutor(workers, get_context("forkserver")) as pool:
         return [*pool.map(partial(foretell_rank, run), ranks)]
@@ -52,6 +52,8 @@ def foretell_rank(run: RunConfig, rank: int) -> Account:
 
     Not in a process that belongs to a process group already.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     decisions = decide_run(run)  # before the step is made shorter: they look at its length
     rows = run.train.global_batch // run.layout.dp
     run = shortened(run)
@@ -90,6 +92,8 @@ def playing(rank: int, n_processes: int) -> Iterator[None]:
     if n_processes == 1:
         yield
         return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     hook = sys.excepthook  # into which torch puts the rank's number
     dist.init_process_group("fake", rank=rank, world_size=n_processes, store=FakeStore())
     try:

@@ -65,8 +65,12 @@ class Block:
         return self.tensor.numel() == 0
 
 
-def write_blocks(blocks: Mapping[str, Block], folder: Path) -> None:
-    """Write the blocks of all ranks; equal blocks of several ranks (replicas) are written once."""
+def write_blocks(shards: Mapping[str, tuple[Tensor, Shard]], folder: Path) -> None:
+    """Write the blocks of all ranks; equal blocks of several ranks (replicas) are written once.
+
+    shards: local tensors by name, and where each lies.
+    """
+    blocks = _blocks(shards)
     with _no_warning_of_one_process():
         dcp.save(
             {},
@@ -76,11 +80,12 @@ def write_blocks(blocks: Mapping[str, Block], folder: Path) -> None:
         )
 
 
-def read_blocks(blocks: Mapping[str, Block], folder: Path) -> None:
-    """Fill the blocks' tensors, in place, from whatever blocks were written.
+def read_blocks(shards: Mapping[str, tuple[Tensor, Shard]], folder: Path) -> None:
+    """Fill local tensors, in place, from whatever blocks were written.
 
     Raises CheckpointError where a tensor is missing or has another global shape.
     """
+    blocks = _blocks(shards)
     try:
         with _no_warning_of_one_process():
             dcp.load(
@@ -94,6 +99,10 @@ def read_blocks(blocks: Mapping[str, Block], folder: Path) -> None:
             if isinstance(cause, CheckpointError):
                 raise cause from None
         raise
+
+
+def _blocks(shards: Mapping[str, tuple[Tensor, Shard]]) -> dict[str, Block]:
+    return {name: Block.of(local, shard) for name, (local, shard) in shards.items()}
 
 
 @contextmanager

@@ -22,16 +22,15 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.comm import Axes
 from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.errors import CheckpointError
 from gridformer.parallel.gradients import owned
-from gridformer.parallel.placement import shard_of
+from gridformer.parallel.placement import Shard, shard_of
 from gridformer.parallel.sharding import stored
-from gridformer.train.blocks_io import Block, read_blocks, write_blocks
 from gridformer.train.precision import LossScale
 from gridformer.train.updates import Updates
 
@@ -154,6 +153,8 @@ def save(
     scale: LossScale | None = None,
 ) -> Path:
     """Write a checkpoint of `step` done steps, on all ranks together; returns its folder."""
+    from gridformer.train.blocks_io import write_blocks  # a second, of commands that write none
+
     scale = scale or LossScale()
     parent = run_dir / "checkpoints"
     final = parent / f"step-{step:08d}"
@@ -163,7 +164,7 @@ def save(
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
     comm.barrier((axes.world,))
-    write_blocks(_blocks(model, optimizer), writing)
+    write_blocks(_shards(model, optimizer), writing)
     files = _file_entries(writing, axes)
     if first:
         manifest = Manifest(
@@ -191,31 +192,32 @@ def save(
 
 def load(folder: Path, model: nn.Module, optimizer: Updates | None, axes: Axes) -> Manifest:
     """Fill a model, and an optimizer if given, of any layout from a checkpoint of any layout."""
+    from gridformer.train.blocks_io import read_blocks
+
     manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
-    blocks = {
-        f"model.{name}": Block.of(stored(parameter), shard_of(stored(parameter)))
+    shards: dict[str, tuple[Tensor, Shard]] = {
+        f"model.{name}": (stored(parameter), shard_of(stored(parameter)))
         for name, parameter in model.named_parameters()
     }
     if optimizer is not None:
         optimizer.allocate(manifest.step - manifest.skipped)
-        blocks |= _moments(model, optimizer)
+        shards |= _moments(model, optimizer)
     with torch.no_grad():
-        read_blocks(blocks, folder)
+        read_blocks(shards, folder)
     return manifest
 
 
-def _blocks(model: nn.Module, optimizer: Updates) -> dict[str, Block]:
+def _shards(model: nn.Module, optimizer: Updates) -> dict[str, tuple[Tensor, Shard]]:
     parameters = {
-        f"model.{name}": Block.of(parameter, shard_of(parameter))
-        for name, parameter in owned(model)
+        f"model.{name}": (parameter, shard_of(parameter)) for name, parameter in owned(model)
     }
     return parameters | _moments(model, optimizer)
 
 
-def _moments(model: nn.Module, optimizer: Updates) -> dict[str, Block]:
+def _moments(model: nn.Module, optimizer: Updates) -> dict[str, tuple[Tensor, Shard]]:
     state = optimizer.state
     return {
-        f"{moment}.{name}": Block.of(state[parameter][moment], shard_of(parameter))
+        f"{moment}.{name}": (state[parameter][moment], shard_of(parameter))
         for name, parameter in owned(model)
         for moment in _MOMENTS
     }
