@@ -47,7 +47,7 @@ def test_settings_that_are_named_do_fit() -> None:
 
 
 def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = a_run({}, WIDE, {"loss_tokens": 0})
+    run = a_run({}, {**WIDE, "n_layers": 2}, {"loss_tokens": 0})
     worst = foretell_rank(run, 0)
     ways: list[dict[str, Any]] = [{"train.recompute": "full"}, {"layout.micro_batches": 2}]
     monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter(ways))
@@ -57,7 +57,7 @@ def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
     other = changed(run, together.changes)
     assert other is not None
     assert peak(other) == together.peak < least
-    assert not nearest(run, worst, worst.between // 2), "parameters alone are more"
+    assert not nearest(run, worst, worst.between // 2), "parameters and moments alone are more"
 
 
 def test_at_last_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,13 @@ def invoke(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-DEMO = ("demo", "model.vocab_size=500", "data.path=no-such-folder", "train.global_batch=8")
+DEMO = (
+    "demo",
+    "model.n_layers=1",
+    "model.vocab_size=500",
+    "data.path=no-such-folder",
+    "train.global_batch=8",
+)
 
 
 def test_the_command_prints_a_table_and_draws_a_page(tmp_path: Path) -> None:

@@ -110,6 +110,9 @@ def nearest(run: RunConfig, worst: Account, n_bytes: int, at_most: int = 3) -> l
             return found
         return max(account.peak for account in foretell(other, [*largest_ranks(other)]))
 
+    if run.layout.dp_mode != "fsdp" and worst.by_kind["parameters"] / run.layout.dp > n_bytes:
+        return []  # no setting makes them smaller than fsdp would
+
     found: list[Offer] = []
     saves: list[Changes] = []
     for change in _cheapest_first(run):
