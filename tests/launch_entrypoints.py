@@ -13,7 +13,11 @@ from gridformer.launch import close_world, init_world, stopping
 
 
 def _note(folder: Path, name: str, text: str = "") -> None:
-    (folder / f"{name}{os.environ.get('RANK', '0')}").write_text(text)
+    """A file that has its text from the moment when it is there."""
+    path = folder / f"{name}{os.environ.get('RANK', '0')}"
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    unfinished.rename(path)
 
 
 def sums(folder: Path, n: int) -> None:
