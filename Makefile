@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 TORCH  := 2.13.0
 RUN    ?= runs/demo
+# Two files of tests at a time: what waits for messages or processes leaves a core to the other.
+TWO    := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all lint fmt lock figures clean help
 
@@ -20,10 +22,10 @@ demo: $(VENV)/.ready
 	@$(BIN)/gridformer demo --out $(RUN)
 
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO)
 
 test-all: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -m "full or not full" --hypothesis-profile=fresh --exactness-table docs/results/exactness.md
+	$(BIN)/python -m pytest $(TWO) -m "full or not full" --hypothesis-profile=fresh --exactness-table docs/results/exactness.md
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests docs benchmarks examples

@@ -17,6 +17,7 @@ import yaml
 from gridformer.train import checkpoint
 from gridformer.train.metrics import read_metrics
 from tests.choosing import full_unless
+from tests.commands import gridformer_here
 
 COMMAND = [sys.executable, "-m", "gridformer"]
 GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
@@ -86,17 +87,17 @@ def test_a_run_leaves_all_it_promises(run_file: Path, tmp_path: Path) -> None:
     assert folder is not None
     assert checkpoint.verify(folder).step == 6
 
-    again = gridformer("train", run_file, "--out", out)
+    again = gridformer_here("train", run_file, "--out", out)
     assert again.returncode == 0
     assert "6 of 6 steps" in again.stdout
 
     words = ("generate", out, "--prompt", "line 7", "--max-tokens", "20", "--seed", "3")
-    first, second = gridformer(*words), gridformer(*words)
+    first, second = gridformer(*words), gridformer_here(*words)
     assert first.returncode == 0, first.stderr
     assert first.stdout == second.stdout
     assert first.stdout.startswith("line 7")
     assert len(first.stdout) > len("line 7\n")
-    other = gridformer(*words[:-1], "4")
+    other = gridformer_here(*words[:-1], "4")
     assert other.stdout != first.stdout
 
 
@@ -193,10 +194,10 @@ def test_bad_input_is_refused_before_anything_starts(run_file: Path, tmp_path: P
     assert "Traceback" not in bad.stderr
     for part in ("model.n_heads=2", "model.hidden_size=16", "train.global_batch=5", "--nproc=4"):
         assert part in bad.stderr
-    unknown = gridformer("train", run_file, "train.step=3", "--out", out)
+    unknown = gridformer_here("train", run_file, "train.step=3", "--out", out)
     assert unknown.returncode == 2
     assert "did you mean 'steps'?" in unknown.stderr
-    missing = gridformer("train", run_file, "data.path=nowhere", "--out", out)
+    missing = gridformer_here("train", run_file, "data.path=nowhere", "--out", out)
     assert missing.returncode == 2
     assert "gridformer prepare" in missing.stderr
     assert not out.exists()
@@ -207,12 +208,13 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(
 ) -> None:
     out = tmp_path / "out"
     single = ["layout.scheme=single", "layout.rows=1", "layout.cols=1"]
-    assert gridformer("train", run_file, *single, "train.steps=2", "--out", out).returncode == 0
+    trained = gridformer_here("train", run_file, *single, "train.steps=2", "--out", out)
+    assert trained.returncode == 0
     shard = next((out / "checkpoints").glob("*/*.safetensors"))
     os.truncate(shard, shard.stat().st_size // 2)
     train: list[str | Path] = ["train", run_file, *single, "--out", out]
     for words in (train, ["generate", out]):
-        refused = gridformer(*words)
+        refused = gridformer_here(*words)
         assert refused.returncode == 2
         assert str(shard) in refused.stderr
         assert "truncated" in refused.stderr

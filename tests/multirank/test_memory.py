@@ -42,7 +42,7 @@ def a_run(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) 
 def measured(run: RunConfig) -> tuple[int, int]:
     """On one rank."""
     torch.set_num_threads(1)
-    return measure_rank(run)
+    return measure_rank(run, n_steps=2)
 
 
 def agrees(pool: WorkerPool, run: RunConfig) -> None:

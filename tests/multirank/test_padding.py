@@ -53,7 +53,8 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ),
 ]
 IDS = [f"{name_of(layout)}-v{v}" for layout, v in CASES]
-SOME_CASES = full_unless(lambda case: case in CASES[::2], CASES, unpack=True)
+SOME = [CASES[i] for i in (2, 5, 6, 8, 10, 12)]
+SOME_CASES = full_unless(SOME.__contains__, CASES, unpack=True)
 N_STEPS = 4
 # Large steps and a strong decay: whatever could move, moves.
 TRAIN = TrainConfig(global_batch=12, lr=0.05, weight_decay=0.5, clip_norm=0.0, dtype="float64")
@@ -97,7 +98,7 @@ def train_and_look(layout: LayoutConfig, vocab_size: int) -> int:
 
 @pytest.mark.parametrize(
     ("layout", "vocab_size"),
-    full_unless(lambda case: case in CASES[::2], CASES, unpack=True),
+    SOME_CASES,
     ids=IDS,
 )
 def test_padding_stays_zero(pool: WorkerPool, layout: dict[str, Any], vocab_size: int) -> None:
@@ -137,7 +138,7 @@ def compare_losses(layout: LayoutConfig, vocab_size: int) -> tuple[float, float]
 
 @pytest.mark.parametrize(
     ("layout", "vocab_size"),
-    full_unless(lambda case: case in CASES[::2], CASES, unpack=True),
+    SOME_CASES,
     ids=IDS,
 )
 def test_padded_words_never_win(pool: WorkerPool, layout: dict[str, Any], vocab_size: int) -> None:

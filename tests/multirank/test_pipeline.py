@@ -47,8 +47,8 @@ QUICK: list[Case] = [
     (pipe(2, 4, 2), "t5"),
     (pipe(2, 3, pipeline="gpipe"), "transformer"),
     (pipe(2, 1, scheme="megatron", cols=2), "bert"),
-    (pipe(2, 4, 2, **SEQUENCE), "transformer"),
-    (pipe(2, 3, **FIRST), "transformer"),
+    (pipe(2, 4, 2, **SEQUENCE), "gpt2"),
+    (pipe(2, 3, **FIRST), "bert"),
 ]
 ALSO: list[Case] = [
     (pipe(2, 3), "gpt2"),
@@ -57,6 +57,8 @@ ALSO: list[Case] = [
     (pipe(2, 4, dp=2), "bert"),
     (pipe(2, 2, **SUPER), "t5"),
     (pipe(2, 2, **OPTIMUS), "t5"),
+    (pipe(2, 4, 2, **SEQUENCE), "transformer"),
+    (pipe(2, 3, **FIRST), "transformer"),
 ]
 SCHEMES: list[Layout] = [
     {},

@@ -142,7 +142,7 @@ def kill_and_wait(pid: int) -> None:
 
 def test_hang_says_where(pool: WorkerPool) -> None:
     pool.run(3, total, 1.0)
-    with pool.limit(0.3), pytest.raises(RankFailed, match=r"(?s)ranks \[1\] did.*in hang_on"):
+    with pool.limit(2.0), pytest.raises(RankFailed, match=r"(?s)ranks \[1\] did.*in hang_on"):
         pool.run(3, hang_on, 1)
     assert pool.run(3, total, 1.0) == [6.0] * 3
 
@@ -166,10 +166,11 @@ def test_workers_die_with_the_session(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import threading, time
-            from tests.multirank.pool import WorkerPool
+            from tests.multirank.pool import PRELOAD, WorkerPool
             from tests.multirank.test_pool import hang_on, total
 
             if __name__ == "__main__":
+                PRELOAD.clear()  # for two workers
                 pool = WorkerPool()
                 pool.run(2, total, 1.0)
                 print(*pool.pids(), flush=True)

@@ -72,8 +72,8 @@ def is_quick(case: Case) -> bool:
     if case.cell == STAGES:
         return case.method in ("in_backward", "clip_by_layer")
     turn = [*METHODS][CELLS.index(case.cell) % len(METHODS)]
-    telling = n_of(case.cell) <= 2 or case.cell.replicas == "fsdp" or case.cell.pp == 2
-    return n_of(case.cell) <= 4 and telling and case.method == turn
+    few = n_of(case.cell) <= (4 if case.cell.replicas == "fsdp" else 2)
+    return few and case.method == turn
 
 
 def assert_equal_one_device(

@@ -23,7 +23,7 @@ from gridformer.train.step import Stepper
 _LET_GO_S = 0.02  # for threads of gloo, which hold what was sent a moment longer
 
 
-def measure_rank(run: RunConfig) -> tuple[int, int]:
+def measure_rank(run: RunConfig, n_steps: int = 4) -> tuple[int, int]:
     """This process's rank in a run on CPU, and its measured peak: what `foretell_rank` foretells.
 
     Call it on every process of the run's process group.
@@ -35,7 +35,7 @@ def measure_rank(run: RunConfig) -> tuple[int, int]:
     )
     stepper = Stepper(model, run.train, axes, run.layout)
     stepper.updates.allocate(0)
-    peak = measured_peak(stepper, lambda: stepper(0, partial(rows_like, run)))
+    peak = measured_peak(stepper, lambda: stepper(0, partial(rows_like, run)), n_steps)
     return axes.world.index, peak
 
 
