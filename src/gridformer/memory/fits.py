@@ -110,7 +110,8 @@ def nearest(run: RunConfig, worst: Account, n_bytes: int, at_most: int = 3) -> l
             return found
         return max(account.peak for account in foretell(other, [*largest_ranks(other)]))
 
-    if run.layout.dp_mode != "fsdp" and worst.by_kind["parameters"] / run.layout.dp > n_bytes:
+    parameters = worst.by_kind.get("parameters", 0)
+    if run.layout.dp_mode != "fsdp" and parameters / run.layout.dp > n_bytes:
         return []  # no setting makes them smaller than fsdp would
 
     found: list[Offer] = []
