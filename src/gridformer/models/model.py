@@ -141,18 +141,23 @@ class Model(nn.Module):
     @staticmethod
     def counts(batch: Batch) -> dict[str, Tensor]:
         """How many targets each loss has in a batch."""
-        return {name: (batch[key] != IGNORE).sum() for name, key in LOSSES.items() if key in batch}
+        # Not a sum, which would first make an integer of each truth.
+        return {
+            name: (batch[key] != IGNORE).count_nonzero()
+            for name, key in LOSSES.items()
+            if key in batch
+        }
 
     @staticmethod
     def n_tokens(batch: Batch) -> Tensor:
         """Tokens that a batch makes a model read, padding left out. A decoder's are its targets."""
 
         def real(key: str, mask: str) -> Tensor:
-            return batch.get(mask, torch.ones_like(batch[key], dtype=torch.bool)).sum()
+            return batch.get(mask, torch.ones_like(batch[key], dtype=torch.bool)).count_nonzero()
 
         if "source" not in batch:
             return real("tokens", "valid")
-        return real("source", "source_valid") + (batch["targets"] != IGNORE).sum()
+        return real("source", "source_valid") + (batch["targets"] != IGNORE).count_nonzero()
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """The loss of tokens alone, of families that read nothing else."""
