@@ -52,11 +52,11 @@ def agrees(pool: WorkerPool, run: RunConfig) -> None:
 def agrees_of(
     pool: WorkerPool, run: RunConfig, measuring: Callable[..., tuple[int, int]], *args: Any
 ) -> None:
-    """Held longer by chance is not more than once: of three times one must agree."""
+    """Held longer by chance, on a busy machine, is not each time: of five one must agree."""
     check(run)
     told = {rank: foretell_rank(run, rank).peak for rank in largest_ranks(run)}
     found = []
-    for _ in range(3):
+    for _ in range(5):
         got = dict(pool.run(run.layout.n_processes, measuring, run, *args))
         assert at_most(run) >= max(got.values())
         apart = {rank: abs(peak / got[rank] - 1) for rank, peak in told.items()}
