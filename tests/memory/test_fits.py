@@ -85,6 +85,7 @@ def test_a_refusal_says_what_there_is_and_what_fits(monkeypatch: pytest.MonkeyPa
     assert "the room is small: use layout.micro_batches=2 (" in text
     assert len(re.findall(r"\([\d.]+ (MiB|GiB)\)", text)) == 2
     monkeypatch.setattr(fits, "room_of", lambda run: Room(1000, "there is no room"))
+    monkeypatch.setattr(fits, "changed", lambda *_: pytest.fail("nothing makes parameters fit"))
     (text,) = fit_problems(run)
     assert text.endswith("use a layout of more processes")
 
