@@ -11,7 +11,7 @@ from torch import Tensor
 
 def has_numbers(x: Tensor) -> bool:
     """Whether there is anything in its memory."""
-    from torch._subclasses.fake_tensor import FakeTensor  # a second, of who only reads a run
+    from torch._subclasses.fake_tensor import FakeTensor  # takes time, of who only plans a run
 
     return not isinstance(x, FakeTensor)
 

@@ -33,7 +33,7 @@ from gridformer.parallel.summa import only_some_parts
 from gridformer.train.step import Stepper
 
 DEVICE = torch.device("cpu")
-# What takes a second to import, and only who foretells needs.
+# What takes time to import, and only who foretells needs.
 _FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg")
 
 

@@ -153,7 +153,7 @@ def save(
     scale: LossScale | None = None,
 ) -> Path:
     """Write a checkpoint of `step` done steps, on all ranks together; returns its folder."""
-    from gridformer.train.blocks_io import write_blocks  # a second, of commands that write none
+    from gridformer.train.blocks_io import write_blocks  # takes time, of commands that write none
 
     scale = scale or LossScale()
     parent = run_dir / "checkpoints"
