@@ -7,6 +7,7 @@ entered and left through such pairs (specification, section 5).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,16 @@ from torch import Tensor
 from gridformer.comm import collectives as comm
 from gridformer.comm import pieces
 from gridformer.comm.axis import Axis
+
+
+def one_thread() -> AbstractContextManager[object]:
+    """Around a backward pass that communicates: all of it is done by the calling thread.
+
+    Otherwise torch goes back through a GPU's tensors in one thread and through those on the meta
+    device (what another device holds, in D&SP-cSub) in another, and the order in which this rank
+    enters its collectives is left to chance.
+    """
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def identity_allreduce(x: Tensor, axis: Axis, label: str = "enter") -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.batch import Batch
 from gridformer.comm import Axes
+from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.errors import DivergedError
 from gridformer.models import Model
@@ -104,7 +105,7 @@ class Stepper:
         self.model.clock.step = step
         lr = learning_rate(step, self.train)
         self.updates.begin(lr)
-        with weights_kept(self.model):
+        with weights_kept(self.model), one_thread():
             losses = self.passes.train(work, counts, self.scale.scale)
         with self._timed("add up gradients"):
             reduce_gradients(self.model, self.axes, self.sums, self.updates.done)

@@ -114,12 +114,12 @@ class Recompute:
             return out
         entering = _Input(x)
 
-        def run(*rest: Any) -> Tensor:
+        def run() -> Tensor:  # no arguments, of which torch expects that they are on one device
             found: Tensor = block(entering.take(), *rest)
             return found if self.stops_early else _Begin.apply(found)
 
         with set_checkpoint_early_stop(self.stops_early):
-            out = checkpoint(run, *rest, use_reentrant=False, preserve_rng_state=False)
+            out = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
         entering.keep(self.share)
         return out
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.comm import Axis
+from gridformer.comm.autograd import one_thread
 from gridformer.models.branches import Branches, slice_widths
 from gridformer.parallel.gradients import GradientSums
 from gridformer.parallel.subgraph.grids import Grid
@@ -148,11 +149,12 @@ class Placed:
         Afterwards every gradient is that of the whole batch. last: false for all but the last of
         several accumulated batches; gradients are added up over processes with the last one.
         """
-        if not last:
-            loss.backward()
-            return
-        with self._sums.last_backward():
-            loss.backward()
+        with one_thread():
+            if not last:
+                loss.backward()
+                return
+            with self._sums.last_backward():
+                loss.backward()
         self._sums.finish()
 
     def total(self, value: Tensor) -> float:
