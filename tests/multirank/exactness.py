@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.batch import IGNORE, Batch, next_words
+from gridformer.batch import IGNORE, Batch, MicroBatch, next_words
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.layout import build_axes
@@ -26,7 +26,6 @@ from gridformer.parallel.gradients import (
 from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.placement import Shard, shard_of
 from gridformer.parallel.sharding import part_of, stored
-from gridformer.train.passes import MicroBatch
 from gridformer.train.step import ReadRows, Stepper
 from tests.multirank.pool import group_cache
 

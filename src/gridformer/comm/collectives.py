@@ -16,7 +16,6 @@ from torch import Tensor
 
 from gridformer.comm.axis import Axis
 from gridformer.comm.recorder import Targets, Timing, note
-from gridformer.memory.ledger import resized
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -85,7 +84,6 @@ class Pending:
         for buffer in own:
             if not _share_memory(buffer, self._result):
                 buffer.untyped_storage().resize_(0)
-                resized(buffer)
         return self._result
 
 

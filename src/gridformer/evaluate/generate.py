@@ -62,7 +62,13 @@ def load_model(run_dir: Path, device: torch.device) -> Trained:
     root = folder if (folder / "tokenizer.json").exists() else folder.parents[1]
     tokenizer = Tokenizer.load(root / "tokenizer.json")
     model = build_parallel(
-        run.model, LayoutConfig(), Axes(), run.train.seed, device, run.train.dtype
+        run.model,
+        LayoutConfig(),
+        Axes(),
+        run.train.seed,
+        device,
+        run.train.dtype,
+        filled=False,
     )
     checkpoint.load(folder, model, None, Axes())
     return Trained(run, model.eval(), tokenizer)

@@ -70,12 +70,14 @@ def build_parallel(
     device: torch.device,
     dtype: str = "float32",
     choices: Choices | None = None,
+    filled: bool = True,
 ) -> Model:
     """This device's part of a freshly initialised model: of its own pipeline stages, if there are
     several.
 
     dtype: `float32`, `float64`; `bfloat16` or `float16` (activations; parameters stay float32).
-    choices: see `parallelize`.
+    choices: see `parallelize`. filled: whether parameters get their first values; without, they are
+    0, for whoever overwrites them next.
     """
     with torch.device("meta"):
         model = build_model(config)
@@ -87,7 +89,7 @@ def build_parallel(
     if layout.pp > 1:
         pipeline.mark_shared(model, axes)
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
-    initialise(model, seed, device, PARAMETER_DTYPE[dtype], cut)
+    initialise(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled)
     if layout.dp_mode == "fsdp":
         fsdp.install(model, axes)
     model.clock.seed = seed

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gridformer.batch import Batch
+from gridformer.batch import Batch, MicroBatch
 from gridformer.models import Model
 from gridformer.parallel.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, OnAction, timed
 
 Losses = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """rows: of the step's global batch; batch: what these rows hold, on the model's device."""
-
-    rows: slice
-    batch: Batch
 
 
 class Passes(Protocol):

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gridformer.batch import Batch
+from gridformer.batch import Batch, MicroBatch
 from gridformer.comm import Axes, Pending
 from gridformer.comm.p2p import Wires
 from gridformer.config import LayoutConfig
@@ -30,9 +30,6 @@ from gridformer.parallel.pipeline.border import LABEL, Border
 from gridformer.parallel.pipeline.holding import shared_sets
 from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.timeline import OnAction, timed
-
-if TYPE_CHECKING:
-    from gridformer.train.passes import MicroBatch
 
 # By backward pass, the parameters that no later one of this rank touches.
 Completed = dict[Action, set[nn.Parameter]]

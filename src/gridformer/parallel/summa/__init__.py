@@ -4,7 +4,7 @@
 parts travel, `products` how it is differentiated.
 """
 
-from gridformer.parallel.summa.gather import Gather, only_some_parts
+from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.norms import Norm, Normed, rms_norm_backward
 from gridformer.parallel.summa.panels import Panel, panels
 from gridformer.parallel.summa.products import (
@@ -29,7 +29,6 @@ __all__ = [
     "Schedule",
     "WeightCell",
     "lookup",
-    "only_some_parts",
     "panels",
     "product_ab",
     "product_abt",

@@ -9,7 +9,6 @@ the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,19 +29,13 @@ from gridformer.parallel.summa.operands import (
 
 ALL = slice(None)
 
-_only_some = False
 
-
-@contextmanager
-def only_some_parts() -> Iterator[None]:
-    """For who looks at memory alone, and not at values: of many parts the first three and the last
-    are taken. The fourth holds what the third does, and so on."""
-    global _only_some
-    before, _only_some = _only_some, True
-    try:
-        yield
-    finally:
-        _only_some = before
+def even_chunks(n: int, n_chunks: int) -> list[slice]:
+    """n lines in at most so many chunks; where n does not divide, the first ones are larger."""
+    n_chunks = min(n_chunks, n)
+    size, larger = divmod(n, n_chunks)
+    ends = [size * i + min(i, larger) for i in range(n_chunks + 1)]
+    return [slice(*ends[i : i + 2]) for i in range(n_chunks)]
 
 
 class Gather:
@@ -55,6 +48,7 @@ class Gather:
 
     def __init__(self, axes: Axes, end: End, parts: int = 1) -> None:
         self.row, self.end, self.parts = axes.row, end, parts
+        self.split: Callable[[int, int], list[slice]] = even_chunks
 
     def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
         if weight is not None and weight.whole is None:
@@ -130,12 +124,7 @@ class Gather:
         """Of an activation of that shape, the lines of each part."""
         if self.parts == 1:
             return [ALL]
-        n = self.end.in_lines(shape)
-        parts = min(self.parts, n)
-        size, larger = divmod(n, parts)  # the first ones are larger by a line
-        ends = [size * i + min(i, larger) for i in range(parts + 1)]
-        found = [slice(*ends[i : i + 2]) for i in range(parts)]
-        return [*found[:3], found[-1]] if _only_some and parts > 4 else found
+        return self.split(self.end.in_lines(shape), self.parts)
 
     def stretch(self, x: Matrix, lines: slice) -> Matrix:
         """Some lines of an activation, of a part of it or of all."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm import Axes, Pending
-from gridformer.memory.ledger import in_backward
+from gridformer.models.blocks.recompute import in_backward
 from gridformer.parallel.ends import LABEL
 from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.norms import Normed, normalise, normalise_backward
