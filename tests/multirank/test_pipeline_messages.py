@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.batch import Batch, MicroBatch
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.models import Link, Model, State
+from gridformer.models import Activations, Link, Model
+from gridformer.models.blocks import KVCache
 from gridformer.parallel.gradients import GradientSums, assert_copies_equal
 from gridformer.parallel.pipeline import Event, Executor, idle_fraction
 from tests.choosing import full_unless
@@ -213,12 +214,20 @@ class Sleeper(Model):
         self.start = torch.nn.Parameter(torch.zeros(config.hidden_size))
 
     def links(self) -> list[Link]:
-        def run(state: State, batch: Batch) -> None:
-            if state.x is None:
-                state.x = self.start.expand(*batch["tokens"].shape, -1)
-            state.x = state.outputs["tokens"] = _Nap.apply(state.x, self.seconds)
+        return [Link(str(i), ()) for i in range(len(self.stages))]
 
-        return [Link(str(i), run, ()) for i in range(len(self.stages))]
+    def run(
+        self,
+        batch: Batch,
+        entering: Activations | None = None,
+        links: Collection[str] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+    ) -> Activations:
+        hidden, _ = Activations.taken(entering)
+        if hidden is None:
+            hidden = self.start.expand(*batch["tokens"].shape, -1)
+        return Activations(_Nap.apply(hidden, self.seconds))
 
 
 def events_of(layout: Layout, nap: float) -> list[Event]:
@@ -234,7 +243,7 @@ def events_of(layout: Layout, nap: float) -> list[Event]:
     events: list[Event] = []
     executor.on_action = events.append
     comm.barrier((axes.world,))
-    executor.train(work, lambda outputs, batch: outputs["tokens"].sum())
+    executor.train(work, lambda hidden, batch: hidden.sum())
     return events
 
 

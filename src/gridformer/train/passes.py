@@ -95,8 +95,8 @@ class Pipeline:
     ) -> Losses:
         totals = zeros(counts)
 
-        def finish(outputs: dict[str, Tensor], batch: Batch) -> Tensor:
-            losses = self.model.losses_of(outputs, batch)
+        def finish(hidden: Tensor, batch: Batch) -> Tensor:
+            losses = self.model.losses_of(hidden, batch)
             add(totals, losses)
             return weighted(losses, counts, scale)
 
@@ -106,8 +106,8 @@ class Pipeline:
     def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
         totals = zeros(Model.counts(work[0].batch))
 
-        def finish(outputs: dict[str, Tensor], batch: Batch) -> None:
-            add(totals, self.model.losses_of(outputs, batch))
+        def finish(hidden: Tensor, batch: Batch) -> None:
+            add(totals, self.model.losses_of(hidden, batch))
 
         self.executor.evaluate(work, finish)
         return totals

@@ -68,7 +68,7 @@ class Stepper:
         self, model: Model, train: TrainConfig, axes: Axes, layout: LayoutConfig | None = None
     ) -> None:
         self.model, self.train, self.axes = model, train, axes
-        model.in_parts.tokens = train.loss_tokens
+        model.loss_chunk_tokens = train.loss_tokens
         model.recomputes(train.recompute)
         self.micro_batches = layout.micro_batches if layout else 1
         self.updates = Updates(model, train, axes)

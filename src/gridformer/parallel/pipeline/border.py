@@ -1,9 +1,9 @@
 """What passes from one stage to the next, and what of it one device sends.
 
-`State.x` always; in a decoder `State.memory` rides along, as long as a layer behind reads it. Their
-gradients come back the same way. Shapes follow from the batch, which every stage reads itself.
+`Activations.hidden` always; in a decoder `memory` rides along, as long as a layer behind reads it.
+Their gradients come back the same way. Shapes follow from the batch, which every stage reads.
 
-    scheme               x on one device        sent by one device
+    scheme               on one device          sent by one device
     single               [b, s, h]              all of it
     megatron             the same on c devices  1/c of it, gathered over col on arrival
     sequence parallel    [b, s/c, h]            all of it
@@ -51,7 +51,7 @@ class Border:
         ]
 
     def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:
-        """Unfilled tensors for what comes into a stage, by its name in `State`."""
+        """Unfilled tensors for what comes into a stage, by its name in `Activations`."""
         device = torch.device("meta") if self.absent else batch["tokens"].device
         found = {}
         for name, key in self._reads[stage].items():
@@ -91,5 +91,5 @@ class Border:
 def _reads(memory: list[str], start: int) -> dict[str, str]:
     """What comes before link `start`, and the key of the batch whose length it has."""
     if "makes" in memory[start:]:
-        return {"x": "source"}
-    return {"x": "tokens"} | ({"memory": "source"} if "reads" in memory[start:] else {})
+        return {"hidden": "source"}
+    return {"hidden": "tokens"} | ({"memory": "source"} if "reads" in memory[start:] else {})

@@ -24,7 +24,7 @@ from gridformer.batch import Batch, MicroBatch
 from gridformer.comm import Axes, Pending
 from gridformer.comm.p2p import Wires
 from gridformer.config import LayoutConfig
-from gridformer.models import Model, State
+from gridformer.models import Activations, Model
 from gridformer.parallel.gradients import GradientSums
 from gridformer.parallel.pipeline.border import LABEL, Border
 from gridformer.parallel.pipeline.holding import shared_sets
@@ -33,8 +33,9 @@ from gridformer.parallel.pipeline.timeline import OnAction, timed
 
 # By backward pass, the parameters that no later one of this rank touches.
 Completed = dict[Action, set[nn.Parameter]]
-# What the last stage makes of a micro-batch's outputs: the loss to go back from, in training.
-Finish = Callable[[dict[str, Tensor], Batch], Tensor | None]
+# What the last stage makes of a micro-batch's last hidden states: the loss to go back from, in
+# training.
+Finish = Callable[[Tensor, Batch], Tensor | None]
 
 
 class Executor:
@@ -69,7 +70,7 @@ class Executor:
             stage: {
                 parameter
                 for i in model.stages[stage]
-                for path in self.links[i].holds
+                for path in self.links[i].modules
                 for parameter in model.get_submodule(path).parameters()
             }
             for stage in range(axes.pp.index, layout.n_stages, axes.pp.size)
@@ -149,16 +150,17 @@ class _Run:
         last = stage == len(self.model.stages) - 1
         with self.executor.timed("forward", action):
             self.model.clock.at(micro.rows)
-            state = State(**entered)  # type: ignore[arg-type]
+            entering = Activations(**entered)
             del entered
-            for i in self.model.stages[stage]:
-                self.executor.links[i].run(state, micro.batch)
+            links = [self.executor.links[i].name for i in self.model.stages[stage]]
+            leaving = self.model.run(micro.batch, entering, links)
             if last:
-                loss = self.finish(state.outputs, micro.batch)
+                assert leaving.hidden is not None
+                loss = self.finish(leaving.hidden, micro.batch)
         if last:
             roots: list[Any] = [loss]
         else:
-            made = [getattr(state, name) for name in self.border.names(stage + 1)]
+            made = [getattr(leaving, name) for name in self.border.names(stage + 1)]
             self._send(action, made)
             # Backward begins at these edges, and needs no tensor that was sent.
             roots = [get_gradient_edge(x) for x in made] if self.training else []
@@ -192,7 +194,7 @@ class _Run:
             ]
 
     def _receive(self, action: Action) -> dict[str, Tensor]:
-        """What an action reads, by its name in `State`."""
+        """What an action reads, by its name in `Activations`."""
         if self.border.absent:
             return self._room(action)
         peer = self._sender[action]
