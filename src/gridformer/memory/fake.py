@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from gridformer.parallel.summa import Gather
-from gridformer.parallel.summa.gather import even_chunks
+from gridformer.parallel.summa import ChunkedGather
+from gridformer.parallel.summa.chunks import even_chunks
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def skip_middle_chunks(model: nn.Module) -> None:
     """
     for module in model.modules():
         for schedule in vars(module).values():
-            if isinstance(schedule, Gather):
+            if isinstance(schedule, ChunkedGather):
                 schedule.split = _first_and_last
 
 
