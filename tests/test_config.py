@@ -23,6 +23,7 @@ from gridformer.config import (
     shipped_model,
 )
 from gridformer.errors import ConfigError
+from gridformer.parallel.registry import describe
 
 RUN_FILES = sorted((configs_dir() / "runs").glob("*.yaml"))
 BASE: dict[str, Any] = {"model": "demo-4m", "data": {"path": "somewhere"}}
@@ -240,7 +241,7 @@ def test_closest() -> None:
     ],
 )
 def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:
-    assert LayoutConfig(**changes).describe() == text
+    assert describe(LayoutConfig(**changes)) == text
 
 
 def test_runs_of_before_keep_their_micro_batches() -> None:

@@ -13,6 +13,7 @@ from gridformer.config import RunConfig, parse_run
 from gridformer.errors import ConfigError
 from gridformer.layout import check
 from gridformer.listing import by_reason, candidates, list_layouts
+from gridformer.parallel.registry import describe
 
 MODEL: dict[str, Any] = {"n_layers": 2, "hidden_size": 24, "n_heads": 6, "vocab_size": 50}
 
@@ -32,7 +33,7 @@ def test_all_candidates_take_all_processes(processes: int) -> None:
 
 
 def test_candidates_of_four_processes() -> None:
-    names = {layout.describe() for layout in candidates(4)}
+    names = {describe(layout) for layout in candidates(4)}
     assert names >= {
         "single device, dp=4",
         "single device, pp=4",

@@ -9,6 +9,7 @@ from typing import Any
 from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors
 from gridformer.errors import ConfigError
 from gridformer.layout import check
+from gridformer.parallel.registry import SPECS, spec_of
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,9 @@ def candidates(processes: int) -> Iterator[LayoutConfig]:
         for dp in divisors(processes // pp):
             rest = processes // (pp * dp)
             common: dict[str, Any] = {"pp": pp, "dp": dp, "micro_batches": pp}
-            if rest == 1:
-                yield LayoutConfig(scheme="single", **common)
-                continue
-            yield LayoutConfig(scheme="megatron", cols=rest, **common)
-            yield LayoutConfig(scheme="megatron", cols=rest, sequence_parallel=True, **common)
-            for rows in divisors(rest):
-                yield LayoutConfig(scheme="optimus", rows=rows, cols=rest // rows, **common)
-            yield LayoutConfig(scheme="subgraph", branches=rest, **common)
-            yield LayoutConfig(scheme="subgraph", branches=rest, common="first", **common)
+            for name, spec in SPECS.items():
+                for arrangement in spec.arrangements(rest):
+                    yield LayoutConfig(scheme=name, **arrangement, **common)
 
 
 def by_reason(listed: Sequence[Listed]) -> dict[str, list[Listed]]:
@@ -105,9 +100,8 @@ def _problems(
 
 
 def _smallest_batch(layout: LayoutConfig) -> int:
-    rows = layout.rows if layout.scheme == "optimus" else 1
-    branches = layout.branches if layout.common == "all" else 1
-    return layout.dp * rows * branches * layout.micro_batches
+    axis = spec_of(layout).samples_over(layout)
+    return layout.dp * (getattr(layout, axis) if axis else 1) * layout.micro_batches
 
 
 def _yaml(value: object) -> str:

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gridformer.config import LayoutConfig, any_of, divisors
+from gridformer.config import LayoutConfig, divisors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,27 +102,10 @@ def sizes_of(layout: LayoutConfig) -> Sizes:
     return layout.pp, layout.dp, layout.rows, layout.cols * layout.branches
 
 
-def problems(layout: LayoutConfig) -> list[str]:
-    """Why the layout does not fill its nodes; each sentence names values that would.
-
-    A block exists for every number that divides the devices: give each axis what it shares with
-    the number, one axis after the other. Fewer devices than one node holds are no problem.
-    """
-    n, k = layout.n_processes, layout.devices_per_node
-    if k == 0 or k >= n or n % k == 0:
-        return []
-    nearest = sorted(sorted(divisors(n), key=lambda d: abs(d - k))[:3])
-    grid = "branches" if layout.branches > 1 else "rows x cols"
-    return [
-        f"layout.devices_per_node={k} does not divide {grid} x dp x pp={n}: use "
-        f"layout.devices_per_node={any_of(nearest)}"
-    ]
-
-
 def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
     """Every block that fills a node; the whole mesh if it is no larger than one.
 
-    Empty if devices_per_node does not divide the devices, see problems.
+    Empty if devices_per_node does not divide the devices, see gridformer.layout.
     """
     assert devices_per_node >= 1, "0 means that nodes are not known: ranks lie in plain order"
     if math.prod(sizes) <= devices_per_node:
@@ -158,7 +141,8 @@ def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) ->
         traffic: by axis, the bytes that one device receives over it in one optimizer step, with
             ring algorithms. An axis that is absent moves nothing. What moves over all devices at
             once ("world") enters every node alike and is left out.
-        devices_per_node: at least 1, and a divisor of the devices if there are more (problems).
+        devices_per_node: at least 1, and a divisor of the devices if there are more (see
+            gridformer.layout.check).
     """
     shapes = blocks(sizes, devices_per_node)
     assert shapes, f"devices_per_node={devices_per_node} does not divide the mesh {sizes}"

@@ -41,6 +41,7 @@ def layouts(
     from gridformer.config import SCHEMES, load_run, parse_run
     from gridformer.errors import ConfigError
     from gridformer.listing import by_reason, list_layouts
+    from gridformer.parallel.registry import describe
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
     if wrong:
@@ -56,11 +57,11 @@ def layouts(
     console = Console(highlight=False)
     console.print(f"{run.model.name} on {processes} processes: {len(fitting)} layouts work")
     if fitting:
-        width = max(len(one.layout.describe()) for one in fitting)
+        width = max(len(describe(one.layout)) for one in fitting)
         lines = ["layout".ljust(width) + "  global_batch  dp_mode   settings"]
         for one in fitting:
             modes = ",".join(one.modes) if len(one.modes) > 1 else "-"
-            cells = (one.layout.describe().ljust(width), f"x {one.global_batch:<10}", modes)
+            cells = (describe(one.layout).ljust(width), f"x {one.global_batch:<10}", modes)
             lines.append("  ".join((*cells, one.settings or "(none)")))
         # Unwrapped, to be searched and copied.
         console.print(Text("\n".join(lines)), soft_wrap=True)
@@ -70,6 +71,8 @@ def layouts(
 
 def _names(those: Sequence[Listed]) -> str:
     """The first few, and how many more."""
-    names = [one.layout.describe() for one in those]
+    from gridformer.parallel.registry import describe
+
+    names = [describe(one.layout) for one in those]
     more = f"; and {len(names) - 4} more" if len(names) > 5 else ""
     return "; ".join(names[:4] if more else names) + more

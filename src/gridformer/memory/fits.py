@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from gridformer.config import RunConfig
-from gridformer.errors import ConfigError
 from gridformer.hardware import GIB, free_memory
 from gridformer.launch import joined
-from gridformer.layout import check
+from gridformer.layout import broken_rules
 from gridformer.memory.account import Account
 from gridformer.memory.foretell import foretell, on_gpu
 from gridformer.memory.ranks import largest_ranks
 from gridformer.models import build_model
+from gridformer.parallel.registry import spec_of
 
 Changes = dict[str, Any]  # dotted keys of a run, and their new values
 
@@ -146,8 +146,8 @@ def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
     layout, train = run.layout, run.train
     if train.loss_tokens == 0 or train.loss_tokens > 256:
         yield {"train.loss_tokens": 256}
-    if layout.scheme == "megatron" and not layout.sequence_parallel and layout.cols > 1:
-        yield {"layout.sequence_parallel": True}
+    free, slower = spec_of(layout).savings(layout)
+    yield from free
     if layout.dp > 1 and layout.dp_mode == "replicate":
         yield {"layout.dp_mode": "zero1"}
     if train.recompute == "none":
@@ -157,8 +157,7 @@ def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
         yield {"train.update": "in_backward"} | by_layer
     for factor in (2, 4, 8, 16):
         yield {"layout.micro_batches": layout.micro_batches * factor}
-    if layout.scheme == "optimus" and layout.schedule != "pipelined":
-        yield {"layout.schedule": "pipelined"}
+    yield from slower
     if layout.dp > 1 and layout.dp_mode != "fsdp":
         yield {"layout.dp_mode": "fsdp"}
     if train.recompute != "full":
@@ -182,10 +181,9 @@ def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
         values[section][name] = value
     try:
         other = RunConfig.model_validate(values)
-        check(other)
-    except (ValueError, ConfigError):
+    except ValueError:
         return None
-    return other
+    return None if broken_rules(other) else other
 
 
 def at_most(run: RunConfig) -> int:

@@ -12,6 +12,7 @@ from rich.text import Text
 from gridformer.config import RunConfig
 from gridformer.hardware import GIB
 from gridformer.memory.account import KINDS, Account
+from gridformer.parallel.registry import describe
 
 MIB = 2**20
 _COLUMNS = 5  # of ranks side by side
@@ -133,7 +134,7 @@ def _title(run: RunConfig) -> str:
     ]
     micro = train.global_batch // (run.layout.dp * run.layout.micro_batches)
     parts = [f"{micro} samples a micro-batch", train.dtype, *saving]
-    return f"{run.model.name} on {run.layout.describe()}: {', '.join(parts)}"
+    return f"{run.model.name} on {describe(run.layout)}: {', '.join(parts)}"
 
 
 def _heading(account: Account, stand_for: Mapping[int, str]) -> str:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gridformer.decisions import notes
 from gridformer.models import count_parameters
+from gridformer.parallel.registry import describe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,7 @@ class Reporter:
         size = count_parameters(run.model)  # rank 0 may hold some stages only
         self._print(
             f"[bold]{run.name}[/bold]: {run.model.name} ({human(size)} parameters, vocabulary "
-            f"{run.model.vocab_size:,}) on {run.layout.describe()}"
+            f"{run.model.vocab_size:,}) on {describe(run.layout)}"
         )
         self._print(f"  {world.why}; {run.train.dtype}")
         self._print(

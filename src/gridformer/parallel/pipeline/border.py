@@ -25,6 +25,7 @@ from gridformer.batch import Batch
 from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig
 from gridformer.models import Model
+from gridformer.parallel.registry import spec_of
 
 LABEL = "pipeline"
 
@@ -38,14 +39,15 @@ class Border:
         self.width = model.config.hidden_size
         self.parts = 1  # of a sequence
         self.alike = Axis("col")  # over which a tensor is the same
-        if layout.scheme == "optimus":
-            self.width //= axes.col.size
-        if layout.scheme == "megatron" and layout.sequence_parallel:
-            self.parts = axes.col.size
-        elif layout.scheme == "megatron":
-            self.alike = axes.col
-        on_first = layout.scheme == "subgraph" and layout.common == "first"
-        self.absent = on_first and axes.branch.index > 0
+        boundary = spec_of(layout).boundary(layout)
+        axis = axes[boundary.axis]
+        if boundary.lies == "h":
+            self.width //= axis.size
+        if boundary.lies == "s":
+            self.parts = axis.size
+        if boundary.lies == "replicated":
+            self.alike = axis
+        self.absent = boundary.lies == "first" and axis.index > 0
         self._reads = [
             _reads([link.memory for link in links], stage.start) for stage in model.stages
         ]
