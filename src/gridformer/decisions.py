@@ -18,9 +18,9 @@ from gridformer.nodes import Candidate, NodeBlock
 from gridformer.parallel.choices import Choice, Choices, Work
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.rules import decide
+from gridformer.utils.units import MIB
 
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         replicas = "gradients" if layout.dp_mode == "replicate" else "gradients and parameters"
         axes = {"col": f"activations {along}", "row": "weights down columns", "dp": replicas}
         axes |= {"pp": "between stages"}
-        parts = [f"{axes[name]} {n_bytes / _MIB:,.1f} MiB" for name, n_bytes in total.items()]
+        parts = [f"{axes[name]} {n_bytes / MIB:,.1f} MiB" for name, n_bytes in total.items()]
         console.print(Text(f"A device moves in a step, at most: {', '.join(parts)}."))
     for reason in choices.reasons:
         console.print(Text(f"- {reason}"))
@@ -207,7 +207,7 @@ def _products(choices: Choices) -> Table:
 
 
 def _row(choices: Choices, choice: Choice) -> list[str]:
-    product, mib = choice.product, choices.work.itemsize / _MIB
+    product, mib = choice.product, choices.work.itemsize / MIB
     if choice.common:
         return [product.name, f"{product.n_in} x {product.n_out}", "-", "common", *"----"]
     forward, backward = choices.forward(choice), choices.backward(choice)
@@ -221,5 +221,5 @@ def _row(choices: Choices, choice: Choice) -> list[str]:
         ", ".join(kept) or "-",
         f"{forward.messages} + {backward.messages}",
         " + ".join(f"{value:,.3g}" for value in received),
-        f"{choices.kept_bytes(choice) / _MIB:,.3g}" if kept else "-",
+        f"{choices.kept_bytes(choice) / MIB:,.3g}" if kept else "-",
     ]

@@ -9,6 +9,7 @@ from typing import Any
 from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors
 from gridformer.errors import ConfigError
 from gridformer.layout import check
+from gridformer.utils.units import format_setting
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Listed:
             for key, value in self.layout.model_dump(mode="json").items()
             if value != getattr(default, key)
         }
-        return " ".join(f"layout.{key}={_yaml(value)}" for key, value in changed.items())
+        return " ".join(format_setting(f"layout.{key}", value) for key, value in changed.items())
 
 
 def list_layouts(
@@ -108,7 +109,3 @@ def _smallest_batch(layout: LayoutConfig) -> int:
     rows = layout.rows if layout.scheme == "optimus" else 1
     branches = layout.branches if layout.common == "all" else 1
     return layout.dp * rows * branches * layout.micro_batches
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

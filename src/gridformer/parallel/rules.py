@@ -14,6 +14,7 @@ from typing import Literal
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.nodes import split_messages
 from gridformer.parallel.choices import Choice, Choices, Product, Work, products_of
+from gridformer.utils.units import format_bytes
 
 # `auto` keeps gathered operands as long as they add no more than this share to what a device holds:
 # a grid is chosen for memory, and gathering again was found to cost no time that can be measured on
@@ -117,13 +118,13 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
         return _each(choices, lambda choice: replace(choice, schedule=layout.schedule))  # type: ignore[arg-type]
     limit = max(SMALL_BYTES, choices.held_bytes / 8)
 
-    def by_size(choice: Choice) -> Choice:
+    def byformat_bytes(choice: Choice) -> Choice:
         small = choices.gathered_bytes(choice) <= limit
         return replace(choice, schedule="gather" if small else "pipelined")
 
     choices = _each(choices, by_size)
     large = [c.product.name for c in choices.products.values() if c.schedule == "pipelined"]
-    sentence = f"schedule: gather where the gathered operands stay below {_size(limit)}"
+    sentence = f"schedule: gather where the gathered operands stay below {format_bytes(limit)}"
     choices.reasons.append(
         sentence
         + (f"; above it, panel by panel: {', '.join(large)}" if large else ", which all do")
@@ -171,7 +172,7 @@ def _at_once(choices: Choices) -> Choices:
         each = ", ".join(f"{c.product.name} {c.parts}" for c in several)
         largest = max(choices.activation_bytes(c) / c.parts for c in several)
         choices.reasons.append(
-            f"parts: activations are gathered and summed in parts of up to {_size(largest)}, so "
+            f"parts: activations are gathered and summed in parts of up to {format_bytes(largest)}, so "
             f"that no more lies whole at a time: {each}"
         )
     return choices
@@ -199,8 +200,8 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
         fits = price <= budget
         choices.reasons.append(
             f"keep_gathered: {name} {'are' if fits else 'are not'} kept: that holds "
-            f"{_size(price)} more and receives {_size(saved)} less a step; "
-            f"{_size(budget)} of room"
+            f"{format_bytes(price)} more and receives {format_bytes(saved)} less a step; "
+            f"{format_bytes(budget)} of room"
             + (", 1/32 of what a device holds" if layout.scheme != "subgraph" else "")
         )
         if fits:
@@ -259,8 +260,3 @@ def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
     logits = with_logits * model.vocab_size * (work.itemsize + 4)
     activations = layers * work.itemsize
     return (choices.parameters * work.state_bytes / pp + activations + logits) / p
-
-
-def _size(n_bytes: float) -> str:
-    mib = n_bytes / 2**20
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.3g} MiB"
