@@ -327,8 +327,8 @@ def reason(candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int)
         if len(candidates) == 1:
             return f"{start} in a step; no other block fills a node."
         second = candidates[1]
-        end = f"with {_words(second, sizes, plain)}, the next best, {three_digits(second.total / MIB)}."
-        return f"{start} in a step; {end}"
+        end = f"the next best, {three_digits(second.total / MIB)}."
+        return f"{start} in a step; with {_words(second, sizes, plain)}, {end}"
     if best.total < other.total:
         return f"{start} in a step; with rows in order {three_digits(other.total / MIB)}."
     return (

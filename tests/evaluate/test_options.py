@@ -1,4 +1,4 @@
-"""Options of `gridformer generate` that a model does not look at are refused, the others are not."""
+"""Options of `gridformer generate` that a model does not look at are refused, no others."""
 
 from __future__ import annotations
 

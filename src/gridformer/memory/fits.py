@@ -81,8 +81,8 @@ def refusal(run: RunConfig, worst: Account, room: Room) -> str:
     states = sum(worst.by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
     text = (
         f"rank {worst.rank} would hold {format_bytes(worst.peak)} at a time ({worst.moment}): "
-        f"{format_bytes(states)} of parameters, gradients and optimizer, {format_bytes(worst.activations)} of "
-        f"activations, and more; but {room.why}: "
+        f"{format_bytes(states)} of parameters, gradients and optimizer, "
+        f"{format_bytes(worst.activations)} of activations, and more; but {room.why}: "
     )
     offers = [
         f"{' '.join(format_setting(*change) for change in offer.changes.items())} "

@@ -54,8 +54,8 @@ def parallelize(
     if not isinstance(model, Model):
         raise TypeError(
             f"gridformer.parallel.parallelize cuts the models of gridformer.models "
-            f"({', '.join(FAMILIES)}), not a {type(model).__name__}: build one with build_parallel, "
-            "or put the branches of your own network into gridformer.models.branches.Branches and "
+            f"({', '.join(FAMILIES)}), not a {type(model).__name__}: build one with "
+            "build_parallel, or put the branches of your own network into gridformer.models.branches.Branches and "
             "call gridformer.parallel.subgraph.parallelize(network, g)"
         )
     choices = choices or decide(model.config, layout)

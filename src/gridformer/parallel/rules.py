@@ -118,7 +118,7 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
         return _each(choices, lambda choice: replace(choice, schedule=layout.schedule))  # type: ignore[arg-type]
     limit = max(SMALL_BYTES, choices.held_bytes / 8)
 
-    def byformat_bytes(choice: Choice) -> Choice:
+    def by_size(choice: Choice) -> Choice:
         small = choices.gathered_bytes(choice) <= limit
         return replace(choice, schedule="gather" if small else "pipelined")
 
@@ -172,8 +172,8 @@ def _at_once(choices: Choices) -> Choices:
         each = ", ".join(f"{c.product.name} {c.parts}" for c in several)
         largest = max(choices.activation_bytes(c) / c.parts for c in several)
         choices.reasons.append(
-            f"parts: activations are gathered and summed in parts of up to {format_bytes(largest)}, so "
-            f"that no more lies whole at a time: {each}"
+            "parts: activations are gathered and summed in parts of up to "
+            f"{format_bytes(largest)}, so that no more lies whole at a time: {each}"
         )
     return choices
 

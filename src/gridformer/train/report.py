@@ -36,8 +36,8 @@ class Reporter:
         self._print(f"{title_of(run)}, vocabulary {run.model.vocab_size:,}")
         self._print(f"  {world.why}; {run.train.dtype}")
         self._print(
-            f"  {format_count(n_train_tokens)} tokens of text, {batches.n_samples:,} samples; batches of "
-            f"{run.train.global_batch} x {_lengths(run)} tokens"
+            f"  {format_count(n_train_tokens)} tokens of text, {batches.n_samples:,} samples; "
+            f"batches of {run.train.global_batch} x {_lengths(run)} tokens"
         )
         for note in notes(run):
             self._print(f"  {note}")

@@ -40,8 +40,8 @@ from gridformer.parallel.subgraph.placed import Batch, Placed, PlacedBranches, R
 from gridformer.parallel.subgraph.section import Section
 
 _REMEDY = (
-    "put modules that read the same input, or slices of it, and whose results are added up or joined, "
-    "into gridformer.models.branches.Branches; gridformer's own models are cut by "
+    "put modules that read the same input, or slices of it, and whose results are added up or "
+    "joined, into gridformer.models.branches.Branches; gridformer's own models are cut by "
     "gridformer.parallel.build_parallel"
 )
 _BRANCH = "branch "  # no module can have this name
@@ -65,8 +65,8 @@ def parallelize(
             section has), or ranks.
         order: see `gridformer.parallel.subgraph.grids.whole`.
 
-    Raises, before anything is sent, TypeError where there is nothing to divide, and ValueError where
-    a section cannot be divided so; RuntimeError where the processes' weights differ.
+    Raises, before anything is sent, TypeError where there is nothing to divide, and ValueError
+    where a section cannot be divided so; RuntimeError where the processes' weights differ.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a network is a torch.nn.Module, not a {type(model).__name__}: {_REMEDY}")
