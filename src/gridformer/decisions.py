@@ -42,19 +42,7 @@ class Decisions:
 
 def decide_run(run: RunConfig) -> Decisions:
     """What a checked run's `auto` settings come to."""
-    layout, train = run.layout, run.train
-    parameter_bytes = 8 if train.dtype == "float64" else 4
-    sequences = train.global_batch // (layout.dp * layout.micro_batches)
-    work = Work(
-        tokens=sequences * run.seq_len,
-        source=sequences * run.source_len,
-        sequences=sequences,
-        micro_batches=layout.micro_batches,
-        itemsize=_ITEMSIZE[train.dtype],
-        state_bytes=round(_states_held(run) * parameter_bytes),
-        recompute=train.recompute,
-        loss_tokens=train.loss_tokens,
-    )
+    layout, parameter_bytes, work = run.layout, _parameter_bytes(run), work_of(run)
     choices = decide(run.model, layout, work)
     steps = [choices.step(choice) for choice in choices.products.values()]
     sections = [choice.product for choice in choices.products.values()]
@@ -86,6 +74,26 @@ def decide_run(run: RunConfig) -> Decisions:
         sizes = nodes.sizes_of(layout)
         candidates = nodes.search(sizes, traffic, layout.devices_per_node)
     return Decisions(choices, traffic, candidates)
+
+
+def work_of(run: RunConfig) -> Work:
+    """What `decide` goes by."""
+    layout, train = run.layout, run.train
+    sequences = train.global_batch // (layout.dp * layout.micro_batches)
+    return Work(
+        tokens=sequences * run.seq_len,
+        source=sequences * run.source_len,
+        sequences=sequences,
+        micro_batches=layout.micro_batches,
+        itemsize=_ITEMSIZE[train.dtype],
+        state_bytes=state_bytes(run, layout.dp),
+        recompute=train.recompute,
+        loss_tokens=train.loss_tokens,
+    )
+
+
+def _parameter_bytes(run: RunConfig) -> int:
+    return 8 if run.train.dtype == "float64" else 4
 
 
 def notes(run: RunConfig) -> list[str]:
@@ -126,13 +134,13 @@ def _why_these_stages(run: RunConfig, work: Work) -> str:
     )
 
 
-def _states_held(run: RunConfig) -> float:
-    """Of a parameter's value, gradient and two moments, how many a replica holds between passes.
+def state_bytes(run: RunConfig, replicas: int) -> int:
+    """Of one parameter's value, gradient and two moments, as many as one of its replicas holds.
 
     Gradients of several micro-batches are summed whole (gridformer.parallel.sharding).
     """
     layout, train = run.layout, run.train
-    part = 1.0 if layout.dp_mode == "replicate" else 1 / layout.dp
+    part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
     value = part if layout.dp_mode == "fsdp" else 1.0
     gradient, moments = part, 2 * part
     if layout.micro_batches > 1:
@@ -141,7 +149,7 @@ def _states_held(run: RunConfig) -> float:
         gradient /= run.model.n_layers
     if train.offload == "optimizer" and train.device != "cpu":
         moments = 0.0
-    return value + gradient + moments
+    return round((value + gradient + moments) * _parameter_bytes(run))
 
 
 def _times_over_replicas(run: RunConfig) -> int:

@@ -55,8 +55,9 @@ def parallelize(
         raise TypeError(
             f"gridformer.parallel.parallelize cuts the models of gridformer.models "
             f"({', '.join(FAMILIES)}), not a {type(model).__name__}: build one with "
-            "build_parallel, or put the branches of your own network into gridformer.models.branches.Branches and "
-            "call gridformer.parallel.subgraph.parallelize(network, g)"
+            "build_parallel, or put the branches of your own network into "
+            "gridformer.models.branches.Branches and call "
+            "gridformer.parallel.subgraph.parallelize(network, g)"
         )
     choices = choices or decide(model.config, layout)
     match layout.scheme:
