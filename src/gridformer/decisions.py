@@ -20,9 +20,9 @@ from gridformer.parallel.choices import Choice, Choices, Work
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import describe, spec_of
 from gridformer.parallel.rules import decide
+from gridformer.utils.units import MIB
 
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,7 @@ class Decisions:
 
 def decide_run(run: RunConfig) -> Decisions:
     """What a checked run's `auto` settings come to."""
-    layout, train = run.layout, run.train
-    parameter_bytes = 8 if train.dtype == "float64" else 4
-    sequences = train.global_batch // (layout.dp * layout.micro_batches)
-    work = Work(
-        tokens=sequences * run.seq_len,
-        source=sequences * run.source_len,
-        sequences=sequences,
-        micro_batches=layout.micro_batches,
-        itemsize=_ITEMSIZE[train.dtype],
-        state_bytes=round(_states_held(run) * parameter_bytes),
-        recompute=train.recompute,
-        loss_tokens=train.loss_tokens,
-    )
+    layout, parameter_bytes, work = run.layout, _parameter_bytes(run), work_of(run)
     choices = decide(run.model, layout, work)
     steps = [choices.step(choice) for choice in choices.products.values()]
     spec, again = spec_of(layout), _times_over_replicas(run)
@@ -76,6 +64,26 @@ def decide_run(run: RunConfig) -> Decisions:
         sizes = nodes.sizes_of(layout)
         candidates = nodes.search(sizes, traffic, layout.devices_per_node)
     return Decisions(choices, traffic, candidates)
+
+
+def work_of(run: RunConfig) -> Work:
+    """What `decide` goes by."""
+    layout, train = run.layout, run.train
+    sequences = train.global_batch // (layout.dp * layout.micro_batches)
+    return Work(
+        tokens=sequences * run.seq_len,
+        source=sequences * run.source_len,
+        sequences=sequences,
+        micro_batches=layout.micro_batches,
+        itemsize=_ITEMSIZE[train.dtype],
+        state_bytes=state_bytes(run, layout.dp),
+        recompute=train.recompute,
+        loss_tokens=train.loss_tokens,
+    )
+
+
+def _parameter_bytes(run: RunConfig) -> int:
+    return 8 if run.train.dtype == "float64" else 4
 
 
 def notes(run: RunConfig) -> list[str]:
@@ -115,13 +123,13 @@ def _why_these_stages(run: RunConfig, work: Work) -> str:
     )
 
 
-def _states_held(run: RunConfig) -> float:
-    """Of a parameter's value, gradient and two moments, how many a replica holds between passes.
+def state_bytes(run: RunConfig, replicas: int) -> int:
+    """Of one parameter's value, gradient and two moments, as many as one of its replicas holds.
 
     Gradients of several micro-batches are summed whole (gridformer.parallel.sharding).
     """
     layout, train = run.layout, run.train
-    part = 1.0 if layout.dp_mode == "replicate" else 1 / layout.dp
+    part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
     value = part if layout.dp_mode == "fsdp" else 1.0
     gradient, moments = part, 2 * part
     if layout.micro_batches > 1:
@@ -130,7 +138,7 @@ def _states_held(run: RunConfig) -> float:
         gradient /= run.model.n_layers
     if train.offload == "optimizer" and train.device != "cpu":
         moments = 0.0
-    return value + gradient + moments
+    return round((value + gradient + moments) * _parameter_bytes(run))
 
 
 def _times_over_replicas(run: RunConfig) -> int:
@@ -155,7 +163,7 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         replicas = "gradients" if layout.dp_mode == "replicate" else "gradients and parameters"
         axes = {"col": f"activations {along}", "row": "weights down columns", "dp": replicas}
         axes |= {"pp": "between stages"}
-        parts = [f"{axes[name]} {n_bytes / _MIB:,.1f} MiB" for name, n_bytes in total.items()]
+        parts = [f"{axes[name]} {n_bytes / MIB:,.1f} MiB" for name, n_bytes in total.items()]
         console.print(Text(f"A device moves in a step, at most: {', '.join(parts)}."))
     for reason in choices.reasons:
         console.print(Text(f"- {reason}"))
@@ -178,7 +186,7 @@ def _products(choices: Choices) -> Table:
 
 
 def _row(choices: Choices, choice: Choice) -> list[str]:
-    product, mib = choice.product, choices.work.itemsize / _MIB
+    product, mib = choice.product, choices.work.itemsize / MIB
     if choice.common:
         return [product.name, f"{product.n_in} x {product.n_out}", "-", "common", *"----"]
     forward, backward = choices.forward(choice), choices.backward(choice)
@@ -192,5 +200,5 @@ def _row(choices: Choices, choice: Choice) -> list[str]:
         ", ".join(kept) or "-",
         f"{forward.messages} + {backward.messages}",
         " + ".join(f"{value:,.3g}" for value in received),
-        f"{choices.kept_bytes(choice) / _MIB:,.3g}" if kept else "-",
+        f"{choices.kept_bytes(choice) / MIB:,.3g}" if kept else "-",
     ]

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from gridformer.cli.app import app
 from gridformer.config import RunConfig, load_run
 from gridformer.errors import ConfigError
-from gridformer.hardware import GIB
 from gridformer.layout import check
 from gridformer.memory import fits
 from gridformer.memory.account import KINDS
@@ -21,6 +20,7 @@ from gridformer.memory.fits import Room, changed, fit_problems, nearest, room_of
 from gridformer.memory.foretell import foretell_rank
 from gridformer.memory.ranks import chosen_ranks
 from gridformer.train.plan import plan_run
+from gridformer.utils.units import GIB
 from tests.multirank.test_memory import a_run
 
 WIDE = {"hidden_size": 96, "n_layers": 4}

@@ -47,13 +47,16 @@ def memory(
     """
     from rich.console import Console
 
-    from gridformer.hardware import GIB
     from gridformer.memory.fits import Room, refusal
     from gridformer.memory.foretell import foretell
     from gridformer.memory.ranks import chosen_ranks
     from gridformer.memory.show import print_accounts, write_page
     from gridformer.train.plan import read_run_without_data
+    from gridformer.utils.extras import require
+    from gridformer.utils.units import GIB
 
+    if html is not None:
+        require("plotly", "--html", "html")
     checked = read_run_without_data(run, overrides or [])
     chosen = chosen_ranks(checked, ranks)
     console = Console(highlight=False)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gridformer.errors import ConfigError, UserError
+from gridformer.hardware import n_cores
 from gridformer.launch import stopping
 from gridformer.launch.joining import joined
 
@@ -228,8 +229,7 @@ def _threads(n_processes: int) -> int | None:
     """Threads a worker; None when the user has chosen with OMP_NUM_THREADS."""
     if os.environ.get("OMP_NUM_THREADS"):
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // n_processes)
+    return max(1, n_cores() // n_processes)
 
 
 # --------------------------------------------------------------------------- a worker

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gridformer.config import RunConfig
-from gridformer.hardware import GIB, free_memory
+from gridformer.hardware import free_memory
 from gridformer.launch import joined
 from gridformer.layout import broken_rules
 from gridformer.memory.account import Account
@@ -17,6 +17,7 @@ from gridformer.memory.foretell import foretell, on_gpu
 from gridformer.memory.ranks import largest_ranks
 from gridformer.models import build_model
 from gridformer.parallel.registry import spec_of
+from gridformer.utils.units import GIB, format_bytes, format_setting
 
 Changes = dict[str, Any]  # dotted keys of a run, and their new values
 
@@ -44,13 +45,18 @@ def room_of(run: RunConfig) -> Room | None:
     if gpus >= n_here:
         least = min(torch.cuda.get_device_properties(i).total_memory for i in range(n_here))
         usable = round(least * USABLE) - OWN_CUDA
-        return Room(usable, f"{in_gib(usable)} of a GPU's {in_gib(least)} can be given to tensors")
+        return Room(
+            usable,
+            f"{format_bytes(usable)} of a GPU's {format_bytes(least)} can be given to tensors",
+        )
     free = free_memory()
     if free is None:
         return None
     share = max(0, free // n_here - OWN_CPU)
-    own = f"{n_here} processes, which take {in_gib(OWN_CPU)} each for themselves"
-    return Room(share, f"{in_gib(share)} each are left, with {in_gib(free)} free here and {own}")
+    own = f"{n_here} processes, which take {format_bytes(OWN_CPU)} each for themselves"
+    return Room(
+        share, f"{format_bytes(share)} each are left, with {format_bytes(free)} free here and {own}"
+    )
 
 
 def fit_problems(run: RunConfig) -> list[str]:
@@ -74,13 +80,13 @@ def refusal(run: RunConfig, worst: Account, room: Room) -> str:
     """That it does not fit, of what it consists, and what would."""
     states = sum(worst.by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
     text = (
-        f"rank {worst.rank} would hold {in_gib(worst.peak)} at a time ({worst.moment}): "
-        f"{in_gib(states)} of parameters, gradients and optimizer, {in_gib(worst.activations)} of "
-        f"activations, and more; but {room.why}: "
+        f"rank {worst.rank} would hold {format_bytes(worst.peak)} at a time ({worst.moment}): "
+        f"{format_bytes(states)} of parameters, gradients and optimizer, "
+        f"{format_bytes(worst.activations)} of activations, and more; but {room.why}: "
     )
     offers = [
-        f"{' '.join(f'{key}={_yaml(value)}' for key, value in offer.changes.items())} "
-        f"({in_gib(offer.peak)})"
+        f"{' '.join(format_setting(*change) for change in offer.changes.items())} "
+        f"({format_bytes(offer.peak)})"
         for offer in nearest(run, worst, room.n_bytes)
     ]
     if not offers:
@@ -205,14 +211,3 @@ def at_most(run: RunConfig) -> int:
     masks = 16 * 8 * sequences * ((s + source) * max(model.hidden_size, model.ffn_size) + scores)
     activations = (a_layer * (model.n_layers + 1) * under_way + logits) * size
     return 10 * parameters * size + activations + masks
-
-
-def in_gib(n_bytes: float) -> str:
-    """`1.5 GiB`, or MiB if that reads better."""
-    if n_bytes < GIB / 10:
-        return f"{n_bytes / 2**20:.3g} MiB"
-    return f"{n_bytes / GIB:.3g} GiB"
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,6 +12,7 @@ from gridformer.models.transformer import Transformer
 
 __all__ = [
     "BERT",
+    "FAMILIES",
     "GPT2",
     "LOSSES",
     "T5",

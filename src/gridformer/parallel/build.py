@@ -8,7 +8,7 @@ import torch
 
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.models import Model, build_model
+from gridformer.models import FAMILIES, Model, build_model
 from gridformer.parallel import fsdp, pipeline
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.initialise import initialise
@@ -33,7 +33,17 @@ def parallelize(
     choices: how each product is carried out, from `gridformer.parallel.rules.decide`, which is
     asked if there are none. Parameter names never change. The result is unallocated: `initialise`
     fills it.
+
+    Raises TypeError for any other network, and says what can be cut of that.
     """
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"gridformer.parallel.parallelize cuts the models of gridformer.models "
+            f"({', '.join(FAMILIES)}), not a {type(model).__name__}: build one with "
+            "build_parallel, or put the branches of your own network into "
+            "gridformer.models.branches.Branches and call "
+            "gridformer.parallel.subgraph.parallelize(network, g)"
+        )
     choices = choices or decide(model.config, layout)
     table = spec_of(layout).table(model, axes, choices, layout)
     if table is not None:

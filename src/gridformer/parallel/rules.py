@@ -14,6 +14,7 @@ from typing import Literal
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel.choices import Choice, Choices, Product, Work, products_of
 from gridformer.parallel.registry import spec_of
+from gridformer.utils.units import format_bytes
 
 # Gathered operands below this are always taken all at once: so few bytes do not matter.
 SMALL_BYTES = 64 << 20
@@ -85,7 +86,7 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
 
     choices = _each(choices, by_size)
     large = [c.product.name for c in choices.products.values() if c.schedule == "pipelined"]
-    sentence = f"schedule: gather where the gathered operands stay below {_size(limit)}"
+    sentence = f"schedule: gather where the gathered operands stay below {format_bytes(limit)}"
     choices.reasons.append(
         sentence
         + (f"; above it, panel by panel: {', '.join(large)}" if large else ", which all do")
@@ -133,8 +134,8 @@ def _at_once(choices: Choices) -> Choices:
         each = ", ".join(f"{c.product.name} {c.parts}" for c in several)
         largest = max(choices.activation_bytes(c) / c.parts for c in several)
         choices.reasons.append(
-            f"parts: activations are gathered and summed in parts of up to {_size(largest)}, so "
-            f"that no more lies whole at a time: {each}"
+            "parts: activations are gathered and summed in parts of up to "
+            f"{format_bytes(largest)}, so that no more lies whole at a time: {each}"
         )
     return choices
 
@@ -160,8 +161,8 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
         fits = price <= budget
         choices.reasons.append(
             f"keep_gathered: {name} {'are' if fits else 'are not'} kept: that holds "
-            f"{_size(price)} more and receives {_size(saved)} less a step; "
-            f"{_size(budget)} of room"
+            f"{format_bytes(price)} more and receives {format_bytes(saved)} less a step; "
+            f"{format_bytes(budget)} of room"
             + (f", 1/{1 / share:g} of what a device holds" if share < 1 else "")
         )
         if fits:
@@ -220,8 +221,3 @@ def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
     logits = with_logits * model.vocab_size * (work.itemsize + 4)
     activations = layers * work.itemsize
     return (choices.parameters * work.state_bytes / pp + activations + logits) / p
-
-
-def _size(n_bytes: float) -> str:
-    mib = n_bytes / 2**20
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.3g} MiB"

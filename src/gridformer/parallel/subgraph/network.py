@@ -39,6 +39,11 @@ from gridformer.parallel.subgraph.grids import Grid, Order, assign, divide, whol
 from gridformer.parallel.subgraph.placed import Batch, Placed, PlacedBranches, Row
 from gridformer.parallel.subgraph.section import Section
 
+_REMEDY = (
+    "put modules that read the same input, or slices of it, and whose results are added up or "
+    "joined, into gridformer.models.branches.Branches; gridformer's own models are cut by "
+    "gridformer.parallel.build_parallel"
+)
 _BRANCH = "branch "  # no module can have this name
 Common = Literal["all", "first"] | Sequence[int]
 
@@ -60,9 +65,11 @@ def parallelize(
             section has), or ranks.
         order: see `gridformer.parallel.subgraph.grids.whole`.
 
-    Raises ValueError, before anything is sent, where a section cannot be divided so; RuntimeError
-    where the processes' weights differ.
+    Raises, before anything is sent, TypeError where there is nothing to divide, and ValueError
+    where a section cannot be divided so; RuntimeError where the processes' weights differ.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a network is a torch.nn.Module, not a {type(model).__name__}: {_REMEDY}")
     n = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = Axis("world", n, rank)
@@ -70,7 +77,9 @@ def parallelize(
         model = nn.Sequential(model)
     outermost = [name for name, _ in _sections(model)]
     if not outermost:
-        raise ValueError("the network has no `Branches`: wrap its branches in that module")
+        raise TypeError(
+            f"{type(model).__name__} has no branches that could be shared out: {_REMEDY}"
+        )
     main = _wanted(g, outermost[0], nested=False)
     everywhere = whole(n, main, order) if 1 <= main <= n else Grid(tuple(range(n)))
     if common == "all":
