@@ -31,11 +31,9 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
 
     if layout.n_processes == 1:
         return Axes(device_type=device_type)
-    from torch.distributed.device_mesh import DeviceMesh
-
     ranks, branched = mesh_ranks(layout, block), layout.scheme == "subgraph"
     names = ("pp", "dp", "branch") if branched else MESH_AXES
-    axes = Axes.of(DeviceMesh(device_type, ranks, mesh_dim_names=names))
+    axes = Axes.of(ranks, names, device_type)
     if not branched:
         return replace(axes, batch=axes.row, alike=axes.col)
     if layout.common == "all":
