@@ -33,12 +33,9 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
 
     if layout.n_processes == 1:
         return Axes(device_type=device_type)
-    from torch.distributed.device_mesh import DeviceMesh
-
     spec = spec_of(layout)
     names = ("pp", "dp", *spec.mesh)
-    mesh = DeviceMesh(device_type, mesh_ranks(layout, block), mesh_dim_names=names)
-    axes = Axes.of(mesh)
+    axes = Axes.of(mesh_ranks(layout, block), names, device_type)
     samples, boundary = spec.samples_over(layout), spec.boundary(layout)
     if samples:
         axes = replace(axes, batch=axes[MESH_AXIS[samples]])

@@ -12,7 +12,7 @@ from typing import Any
 from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors
 from gridformer.errors import ConfigError
 from gridformer.layout import check
-from gridformer.parallel.registry import SPECS, spec_of
+from gridformer.parallel.registry import SPECS, describe, spec_of
 from gridformer.utils.units import format_setting
 
 
@@ -33,20 +33,7 @@ class Listed:
     @property
     def name(self) -> str:
         """In a few words, `optimus 2x2, dp=2`."""
-        layout = self.layout
-        said = {
-            "single": "one device",
-            "megatron": f"megatron 1x{layout.cols}",
-            "optimus": f"optimus {layout.rows}x{layout.cols}",
-            "subgraph": f"subgraph, {layout.branches} branches",
-        }[layout.scheme]
-        if layout.sequence_parallel:
-            said += ", sequence parallel"
-        if layout.common != "all":
-            said += f", common={layout.common}"
-        return said + "".join(
-            f", {key}={value}" for key in ("dp", "pp") if (value := getattr(layout, key)) > 1
-        )
+        return describe(self.layout)
 
     @property
     def settings(self) -> str:

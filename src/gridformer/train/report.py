@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gridformer.decisions import notes
 from gridformer.models import count_parameters
+from gridformer.parallel.registry import describe
 from gridformer.utils.units import format_count
 
 if TYPE_CHECKING:

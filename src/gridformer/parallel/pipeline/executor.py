@@ -63,7 +63,7 @@ class Executor:
         self.links = model.links()
         self._on_gpu = axes.device_type == "cuda"
         self.border = Border(model, layout, axes)
-        self.wires = Wires(axes)
+        self.wires = Wires(axes, ring=layout.stages_per_rank > 1)
         axes.make_holders(shared_sets(model, axes.pp.size))
         self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
         self._parameters = {

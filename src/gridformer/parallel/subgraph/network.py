@@ -32,6 +32,7 @@ from torch import nn
 
 from gridformer import comm
 from gridformer.comm import Axis
+from gridformer.comm.groups import make_groups
 from gridformer.config import closest
 from gridformer.models.branches import Branches
 from gridformer.parallel.gradients import GradientSums
@@ -179,7 +180,7 @@ def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Ax
     device, batch = _device(model), Batch()
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in plan.groups():  # every process makes all of them, as torch wants
-        groups[ranks] = None if len(ranks) == world.size else dist.new_group([*ranks])
+        groups[ranks] = make_groups([ranks], "sub-grid") if len(ranks) < world.size else None
 
     def axis(name: str, ranks: tuple[int, ...]) -> Axis:
         if len(ranks) == 1:
