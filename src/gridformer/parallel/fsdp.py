@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.comm import Axes, Axis
-from gridformer.models.blocks import Layer
+from gridformer.models import Model
+from gridformer.models.blocks import Layer, Recompute
 from gridformer.parallel.placement import shard_of
 from gridformer.parallel.sharding import Parcel, part_of, refill, release
 
@@ -52,10 +53,11 @@ class Unit:
             groups[shard_of(parameter).replicas or "", parameter.dtype].append(parameter)
         self._parcels = [Parcel(members, axes[name]) for (name, _), members in groups.items()]
 
-    def watch(self, layer: nn.Module) -> None:
+    def watch(self, layer: nn.Module, recompute: Recompute) -> None:
         """Gather and let go as this layer is run."""
         layer.register_forward_pre_hook(self._before_forward)
         layer.register_forward_hook(self._after_forward)
+        recompute.before_backward(layer, self._before_backward)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._gradient_done)
 
@@ -84,12 +86,9 @@ class Unit:
         if self.after is not None and not self._in_backward:
             self.after.start()
 
-    def _after_forward(self, _: nn.Module, __: Any, out: Tensor) -> None:
-        if self._in_backward:  # computed again, for the backward pass that is about to come
-            return
-        self.free()
-        if out.requires_grad:
-            out.register_hook(self._before_backward)
+    def _after_forward(self, *_: Any) -> None:
+        if not self._in_backward:  # else computed again, for the backward pass about to come
+            self.free()
 
     def _before_backward(self, _: Tensor) -> None:
         self._in_backward, self._missing = True, set(self.parameters)
@@ -107,11 +106,11 @@ class Unit:
 class Gathering:
     """The units of a model: its layers, and one of all else."""
 
-    def __init__(self, model: nn.Module, axes: Axes) -> None:
+    def __init__(self, model: Model, axes: Axes) -> None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
         self.layers = [Unit(layer.parameters(), axes) for layer in layers]
         for layer, unit in zip(layers, self.layers):
-            unit.watch(layer)
+            unit.watch(layer, model.recompute)
         for unit, after in pairwise(self.layers):
             unit.after, after.before = after, unit
         inside = {parameter for layer in layers for parameter in layer.parameters()}
@@ -142,7 +141,7 @@ class Gathering:
             )
 
 
-def install(model: nn.Module, axes: Axes) -> None:
+def install(model: Model, axes: Axes) -> None:
     """Have a model whose parameters are cut (gridformer.parallel.sharding) gather them itself."""
     model.gathering = Gathering(model, axes)  # type: ignore[assignment]
 

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,10 +101,13 @@ class Updates:
         self._updated: set[int] = set()
         self._inside = False
         in_layers = {p for unit in self.units[:-1] for p in unit.parameters}
-        self._lag = int(not in_layers.isdisjoint(self.sums.parameters))
+        # The norms of layers are all-reduced in the backward pass, so all ranks of a stage must lag
+        # alike: those, too, that hold no matrix of any layer (of D&SP-cSub's other sub-grids).
+        under_way = axes.dp.size > 1 or not in_layers.isdisjoint(self.sums.parameters)
+        self._lag = int(under_way)
         if self.in_backward:
             for number, layer in enumerate(layers):
-                layer.register_forward_hook(self._watch(number))
+                model.recompute.before_backward(layer, partial(self._reach, number))
             self.sums.around_last = self._around_last
         if train.offload == "optimizer":
             self.allocate(0)
@@ -217,18 +221,11 @@ class Updates:
             self._inside = False
         self._update_reached(0)
 
-    def _watch(self, number: int) -> Any:
-        def gradient_came(_: Tensor) -> None:
-            """All that follows the layer has been gone back through."""
-            if self._inside:
-                self._update_reached(self._lag)
-                self._reached.append(number)
-
-        def after_forward(_: nn.Module, __: Any, out: Tensor) -> None:
-            if out.requires_grad:
-                out.register_hook(gradient_came)
-
-        return after_forward
+    def _reach(self, number: int, _: Tensor) -> None:
+        """All that follows the layer has been gone back through."""
+        if self._inside:
+            self._update_reached(self._lag)
+            self._reached.append(number)
 
     def _update_reached(self, but: int) -> None:
         """Layers whose gradients are complete, but for so many that were reached last: their sums

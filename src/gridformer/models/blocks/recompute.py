@@ -92,10 +92,28 @@ class Recompute:
     mode: Mode = "none"
     share: Share = field(default_factory=Alone)
     stops_early: bool = True
+    _hooks: dict[nn.Module, list[Callable[[Tensor], None]]] = field(default_factory=dict)
+
+    def before_backward(self, block: nn.Module, hook: Callable[[Tensor], None]) -> None:
+        """Call `hook` in every backward pass when the gradient of the block's output is there,
+        before anything of the block is computed again or gone back through.
+
+        A hook on what the block itself returns would come after the computing again where
+        `stops_early` is false, and before it where it is true: devices that have to agree on the
+        order of their messages would not.
+        """
+        self._hooks.setdefault(block, []).append(hook)
 
     def block(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
         """block(x, *rest). With `full`, what is made inside is let go of; `rest` is kept as it is,
         since all blocks of a stack share it."""
+        out = self._run(block, x, *rest)
+        if out.requires_grad:
+            for hook in self._hooks.get(block, ()):
+                out.register_hook(hook)
+        return out
+
+    def _run(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
         if self.mode != "full" or not torch.is_grad_enabled():
             out: Tensor = block(x, *rest)
             return out

@@ -12,7 +12,7 @@ next one from each rank is asked for before it is needed, so that it can arrive 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,7 +31,8 @@ from gridformer.parallel.pipeline.holding import shared_sets
 from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 
-# By backward pass, the parameters that no later one of this rank touches.
+# By the last backward pass of each stage, the parameters that no later one of this rank touches. A
+# stage may have none here (of D&SP-cSub's other sub-grids) and still ends with its last pass.
 Completed = dict[Action, set[nn.Parameter]]
 # What the last stage makes of a micro-batch's last hidden states: the loss to go back from, in
 # training.
@@ -96,9 +97,11 @@ class Executor:
 
     def _completed(self, itinerary: Itinerary) -> Completed:
         left: set[nn.Parameter] = set().union(*self._parameters.values())
+        ended: set[int] = set()
         found = {}
         for action in reversed(itinerary.actions):
-            if action.kind == "backward":
+            if action.kind == "backward" and action.stage not in ended:
+                ended.add(action.stage)
                 found[action] = left & self._parameters[action.stage]
                 left -= found[action]
         return found
@@ -171,16 +174,17 @@ class _Run:
         leaves, roots = self._kept.pop((action.stage, action.micro))
         last = action.stage == len(self.model.stages) - 1
         grads = None if last else [*self._receive(action).values()]
-        complete = self.complete[action]
         with self.executor.timed("backward", action):
             self.model.clock.at(self.work[action.micro].rows)  # what is computed again reads it
-            with self._summing(complete):
+            with self._summing(action):
                 torch.autograd.backward(roots, grads)
         if action.stage:
             self._send(action, [_gradient(leaf) for leaf in leaves.values()])
 
-    def _summing(self, complete: Collection[nn.Parameter]) -> Any:
-        return self.executor.sums.last_backward(complete) if complete else nullcontext()
+    def _summing(self, action: Action) -> AbstractContextManager[None]:
+        if action not in self.complete:
+            return nullcontext()
+        return self.executor.sums.last_backward(self.complete[action])
 
     # ------------------------------------------------------------------ messages
 

@@ -1,0 +1,43 @@
+"""D&SP-cSub while layers are updated in the backward pass: all sub-grids send in the same order.
+
+The first sub-grid computes more than the others, which may hold no parameter of a layer at all. The
+norms of layers are all-reduced over both, between the sections' own messages: where one comes to
+them earlier than the other, each waits for the other until the time is up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.choosing import full_unless
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_matrix import SETTINGS
+from tests.multirank.test_updates import IN_BACKWARD, Layout, assert_equal_one_device
+
+CSUB: Layout = {"scheme": "subgraph", "branches": 2, "common": "first"}
+COMMON = {"feed_forward": "common"}
+OUTSIDE = {"attention": "outside", **COMMON}  # the other sub-grids hold nothing of a layer
+FULL = {"recompute": "full"}
+POST = {"family": "transformer", "label_smoothing": 0.1}
+
+# A layout, settings of training, and a model.
+CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
+    "recomputed": (COMMON, FULL, {}),
+    "recomputed, norms after residuals": ({}, FULL, POST),
+    "recomputed, fsdp": ({**COMMON, "dp": 2, "dp_mode": "fsdp"}, FULL, {}),
+    "no parameters": (OUTSIDE, {}, {}),
+    "no parameters, pipeline": ({**OUTSIDE, "pp": 2, "micro_batches": 2}, {}, {}),
+    "no parameters, replicas": ({**OUTSIDE, "dp": 2}, {}, {}),
+    "no parameters, zero1": ({**OUTSIDE, "dp": 2, "dp_mode": "zero1"}, FULL, {}),
+}
+QUICK = ("recomputed", "no parameters, pipeline", "no parameters, replicas")
+
+
+@pytest.mark.parametrize("name", full_unless(QUICK.__contains__, CASES))
+def test_equals_one_device(pool: WorkerPool, name: str) -> None:
+    layout, train, model = CASES[name]
+    model = {"n_layers": 2, "max_seq_len": 12, "dropout": 0.1, **model}
+    settings = {**SETTINGS, **IN_BACKWARD, **train}
+    assert_equal_one_device(pool, {**CSUB, **layout}, model, settings)
