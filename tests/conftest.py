@@ -16,6 +16,12 @@ settings.register_profile("fresh", deadline=None, print_blob=True)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exactness-table", default="", help="Write the exactness matrix there.")
+    parser.addoption(
+        "--fuzz-cases", type=int, default=200, help="Random cases that `make test-all` tries."
+    )
+    parser.addoption(
+        "--fuzz-seed", type=int, default=None, help="The first of their seeds, else a fresh one."
+    )
 
 
 @pytest.fixture(scope="session")
