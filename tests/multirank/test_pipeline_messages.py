@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -80,26 +79,6 @@ def begins(layout: Layout, config: ModelConfig) -> list[str]:
     model = stepper_of(config, plan, axes_of(plan)).model
     names = [link.name for link in model.links()]
     return [names[stage.start] for stage in model.stages]
-
-
-def with_a_group_each_way(layout: Layout) -> tuple[bool, float]:
-    """Whether messages up and down have groups of their own, and how far a loss is from usual."""
-    plan, config = LayoutConfig(**layout), family("gpt2")
-    axes, (read,) = axes_of(plan), reads_of(config, 1)
-    usual = stepper_of(config, plan, axes)(0, read).loss
-    with patch.object(torch.distributed, "get_backend", return_value="nccl"):
-        stepper = stepper_of(config, plan, axes)
-    wires = stepper.passes.executor.wires  # type: ignore[attr-defined]
-    apart = len({id(group) for group in (wires._up, wires._down, axes.pp.group)}) == 3
-    return apart, abs(stepper(0, read).loss / usual - 1)
-
-
-def test_directions_do_not_wait_for_each_other_on_nccl(pool: WorkerPool) -> None:
-    """What can be seen without GPUs: where the backend is NCCL, each direction has its group."""
-    layout = {"pp": 2, "dp": 2, "stages_per_rank": 2, "micro_batches": 2}
-    for apart, difference in pool.run(4, with_a_group_each_way, layout):
-        assert apart
-        assert difference < 1e-9
 
 
 @pytest.mark.parametrize("pp", full_unless(lambda pp: pp == 5, [5, 7]))
