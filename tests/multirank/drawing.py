@@ -23,7 +23,6 @@ from pydantic_core import PydanticUndefined
 from gridformer.config import Config, DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from gridformer.errors import ConfigError
 from gridformer.layout import check
-from tests.offers import offers
 
 Sections = dict[str, dict[str, Any]]
 SECTIONS: dict[str, type[Config]] = {
@@ -252,10 +251,23 @@ def _words(problem: str) -> list[str]:
 
 
 def _offers(problem: str) -> list[dict[str, str]]:
-    try:
-        return offers(problem)
-    except (AssertionError, IndexError):  # a sentence of another form
+    """Every alternative of a sentence that ends in `use a=1 and b=2, or c=3, 4 or 5`."""
+    remedies = re.split(r"[:;] use ", problem)
+    if len(remedies) < 2:
         return []
+    remedy = re.sub(r" \(.*?\)", "", remedies[1])
+    found: list[dict[str, str]] = []
+    for alternative in re.split(r",? or (?=[a-z_.]+=)", remedy):
+        pairs = [part.split("=") for part in alternative.split(" and ")]
+        if any(len(pair) != 2 for pair in pairs):
+            return []  # a sentence of another form
+        keys = [key if "." in key else f"layout.{key}" for key, _ in pairs]
+        if len(pairs) == 1:
+            values = [v for v in re.split(r", | or ", pairs[0][1]) if v != "..."]
+            found += [{keys[0]: value} for value in values]
+        else:
+            found.append(dict(zip(keys, (value for _, value in pairs))))
+    return found
 
 
 def _parsed(value: Any) -> Any:

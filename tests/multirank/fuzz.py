@@ -25,6 +25,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gridformer.parallel.registry import describe
 from tests.multirank.drawing import Sections, problems_of
 from tests.multirank.fuzz_case import Case, case_of
 from tests.multirank.fuzz_ranks import LIMIT, Found, train
@@ -165,7 +166,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _short(case: Case) -> str:
-    return " -> ".join(f"{leg.model.family} on {leg.layout.describe()}" for leg in case.legs)
+    return " -> ".join(f"{leg.model.family} on {describe(leg.layout)}" for leg in case.legs)
 
 
 if __name__ == "__main__":
