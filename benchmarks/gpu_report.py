@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-GIB = 2**30
+from gridformer.utils.units import GIB
 
 
 @dataclass

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_report import GIB, Report, table
+from benchmarks.gpu_report import Report, table
 from benchmarks.gpu_sides import Gridformer, HuggingFace
 from benchmarks.gpu_single import Comparison
 from gridformer.config import ModelConfig
+from gridformer.utils.units import GIB
 
 LOSS_AGREES, NORM_AGREES = 2e-3, 2e-2  # relative; bfloat16 holds 8 bits
 CEILING_TARGET, RATIO_TARGET = 0.5, 1.15

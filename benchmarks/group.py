@@ -26,6 +26,7 @@ from benchmarks.cases import Case
 from benchmarks.torch_variants import torch_variants
 from benchmarks.traffic import Traffic
 from benchmarks.variants import Built, Problem, Variant, Whole, gridformer_variants, make_problem
+from gridformer.hardware import n_cores
 from gridformer.launch import close_world, init_world
 
 TOLERANCE = 1e-4  # of the largest element; float32
@@ -74,7 +75,7 @@ def measure(plan: Plan) -> None:
     reference = _reference(able[0], case, problem)
     entries = []
     for variant in able:
-        threads = variant.threads(case.processes, results.n_cores())
+        threads = variant.threads(case.processes, n_cores())
         _use_threads(threads)
         alone_elsewhere = variant.alone and world.rank != 0
         entry = _Entry(variant, threads, None if alone_elsewhere else variant.build(case, problem))

@@ -8,7 +8,6 @@ from typing import Any
 
 from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 
-GIB = 2**30
 PROCESSES = (1, 4, 9, 16, 64)
 
 

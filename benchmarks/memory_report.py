@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.memory_cases import GIB, METHODS, SCALINGS, schemes
+from benchmarks.memory_cases import METHODS, SCALINGS, schemes
+from gridformer.utils.units import GIB
 
 Found = Sequence[dict[str, Any]]
 

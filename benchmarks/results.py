@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case
+from gridformer.hardware import n_cores
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,6 @@ def append(path: Path, group: Group) -> None:
     cut_off = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
     with path.open("a", encoding="utf-8") as file:
         file.write(("\n" if cut_off else "") + json.dumps(asdict(group)) + "\n")
-
-
-def n_cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def machine(module: str = "benchmarks.schemes") -> dict[str, str]:

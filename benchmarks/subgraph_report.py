@@ -8,10 +8,10 @@ from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.subgraph_cases import SHAPES, Case, Variant, variants
+from gridformer.utils.units import MIB
 
 Measured = Mapping[str, dict[str, Any]]
 SWEEPS = {"per-head": "work per head fixed", "total": "total work fixed"}
-_MIB = 2**20
 
 HEAD = """# Sub-graph parallelism beside data parallelism
 
@@ -131,7 +131,7 @@ def _details(values: dict[str, Any]) -> str:
                 f"{row['messages']}",
                 f"{row['moved'] / 1e6:.2f}",
                 f"{row['moved_gradients'] / 1e6:.2f}",
-                *(f"{row[kind] / _MIB:.1f}" for kind in ("parameters", "states", "peak")),
+                *(f"{row[kind] / MIB:.1f}" for kind in ("parameters", "states", "peak")),
             ]
         )
     return _table(head, lines)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.launching import Start, starting
 from tests.multirank.pool import WorkerPool
 
 # `make test` tries the same examples each time: what passed once goes on passing. `make test-all`
@@ -16,6 +17,12 @@ settings.register_profile("fresh", deadline=None, print_blob=True)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exactness-table", default="", help="Write the exactness matrix there.")
+    parser.addoption(
+        "--fuzz-cases", type=int, default=200, help="Random cases that `make test-all` tries."
+    )
+    parser.addoption(
+        "--fuzz-seed", type=int, default=None, help="The first of their seeds, else a fresh one."
+    )
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +31,13 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("steps", 2)` runs an entrypoint of launch_entrypoints.py; its files: `tmp_path`."""
+    with starting(tmp_path) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from gridformer.errors import ConfigError
 from gridformer.launch import close_world, init_world, stopping
+from gridformer.launch.joining import STORE_FILE
 
 
-def _note(folder: Path, name: str, text: str = "") -> None:
+def note(folder: Path, name: str, text: str = "") -> None:
     """A file that has its text from the moment when it is there."""
     path = folder / f"{name}{os.environ.get('RANK', '0')}"
     unfinished = path.with_suffix(".unfinished")
@@ -22,11 +23,11 @@ def _note(folder: Path, name: str, text: str = "") -> None:
 
 def sums(folder: Path, n: int) -> None:
     """The plain case: a collective, and what each worker sees."""
-    world = init_world("auto", n, 30.0)
+    world = init_world("auto", n, 600.0)
     x = torch.ones(1)
     if n > 1:
         dist.all_reduce(x)
-    _note(folder, "sum", f"{world.rank}/{world.size} {x.item():g} {torch.get_num_threads()}")
+    note(folder, "sum", f"{world.rank}/{world.size} {x.item():g} {torch.get_num_threads()}")
     print(f"output of rank {world.rank}: {world.why}")
     close_world()
 
@@ -34,41 +35,42 @@ def sums(folder: Path, n: int) -> None:
 def steps(folder: Path, n: int) -> None:
     """A training loop: runs until it is told to stop, then saves."""
     stop = stopping.install()
-    init_world("cpu", n, 30.0)
-    _note(folder, "pid", str(os.getpid()))
-    for _ in range(10_000):
+    init_world("cpu", n, 600.0)
+    note(folder, "store", os.environ.get(STORE_FILE, ""))
+    note(folder, "pid", str(os.getpid()))
+    for _ in range(30_000):
         time.sleep(0.01)
         wanted = torch.tensor([float(stop.requested)])
         if n > 1:
             dist.all_reduce(wanted)
         if wanted.item():
-            _note(folder, "saved")
+            note(folder, "saved")
             break
     close_world()
 
 
 def one_long_step(folder: Path, n: int) -> None:
     """Rank 1 computes without looking at the stop flag; the others wait for it in a collective."""
-    init_world("cpu", n, 60.0)
-    _note(folder, "pid", str(os.getpid()))
+    init_world("cpu", n, 600.0)
+    note(folder, "pid", str(os.getpid()))
     if dist.get_rank() == 1:
-        time.sleep(60)
+        time.sleep(600)
     dist.barrier()
 
 
 def one_raises(folder: Path, n: int) -> None:
     """Of the others, one is in a collective and one does not notice anything."""
-    init_world("cpu", n, 60.0)
+    init_world("cpu", n, 600.0)
     dist.barrier()
     if dist.get_rank() == 1:
         raise ValueError("the root cause")
     if dist.get_rank() == 2:
-        time.sleep(60)
+        time.sleep(600)
     dist.all_reduce(torch.ones(1))
 
 
 def one_is_killed(folder: Path, n: int) -> None:
-    init_world("cpu", n, 60.0)
+    init_world("cpu", n, 600.0)
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -81,11 +83,11 @@ def config_error(folder: Path, n: int) -> None:
 
 def fails_in_the_first_attempt(folder: Path, n: int) -> None:
     """For torchrun --max-restarts: the second attempt must not meet the first one's addresses."""
-    init_world("cpu", n, 60.0)
+    init_world("cpu", n, 600.0)
     dist.barrier()
     if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
     world = dist.get_world_size()
-    _note(folder, "attempt", f"{os.environ['TORCHELASTIC_RESTART_COUNT']} of {world} ranks")
+    note(folder, "attempt", f"{os.environ['TORCHELASTIC_RESTART_COUNT']} of {world} ranks")
     close_world()

@@ -1,6 +1,6 @@
-"""A command line that launches one of launch_entrypoints.py, for test_launch.py.
+"""A command line that launches one of launch_entrypoints.py, for tests of `launch`.
 
-python -m tests.launch_main NAME N_PROCESSES FOLDER
+python -m tests.launch_main NAME N_PROCESSES FOLDER     (or MODULE:NAME, of a module of tests)
 """
 
 import importlib
@@ -12,15 +12,16 @@ from gridformer.launch import joined, launch, local, warm_up
 
 local.PRELOAD.remove("torch._dynamo")  # seconds, and nothing is trained here
 local.PRELOAD.remove("torch.distributed.checkpoint")
-MODULE = "tests.launch_entrypoints"
 
 
 def main() -> None:
-    name, n, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    file, _, name = sys.argv[1].rpartition(":")
+    n, folder = int(sys.argv[2]), Path(sys.argv[3])
+    module = f"tests.{file or 'launch_entrypoints'}"
     if n > 1 and not joined():
-        warm_up(MODULE)
+        warm_up(module)
     try:
-        launch(getattr(importlib.import_module(MODULE), name), (folder, n), n)
+        launch(getattr(importlib.import_module(module), name), (folder, n), n)
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

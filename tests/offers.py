@@ -1,15 +1,14 @@
-"""Runs that may not fit, and what the sentences that refuse them offer."""
+"""Runs that may not fit, what is wrong with them, and what is offered."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from typing import Any
 
 from gridformer.config import RunConfig
-from gridformer.errors import ConfigError
-from gridformer.layout import check
+from gridformer.layout import broken_rules
 
-Offer = dict[str, str]  # keys to set together, with their values
+Offer = Mapping[str, Any]  # keys to set together, with their values
 
 
 def run_of(**changes: Any) -> RunConfig:
@@ -27,49 +26,15 @@ def run_of(**changes: Any) -> RunConfig:
 
 
 def changed(run: RunConfig, offer: Offer) -> RunConfig:
-    """The run with an offer taken. Raises if that is no valid run."""
+    """The run with an offer taken, as a run file would have it. Raises if that is no valid run."""
     raw = run.model_dump()
     for key, value in offer.items():
         section, name = key.split(".")
         assert name in raw[section], key
-        raw[section][name] = value
+        raw[section][name] = str(value)
     return RunConfig.model_validate(raw)
 
 
-def problems(run: RunConfig) -> list[str]:
-    try:
-        check(run)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def offers(problem: str) -> list[Offer]:
-    """Every alternative of a sentence that ends in `use a=1 and b=2, or c=3, 4 or 5`."""
-    remedy = re.split(r"[:;] use ", problem)[1]
-    remedy = re.sub(r" \(.*?\)", "", remedy)
-    found: list[Offer] = []
-    for alternative in re.split(r",? or (?=[a-z_.]+=)", remedy):
-        pairs = [part.split("=") for part in alternative.split(" and ")]
-        assert all(len(pair) == 2 for pair in pairs), alternative
-        keys = [key if "." in key else f"layout.{key}" for key, _ in pairs]
-        if len(pairs) == 1:
-            values = [v for v in re.split(r", | or ", pairs[0][1]) if v != "..."]
-            found += [{keys[0]: value} for value in values]
-        else:
-            found.append(dict(zip(keys, (value for _, value in pairs))))
-    assert found, problem
-    return found
-
-
-def subject(problem: str) -> str:
-    """What a sentence complains of, without its numbers: `model.n_heads ... layout.cols`."""
-    if problem.startswith("train.global_batch"):
-        return "train.global_batch"
-    if problem.startswith("layout.devices_per_node"):  # whatever it names of the layout
-        return "layout.devices_per_node"
-    return re.sub(r"=[^ :;]*", "", re.split(r"[:;] use ", problem)[0])
-
-
-def subjects(run: RunConfig) -> set[str]:
-    return {subject(problem) for problem in problems(run)}
+def rules(run: RunConfig) -> set[str]:
+    """Names of the rules that a run breaks."""
+    return {broken.rule for broken in broken_rules(run)}

@@ -23,6 +23,7 @@ from gridformer.config import (
     shipped_model,
 )
 from gridformer.errors import ConfigError
+from gridformer.parallel.registry import describe
 
 RUN_FILES = sorted((configs_dir() / "runs").glob("*.yaml"))
 BASE: dict[str, Any] = {"model": "demo-4m", "data": {"path": "somewhere"}}
@@ -60,7 +61,7 @@ def test_unknown_key_names_the_closest(raw: dict[str, Any], key: str, meant: str
 
 def test_unknown_key_that_resembles_nothing_lists_what_is_known() -> None:
     text = problem(BASE, "train.zzqzz=1")
-    assert text.startswith("run: unknown key train.zzqzz; known are ")
+    assert text.startswith("argument train.zzqzz=1: unknown key train.zzqzz; known are ")
     known = text.partition("known are ")[2].split(", ")
     assert known == list(TrainConfig.model_fields)
 
@@ -106,7 +107,7 @@ def test_unknown_model_names_the_closest() -> None:
     text = "model: no shipped model is called 'gpt2-125m': did you mean 'gpt2-124m'?"
     for model in ("gpt2-125m", {"name": "gpt2-125m"}):
         assert problem({**BASE, "model": model}) == text
-    assert problem(BASE, "model=gpt2-125m") == text
+    assert problem(BASE, "model=gpt2-125m") == f"argument model=gpt2-125m: {text[7:]}"
     assert ", ".join(model_names()) in problem({**BASE, "model": "zzzz"})
 
 
@@ -198,6 +199,26 @@ def test_override_that_is_wrong(override: str, text: str) -> None:
     assert text in problem({**BASE, "name": "x"}, override)
 
 
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("trian.steps=3", "argument trian.steps=3: unknown key trian: did you mean 'train'?"),
+        ("train.lr=fast", "argument train.lr=fast: input should be a valid number"),
+        ("train.update=in_backward", "argument train.update=in_backward: train: update="),
+        ("data.task=pairs", "argument data.task=pairs: "),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(override: str, text: str) -> None:
+    """And the other way round: an argument beside a file's mistake is not to blame."""
+    assert problem(BASE, "train.steps=5", override, "model.dropout=0.1").startswith(text)
+    key, _, value = override.partition("=")
+    section, _, name = key.partition(".")
+    raw = {**BASE, section: {**BASE.get(section, {}), name: value}}
+    assert problem(raw, "train.steps=5", f"{section}.seed=1" if section == "train" else "name=x")[
+        :5
+    ] == ("run: ")
+
+
 # --------------------------------------------------------------------------- words and numbers
 
 
@@ -240,7 +261,7 @@ def test_closest() -> None:
     ],
 )
 def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:
-    assert LayoutConfig(**changes).describe() == text
+    assert describe(LayoutConfig(**changes)) == text
 
 
 def test_runs_of_before_keep_their_micro_batches() -> None:

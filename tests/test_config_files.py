@@ -40,6 +40,7 @@ def test_shipped_run_files_work_as_they_are(path: Path) -> None:
 
 
 SIZES = {  # specification, section 1: N, h, n, and the parameters where a paper counts them
+    "gpt-110m": (12, 768, 12, 116_536_320),  # Hugging Face's OpenAIGPT, and a last norm
     "gpt2-124m": (12, 768, 12, 124_439_808),
     "gpt2-355m": (24, 1024, 16, 354_823_168),
     "gpt2-774m": (36, 1280, 20, 774_030_080),
@@ -48,6 +49,8 @@ SIZES = {  # specification, section 1: N, h, n, and the parameters where a paper
     "megatron-2.5b": (54, 1920, 20, 2.5e9),
     "megatron-4.2b": (64, 2304, 24, 4.2e9),
     "megatron-8.3b": (72, 3072, 32, 8.3e9),
+    "megatron-8.3b-24heads": (72, 3072, 24, 8.3e9),
+    "turing-nlg-17b": (78, 4256, 28, 17.2e9),
     "gpt-162.2b": (32, 20480, 128, 162.2e9),
     "gpt-175b": (96, 12288, 96, 175e9),
     "gpt-530b": (105, 20480, 128, 530e9),
@@ -92,6 +95,8 @@ def test_a_model_of_unknown_vocabulary_cannot_be_built() -> None:
 def test_file_that_is_missing_names_those_that_exist() -> None:
     with pytest.raises(ConfigError, match=r"no\.yaml: no such run file; .*demo"):
         load_run("no.yaml")
+    with pytest.raises(ConfigError, match=r"dmeo: no such run file: did you mean 'demo'\?"):
+        load_run("dmeo")
 
 
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "just words", "", "\x00"])
@@ -108,8 +113,9 @@ def test_problems_and_name_come_from_the_file(tmp_path: Path) -> None:
     path = tmp_path / "my-run.yaml"
     path.write_text(yaml.safe_dump(BASE))
     assert load_run(path).name == "my-run"
+    path.write_text(yaml.safe_dump({**BASE, "train": {"stpes": 5}}))
     with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: unknown key train.stpes"):
-        load_run(path, ["train.stpes=5"])
+        load_run(path, ["train.steps=5"])
 
 
 # --------------------------------------------------------------------------- round trip

@@ -12,7 +12,8 @@ from gridformer.cli.app import app
 from gridformer.config import RunConfig, parse_run
 from gridformer.errors import ConfigError
 from gridformer.layout import check
-from gridformer.listing import by_reason, candidates, list_layouts
+from gridformer.listing import candidates, list_layouts, reasons
+from gridformer.parallel.registry import describe
 
 MODEL: dict[str, Any] = {"n_layers": 2, "hidden_size": 24, "n_heads": 6, "vocab_size": 50}
 
@@ -32,7 +33,7 @@ def test_all_candidates_take_all_processes(processes: int) -> None:
 
 
 def test_candidates_of_four_processes() -> None:
-    names = {layout.describe() for layout in candidates(4)}
+    names = {describe(layout) for layout in candidates(4)}
     assert names >= {
         "single device, dp=4",
         "single device, pp=4",
@@ -66,22 +67,61 @@ def test_what_is_listed_works_as_it_is_written(family: str) -> None:
             continue
         check(run)
         replicas = one.layout.dp > 1 or (one.layout.branches > 1 and one.layout.common == "all")
-        assert one.modes == (("replicate", "zero1", "fsdp") if replicas else ("replicate",))
+        assert [*one.modes] == (["replicate", "zero1", "fsdp"] if replicas else ["replicate"])
+        held = [*one.modes.values()]
+        assert held == sorted(held, reverse=True)
+        assert held[-1] > 0
 
 
 def test_a_batch_may_be_what_does_not_fit() -> None:
     (only,) = (one for one in list_layouts(MODEL, 2, 3, 0, ["single"]) if one.layout.dp == 2)
     assert re.search("train.global_batch=3 does not divide", only.problems[0])
-    assert by_reason([only]) == {only.problems[0]: [only]}
+    (reason,) = reasons([only])
+    assert (reason.where, reason.n_layouts) == ("samples at a time=2", 1)
+    assert reason.why == "train.global_batch=3 does not divide"
 
 
-def test_command() -> None:
-    result = CliRunner().invoke(app, ["layouts", "demo-4m", "--processes", "6"])
+def test_one_reason_for_all_that_fail_alike() -> None:
+    """Every layout that does not work is counted once, and every size of it is named."""
+    found = list_layouts(MODEL, 20)
+    failing = [one for one in found if one.problems]
+    said = reasons(found)
+    assert len({reason.why for reason in said}) == len(said)
+    assert sum(reason.n_layouts for reason in said) == len(failing)
+    heads = next(r for r in said if r.why == "model.n_heads=6 does not divide")
+    assert heads.where == "branches=4, 5, 10, 20; cols=4, 5, 10, 20"
+    stages = next(r for r in said if r.why.startswith("more stages than the model has"))
+    assert stages.where == "pp=5, 10, 20"
+
+
+def invoke(*words: str, columns: int = 80) -> list[str]:
+    result = CliRunner().invoke(app, ["layouts", *words], env={"COLUMNS": str(columns)})
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
     assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
-    assert "demo-4m on 6 processes" in lines[0]
-    assert any(line.startswith("single device, dp=6 ") for line in lines)
-    assert "layout.dp=3" in result.output
-    assert any("n_heads=8 does not divide over layout.branches=6" in line for line in lines)
-    result = CliRunner().invoke(app, ["layouts", "demo-4m", "-p", "2", "--scheme", "mega"])
-    assert isinstance(result.exception, ConfigError)
+    return [line.rstrip() for line in result.output.splitlines()]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_command(columns: int) -> None:
+    lines = invoke("gpt2-124m", "--processes", "36", columns=columns)
+    assert max(map(len, lines)) <= columns
+    assert "gpt2-124m on 36 processes" in lines[0]
+    (row,) = (line for line in lines if line.startswith("one device, dp=36 "))
+    replicate, zero1, fsdp = map(float, row.split()[-3:])
+    assert replicate > zero1 > fsdp
+    assert replicate > 124.4e6 * 16 / 2**30
+    text = " ".join(lines)
+    assert "cols=9, 18, 36: model.n_heads=12 does not divide" in text
+    assert text.count("model.n_heads=12 does not divide") == 1
+    with pytest.raises(ConfigError, match="--scheme mega: use single, megatron"):
+        invoke("demo-4m", "-p", "2", "--scheme", "mega")
+
+
+def test_settings_are_to_copy() -> None:
+    found = [one for one in list_layouts({**MODEL, "vocab_size": 0}, 2) if not one.problems]
+    assert found
+    lines = invoke("demo-4m", "-p", "2", "--settings")
+    assert "layout.scheme=megatron layout.cols=2 layout.sequence_parallel=true" in lines
+    for line in lines:
+        assert run_of(line, 4, {**MODEL, "n_heads": 8}).layout.n_processes == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gridformer import layout as layouts
-from gridformer.config import LayoutConfig, divisors
+from gridformer.config import LayoutConfig, RunConfig, divisors
+from gridformer.layout import problems
 from gridformer.nodes import (
     MESH_AXES,
     Candidate,
@@ -23,13 +22,13 @@ from gridformer.nodes import (
     blocks,
     explain,
     plain_block,
-    problems,
     rank_grid,
     reason,
     rows,
     search,
     sizes_of,
 )
+from gridformer.offers import Problem
 
 Traffic = dict[str, int]
 MIB = 2**20
@@ -272,7 +271,6 @@ def test_a_block_in_words() -> None:
 
 
 def test_axes_are_those_of_the_mesh() -> None:
-    assert MESH_AXES == layouts.MESH_AXES
     layout = LayoutConfig(scheme="optimus", rows=2, cols=3, dp=4, pp=5)
     assert dict(zip(MESH_AXES, sizes_of(layout))) == {"pp": 5, "dp": 4, "row": 2, "col": 3}
 
@@ -286,13 +284,21 @@ def plan(n_rows: int, n_cols: int, dp: int, devices_per_node: int) -> LayoutConf
     )
 
 
+def of_nodes(layout: LayoutConfig) -> list[Problem]:
+    """What is wrong with a layout's nodes, of a model and batch that any grid divides."""
+    size = {"n_layers": 1, "hidden_size": 5040, "n_heads": 2520}
+    run = {"model": size, "data": {"path": "x"}, "train": {"global_batch": 10080}}
+    return problems(RunConfig.model_validate({**run, "layout": layout}))
+
+
 def test_a_node_that_does_not_come_out() -> None:
-    assert problems(plan(2, 2, 1, 3)) == [
+    (only,) = of_nodes(plan(2, 2, 1, 3))
+    assert str(only) == (
         "layout.devices_per_node=3 does not divide rows x cols x dp x pp=4: use "
         "layout.devices_per_node=1, 2 or 4"
-    ]
-    (only,) = problems(plan(6, 8, 2, 7))
-    assert only.endswith("use layout.devices_per_node=4, 6 or 8")
+    )
+    (only,) = of_nodes(plan(6, 8, 2, 7))
+    assert str(only).endswith("use layout.devices_per_node=4, 6 or 8")
 
 
 @settings(max_examples=200)
@@ -306,15 +312,14 @@ def test_a_layout_without_problems_has_a_block(
     n_rows: int, n_cols: int, dp: int, devices_per_node: int
 ) -> None:
     layout = plan(n_rows, n_cols, dp, devices_per_node)
-    found = problems(layout)
+    found = of_nodes(layout)
     if not found:
         assert devices_per_node == 0 or blocks(sizes_of(layout), devices_per_node)
         return
     assert not blocks(sizes_of(layout), devices_per_node)
-    offered = re.split(r", | or ", found[0].rpartition("=")[2])
-    for value in offered:
-        other = layout.model_copy(update={"devices_per_node": int(value)})
-        assert problems(other) == []
+    assert {problem.rule for problem in found} == {"devices_per_node"}
+    for offer in found[0].offers:
+        assert offer.keys() == {"layout.devices_per_node"}
 
 
 # --------------------------------------------------------------------------- explanation

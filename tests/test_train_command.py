@@ -99,6 +99,9 @@ def test_a_run_leaves_all_it_promises(run_file: Path, tmp_path: Path) -> None:
     assert len(first.stdout) > len("line 7\n")
     other = gridformer_here(*words[:-1], "4")
     assert other.stdout != first.stdout
+    refused = gridformer_here("generate", out, "--prompt", "line 7", "--beams", "2")
+    assert refused.returncode == 2
+    assert "--beams is for t5 and transformer" in refused.stderr
 
 
 FEWER = "layout.rows=1"  # two processes: what a signal does to more is tested in test_launch.py

@@ -14,6 +14,7 @@ labels         [b] int64       what that branch should say
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 IGNORE = -100  # a target that does not count in the loss
 
 Batch = dict[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """rows: of the step's global batch; batch: what these rows hold, on the model's device."""
+
+    rows: slice
+    batch: Batch
 
 
 def next_words(windows: Tensor) -> Batch:

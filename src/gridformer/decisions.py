@@ -6,6 +6,7 @@ The same function decides on every process from the run's config alone, so all a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -17,10 +18,11 @@ from gridformer.config import RunConfig
 from gridformer.nodes import Candidate, NodeBlock
 from gridformer.parallel.choices import Choice, Choices, Work
 from gridformer.parallel.pipeline.partition import link_names, stages_of
+from gridformer.parallel.registry import describe, spec_of
 from gridformer.parallel.rules import decide
+from gridformer.utils.units import MIB
 
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -42,50 +44,46 @@ class Decisions:
 
 def decide_run(run: RunConfig) -> Decisions:
     """What a checked run's `auto` settings come to."""
-    layout, train = run.layout, run.train
-    parameter_bytes = 8 if train.dtype == "float64" else 4
-    sequences = train.global_batch // (layout.dp * layout.micro_batches)
-    work = Work(
-        tokens=sequences * run.seq_len,
-        source=sequences * run.source_len,
-        sequences=sequences,
-        micro_batches=layout.micro_batches,
-        itemsize=_ITEMSIZE[train.dtype],
-        state_bytes=round(_states_held(run) * parameter_bytes),
-        recompute=train.recompute,
-        loss_tokens=train.loss_tokens,
-    )
+    layout, parameter_bytes, work = run.layout, _parameter_bytes(run), work_of(run)
     choices = decide(run.model, layout, work)
     steps = [choices.step(choice) for choice in choices.products.values()]
-    sections = [choice.product for choice in choices.products.values()]
-    outside = sum(p.n_in * p.n_out * p.count for p in sections if p.section == "head")
-    in_layers = choices.parameters - outside
-    again = _times_over_replicas(run)
-    held = (in_layers * again + outside * 2) / (choices.rows * choices.cols)
+    spec, again = spec_of(layout), _times_over_replicas(run)
+    over_boundary = sum(step.col for step in steps) * work.itemsize
     traffic = {
-        "col": sum(step.col for step in steps) * work.itemsize,
+        "col": spec.boundary_bytes(choices, layout, over_boundary),
         "row": sum(step.row for step in steps) * work.itemsize,
-        "dp": (layout.dp - 1) / layout.dp * held * parameter_bytes,
+        "dp": spec.replica_elements(choices, layout, again) * parameter_bytes,
     }
-    branched = layout.scheme == "subgraph"
-    if branched:
-        inside = choices.branched_parameters
-        common = (in_layers - inside) * again + outside * 2
-        n = layout.dp * (layout.branches if layout.common == "all" else 1)
-        branches = (layout.dp - 1) / layout.dp * inside / layout.branches * again
-        traffic["dp"] = (branches + (n - 1) / n * common) * parameter_bytes
-        if layout.attention == "outside":
-            traffic["col"] = _with_slices(traffic["col"], run, choices)
     if layout.pp > 1:
         traffic = {axis: n_bytes / layout.pp for axis, n_bytes in traffic.items()}
         traffic["pp"] = _between_stages(run, work)
         choices.reasons.append(_why_these_stages(run, work))
     choices.reasons.extend(notes(run))
     candidates = []
-    if layout.devices_per_node and not branched:  # whose order says where ranks lie
+    if layout.devices_per_node and spec.node_blocks:
         sizes = nodes.sizes_of(layout)
         candidates = nodes.search(sizes, traffic, layout.devices_per_node)
     return Decisions(choices, traffic, candidates)
+
+
+def work_of(run: RunConfig) -> Work:
+    """What `decide` goes by."""
+    layout, train = run.layout, run.train
+    sequences = train.global_batch // (layout.dp * layout.micro_batches)
+    return Work(
+        tokens=sequences * run.seq_len,
+        source=sequences * run.source_len,
+        sequences=sequences,
+        micro_batches=layout.micro_batches,
+        itemsize=_ITEMSIZE[train.dtype],
+        state_bytes=state_bytes(run, layout.dp),
+        recompute=train.recompute,
+        loss_tokens=train.loss_tokens,
+    )
+
+
+def _parameter_bytes(run: RunConfig) -> int:
+    return 8 if run.train.dtype == "float64" else 4
 
 
 def notes(run: RunConfig) -> list[str]:
@@ -107,9 +105,8 @@ def _between_stages(run: RunConfig, work: Work) -> float:
     result rides through the decoder, it counts.
     """
     layout = run.layout
-    devices = layout.rows * layout.cols
-    if layout.scheme == "subgraph" and layout.common == "all":
-        devices = layout.branches
+    spec = spec_of(layout)
+    devices = 1 if spec.boundary(layout).lies == "first" else math.prod(spec.grid(layout))
     border = (work.tokens + work.source) * run.model.hidden_size / devices * work.itemsize
     return 2 * layout.stages_per_rank * work.micro_batches * border
 
@@ -126,13 +123,13 @@ def _why_these_stages(run: RunConfig, work: Work) -> str:
     )
 
 
-def _states_held(run: RunConfig) -> float:
-    """Of a parameter's value, gradient and two moments, how many a replica holds between passes.
+def state_bytes(run: RunConfig, replicas: int) -> int:
+    """Of one parameter's value, gradient and two moments, as many as one of its replicas holds.
 
     Gradients of several micro-batches are summed whole (gridformer.parallel.sharding).
     """
     layout, train = run.layout, run.train
-    part = 1.0 if layout.dp_mode == "replicate" else 1 / layout.dp
+    part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
     value = part if layout.dp_mode == "fsdp" else 1.0
     gradient, moments = part, 2 * part
     if layout.micro_batches > 1:
@@ -141,7 +138,7 @@ def _states_held(run: RunConfig) -> float:
         gradient /= run.model.n_layers
     if train.offload == "optimizer" and train.device != "cpu":
         moments = 0.0
-    return value + gradient + moments
+    return round((value + gradient + moments) * _parameter_bytes(run))
 
 
 def _times_over_replicas(run: RunConfig) -> int:
@@ -149,30 +146,11 @@ def _times_over_replicas(run: RunConfig) -> int:
     return 2 * run.layout.micro_batches + 1 if run.layout.dp_mode == "fsdp" else 2
 
 
-def _with_slices(products: float, run: RunConfig, choices: Choices) -> float:
-    """Bytes over branches of the device that moves most, `products` being those of products.
-
-    Slices are what the products that open attention make, the heads' results what those that close
-    it read; both go there and back. In cSub the first sub-grid has them all, and has no part in
-    what products send to the others.
-    """
-    g, first, work = run.layout.branches, run.layout.common == "first", choices.work
-    every = 0.0
-    for product in (choice.product for choice in choices.products.values()):
-        if product.section == "attention":
-            width = product.n_in if product.closes else product.n_out
-            every += 2 * width * product.count * work.rows_of(product)
-    every *= work.micro_batches * work.itemsize
-    if first:
-        return max(products + every / g, every * (g - 1) / g)
-    return products + every / g * (g - 1) / g
-
-
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
     """For people: how each product is carried out, what travels, what is kept, and why."""
     choices, layout = decisions.choices, run.layout
     work = choices.work
-    said = f"{run.model.name} on {layout.describe()}: {work.tokens:,} tokens a micro-batch"
+    said = f"{run.model.name} on {describe(layout)}: {work.tokens:,} tokens a micro-batch"
     console.print(Text(f"{said}, {work.micro_batches} a step, {run.train.dtype}"))
     if choices.rows * choices.cols == 1:
         console.print("One device holds a whole replica: no product sends anything.")
@@ -180,11 +158,12 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         console.print(_products(choices))
     total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
     if total:
-        along = "over branches" if layout.scheme == "subgraph" else "along rows"
+        over_branches = spec_of(layout).boundary(layout).axis == "branch"
+        along = "over branches" if over_branches else "along rows"
         replicas = "gradients" if layout.dp_mode == "replicate" else "gradients and parameters"
         axes = {"col": f"activations {along}", "row": "weights down columns", "dp": replicas}
         axes |= {"pp": "between stages"}
-        parts = [f"{axes[name]} {n_bytes / _MIB:,.1f} MiB" for name, n_bytes in total.items()]
+        parts = [f"{axes[name]} {n_bytes / MIB:,.1f} MiB" for name, n_bytes in total.items()]
         console.print(Text(f"A device moves in a step, at most: {', '.join(parts)}."))
     for reason in choices.reasons:
         console.print(Text(f"- {reason}"))
@@ -207,7 +186,7 @@ def _products(choices: Choices) -> Table:
 
 
 def _row(choices: Choices, choice: Choice) -> list[str]:
-    product, mib = choice.product, choices.work.itemsize / _MIB
+    product, mib = choice.product, choices.work.itemsize / MIB
     if choice.common:
         return [product.name, f"{product.n_in} x {product.n_out}", "-", "common", *"----"]
     forward, backward = choices.forward(choice), choices.backward(choice)
@@ -221,5 +200,5 @@ def _row(choices: Choices, choice: Choice) -> list[str]:
         ", ".join(kept) or "-",
         f"{forward.messages} + {backward.messages}",
         " + ".join(f"{value:,.3g}" for value in received),
-        f"{choices.kept_bytes(choice) / _MIB:,.3g}" if kept else "-",
+        f"{choices.kept_bytes(choice) / MIB:,.3g}" if kept else "-",
     ]

@@ -26,8 +26,9 @@ from gridformer.launch import warm_up
 from gridformer.train import checkpoint
 from gridformer.train.metrics import EVENTS, PLOT, read_metrics
 from gridformer.train.plan import plan_run
-from gridformer.train.report import human, perplexity
+from gridformer.train.report import perplexity
 from gridformer.train.runner import execute
+from gridformer.utils.units import format_count
 
 RUN_FILE = "demo"
 CORPUS = "python-stdlib"
@@ -112,8 +113,8 @@ def _prepare(path: Path, console: Console) -> None:
     index = folder.index
     source = index.sources[0]
     console.print(
-        f"{source.source}: {human(folder.train.n_tokens)} tokens for training, "
-        f"{human(folder.val.n_tokens)} held out, vocabulary {folder.vocab_size:,} ({path})",
+        f"{source.source}: {format_count(folder.train.n_tokens)} tokens for training, "
+        f"{format_count(folder.val.n_tokens)} held out, vocabulary {folder.vocab_size:,} ({path})",
         soft_wrap=True,
     )
 
@@ -122,6 +123,6 @@ def _speed(steps: list[dict[str, Any]]) -> str:
     median = statistics.median(m["tokens_per_s"] for m in steps)
     seconds = sum(m["step_time_s"] for m in steps)
     return (
-        f"{median:,.0f} tokens/s (median step); {human(steps[-1]['tokens'])} tokens in "
+        f"{median:,.0f} tokens/s (median step); {format_count(steps[-1]['tokens'])} tokens in "
         f"{seconds:.0f} s of steps"
     )

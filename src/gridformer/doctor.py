@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from gridformer import __version__
-from gridformer.hardware import GIB, free_memory
+from gridformer.hardware import free_memory, n_cores
+from gridformer.utils.units import GIB
 
 _FIRST_PYTHON = (3, 11)
 
@@ -107,7 +108,7 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
 
 
 def check_machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = n_cores()
     text = f"{cores} CPU core{'s' * (cores != 1)}"
     free = free_memory()
     if free is None:

@@ -6,8 +6,6 @@ import contextlib
 import os
 from pathlib import Path
 
-GIB = 2**30
-
 
 def n_cores() -> int:
     """CPU cores that this process may use."""

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig, any_of, divisors
+from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.errors import ConfigError
-from gridformer.nodes import MESH_AXES, NodeBlock, rank_grid, sizes_of, sub_grids
-from gridformer.nodes import problems as node_problems
+from gridformer.nodes import NodeBlock
+from gridformer.offers import Broken, Changes, Problem, Way, with_offers
+from gridformer.parallel.registry import SPECS, describe, spec_of
+from gridformer.parallel.scheme import HEADS_WIDTH, MESH_AXIS, LayoutAxis
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gridformer.comm import Axes
 
-
-INNER = "model.n_heads x model.head_dim"  # all heads side by side
-Change = dict[str, Any]  # of a layout
+AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
 
 
 def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None = None) -> Axes:
@@ -31,330 +33,298 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
 
     if layout.n_processes == 1:
         return Axes(device_type=device_type)
-    from torch.distributed.device_mesh import DeviceMesh
-
-    ranks, branched = mesh_ranks(layout, block), layout.scheme == "subgraph"
-    names = ("pp", "dp", "branch") if branched else MESH_AXES
-    axes = Axes.of(DeviceMesh(device_type, ranks, mesh_dim_names=names))
-    if not branched:
-        return replace(axes, batch=axes.row, alike=axes.col)
-    if layout.common == "all":
-        return replace(axes, batch=axes.branch)
-    return replace(axes, alike=axes.branch)
+    spec = spec_of(layout)
+    names = ("pp", "dp", *spec.mesh)
+    axes = Axes.of(mesh_ranks(layout, block), names, device_type)
+    samples, boundary = spec.samples_over(layout), spec.boundary(layout)
+    if samples:
+        axes = replace(axes, batch=axes[MESH_AXIS[samples]])
+    if boundary.lies != "b":
+        axes = replace(axes, alike=axes[boundary.axis])
+    return axes
 
 
 def mesh_ranks(layout: LayoutConfig, block: NodeBlock | None = None) -> Tensor:
-    """The rank at each place of a layout's mesh, int64: [pp, dp, row, col], or [pp, dp, branch]."""
-    if layout.scheme == "subgraph":
-        return sub_grids(layout.pp, layout.dp, layout.branches, layout.order)
-    return rank_grid(sizes_of(layout), block)
+    """The rank at each place of a layout's mesh, int64: [pp, dp, *mesh of the scheme]."""
+    return spec_of(layout).ranks(layout, block)
 
 
 def check(run: RunConfig) -> None:
-    """Raise ConfigError with every reason why this model and batch cannot run under this layout.
-
-    Each names values that would work, and taking one of them makes no new problem.
-    """
-    problems = _shape_problems(run)
-    for axis in ("rows", "cols", "branches"):
-        size = getattr(run.layout, axis)
-        for key, value in _cut_over(axis, run).items():
-            if value % size:
-                problems.append(
-                    f"{key}={value} does not divide over layout.{axis}={size}: use "
-                    f"{_remedies(key, value, axis, run)}"
-                )
-    problems += _batch_problems(run)
-    problems += node_problems(run.layout)
-    problems += _length_problems(run)
-    if problems:
-        raise ConfigError(problems)
+    """Raise ConfigError with every reason why this model and batch cannot run under this layout."""
+    found = problems(run)
+    if found:
+        raise ConfigError([str(problem) for problem in found])
 
 
-def _cut_over(axis: str, run: RunConfig) -> dict[str, int]:
-    """What a scheme cuts over an axis of the grid: each of these must divide by its size."""
-    model = run.model
-    cut: dict[str, int] = {}
-    if axis == "branches" and run.layout.scheme == "subgraph":
-        cut |= {"model.n_heads": model.n_heads}
-        if run.layout.feed_forward == "branched":
-            cut |= {"model.ffn_size": model.ffn_size}
-    if axis == "cols" and run.layout.scheme in ("megatron", "optimus"):
-        cut |= {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
-    if axis in ("rows", "cols") and run.layout.scheme == "optimus":
-        cut |= {"model.ffn_size": model.ffn_size, "model.hidden_size": model.hidden_size}
-        if axis == "rows" and model.head_dim:
-            cut |= {INNER: model.n_heads * model.head_width}
-    if axis == "cols" and _cuts_sequence(run):
-        cut |= {"data.seq_len": run.seq_len}
-        if model.two_stacks:
-            cut |= {"data.source_len": run.source_len}
-    if axis == "cols" and run.layout.scheme == "megatron" and _has_pooler(model):
-        cut |= {"model.hidden_size": model.hidden_size}
-    return cut
+def problems(run: RunConfig) -> list[Problem]:
+    """Every reason why a run cannot be, each with changes that mend it and break nothing else."""
+    return with_offers(run, broken_rules)
 
 
-def _has_pooler(model: ModelConfig) -> bool:
-    return model.n_labels > 0 or (model.family == "bert" and model.sentence_pair)
+def broken_rules(run: RunConfig) -> list[Broken]:
+    """Every rule that a run breaks, with changes that may mend it."""
+    return [broken for rule in _RULES for broken in rule(run)]
 
 
-def _remedies(key: str, value: int, axis: str, run: RunConfig) -> str:
-    """Sizes of the axis, and values of the key, that fit everything else as it is."""
-    layout, model = run.layout, run.model
-    over_axis = list(_cut_over(axis, run).values())
-    replica_batch = run.train.global_batch // (layout.dp * layout.micro_batches)
-    cuts_samples = axis == "rows" or (axis == "branches" and layout.common == "all")
-    if cuts_samples and replica_batch:
-        over_axis.append(replica_batch)
-    largest = max(16, 2 * getattr(layout, axis))
-    fitting = [size for size in divisors(math.gcd(*over_axis)) if size <= largest]
-    alone = [size for size in fitting if not _beside(layout, **{axis: size})]
-    if alone:
-        remedies = [f"layout.{axis}={any_of(alone)}"]
-    else:
-        beside = _beside(layout, **{axis: fitting[-1]})
-        remedies = [f"layout.{axis}={fitting[-1]}{beside}"]
-
-    across = layout.branches if layout.scheme == "subgraph" else layout.cols
-    rows = layout.rows if layout.scheme == "optimus" else 1
-    grid = math.lcm(rows, across)
-    if key == "model.n_heads" and model.head_dim:  # all heads' width divides over rows, too
-        factor = math.lcm(across, rows // math.gcd(rows, model.head_dim))
-        nearest = _multiples_around(value, factor)
-    elif key == "model.n_heads":  # must also divide hidden_size
-        heads = [n for n in divisors(model.hidden_size) if n % across == 0]
-        nearest = sorted(sorted(heads, key=lambda n: abs(n - value))[:2])
-    elif key == "model.hidden_size":
-        nearest = _multiples_around(value, math.lcm(grid, model.n_heads))
-    elif key == "model.ffn_size":
-        nearest = _multiples_around(value, grid)
-    elif key == INNER:  # two values, of which either may change
-        nearest = []
-    else:
-        longest = math.inf if model.two_stacks else model.max_seq_len
-        nearest = [s for s in _multiples_around(value, grid) if s <= longest]
-    if nearest:
-        remedies.append(f"{key}={any_of(nearest)}")
-    return ", or ".join(remedies)
+# --------------------------------------------------------------------------- the layout by itself
 
 
-def _beside(layout: LayoutConfig, **changes: Any) -> str:
-    """What else to set so that nodes and replicas still fit with these changes: the end of a
-    remedy."""
-    changed, beside = layout.model_copy(update=changes), ""
-    if node_problems(changed) and not node_problems(layout):
-        beside += " and devices_per_node=0"
-    if _replica_problems(changed) and not _replica_problems(layout):
-        beside += " and dp_mode=replicate"
-    return beside
+def _axes(run: RunConfig) -> Iterator[Broken]:
+    layout, spec = run.layout, spec_of(run.layout)
+    wrong = [axis for axis in AXES if axis not in spec.axes and getattr(layout, axis) > 1]
+    if not wrong:
+        return
+    alone: Changes = {f"layout.{axis}": 1 for axis in wrong}
+    ways = [Way(lambda: [alone])]
+    if len(spec.axes) == 1:  # as many devices
+        (own,) = spec.axes
+        devices = layout.rows * layout.cols * layout.branches
+        sizes = [n for n in range(devices, 0, -1) if n != getattr(layout, own)]
+        ways.insert(0, Way(lambda: [alone | {f"layout.{own}": n} for n in sizes]))
+    others = [
+        {"layout.scheme": other.name}
+        | {f"layout.{axis}": 1 for axis in AXES if _idle(layout, axis, other.axes)}
+        for other in SPECS.values()
+        if {*wrong} <= {*other.axes}
+    ]
+    ways.append(Way(lambda: others, at_most=len(SPECS)))
+    over = " and ".join(f"layout.{axis}" for axis in spec.axes) or "nothing"
+    sizes_said = " and ".join(f"layout.{axis}={getattr(layout, axis)}" for axis in wrong)
+    text = f"layout.scheme={spec.name} cuts over {over}, and not over {sizes_said}"
+    yield Broken("axes", text, ways)
 
 
-def _multiples_around(value: int, factor: int) -> list[int]:
-    below = value // factor * factor
-    return [multiple for multiple in (below, below + factor) if multiple]
+def _idle(layout: LayoutConfig, axis: LayoutAxis, axes: Iterable[LayoutAxis]) -> bool:
+    return axis not in axes and getattr(layout, axis) > 1
 
 
-def _cuts_sequence(run: RunConfig) -> bool:
-    return run.layout.scheme == "megatron" and run.layout.sequence_parallel
+def _keys(run: RunConfig) -> Iterator[Broken]:
+    """Keys that mean something under other schemes alone; `auto` fits every scheme."""
+    layout, spec, plain = run.layout, spec_of(run.layout), LayoutConfig()
+    for key in dict.fromkeys(key for other in SPECS.values() for key in other.keys):
+        value, default = getattr(layout, key), getattr(plain, key)
+        if key in spec.keys or value == default:
+            continue
+        owners = any_of(other.name for other in SPECS.values() if key in other.keys)
+        text = f"layout.{key}={_yaml(value)} belongs to scheme={owners}, not {spec.name}"
+        yield Broken(f"key {key}", text, [_one(f"layout.{key}", [default])])
 
 
-def _shape_problems(run: RunConfig) -> list[str]:
-    layout, problems = run.layout, []
-    if layout.scheme == "single" and (layout.rows, layout.cols) != (1, 1):
-        problems.append(
-            f"layout.scheme=single is a 1x1 grid, not {layout.rows}x{layout.cols}: use rows=1 and "
-            f"cols=1{_beside(layout, rows=1, cols=1)} (dp adds replicas), or scheme=megatron or "
-            "scheme=optimus"
-        )
-    problems += _sub_graph_problems(layout)
-    if layout.scheme == "megatron" and layout.rows != 1:
-        widths = divisors(math.gcd(*_cut_over("cols", run).values()))
-        width = max(width for width in widths if width <= layout.rows * layout.cols)
-        problems.append(
-            f"layout.rows={layout.rows}: megatron cuts one way; use rows=1 and cols={width}"
-            f"{_beside(layout, rows=1, cols=width)}, or scheme=optimus"
-        )
-    if layout.sequence_parallel and layout.scheme != "megatron":
-        problems.append(
-            f"layout.sequence_parallel belongs to scheme=megatron, not {layout.scheme}: use "
-            "sequence_parallel=false"
-        )
-    problems += _replica_problems(layout) + _schedule_problems(layout)
-    return problems + _pipeline_problems(run)
+def _kept(run: RunConfig) -> Iterator[Broken]:
+    layout = run.layout
+    gathers = {"auto", *spec_of(layout).gathers(layout)}
+    if layout.keep_gathered in gathers:
+        return
+    name = spec_of(layout).describe(layout)
+    if layout.schedule != "auto":
+        name += f" with schedule={layout.schedule}"
+    text = f"layout.keep_gathered={layout.keep_gathered}: {name} gathers no such thing"
+    yield Broken("keep_gathered", text, [_one("layout.keep_gathered", sorted(gathers), 4)])
 
 
-def _replica_problems(layout: LayoutConfig) -> list[str]:
-    common = layout.scheme == "subgraph" and layout.common == "all"  # layers on all sub-grids
-    if layout.dp_mode == "replicate" or layout.dp * (layout.branches if common else 1) > 1:
-        return []
-    return [
+def _replicas(run: RunConfig) -> Iterator[Broken]:
+    layout = run.layout
+    if layout.dp_mode == "replicate" or spec_of(layout).replicas(layout) > 1:
+        return
+    text = (
         f"layout.dp_mode={layout.dp_mode} shares out what replicas hold, and layout.dp=1 is one "
-        "replica: use layout.dp_mode=replicate"
-    ]
+        "replica"
+    )
+    yield Broken("dp_mode", text, [_one("layout.dp_mode", ["replicate"])])
 
 
-def _sub_graph_problems(layout: LayoutConfig) -> list[str]:
-    problems = []
-    if layout.scheme != "subgraph":
-        plain = LayoutConfig()
-        for key in ("branches", "common", "attention", "feed_forward", "order"):
-            if getattr(layout, key) != getattr(plain, key):
-                problems.append(
-                    f"layout.{key}={getattr(layout, key)} belongs to scheme=subgraph, not "
-                    f"{layout.scheme}: use layout.{key}={getattr(plain, key)}"
-                    + (_beside(layout, branches=1) if key == "branches" else "")
-                )
-    elif (layout.rows, layout.cols) != (1, 1):
-        problems.append(
-            f"layout.scheme=subgraph has branches in the place of a grid, not "
-            f"{layout.rows}x{layout.cols}: use rows=1 and cols=1"
-            f"{_beside(layout, rows=1, cols=1)}, or scheme=optimus"
-        )
-    return problems
+def _nodes(run: RunConfig) -> Iterator[Broken]:
+    """A block exists for every number that divides the devices: give each axis what it shares with
+    the number, one axis after the other. Fewer devices than one node holds are no problem."""
+    layout = run.layout
+    n, k = layout.n_processes, layout.devices_per_node
+    if k == 0 or k >= n or n % k == 0:
+        return
+    grid = " x ".join(spec_of(layout).axes) or "1"
+    text = f"layout.devices_per_node={k} does not divide {grid} x dp x pp={n}"
+    nearest = sorted(divisors(n), key=lambda d: abs(d - k))
+    yield Broken("devices_per_node", text, [_one("layout.devices_per_node", nearest, 3)])
 
 
-def _schedule_problems(layout: LayoutConfig) -> list[str]:
-    """Wishes about products that a scheme does not have; `auto` fits every scheme."""
-    problems = []
-    for key in ("schedule", "stationary"):
-        wish = getattr(layout, key)
-        if wish != "auto" and layout.scheme != "optimus":
-            problems.append(
-                f"layout.{key}={wish} belongs to scheme=optimus, not {layout.scheme}: use "
-                f"layout.{key}=auto"
-            )
-    wish, gathers = layout.keep_gathered, {"auto", "none"}
-    if (layout.scheme == "megatron" and layout.sequence_parallel) or layout.scheme == "subgraph":
-        gathers |= {"inputs"}
-    if layout.scheme == "optimus" and layout.schedule in ("auto", "gather"):
-        gathers |= {"inputs", "weights", "all"}
-    if wish not in gathers:
-        name: str = layout.scheme
-        if layout.scheme == "megatron":
-            name += ", sequence parallel" if layout.sequence_parallel else ""
-        if layout.scheme == "optimus":
-            name += f" with schedule={layout.schedule}"
-        problems.append(
-            f"layout.keep_gathered={wish}: {name} gathers no such thing: use "
-            f"layout.keep_gathered={any_of(sorted(gathers))}"
-        )
-    return problems
+# --------------------------------------------------------------------------- pipelines
 
 
-def _pipeline_problems(run: RunConfig) -> list[str]:
-    """What stages, their order and micro-batches ask of each other. No remedy breaks another."""
+def _pipeline(run: RunConfig) -> Iterator[Broken]:
+    """What stages, their order and micro-batches ask of each other."""
     layout, n_links = run.layout, run.model.n_links
-    m, k = layout.micro_batches, layout.stages_per_rank
-    broken = _broken_rules(layout, n_links)
-    divides = not _batch_problems(run)
-    problems = []
-    for rule in sorted(broken):
-        offers: list[str] = []
-        for choice in _pipeline_offers(rule, layout, run):
-            for change in choice:
-                changed = layout.model_copy(update=change)
-                after = run.model_copy(update={"layout": changed})
-                if not _broken_rules(changed, n_links) <= broken - {rule}:
-                    continue
-                if divides and _batch_problems(after):
-                    continue
-                words = " and ".join(f"{key}={value}" for key, value in change.items())
-                beside = _beside(layout, **change) if "pp" in change else ""
-                offers.append(f"layout.{words}{beside}")
-                break
-        what = {
-            "stages": f"layout.pp={layout.pp} x layout.stages_per_rank={k}: more stages than the "
-            f"model has layers, embeddings and heads to cut between ({n_links})",
-            "no pipeline": f"layout.stages_per_rank={k} belongs to pipelines, and layout.pp=1 has "
-            "none",
-            "no order": f"layout.pipeline={layout.pipeline} belongs to pipelines, and layout.pp=1 "
-            "has none",
-            "one stage": f"layout.pipeline={layout.pipeline} has one stage a rank, not "
-            f"layout.stages_per_rank={k}",
-            "several stages": "layout.pipeline=interleaved takes turns with several stages a rank, "
-            "not layout.stages_per_rank=1",
-            "1f1b": f"layout.pipeline=1f1b fills layout.pp={layout.pp} stages with as many "
-            f"micro-batches, and layout.micro_batches={m} are fewer",
-            "rounds": f"layout.micro_batches={m} does not make equal rounds of at least "
-            f"layout.pp={layout.pp} for interleaved stages",
-        }[rule]
-        problems.append(f"{what}: use {', or '.join(offers)}")
-    return problems
-
-
-def _broken_rules(layout: LayoutConfig, n_links: int) -> set[str]:
-    m, k, pp, order = layout.micro_batches, layout.stages_per_rank, layout.pp, layout.pipeline
+    m, k, pp, order = (
+        layout.micro_batches,
+        layout.stages_per_rank,
+        layout.pp,
+        layout.pipeline,
+    )
+    fewest: Changes = {"layout.stages_per_rank": 1, "layout.pipeline": "auto"}
+    no_order, one_stage = _one("layout.pipeline", ["auto"]), _one("layout.stages_per_rank", [1])
+    most = max(2 * pp, 2 * m)
     if pp == 1:
-        rules = {"no pipeline": k > 1, "no order": order != "auto"}
+        if k > 1:
+            text = f"layout.stages_per_rank={k} belongs to pipelines, and layout.pp=1 has none"
+            yield Broken("no pipeline", text, [one_stage])
+        if order != "auto":
+            text = f"layout.pipeline={order} belongs to pipelines, and layout.pp=1 has none"
+            yield Broken("no order", text, [no_order])
+        return
+    if pp * k > n_links:
+        ranks: list[Changes] = [{"layout.pp": n} for n in range(min(pp - 1, n_links // k), 0, -1)]
+        text = (
+            f"layout.pp={pp} x layout.stages_per_rank={k}: more stages than the model has layers, "
+            f"embeddings and heads to cut between ({n_links})"
+        )
+        ways = [
+            Way(lambda: [*ranks, {"layout.pp": 1, **fewest}]),
+            _one("layout.stages_per_rank", range(k - 1, 0, -1)),
+        ]
+        yield Broken("stages", text, ways)
+    if k > 1 and order in ("gpipe", "1f1b"):
+        text = f"layout.pipeline={order} has one stage a rank, not layout.stages_per_rank={k}"
+        in_turns = Way(lambda: [{"layout.pipeline": "auto"}, fewest])
+        yield Broken("one stage", text, [in_turns, one_stage])
+    if k == 1 and order == "interleaved":
+        text = (
+            "layout.pipeline=interleaved takes turns with several stages a rank, not "
+            "layout.stages_per_rank=1"
+        )
+        yield Broken("several stages", text, [no_order, _one("layout.stages_per_rank", [2])])
+    if k == 1 and order == "1f1b" and m < pp:
+        text = (
+            f"layout.pipeline=1f1b fills layout.pp={pp} stages with as many micro-batches, and "
+            f"layout.micro_batches={m} are fewer"
+        )
+        yield Broken("1f1b", text, [no_order, _one("layout.micro_batches", range(pp, most + 1))])
+    if k > 1 and order in ("auto", "interleaved") and m % max(1, m // pp) != 0:
+        text = (
+            f"layout.micro_batches={m} does not make equal rounds of at least layout.pp={pp} for "
+            "interleaved stages"
+        )
+        equal = _one("layout.micro_batches", sorted(range(1, most + 1), key=lambda n: abs(n - m)))
+        yield Broken("rounds", text, [equal, Way(lambda: [{"layout.stages_per_rank": 1}, fewest])])
+
+
+# --------------------------------------------------------------------------- model and batch
+
+
+def _divides(run: RunConfig) -> Iterator[Broken]:
+    for axis, cut in spec_of(run.layout).cuts(run).items():
+        size = getattr(run.layout, axis)
+        for key, value in cut.items():
+            if value % size:
+                text = f"{key}={value} does not divide over layout.{axis}={size}"
+                yield Broken(f"{axis} cuts {key}", text, _dividing(run, axis, key, value))
+
+
+def _dividing(run: RunConfig, axis: LayoutAxis, key: str, value: int) -> list[Way]:
+    """Sizes of the axis that divide what it cuts, and values near that divide over all axes."""
+    layout, model = run.layout, run.model
+    cut = spec_of(layout).cuts(run)[axis]
+    largest = max(16, 2 * getattr(layout, axis))
+    sizes = [n for n in divisors(math.gcd(*cut.values())) if n <= largest]
+    ways = [_one(f"layout.{axis}", sizes, len(sizes))]
+    over = partial(_pieces, run)
+    if key in ("model.n_heads", HEADS_WIDTH) and model.head_dim:
+        width = over(HEADS_WIDTH)  # of all heads, which head_dim is a part of
+        factor = math.lcm(over("model.n_heads"), width // math.gcd(width, model.head_dim))
+        ways.append(_one("model.n_heads", _multiples_near(model.n_heads, factor), 2))
+        if key == HEADS_WIDTH:
+            factor = width // math.gcd(width, model.n_heads)
+            ways.append(_one("model.head_dim", _multiples_near(model.head_dim, factor), 2))
+    elif key == "model.n_heads":  # which must also divide hidden_size
+        heads = [n for n in divisors(model.hidden_size) if n % over(key) == 0]
+        ways.append(_one(key, sorted(heads, key=lambda n: abs(n - value)), 2))
+    elif key == "model.hidden_size":
+        factor = over(key) if model.head_dim else math.lcm(over(key), model.n_heads)
+        ways.append(_one(key, _multiples_near(value, factor), 2))
     else:
-        rules = {
-            "stages": pp * k > n_links,
-            "one stage": k > 1 and order in ("gpipe", "1f1b"),
-            "several stages": k == 1 and order == "interleaved",
-            "1f1b": k == 1 and order == "1f1b" and m < pp,
-            "rounds": k > 1 and order in ("auto", "interleaved") and m % max(1, m // pp) != 0,
-        }
-    return {rule for rule, broken in rules.items() if broken}
+        ways.append(_one(key, _multiples_near(value, over(key)), 2))
+    return ways
 
 
-def _pipeline_offers(rule: str, layout: LayoutConfig, run: RunConfig) -> list[list[Change]]:
-    """Ways to mend a rule, each a list of changes of which the first that fits is offered."""
-    m, k, pp = layout.micro_batches, layout.stages_per_rank, layout.pp
-    fewest: Change = {"stages_per_rank": 1, "pipeline": "auto"}
-    batches = range(1, max(2 * pp, 2 * m) + 1)
-    nearest: list[Change] = [
-        {"micro_batches": count} for count in sorted(batches, key=lambda n: abs(n - m))
-    ]
-    match rule:
-        case "stages":
-            ranks: list[Change] = [
-                {"pp": n} for n in range(min(pp - 1, run.model.n_links // k), 0, -1)
-            ]
-            each: list[Change] = [{"stages_per_rank": n} for n in range(k - 1, 0, -1)]
-            return [[*ranks, {"pp": 1, **fewest}], [*each, *[fewest] * (k > 1)]]
-        case "no pipeline":
-            return [[{"stages_per_rank": 1}]]
-        case "no order":
-            return [[{"pipeline": "auto"}]]
-        case "one stage":
-            return [[{"pipeline": "auto"}, fewest], [{"stages_per_rank": 1}]]
-        case "several stages":
-            return [[{"pipeline": "auto"}], [{"stages_per_rank": 2}]]
-        case "1f1b":
-            return [[{"pipeline": "auto"}], nearest]
-        case _:
-            return [nearest, [{"stages_per_rank": 1}, fewest]]
+def _pieces(run: RunConfig, key: str) -> int:
+    """What the value of a key must be a multiple of, to divide over every axis that cuts it."""
+    cuts = spec_of(run.layout).cuts(run)
+    return math.lcm(*(getattr(run.layout, axis) for axis, cut in cuts.items() if key in cut))
 
 
-def _batch_problems(run: RunConfig) -> list[str]:
-    layout, train = run.layout, run.train
-    rows = layout.rows if layout.scheme == "optimus" else 1
-    branches = 1
-    if layout.scheme == "subgraph" and layout.common == "all":
-        branches = layout.branches
-    parts = layout.dp * rows * branches * layout.micro_batches
-    if train.global_batch % parts == 0:
-        return []
-    factors = {
-        "layout.dp": layout.dp,
-        "layout.rows": rows,
-        "layout.branches": branches,
-        "layout.micro_batches": layout.micro_batches,
-    }
+def _batch(run: RunConfig) -> Iterator[Broken]:
+    layout, batch = run.layout, run.train.global_batch
+    axis = spec_of(layout).samples_over(layout)
+    factors = {"layout.dp": layout.dp}
+    if axis:
+        factors |= {f"layout.{axis}": getattr(layout, axis)}
+    factors |= {"layout.micro_batches": layout.micro_batches}
+    parts = math.prod(factors.values())
+    if batch % parts == 0:
+        return
     names = " x ".join(f"{name} ({size})" for name, size in factors.items() if size > 1)
-    return [
-        f"train.global_batch={train.global_batch} does not divide over {names}: use "
-        f"train.global_batch={any_of(_multiples_around(train.global_batch, parts))}"
-    ]
+    text = f"train.global_batch={batch} does not divide over {names}"
+    yield Broken("batch", text, [_one("train.global_batch", _multiples_near(batch, parts), 2)])
 
 
-def _length_problems(run: RunConfig) -> list[str]:
+def _length(run: RunConfig) -> Iterator[Broken]:
     longest = run.model.max_seq_len
     if run.seq_len <= longest or run.model.two_stacks:  # whose positions are no table
-        return []
-    fitting = longest // run.layout.cols * run.layout.cols if _cuts_sequence(run) else longest
-    shorter = f"data.seq_len={fitting}, or " if fitting else ""
-    return [
-        f"data.seq_len={run.seq_len} is longer than model.max_seq_len={longest}: use {shorter}"
-        f"model.max_seq_len={run.seq_len}"
-    ]
+        return
+    text = f"data.seq_len={run.seq_len} is longer than model.max_seq_len={longest}"
+    step = _pieces(run, "data.seq_len")
+    shorter = _one("data.seq_len", range(longest // step * step, 0, -step))
+    yield Broken("length", text, [shorter, _one("model.max_seq_len", [run.seq_len])])
+
+
+# --------------------------------------------------------------------------- torch.compile
+
+
+def _compile(run: RunConfig) -> Iterator[Broken]:
+    """What `train.compile` asks of a layout; gridformer.train.compile says what of a machine."""
+    if not run.train.compile:
+        return
+    layout, off = run.layout, _one("train.compile", [False])
+    devices = layout.rows * layout.cols * layout.branches
+    if devices > 1:
+        text = (
+            "train.compile=true belongs to layouts whose blocks do not communicate, and "
+            f"{describe(layout)} cuts each block over {devices} devices"
+        )
+        ones: Changes = {f"layout.{a}": 1 for a in AXES if getattr(layout, a) > 1}
+        replicas = ones | {"layout.scheme": "single", "layout.dp": layout.dp * devices}
+        yield Broken("compiled blocks", text, [Way(lambda: [replicas, ones]), off])
+    if layout.dp_mode == "fsdp":
+        text = (
+            "train.compile=true compiles blocks with parameters that stay in memory, and "
+            "layout.dp_mode=fsdp gathers them block by block"
+        )
+        modes = _one("layout.dp_mode", ["zero1", "replicate"], 2)
+        yield Broken("compiled parameters", text, [modes, off])
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
+    _axes,
+    _keys,
+    _kept,
+    _replicas,
+    _pipeline,
+    _divides,
+    _batch,
+    _nodes,
+    _length,
+    _compile,
+)
+
+
+def _one(key: str, values: Iterable[Any], at_most: int = 1) -> Way:
+    """A way that changes one key."""
+    return Way(lambda: ({key: value} for value in values), at_most)
+
+
+def _multiples_near(value: int, factor: int) -> list[int]:
+    """Multiples of `factor`, the nearest to `value` first."""
+    below = value // factor * factor
+    found = [n for i in range(20) for n in (below - i * factor, below + (i + 1) * factor) if n > 0]
+    return sorted(found, key=lambda n: abs(n - value))
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +12,8 @@ from typing import Any
 from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors
 from gridformer.errors import ConfigError
 from gridformer.layout import check
+from gridformer.parallel.registry import SPECS, describe, spec_of
+from gridformer.utils.units import format_setting
 
 
 @dataclass(frozen=True)
@@ -16,13 +21,19 @@ class Listed:
     """A layout, with the batch that it was checked with.
 
     problems: none where it works. modes: of its replicas, those that work, in the order of
-    `layout.dp_mode`'s values; one where there are no replicas.
+    `layout.dp_mode`'s values, each with about the most bytes that a rank holds then (nothing where
+    the model's vocabulary is not known); one where there are no replicas.
     """
 
     layout: LayoutConfig
     global_batch: int
     problems: tuple[str, ...]
-    modes: tuple[str, ...]
+    modes: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        """In a few words, `optimus 2x2, dp=2`."""
+        return describe(self.layout)
 
     @property
     def settings(self) -> str:
@@ -33,7 +44,7 @@ class Listed:
             for key, value in self.layout.model_dump(mode="json").items()
             if value != getattr(default, key)
         }
-        return " ".join(f"layout.{key}={_yaml(value)}" for key, value in changed.items())
+        return " ".join(format_setting(f"layout.{key}", value) for key, value in changed.items())
 
 
 def list_layouts(
@@ -47,20 +58,22 @@ def list_layouts(
 
     model: the mapping of a run file's section. global_batch: 0 takes for each layout the smallest
     batch that it can cut, so that only the model decides. Pipelines are given as many micro-batches
-    as they have stages. Raises ConfigError where the model itself cannot be.
+    as they have stages. A rank's memory is estimated for float32.
+    Raises ConfigError where the model itself cannot be.
     """
     found = []
     for layout in candidates(processes):
         if schemes and layout.scheme not in schemes:
             continue
         batch = global_batch or _smallest_batch(layout)
-        problems = _problems(model, layout, batch, seq_len)
-        modes = ["replicate"] if not problems else []
+        run = _run(model, layout, batch, seq_len)
+        problems = _problems(run)
+        modes = {} if problems else {"replicate": _held(run)}
         for mode in ("zero1", "fsdp") if not problems else ():
-            other = layout.model_copy(update={"dp_mode": mode})
-            if not _problems(model, other, batch, seq_len):
-                modes.append(mode)
-        found.append(Listed(layout, batch, tuple(problems), tuple(modes)))
+            other = _run(model, layout.model_copy(update={"dp_mode": mode}), batch, seq_len)
+            if not _problems(other):
+                modes[mode] = _held(other)
+        found.append(Listed(layout, batch, tuple(problems), modes))
     return found
 
 
@@ -70,33 +83,67 @@ def candidates(processes: int) -> Iterator[LayoutConfig]:
         for dp in divisors(processes // pp):
             rest = processes // (pp * dp)
             common: dict[str, Any] = {"pp": pp, "dp": dp, "micro_batches": pp}
-            if rest == 1:
-                yield LayoutConfig(scheme="single", **common)
-                continue
-            yield LayoutConfig(scheme="megatron", cols=rest, **common)
-            yield LayoutConfig(scheme="megatron", cols=rest, sequence_parallel=True, **common)
-            for rows in divisors(rest):
-                yield LayoutConfig(scheme="optimus", rows=rows, cols=rest // rows, **common)
-            yield LayoutConfig(scheme="subgraph", branches=rest, **common)
-            yield LayoutConfig(scheme="subgraph", branches=rest, common="first", **common)
+            for name, spec in SPECS.items():
+                for arrangement in spec.arrangements(rest):
+                    yield LayoutConfig(scheme=name, **arrangement, **common)
 
 
-def by_reason(listed: Sequence[Listed]) -> dict[str, list[Listed]]:
-    """Those that do not work, by the first reason why."""
-    found: dict[str, list[Listed]] = {}
+@dataclass(frozen=True)
+class Reason:
+    """Why some layouts do not work. where: what they have in common, `cols=2, 4, 8`."""
+
+    where: str
+    why: str
+    n_layouts: int
+
+
+def reasons(listed: Sequence[Listed]) -> list[Reason]:
+    """One for all layouts that fail for the same reason, whatever their sizes; the most first.
+
+    A layout counts for the first of its problems.
+    """
+    sizes: dict[str, dict[str, set[int]]] = {}
+    counts: Counter[str] = Counter()
     for one in listed:
-        if one.problems:
-            found.setdefault(one.problems[0], []).append(one)
+        if not one.problems:
+            continue
+        what, where = _cause(one)
+        counts[what] += 1
+        for name, size in where.items():
+            sizes.setdefault(what, {}).setdefault(name, set()).add(size)
+    found = []
+    for what, count in counts.most_common():
+        parts = (
+            f"{name}={', '.join(map(str, sorted(found_sizes)))}"
+            for name, found_sizes in sorted(sizes.get(what, {}).items())
+        )
+        found.append(Reason("; ".join(parts), what, count))
     return found
 
 
-def _problems(
-    model: dict[str, Any], layout: LayoutConfig, global_batch: int, seq_len: int
-) -> list[str]:
+_SIZE = re.compile(r"layout\.(\w+)(?:=| \()(\d+)\)?")
+
+
+def _cause(one: Listed) -> tuple[str, dict[str, int]]:
+    """The first problem of a layout without its sizes, and those sizes."""
+    problem = one.problems[0].partition(": use ")[0]
+    where = {name: int(size) for name, size in _SIZE.findall(problem) if int(size) > 1}
+    head, over, _ = problem.partition(" over layout.")
+    if over and head.startswith("train."):  # a batch, over all that it is cut for
+        return head, {"samples at a time": math.prod(where.values())}
+    if over:
+        return head, where
+    return problem.partition(": ")[2] if problem.startswith("layout.") else problem, where
+
+
+def _run(model: dict[str, Any], layout: LayoutConfig, global_batch: int, seq_len: int) -> RunConfig:
     data = {"path": ".", "seq_len": seq_len}
-    run = RunConfig.model_validate(
+    return RunConfig.model_validate(
         {"model": model, "layout": layout, "data": data, "train": {"global_batch": global_batch}}
     )
+
+
+def _problems(run: RunConfig) -> list[str]:
     try:
         check(run)
     except ConfigError as error:
@@ -104,11 +151,12 @@ def _problems(
     return []
 
 
+def _held(run: RunConfig) -> float:
+    from gridformer.memory.estimate import estimate
+
+    return estimate(run)
+
+
 def _smallest_batch(layout: LayoutConfig) -> int:
-    rows = layout.rows if layout.scheme == "optimus" else 1
-    branches = layout.branches if layout.common == "all" else 1
-    return layout.dp * rows * branches * layout.micro_batches
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    axis = spec_of(layout).samples_over(layout)
+    return layout.dp * (getattr(layout, axis) if axis else 1) * layout.micro_batches

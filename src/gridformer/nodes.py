@@ -32,15 +32,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gridformer.config import LayoutConfig, any_of, divisors
+from gridformer.config import LayoutConfig, divisors
+from gridformer.utils.units import MIB, three_digits
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MESH_AXES = ("pp", "dp", "row", "col")  # outermost first
 Sizes = tuple[int, int, int, int]  # one number an axis, in the order of MESH_AXES
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -102,27 +101,10 @@ def sizes_of(layout: LayoutConfig) -> Sizes:
     return layout.pp, layout.dp, layout.rows, layout.cols * layout.branches
 
 
-def problems(layout: LayoutConfig) -> list[str]:
-    """Why the layout does not fill its nodes; each sentence names values that would.
-
-    A block exists for every number that divides the devices: give each axis what it shares with
-    the number, one axis after the other. Fewer devices than one node holds are no problem.
-    """
-    n, k = layout.n_processes, layout.devices_per_node
-    if k == 0 or k >= n or n % k == 0:
-        return []
-    nearest = sorted(sorted(divisors(n), key=lambda d: abs(d - k))[:3])
-    grid = "branches" if layout.branches > 1 else "rows x cols"
-    return [
-        f"layout.devices_per_node={k} does not divide {grid} x dp x pp={n}: use "
-        f"layout.devices_per_node={any_of(nearest)}"
-    ]
-
-
 def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
     """Every block that fills a node; the whole mesh if it is no larger than one.
 
-    Empty if devices_per_node does not divide the devices, see problems.
+    Empty if devices_per_node does not divide the devices, see gridformer.layout.
     """
     assert devices_per_node >= 1, "0 means that nodes are not known: ranks lie in plain order"
     if math.prod(sizes) <= devices_per_node:
@@ -158,7 +140,8 @@ def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) ->
         traffic: by axis, the bytes that one device receives over it in one optimizer step, with
             ring algorithms. An axis that is absent moves nothing. What moves over all devices at
             once ("world") enters every node alike and is left out.
-        devices_per_node: at least 1, and a divisor of the devices if there are more (problems).
+        devices_per_node: at least 1, and a divisor of the devices if there are more (see
+            gridformer.layout.check).
     """
     shapes = blocks(sizes, devices_per_node)
     assert shapes, f"devices_per_node={devices_per_node} does not divide the mesh {sizes}"
@@ -299,11 +282,11 @@ def rows(
             Row(
                 block=_words(candidate, sizes, plain),
                 mib={
-                    axis: candidate.bytes_in[axis] / _MIB
+                    axis: candidate.bytes_in[axis] / MIB
                     for axis, size in zip(MESH_AXES, sizes)
                     if size > 1
                 },
-                total_mib=candidate.total / _MIB,
+                total_mib=candidate.total / MIB,
                 ratio=ratio,
                 sharing=candidate.sharing,
                 chosen=place == 0,
@@ -323,15 +306,15 @@ def reason(candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int)
     holds = f"A node holds {_words(best, sizes, plain)}"
     if best.block is None:
         holds = "Nodes are filled with rows in order, wherever a row ends"
-    start = f"{holds}: {_mib(best.total / _MIB)} MiB enter one"
+    start = f"{holds}: {three_digits(best.total / MIB)} MiB enter one"
     if best is other:
         if len(candidates) == 1:
             return f"{start} in a step; no other block fills a node."
         second = candidates[1]
-        end = f"with {_words(second, sizes, plain)}, the next best, {_mib(second.total / _MIB)}."
-        return f"{start} in a step; {end}"
+        end = f"the next best, {three_digits(second.total / MIB)}."
+        return f"{start} in a step; with {_words(second, sizes, plain)}, {end}"
     if best.total < other.total:
-        return f"{start} in a step; with rows in order {_mib(other.total / _MIB)}."
+        return f"{start} in a step; with rows in order {three_digits(other.total / MIB)}."
     return (
         f"{start} in a step, as with rows in order, but {best.sharing} of its devices share the "
         f"cable, not {other.sharing}."
@@ -347,9 +330,11 @@ def explain(
     table = [["", "a node holds", *axes, "total", "ratio", "sharing"]]
     for row in lines:
         ratio = f"{row.ratio:.2f}" if math.isfinite(row.ratio) else "-"
-        numbers = [_mib(row.mib[axis]) for axis in axes]
+        numbers = [three_digits(row.mib[axis]) for axis in axes]
         mark = ">" if row.chosen else ""
-        table.append([mark, row.block, *numbers, _mib(row.total_mib), ratio, str(row.sharing)])
+        table.append(
+            [mark, row.block, *numbers, three_digits(row.total_mib), ratio, str(row.sharing)]
+        )
     widths = [max(map(len, column)) for column in zip(*table)]
     text = [f"MiB into a node in one step, {devices_per_node} devices a node, by axis:"]
     for line in table:
@@ -364,8 +349,3 @@ def _words(candidate: Candidate, sizes: Sizes, plain: NodeBlock | None) -> str:
         return "rows in order"
     shape = candidate.block.describe(sizes)
     return f"{shape} (rows in order)" if candidate.block == plain else shape
-
-
-def _mib(value: float) -> str:
-    """Three digits, more of large numbers: 0.0123, 1.5, 48, 1234."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

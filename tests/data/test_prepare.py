@@ -218,7 +218,7 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
     died = subprocess.run([sys.executable, "-c", script, str(out)], env=environment, check=False)
     assert died.returncode == -signal.SIGKILL
     (partial,) = tmp_path.iterdir()
-    assert partial.name.startswith(".t.partial-")
+    assert partial.name.startswith(".writing-t-")
     for path in (out, partial):
         with pytest.raises(DataError):
             TokenFolder.open(path)

@@ -1,6 +1,5 @@
 """Every kind of SOURCE, and what is said where there is none."""
 
-import builtins
 import gzip
 import json
 import os
@@ -277,19 +276,6 @@ def test_a_stream_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: broken)
     with pytest.raises(DataError, match=r"hf:x: reading failed after 64 rows \(the line went dead"):
         texts(open_sources(["hf:x"]))
-
-
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def no_datasets(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "datasets":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_datasets)
-    with pytest.raises(UserError, match=r"hf:x: needs .* pip install 'gridformer\[hf\]'"):
-        open_sources(["hf:x"])
 
 
 # --------------------------------------------------------------------------- built in

@@ -19,20 +19,14 @@ V, END = 23, 1
 
 @pytest.fixture(scope="module")
 def models() -> tuple[T5, Any]:
-    """Trained a little to copy sources of random lengths, so that targets end, early or late."""
+    """Weights are drawn, not trained, and float64: what is found must not hang on how a processor
+    rounds. Large logits, those of the end larger still, so that targets end early or late."""
     config = config_of(vocab_size=V, n_decoder_layers=2)
-    theirs = hugging_face(config, torch.float32)
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=5e-3)
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(60):
-        lengths = torch.randint(1, 10, (32, 1), generator=generator)
-        words = torch.randint(2, V, (32, 10), generator=generator)
-        source = torch.where(torch.arange(10) < lengths, words, END)
-        labels = source.masked_fill(torch.arange(10) > lengths, -100)
-        theirs(source, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    ours = plain(config, torch.float32, from_hugging_face(theirs.state_dict(), config))
+    theirs = hugging_face(config, torch.float64)
+    with torch.no_grad():
+        theirs.shared.weight.mul_(3.0)
+        theirs.shared.weight[END].mul_(2.0)
+    ours = plain(config, torch.float64, from_hugging_face(theirs.state_dict(), config))
     assert isinstance(ours, T5)
     return ours, theirs
 
@@ -41,7 +35,6 @@ def models() -> tuple[T5, Any]:
 @pytest.mark.parametrize("beams", [1, 2, 4, 7])
 def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penalty: float) -> None:
     ours, theirs = models
-    lengths = set()
     for seed, size in itertools.product(range(4), (3, 9)):
         source = tokens_of(V, 1, size, seed=seed)
         found = search(ours, source[0].tolist(), 0, END, Search(beams, penalty, 15))
@@ -56,9 +49,14 @@ def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penal
                 max_new_tokens=15,
             )[0, 1:].tolist()
         want = want[: want.index(END)] if END in want else want
-        lengths.add(len(want))
         assert found == want, (seed, size)
-    assert len(lengths) > 2, "the test must see short and long targets"
+
+
+def test_the_tests_see_short_and_long_targets(models: tuple[T5, Any]) -> None:
+    sources = [tokens_of(V, 1, 9, seed=seed)[0].tolist() for seed in range(4)]
+    for beams, penalty in ((1, 1.0), (4, 0.0), (4, 1.0)):
+        found = [search(models[0], s, 0, END, Search(beams, penalty, 15)) for s in sources]
+        assert {len(target) for target in found} >= {1, 15}
 
 
 def test_some_words_are_never_said(models: tuple[T5, Any]) -> None:

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 from gridformer.cli.app import app
 from gridformer.config import RunConfig, load_run
 from gridformer.errors import ConfigError
-from gridformer.hardware import GIB
 from gridformer.layout import check
 from gridformer.memory import fits
-from gridformer.memory.account import KINDS
+from gridformer.memory.account import KINDS, Account
 from gridformer.memory.fits import Room, changed, fit_problems, nearest, room_of
 from gridformer.memory.foretell import foretell_rank
 from gridformer.memory.ranks import chosen_ranks
 from gridformer.train.plan import plan_run
+from gridformer.utils.units import GIB
 from tests.multirank.test_memory import a_run
 
 WIDE = {"hidden_size": 96, "n_layers": 4}
@@ -84,10 +84,47 @@ def test_a_refusal_says_what_there_is_and_what_fits(monkeypatch: pytest.MonkeyPa
     assert text.startswith("rank 0 would hold ")
     assert "the room is small: use layout.micro_batches=2 (" in text
     assert len(re.findall(r"\([\d.]+ (MiB|GiB)\)", text)) == 2
+
+
+@pytest.mark.parametrize("layout", [{}, {"scheme": "optimus", "rows": 2, "cols": 2}])
+def test_what_can_never_fit_is_refused_at_once(
+    layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the parameters alone: no step is run on any setting."""
+    run = a_run(layout, WIDE, {})
+    monkeypatch.setattr(fits, "foretell", lambda *_: pytest.fail("a step was run"))
+    told: list[str] = []
     monkeypatch.setattr(fits, "room_of", lambda run: Room(1000, "there is no room"))
-    monkeypatch.setattr(fits, "changed", lambda *_: pytest.fail("nothing makes parameters fit"))
-    (text,) = fit_problems(run)
-    assert text.endswith("use a layout of more processes")
+    (text,) = fit_problems(run, lambda *words: told.extend(words))
+    assert not told, "there was nothing to wait for"
+    least = int(re.findall(r"use a layout of ([\d,]+) or more devices", text)[0].replace(",", ""))
+    matrices = 12 * 96 * 96 * 4 + 96 * run.model.vocab_size
+    assert least == -(-16 * matrices // 1000)
+    assert f"{16 * matrices / max(1, 4 * bool(layout)) / 2**20:.3g} MiB of parameters" in text
+
+
+def test_the_number_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the search gives up in time."""
+    run = a_run({}, WIDE, {"loss_tokens": 0})
+    size, told = peak(run), []
+    monkeypatch.setattr(fits, "room_of", lambda run: Room(round(0.8 * size), "the room is small"))
+    monkeypatch.setattr(fits, "SEARCH_S", 0.0)
+    tried: list[RunConfig] = []
+    foretell = fits.foretell
+
+    def counted(run: RunConfig, ranks: list[int]) -> list[Account]:
+        tried.append(run)
+        return foretell(run, ranks)
+
+    monkeypatch.setattr(fits, "foretell", counted)
+    (text,) = fit_problems(run, lambda found, doing: told.append((found, doing, len(tried))))
+    assert len(tried) == 1
+    assert "no setting that fits was found within 0 s" in text
+    (_, looking, _), (found, searching, before) = told
+    assert looking == "looking whether it fits into memory"
+    assert found.startswith("It does not fit: rank 0 would hold ")
+    assert "0 s at most" in searching
+    assert before == 1
 
 
 def test_room_is_the_setting_or_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gridformer.memory.ledger import Ledger, resized
+from gridformer.memory.ledger import Ledger
 
 
 def test_storages_count_once_and_until_nothing_holds_them() -> None:
@@ -59,10 +59,8 @@ def test_memory_that_is_let_go_of_in_place_is_not_held() -> None:
     ledger.mark([w], "parameters")
     with ledger:
         w.untyped_storage().resize_(0)
-        resized(w)
         assert ledger.live() == 0
         w.untyped_storage().resize_(400)
-        resized(w)
         assert ledger.live() == 400
     assert [entry.kind for entry in ledger.entries] == ["parameters"] * 3
 

@@ -115,7 +115,7 @@ def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     valid = lengths_mask([24, 17, 5], S)
     batch = {"tokens": tokens, "segments": segments, "valid": valid}
     with torch.no_grad():
-        got = ours.outputs({**batch, "pair": torch.zeros(3, dtype=torch.int64)})
+        got = ours.logits({**batch, "pair": torch.zeros(3, dtype=torch.int64)})
         want = theirs(tokens, attention_mask=valid.long(), token_type_ids=segments)
         assert_close(got["tokens"][valid], want.prediction_logits[valid])
         assert_close(got["pair"], want.seq_relationship_logits)

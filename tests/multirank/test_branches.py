@@ -218,6 +218,12 @@ def test_other_sub_grids_branches_leave_memory(pool: WorkerPool) -> None:
         assert alive == [branch == rank for branch in range(4)]
 
 
+@pytest.mark.parametrize("network", [nn.Linear(3, 3), nn.Sequential(), torch.tanh])
+def test_what_has_no_branches_is_refused(network: Any) -> None:
+    with pytest.raises(TypeError, match=r"into gridformer\.models\.branches\.Branches"):
+        parallelize(network, 1)
+
+
 def test_slices_must_fit() -> None:
     with pytest.raises(ValueError, match=r"sizes \(5, 4\) add up to 9, not to 8"):
         build("towers").towers(torch.zeros(2, 8))  # type: ignore[operator]

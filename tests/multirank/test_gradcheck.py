@@ -44,7 +44,7 @@ def _gather(
     cell = summa.WeightCell()
     cell.open()
     keep = summa.Keep(keep_input, cell if keep_weight else None)
-    return summa.Gather(axes, Cut(axes.col, -1), parts), keep
+    return summa.ChunkedGather(axes, Cut(axes.col, -1), parts), keep
 
 
 SCHEDULES: dict[str, How] = {
@@ -190,7 +190,7 @@ BETWEEN: dict[str, Dims] = {
 def _one_row(between: str, axes: Axes) -> summa.Gather:
     dims, parts = BETWEEN[between], 2 if between.endswith("parts") else 1
     end = Cut(axes.col, dims.index(COL)) if COL in dims else Replicated(axes.col)
-    return summa.Gather(axes, end, parts)
+    return summa.ChunkedGather(axes, end, parts)
 
 
 def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:

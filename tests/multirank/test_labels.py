@@ -44,7 +44,7 @@ def both_losses(model: Model, batch: Tensor, rows: slice) -> tuple[Tensor, Tenso
     labels = torch.randint(0, N_LABELS, (B,), generator=generator)
     model.clock.first_sample = rows.start
     part = batch[rows]
-    logits = model.outputs({"tokens": part[:, :-1], "at": at[rows]})["labels"]
+    logits = model.logits({"tokens": part[:, :-1], "at": at[rows]})["labels"]
     assert logits.shape == (len(part), N_LABELS)
     return (
         model.loss_sum(part[:, :-1], part[:, 1:]),

@@ -11,7 +11,6 @@ import torch
 from gridformer.comm import record
 from gridformer.config import LayoutConfig
 from gridformer.memory.ledger import Ledger
-from gridformer.models.model import State
 from gridformer.parallel import build_parallel
 from gridformer.parallel.grid import weights_kept
 from tests.choosing import full_unless
@@ -42,14 +41,14 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     model = build_parallel(CONFIG, plan, axes, 1, CPU).train()
-    model.in_parts.tokens = tokens
+    model.loss_chunk_tokens = tokens
     rows = slice(axes.row.index * B // axes.row.size, (axes.row.index + 1) * B // axes.row.size)
     batch = {key: value[rows] for key, value in batches_of(0, CONFIG, B).items()}
     with weights_kept(model), Ledger() as ledger, record() as recorder:
         ledger.mark([*model.parameters(), *batch.values()], "before")
-        outputs = {k: x.detach().requires_grad_() for k, x in model._run(State(), batch).items()}
+        hidden = model.hidden(batch).detach().requires_grad_()
         start, before, sent = ledger.now, ledger.live(), len(recorder.records)
-        model.losses_of(outputs, batch)["tokens"].backward()
+        model.losses_of(hidden, batch)["tokens"].backward()
     moved: Counter[tuple[str, str]] = Counter()
     for r in recorder.records[sent:]:
         moved[r.axis, r.op] += int(r.moved)

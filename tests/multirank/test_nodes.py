@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from gridformer.comm import Axes
 from gridformer.nodes import MESH_AXES, NodeBlock, Sizes, rank_grid
@@ -26,8 +25,7 @@ PLACEMENTS: list[tuple[Sizes, NodeBlock]] = [
 
 def axes_seen(sizes: Sizes, block: NodeBlock) -> Seen:
     """Of one rank, by axis: its index, and the ranks that gathering over the axis brings."""
-    mesh = DeviceMesh("cpu", rank_grid(sizes, block), mesh_dim_names=MESH_AXES)
-    axes = Axes.of(mesh)
+    axes = Axes.of(rank_grid(sizes, block), MESH_AXES, "cpu")
     mine = torch.tensor([dist.get_rank()])
     seen: Seen = {"world": (axes.world.index, list(range(axes.world.size)))}
     for name in MESH_AXES:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gridformer.comm import Pending, collectives
 from gridformer.parallel import ends, summa
-from gridformer.parallel.summa import gather, schedules
+from gridformer.parallel.summa import gather, products, transport
 from tests.multirank.cutting import cut, grid_axes
 from tests.multirank.pool import WorkerPool
 
@@ -70,12 +70,12 @@ def watched() -> Iterator[list[str]]:
         for what in ("all_gather", "reduce_scatter", "broadcast", "reduce"):
             start = starting(getattr(collectives, f"start_{what}"), what)
             done = blocking(getattr(collectives, what), what)
-            for module in (schedules, ends):
+            for module in (transport, ends):
                 put(module.comm, f"start_{what}", start)
                 put(module.comm, what, done)
-        put(schedules.comm, "start_sum_of_parts", starting_parts)
-        for module in (schedules, gather):
-            for name in ("times", "transposed_times"):
+        put(gather.comm, "start_sum_of_parts", starting_parts)
+        for module in (products, gather):
+            for name in {"times", "transposed_times"} & {*vars(module)}:
                 put(module, name, multiplying(getattr(module, name)))
         put(torch, "mm", multiplying(torch.mm))
         put(torch, "matmul", multiplying(torch.matmul))

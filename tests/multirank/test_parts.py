@@ -6,7 +6,7 @@ Models of tests are far too small for it, so here a part is a few hundred bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,15 +96,15 @@ QUICK = {
 
 
 def compare_in_parts(*args: Any) -> dict[str, float]:
-    real, stretches = summa.Gather.stretches, []
+    real, cuts = summa.ChunkedGather.chunks, []
 
-    def watched(schedule: summa.Gather, shape: torch.Size) -> list[slice]:
-        stretches.append(real(schedule, shape))
-        return stretches[-1]
+    def watched(schedule: summa.ChunkedGather, shape: torch.Size) -> list[slice]:
+        cuts.append(real(schedule, shape))
+        return cuts[-1]
 
-    with in_three(), patch.object(summa.Gather, "stretches", watched):
+    with in_three(), patch.object(summa.ChunkedGather, "chunks", watched):
         found = compare(*args)
-    assert any(len(each) == 3 for each in stretches)
+    assert any(len(each) == 3 for each in cuts)
     return found
 
 
@@ -200,7 +200,7 @@ def test_some_parts_hold_what_all_do() -> None:
     run = a_run({**GRID, "keep_gathered": "none"}, {"n_layers": 1}, {"recompute": "full"})
     with parts_of(5_000) as decided:
         some = foretell_rank(run, 0)
-        with patch.object(foretell, "only_some_parts", nullcontext):
+        with patch.object(foretell, "skip_middle_chunks", lambda _: None):
             every = foretell_rank(run, 0)
     assert max(c.parts for found in decided for c in found.products.values()) > 8
     assert (some.peak, some.by_kind) == (every.peak, every.by_kind)
@@ -219,8 +219,8 @@ def weight_gradient(dtype: str, n_bytes: int) -> torch.Tensor:
     axes = axes_of(layout)
     model = build_parallel(CONFIG, layout, axes, 1, CPU, choices=chosen)
     linear = next(m for m in model.modules() if isinstance(m, GridLinear) and m.output_stays)
-    assert isinstance(linear.schedule, summa.Gather)
-    assert (linear.schedule.parts > 8) == (n_bytes < 1 << 20)
+    n_chunks = getattr(linear.schedule, "n_chunks", 1)
+    assert (n_chunks > 8) == (n_bytes < 1 << 20)
     generator = torch.Generator().manual_seed(axes.world.index)
     k = linear.weight.shape[0] * axes.row.size // axes.col.size
     x = torch.randn(B // 2, S, k, generator=generator).to(getattr(torch, dtype))

@@ -8,6 +8,7 @@ import pytest
 
 from gridformer.comm import Axes
 from gridformer.config import ENCODER_DECODER, Family, LayoutConfig
+from gridformer.parallel.registry import describe
 from tests.choosing import full_unless
 from tests.multirank.exactness import axes_of
 from tests.multirank.pipelines import Layout, compare, family, reads_of, stepper_of
@@ -32,7 +33,7 @@ def pipe(pp: int, m: int, k: int = 1, **layout: Any) -> Layout:
 def case_id(case: Case) -> str:
     layout, name = case
     plan = LayoutConfig(**layout)
-    words = [name, plan.describe().replace(", ", "-").replace(" ", "_"), plan.pipeline_order]
+    words = [name, describe(plan).replace(", ", "-").replace(" ", "_"), plan.pipeline_order]
     words += [f"m{plan.micro_batches}"]
     words += [
         f"{key}_{layout[key]}"

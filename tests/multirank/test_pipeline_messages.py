@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.batch import Batch
+from gridformer.batch import Batch, MicroBatch
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.models import Link, Model, State
+from gridformer.models import Activations, Link, Model
+from gridformer.models.blocks import KVCache
 from gridformer.parallel.gradients import GradientSums, assert_copies_equal
 from gridformer.parallel.pipeline import Event, Executor, idle_fraction
-from gridformer.train.passes import MicroBatch
 from tests.choosing import full_unless
 from tests.multirank.exactness import axes_of
 from tests.multirank.pipelines import LENGTH, ROWS, SOURCE, Layout, family, reads_of, stepper_of
@@ -80,26 +79,6 @@ def begins(layout: Layout, config: ModelConfig) -> list[str]:
     model = stepper_of(config, plan, axes_of(plan)).model
     names = [link.name for link in model.links()]
     return [names[stage.start] for stage in model.stages]
-
-
-def with_a_group_each_way(layout: Layout) -> tuple[bool, float]:
-    """Whether messages up and down have groups of their own, and how far a loss is from usual."""
-    plan, config = LayoutConfig(**layout), family("gpt2")
-    axes, (read,) = axes_of(plan), reads_of(config, 1)
-    usual = stepper_of(config, plan, axes)(0, read).loss
-    with patch.object(torch.distributed, "get_backend", return_value="nccl"):
-        stepper = stepper_of(config, plan, axes)
-    wires = stepper.passes.executor.wires  # type: ignore[attr-defined]
-    apart = len({id(group) for group in (wires._up, wires._down, axes.pp.group)}) == 3
-    return apart, abs(stepper(0, read).loss / usual - 1)
-
-
-def test_directions_do_not_wait_for_each_other_on_nccl(pool: WorkerPool) -> None:
-    """What can be seen without GPUs: where the backend is NCCL, each direction has its group."""
-    layout = {"pp": 2, "dp": 2, "stages_per_rank": 2, "micro_batches": 2}
-    for apart, difference in pool.run(4, with_a_group_each_way, layout):
-        assert apart
-        assert difference < 1e-9
 
 
 @pytest.mark.parametrize("pp", full_unless(lambda pp: pp == 5, [5, 7]))
@@ -214,12 +193,20 @@ class Sleeper(Model):
         self.start = torch.nn.Parameter(torch.zeros(config.hidden_size))
 
     def links(self) -> list[Link]:
-        def run(state: State, batch: Batch) -> None:
-            if state.x is None:
-                state.x = self.start.expand(*batch["tokens"].shape, -1)
-            state.x = state.outputs["tokens"] = _Nap.apply(state.x, self.seconds)
+        return [Link(str(i), ()) for i in range(len(self.stages))]
 
-        return [Link(str(i), run, ()) for i in range(len(self.stages))]
+    def run(
+        self,
+        batch: Batch,
+        entering: Activations | None = None,
+        links: Collection[str] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+    ) -> Activations:
+        hidden, _ = Activations.taken(entering)
+        if hidden is None:
+            hidden = self.start.expand(*batch["tokens"].shape, -1)
+        return Activations(_Nap.apply(hidden, self.seconds))
 
 
 def events_of(layout: Layout, nap: float) -> list[Event]:
@@ -235,7 +222,7 @@ def events_of(layout: Layout, nap: float) -> list[Event]:
     events: list[Event] = []
     executor.on_action = events.append
     comm.barrier((axes.world,))
-    executor.train(work, lambda outputs, batch: outputs["tokens"].sum())
+    executor.train(work, lambda hidden, batch: hidden.sum())
     return events
 
 

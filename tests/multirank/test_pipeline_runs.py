@@ -10,6 +10,7 @@ import torch
 
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
+from gridformer.parallel.registry import describe
 from gridformer.train import checkpoint
 from gridformer.train.compile import compile_model
 from tests.choosing import full_unless
@@ -45,7 +46,7 @@ PAIRS = [
 
 
 def title(pair: tuple[Layout, Layout]) -> str:
-    return " to ".join(LayoutConfig(**layout).describe() for layout in pair)
+    return " to ".join(describe(LayoutConfig(**layout)) for layout in pair)
 
 
 @pytest.mark.parametrize("pair", full_unless(PAIRS[:2].__contains__, PAIRS), ids=title)

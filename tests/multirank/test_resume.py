@@ -7,6 +7,7 @@ import random
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -96,12 +97,20 @@ def losses(out: Path) -> dict[int, tuple[float, float]]:
     return {m["step"]: (m["loss"], m["grad_norm"]) for m in read_metrics(out) if "loss" in m}
 
 
+def tokens(out: Path) -> list[int]:
+    """Read since the run began: of each step, and as the last checkpoint has it."""
+    last = checkpoint.latest(out)
+    assert last is not None
+    return [*(m["tokens"] for m in read_metrics(out)), checkpoint.read_manifest(last).tokens]
+
+
 def assert_same_run(whole: Path, moved: Path) -> None:
     """All steps of a run that moved between layouts have the losses of one that did not."""
     want, got = losses(whole), losses(moved)
     assert list(got) == list(range(1, STEPS + 1))
     for step in want:
         assert got[step] == pytest.approx(want[step], rel=1e-9), step
+    assert tokens(moved) == tokens(whole), "tokens are counted on"
     evals = [read_metrics(out)[-1]["val_loss"] for out in (whole, moved)]
     assert evals[1] == pytest.approx(evals[0], rel=1e-9)
 
@@ -231,6 +240,64 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(
     assert losses(crashed) == losses(whole)
     left = sorted(path.name for path in (crashed / "checkpoints").iterdir())
     assert left == [f"step-{MIDDLE:08d}", f"step-{STEPS:08d}"], "the half-written one is gone"
+
+
+def test_tokens_are_counted_on(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
+    """By a run that goes on, in metrics.jsonl and in its checkpoints."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    pool.run(1, train, plan_of(token_folder, whole, {}))
+    start_from(whole, resumed)
+    pool.run(1, train, plan_of(token_folder, resumed, {}))
+    each = 24 * 12  # tokens of a step
+    assert tokens(resumed) == [*(each * step for step in range(STEPS + 1)), each * STEPS]
+
+
+def train_and_count(plan: Plan) -> list[int]:
+    """The steps that this rank saved."""
+    saved = []
+
+    def counting(run_dir: Path, step: int, *rest: Any) -> Path:
+        saved.append(step)
+        return save(run_dir, step, *rest)
+
+    save = checkpoint.save
+    with patch.object(checkpoint, "save", counting):
+        train(plan)
+    return saved
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4, 6]), (4, [4, 6])])
+def test_each_step_is_saved_once(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, every: int, steps: list[int]
+) -> None:
+    """The last one always, also where it is due anyway."""
+    plan = plan_of(token_folder, tmp_path, {}, save_every=every)
+    assert pool.run(1, train_and_count, plan) == [steps]
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+def test_ranks_share_the_checking_of_all_files(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """Whichever file is damaged, by a bit in its numbers, it is not loaded."""
+    layout = {"scheme": "megatron", "cols": 2}
+    pool.run(2, train, plan_of(token_folder, tmp_path, layout, steps=MIDDLE))
+    plan = plan_of(token_folder, tmp_path, layout)
+    assert plan.resume is not None
+    files = sorted(plan.resume.glob("*.safetensors"))
+    assert len(files) >= 2
+    for file in files:
+        flip_a_bit(file)
+        with pytest.raises(RankFailed) as failure:
+            pool.run(2, train, plan)
+        assert f"{file} is damaged (its checksum is wrong)" in str(failure.value)
+        flip_a_bit(file)
+    pool.run(2, train, plan)
 
 
 def test_old_checkpoints_are_removed(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:

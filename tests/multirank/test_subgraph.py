@@ -215,7 +215,7 @@ def label_losses(model: Model, batch: Tensor, rows: slice) -> list[Tensor]:
     labels = torch.randint(0, N_LABELS, (B,), generator=generator)
     model.clock.at(rows)
     part = batch[rows]
-    logits = model.outputs({"tokens": part[:, :-1], "at": at[rows]})["labels"]
+    logits = model.logits({"tokens": part[:, :-1], "at": at[rows]})["labels"]
     if logits.is_meta:
         return [model.loss_sum(part[:, :-1], part[:, 1:]), logits]
     assert logits.shape == (len(part), N_LABELS)

@@ -155,9 +155,9 @@ def workspace_of(rows: int, cols: int, name: str) -> tuple[list[dict[Any, int]],
         b = cut(matrix(n, n, seed=round_ + 9), (ROW, COL), axes).clone().requires_grad_()
         c = summa.product_ab(a, b, schedule)
         summa.product_abt(c, b, schedule).sum().backward()
-        buffers = schedule.workspace._buffers
+        buffers = schedule.transport.workspace._buffers
         seen.append({key: tensor.data_ptr() for key, tensor in buffers.items()})
-    elements = sum(tensor.numel() for tensor in schedule.workspace._buffers.values())
+    elements = sum(tensor.numel() for tensor in schedule.transport.workspace._buffers.values())
     panel = n // max(rows, cols)  # the widest there can be
     return seen, elements, panel * (s + n // cols) + panel * max(s, n // cols)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig
+from gridformer.parallel.registry import describe
 
 LAYOUTS = [
     LayoutConfig(scheme="single"),
@@ -23,7 +24,7 @@ LAYOUTS = [
 
 def name_of(layout: LayoutConfig) -> str:
     how = [word for word in (layout.stationary, layout.schedule) if word != "auto"]
-    return ", ".join([layout.describe(), *how])
+    return ", ".join([describe(layout), *how])
 
 
 def ranks(rows: int, cols: int) -> Iterator[Axes]:

@@ -15,7 +15,8 @@ from gridformer import rng
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.models.blocks import Init, new_parameter
-from gridformer.parallel import build_parallel, initialise
+from gridformer.parallel import build_parallel
+from gridformer.parallel.initialise import initialise
 from gridformer.parallel.placement import Placement, place, shard_of
 from tests.parallel.grids import LAYOUTS, name_of, ranks
 

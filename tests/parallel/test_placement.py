@@ -176,3 +176,9 @@ def test_vocabulary_is_padded_as_the_layout_says(layout: LayoutConfig) -> None:
         # Over columns, so that logits lie where the head's product leaves them; or the paper's way.
         cuts = layout.rows if layout.stationary == "input" else layout.cols
         assert table.shape[0] * cuts == -(-89 // multiple) * multiple
+
+
+def test_other_networks_are_refused_with_what_can_be_cut_of_them() -> None:
+    layout = LayoutConfig(scheme="megatron", cols=2)
+    with pytest.raises(TypeError, match=r"not a Linear.*Branches.*subgraph\.parallelize"):
+        parallelize(torch.nn.Linear(3, 3), layout, Axes())  # type: ignore[arg-type]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel import rules
 from gridformer.parallel.choices import Choices, Work, products_of
-from gridformer.parallel.rules import KEEP_SHARE, SMALL_BYTES, decide
+from gridformer.parallel.rules import SMALL_BYTES, decide
+from gridformer.parallel.scheme import SchemeSpec
 
 LAYER = ("qkv", "out", "up", "down")
 SMALL = ModelConfig(n_layers=2, hidden_size=64, n_heads=4, vocab_size=500, max_seq_len=32)
@@ -264,7 +265,7 @@ def test_kept_operands_are_gathered_ones_and_cost_no_less_than_nothing(
 def test_auto_keeps_within_its_share(model: ModelConfig, layout: LayoutConfig, work: Work) -> None:
     layout = layout.model_copy(update={"keep_gathered": "auto"})
     chosen = decide(model, layout, work)
-    assert kept_bytes(chosen) <= chosen.held_bytes * KEEP_SHARE
+    assert kept_bytes(chosen) <= chosen.held_bytes * SchemeSpec.keep_share
 
 
 @given(model=MODELS, layout=LAYOUTS, work=WORKS, shares=st.tuples(*[st.floats(0, 4)] * 2))
@@ -274,7 +275,7 @@ def test_more_room_never_moves_more(
     layout = layout.model_copy(update={"keep_gathered": "auto"})
     traffic = []
     for share in (0.0, *sorted(shares), 1e9):
-        with patch.object(rules, "KEEP_SHARE", share):
+        with patch.object(SchemeSpec, "keep_share", share):
             chosen = decide(model, layout, work)
         assert kept_bytes(chosen) <= chosen.held_bytes * share
         traffic.append(moved(chosen))

@@ -8,13 +8,14 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gridformer.batch import next_words
 from gridformer.comm import Axes
-from gridformer.config import LayoutConfig, RunConfig, parse_run
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.errors import CheckpointError
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -168,3 +169,99 @@ def test_latest_ignores_what_is_not_complete(saved: Path) -> None:
     (saved.parent / ".deleting-step-00000008").mkdir()
     assert checkpoint.latest(saved.parents[1]) == saved
     assert checkpoint.latest(saved) is None
+
+
+def test_latest_is_of_the_most_steps_whenever_it_was_written(saved: Path) -> None:
+    """A copy of a folder, or one that was touched, is no later checkpoint."""
+    parent = saved.parent
+    saved.rename(parent / "step-00000010")
+    shutil.copytree(parent / "step-00000010", parent / "step-00000009")
+    for older, newer in ((9, 10), (10, 9)):
+        for at, number in enumerate((older, newer)):
+            for path in (parent / f"step-{number:08d}").iterdir():
+                os.utime(path, (10**9 + at, 10**9 + at))
+            os.utime(parent / f"step-{number:08d}", (10**9 + at, 10**9 + at))
+        assert checkpoint.latest(parent.parent) == parent / "step-00000010"
+
+
+def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
+    """As a resumed run may: one whole folder is left, with what was saved last."""
+    run = a_run()
+    model, stepper = a_model(run, seed=1)
+    stepper(0, lambda rows: next_words(torch.arange(10).view(2, 5)[rows]))
+    checkpoint.save(tmp_path, 1, 8, run, model, stepper.updates, Axes())
+    with torch.no_grad():
+        model.get_parameter("tokens.weight").fill_(0.25)
+    saved = checkpoint.save(tmp_path, 1, 9, run, model, stepper.updates, Axes())
+    assert [path.name for path in saved.parent.iterdir()] == ["step-00000001"]
+    other, other_stepper = a_model(run, seed=2)
+    assert checkpoint.load(saved, other, other_stepper.updates, Axes()).tokens == 9
+    assert bool((other.get_parameter("tokens.weight") == 0.25).all())
+
+
+# What a run that goes on must have in common with the one before, and what may be another.
+SAME: dict[str, Any] = {
+    "model.family": "bert",
+    "model.n_layers": 2,
+    "model.n_decoder_layers": 1,
+    "model.hidden_size": 16,
+    "model.n_heads": 4,
+    "model.head_dim": 4,
+    "model.ffn_size": 24,
+    "model.vocab_size": 12,
+    "model.max_seq_len": 5,
+    "model.norm_position": "post",
+    "model.sentence_pair": False,
+    "model.n_labels": 3,
+    "model.relative_buckets": 8,
+    "model.relative_max_distance": 64,
+    "model.norm_eps": 1e-6,
+    "model.init_std": 0.03,
+    "train.seed": 1235,
+    "train.global_batch": 4,
+    "data.task": "masked",
+    "data.seq_len": 3,
+    "data.source_len": 2,
+}
+OTHER: dict[str, Any] = {
+    "model.name": "another",
+    "model.dropout": 0.1,
+    "model.attention_dropout": 0.1,
+    "model.label_smoothing": 0.1,
+    "train.steps": 2000,
+    "train.lr": 1e-5,
+    "train.dtype": "float64",
+    "train.recompute": "full",
+    "data.path": Path("elsewhere"),
+    "layout.dp": 2,
+}
+
+
+def changed(run: RunConfig, key: str, value: Any) -> RunConfig:
+    section, name = key.split(".")
+    part = getattr(run, section).model_copy(update={name: value})
+    return run.model_copy(update={section: part})
+
+
+@pytest.mark.parametrize("key", SAME)
+def test_another_run_is_refused(saved: Path, key: str) -> None:
+    """Each setting by itself, with both its values and what to do."""
+    run, manifest = a_run(), checkpoint.read_manifest(saved)
+    checkpoint.check_same_run(manifest, run, saved)
+    section, name = key.split(".")
+    before, value = getattr(getattr(run, section), name), SAME[key]
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.check_same_run(manifest, changed(run, key, value), saved)
+    assert f"({key} is {value}, there {before})" in str(error.value)
+    assert "give this one its own --out" in str(error.value)
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_a_run_may_go_on_with_another(saved: Path, key: str) -> None:
+    manifest = checkpoint.read_manifest(saved)
+    checkpoint.check_same_run(manifest, changed(a_run(), key, OTHER[key]), saved)
+
+
+def test_every_setting_of_a_model_is_one_or_the_other() -> None:
+    named = {key.removeprefix("model.") for key in (*SAME, *OTHER) if key.startswith("model.")}
+    assert named == set(ModelConfig.model_fields)

@@ -230,38 +230,6 @@ def run_of(train: dict[str, Any], **layout: Any) -> RunConfig:
     return parse_run(raw)
 
 
-@pytest.fixture
-def full_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(compiling, "find_spec", lambda name: name)
-    monkeypatch.setattr(compiling, "_no_headers", list)
-
-
-@pytest.mark.usefixtures("full_toolchain")
-def test_blocks_that_communicate_are_refused() -> None:
-    grids: list[dict[str, Any]] = [
-        {"scheme": "optimus", "rows": 2, "cols": 2},
-        {"scheme": "megatron", "cols": 4, "dp": 2},
-        {"scheme": "optimus", "rows": 4},
-    ]
-    for grid in grids:
-        (problem,) = compile_problems(run_of(ON, **grid))
-        assert "do not communicate" in problem
-        assert "layout.scheme=single" in problem
-        assert LayoutConfig(**grid).describe() in problem
-        assert not compile_problems(run_of({}, **grid))
-    for fitting in ({}, {"dp": 4}, {"scheme": "optimus"}, {"scheme": "megatron", "dp": 2}):
-        assert not compile_problems(run_of(ON, **fitting))
-
-
-@pytest.mark.usefixtures("full_toolchain")
-def test_parameters_that_are_gathered_block_by_block_are_refused() -> None:
-    (problem,) = compile_problems(run_of(ON, dp=2, dp_mode="fsdp"))
-    assert "layout.dp_mode=fsdp" in problem
-    assert "use layout.dp_mode=zero1 or replicate, or train.compile=false" in problem
-    assert not compile_problems(run_of(ON, dp=2, dp_mode="zero1"))
-
-
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(compiling, "_no_headers", list)

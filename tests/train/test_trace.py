@@ -63,7 +63,6 @@ def test_a_step_of_all_processes(
     sent = pool.run(4, traced, plan)
     trace = json.loads((tmp_path / "trace-step-2.json").read_text())
     assert not [*tmp_path.glob(".trace*")], "parts are gone"
-    assert (tmp_path / "trace-step-2.png").stat().st_size > 10_000
     m, pp = layout.get("micro_batches", 1), layout.get("pp", 1)
     for rank in range(4):
         passes = of_kind(trace, ph="X", cat="pass", pid=rank)

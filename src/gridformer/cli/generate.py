@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,23 +22,38 @@ def generate(
     ] = "",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Where to stop.")] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", "-t", help="Below 1 safer, above 1 wilder.")
-    ] = 0.8,
-    top_k: Annotated[int, typer.Option("--top-k", help="Only the k likeliest words; 0: all.")] = 0,
+        float | None,
+        typer.Option(
+            "--temperature", "-t", help="gpt2: below 1 safer, above 1 wilder. Without it 0.8."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="gpt2: only the k likeliest words; 0: all.")
+    ] = None,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Only the likeliest words of that total probability.")
-    ] = 1.0,
+        float | None,
+        typer.Option("--top-p", help="gpt2: only the likeliest words of that total probability."),
+    ] = None,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="Always the likeliest word; same as -t 0.")
+        bool, typer.Option("--greedy", help="Always the likeliest word: -t 0, or --beams 1.")
     ] = False,
     beams: Annotated[
-        int, typer.Option("--beams", help="t5, transformer: of beam search; 1 is greedy search.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            "--beams",
+            help="t5, transformer: of beam search; 1 is greedy search. Without it 4.",
+        ),
+    ] = None,
     length_penalty: Annotated[
-        float,
-        typer.Option("--length-penalty", help="t5, transformer: above 0 favours longer texts."),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same text.")] = 0,
+        float | None,
+        typer.Option(
+            "--length-penalty",
+            help="t5, transformer: above 0 favors longer texts. Without it 1.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="gpt2: same seed, same text. Without it 0.")
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "auto",
 ) -> None:
     """Talk to a trained model, on one process, whatever layout trained it.
@@ -54,10 +69,16 @@ def generate(
 
     from gridformer.errors import ConfigError
     from gridformer.evaluate.decode import Search
-    from gridformer.evaluate.generate import Sampling, answer, load_model
+    from gridformer.evaluate.generate import Sampling, answer, check_options, load_model
 
-    sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
-    how = Search(1 if greedy else beams, length_penalty, max_tokens)
+    asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    sampled: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    asked = {"beams": beams, "length_penalty": length_penalty}
+    searched: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    given = [*sampled, *searched]
+    if greedy:
+        sampled["temperature"], searched["beams"] = 0.0, 1
+    sampling, how = Sampling(**sampled), Search(**searched, max_tokens=max_tokens)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
@@ -65,6 +86,7 @@ def generate(
     if prompt == "-":
         prompt = sys.stdin.read()
     trained = load_model(run_dir, torch.device(device))
+    check_options(trained.run.model, given)
     for text in answer(trained, prompt, sampling, how):
         sys.stdout.write(text)
         sys.stdout.flush()

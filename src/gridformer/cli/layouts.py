@@ -10,6 +10,9 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
+
+    from gridformer.config import ModelConfig
     from gridformer.listing import Listed
 
 
@@ -30,17 +33,22 @@ def layouts(
         list[str] | None,
         typer.Option("--scheme", help="single, megatron, optimus or subgraph; repeatable."),
     ] = None,
+    settings: Annotated[
+        bool,
+        typer.Option("--settings", help="Print each as the settings that `train` takes, to copy."),
+    ] = False,
 ) -> None:
-    """List all layouts of a model on a number of processes; of those that do not work, say why.
+    """List all layouts of a model on a number of processes, with what a rank of each will hold.
+
+    Of layouts that do not work, say why.
 
     Try: gridformer layouts bert-large --processes 8
     """
     from rich.console import Console
-    from rich.text import Text
 
     from gridformer.config import SCHEMES, load_run, parse_run
     from gridformer.errors import ConfigError
-    from gridformer.listing import by_reason, list_layouts
+    from gridformer.listing import list_layouts
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
     if wrong:
@@ -51,25 +59,50 @@ def layouts(
         run = parse_run({"model": model, "data": {"path": "."}})
     section: dict[str, Any] = run.model.model_dump()
     found = list_layouts(section, processes, global_batch, seq_len, scheme or ())  # type: ignore[arg-type]
+    if settings:
+        for one in found:
+            if not one.problems:
+                typer.echo(one.settings or "layout.scheme=single")
+        return
+    _print(run.model, processes, found, Console(highlight=False))
+
+
+def _print(model: ModelConfig, processes: int, found: Sequence[Listed], console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from gridformer.listing import reasons
+    from gridformer.utils.units import byte_unit
+
     fitting = [one for one in found if not one.problems]
-
-    console = Console(highlight=False)
-    console.print(f"{run.model.name} on {processes} processes: {len(fitting)} layouts work")
+    many = "es" * (processes > 1)
+    console.print(Text(f"{model.name} on {processes} process{many}: {len(fitting)} layouts work"))
     if fitting:
-        width = max(len(one.layout.describe()) for one in fitting)
-        lines = ["layout".ljust(width) + "  global_batch  dp_mode   settings"]
+        unit, unit_name = byte_unit(max(one.modes["replicate"] for one in fitting))
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        table.add_column("layout")
+        table.add_column("batch", justify="right")
+        modes = [
+            mode
+            for mode in ("replicate", "zero1", "fsdp")
+            if any(mode in one.modes for one in fitting)
+        ]
+        for mode in modes:
+            table.add_column(unit_name if mode == "replicate" else mode, justify="right")
         for one in fitting:
-            modes = ",".join(one.modes) if len(one.modes) > 1 else "-"
-            cells = (one.layout.describe().ljust(width), f"x {one.global_batch:<10}", modes)
-            lines.append("  ".join((*cells, one.settings or "(none)")))
-        # Unwrapped, to be searched and copied.
-        console.print(Text("\n".join(lines)), soft_wrap=True)
-    for reason, those in by_reason(found).items():
-        console.print(Text(f"\nNot {_names(those)}:\n  {reason}"), soft_wrap=True)
-
-
-def _names(those: Sequence[Listed]) -> str:
-    """The first few, and how many more."""
-    names = [one.layout.describe() for one in those]
-    more = f"; and {len(names) - 4} more" if len(names) > 5 else ""
-    return "; ".join(names[:4] if more else names) + more
+            held = [f"{one.modes[m] / unit:,.1f}" if m in one.modes else "-" for m in modes]
+            table.add_row(Text(one.name), f"x {one.global_batch}", *held)
+        console.print(table)
+        note = (
+            f"{unit_name}: about what the fullest rank holds of that batch, in float32 and without "
+            "recomputation"
+        )
+        if len(modes) > 1:
+            note += "; then the same with layout.dp_mode=zero1 and fsdp"
+        note += ". `gridformer memory` has it exactly; --settings prints what to copy."
+        console.print(Text(note))
+    for number, reason in enumerate(reasons(found)):
+        if not number:
+            console.print(Text(f"\n{len(found) - len(fitting)} do not:"))
+        where = f"{reason.where}: " if reason.where else ""
+        console.print(Text(f"- {where}{reason.why} ({reason.n_layouts})"))

@@ -47,13 +47,17 @@ def memory(
     """
     from rich.console import Console
 
-    from gridformer.hardware import GIB
+    from gridformer.cli.waiting import waiting
     from gridformer.memory.fits import Room, refusal
     from gridformer.memory.foretell import foretell
     from gridformer.memory.ranks import chosen_ranks
     from gridformer.memory.show import print_accounts, write_page
     from gridformer.train.plan import read_run_without_data
+    from gridformer.utils.extras import require
+    from gridformer.utils.units import GIB
 
+    if html is not None:
+        require("plotly", "--html", "html")
     checked = read_run_without_data(run, overrides or [])
     chosen = chosen_ranks(checked, ranks)
     console = Console(highlight=False)
@@ -71,7 +75,7 @@ def memory(
         console.print(f"It fits: the most is {worst.peak / GIB:.3g} of {gib:g} GiB.")
         return
     room = Room(round(gib * GIB), f"{gib:g} GiB is the budget")
-    with console.status("It does not fit; looking for settings that do"):
-        text = refusal(checked, worst, room)
+    with waiting() as tell:
+        text = refusal(checked, worst, room, tell)
     console.print(f"It does not fit: {text}", soft_wrap=True)
     raise typer.Exit(1)

@@ -47,6 +47,7 @@ def train(
 
     torchrun --nnodes 2 --nproc-per-node 4 -m gridformer train my.yaml
     """
+    from gridformer.cli.waiting import waiting
     from gridformer.config import load_run
     from gridformer.launch import joined, warm_up
 
@@ -66,4 +67,6 @@ def train(
     from gridformer.train.plan import plan_run
     from gridformer.train.runner import execute
 
-    execute(plan_run(run, overrides, nproc, out))
+    with waiting() as tell:
+        plan = plan_run(run, overrides, nproc, out, tell)
+    execute(plan)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from gridformer.comm.groups import make_groups
+
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+
+_TOGETHER = {"grid": ("row", "col"), "every": ("dp", "branch")}
 
 
 @dataclass(frozen=True)
@@ -68,18 +72,15 @@ class Axes:
         axis: Axis = getattr(self, name)
         return axis
 
-    def new_group(self, stages: tuple[int, ...]) -> ProcessGroup | None:
+    def new_group(self, stages: Sequence[int], purpose: str = "pp") -> ProcessGroup | None:
         """A group of the ranks with these indices along pp, one for every line of ranks; of this
-        process's line, if it is in it. All processes must ask for it, as torch demands: the names
-        of groups that are made by their members alone count what else a process has made."""
-        from torch.distributed import new_group
+        process's line, if it is in it. All processes must ask for it, in one order."""
+        return self.new_groups([stages], purpose)
 
-        mine = None
-        for line in self.lines:
-            group = new_group([line[stage] for stage in stages])
-            if line == self.pp.ranks and self.pp.index in stages:
-                mine = group
-        return mine
+    def new_groups(self, sets: Iterable[Sequence[int]], purpose: str) -> ProcessGroup | None:
+        """The same for several sets of indices that share none: the one that this process is in."""
+        lines = [sorted(line[i] for i in stages) for stages in sets for line in self.lines]
+        return make_groups(lines, purpose)
 
     def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:
         """Prepare `holders` for some sets of indices along pp; the same sets on all processes."""
@@ -94,28 +95,44 @@ class Axes:
         return self.pp if len(stages) == self.pp.size else self._holders[stages]
 
     @staticmethod
-    def of(mesh: DeviceMesh) -> Axes:
-        """The axes of a mesh over all processes, whose dimensions are named as axes are."""
-        axes = {"world": Axis("world", mesh.size(), mesh.get_rank(), None)}
-        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape):
-            if size > 1:
-                axis = Axis(name, size, mesh.get_local_rank(name), mesh.get_group(name))
-                axes[name] = axis
-        for name, outer, inner in (("grid", "row", "col"), ("every", "dp", "branch")):
-            both = axes.get(outer, Axis(outer)), axes.get(inner, Axis(inner))
-            axes[name] = _together(mesh, name, *both)
-        names = mesh.mesh_dim_names or ()
-        lines: list[list[int]] = []
-        if "pp" in names:
-            along = mesh.mesh.movedim(names.index("pp"), -1)
-            lines = along.reshape(-1, along.shape[-1]).tolist()
-        return Axes(**axes, device_type=mesh.device_type, lines=tuple(map(tuple, lines)))
+    def of(ranks: Tensor, names: Sequence[str], device_type: str) -> Axes:
+        """The axes of a mesh over all processes. Every process asks for it.
+
+        Args:
+            ranks: the rank at each place of the mesh; ranks rise along every dimension.
+            names: of its dimensions, as the fields of `Axes` are called.
+        """
+        import torch.distributed as dist
+
+        here = dist.get_rank()
+        axes = {"world": Axis("world", ranks.numel(), here)}
+        for name in names:
+            axes[name] = _axis_of(name, _lines(ranks, names, (name,)), here)
+        for name, over in _TOGETHER.items():
+            larger = [axes[part] for part in over if part in axes and axes[part].size > 1]
+            if len(larger) == 2:
+                axes[name] = _axis_of(name, _lines(ranks, names, over), here)
+            elif larger:
+                axes[name] = replace(larger[0], name=name)
+        lines = _lines(ranks, names, ("pp",)) if "pp" in names else []
+        return Axes(**axes, device_type=device_type, lines=tuple(map(tuple, lines)))
 
 
-def _together(mesh: DeviceMesh, name: str, outer: Axis, inner: Axis) -> Axis:
-    """Two axes taken as one, in the order of ranks; on grids the inner one's index runs faster."""
-    if outer.size == 1 or inner.size == 1:
-        line = outer if outer.size > 1 else inner
-        return Axis(name, line.size, line.index, line.group)
-    group = mesh[outer.name, inner.name]._flatten(name).get_group()
-    return Axis(name, outer.size * inner.size, group.rank(), group)
+def _lines(ranks: Tensor, names: Sequence[str], over: Sequence[str]) -> list[list[int]]:
+    """The ranks along some dimensions of a mesh together, in their order; a line for each place in
+    the others."""
+    dims = [names.index(name) for name in over]
+    along = ranks.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
+    return [sorted(line) for line in along.reshape(-1, along.shape[-1]).tolist()]
+
+
+def _axis_of(name: str, lines: list[list[int]], here: int) -> Axis:
+    """The axis whose groups are these lines. One rank alone needs none, and all of them together
+    have one: the default group."""
+    import torch.distributed as dist
+
+    (mine,) = (line for line in lines if here in line)
+    if len(mine) == 1:
+        return Axis(name)
+    group = dist.group.WORLD if len(lines) == 1 else make_groups(lines, name)
+    return Axis(name, len(mine), mine.index(here), group)

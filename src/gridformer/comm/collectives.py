@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gridformer.comm import groups
 from gridformer.comm.axis import Axis
 from gridformer.comm.recorder import Targets, Timing, note
-from gridformer.memory.ledger import resized
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -85,7 +85,6 @@ class Pending:
         for buffer in own:
             if not _share_memory(buffer, self._result):
                 buffer.untyped_storage().resize_(0)
-                resized(buffer)
         return self._result
 
 
@@ -141,18 +140,16 @@ def start_sum_of_parts(part: Callable[[int], Tensor], axis: Axis, label: str = "
     """`start_reduce_scatter` of terms that are computed part by part, `part(index)` for each rank.
 
     Where the parts are exchanged one by one, this rank's own is computed last, while the others
-    travel, and never lies beside all of them. Parts are of one shape and contiguous.
+    travel, and never lies beside all of them. Parts are of one shape.
     """
     if axis.size == 1:
         return Pending(part(0))
     others = [part(index) for index in range(axis.size) if index != axis.index]
     one = others[0]
     timing = _note("reduce_scatter", axis, (axis.size - 1) * one.numel(), one, label)
-    if not _over_gloo(one, axis):
-        terms = torch.stack(_around(others, part(axis.index), axis))
-        out = torch.empty_like(one)
-        work = _reduce_scatter(out.view(-1), terms.view(-1), group=axis.group, async_op=True)
-        return Pending(out, work, terms).timed(timing)
+    if groups.over_nccl(axis.group):
+        terms = torch.stack(_around(others, part(axis.index), axis)).contiguous()
+        return _reduce_scatter_blocks(terms, axis, later=True).timed(timing)
     del one
     pending = _exchange(others, axis, later=True)
     del others
@@ -204,13 +201,13 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, label: str, later: bool) 
     dim %= x.dim()
     x = x.contiguous()
     timing = _note("all_gather", axis, (axis.size - 1) * x.numel(), x, label)
-    if _over_gloo(x, axis):
-        pending = _exchange([x] * (axis.size - 1), axis, later).timed(timing)
-        return pending.then(lambda rest: torch.cat(_around(rest, x, axis), dim))
-    blocks = x.new_empty((axis.size, *x.shape))
-    work = _all_gather(blocks.view(-1), x.view(-1), group=axis.group, async_op=later)
-    pending = Pending(blocks, work, x).timed(timing)
-    return pending.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
+    if groups.over_nccl(axis.group):
+        blocks = x.new_empty((axis.size, *x.shape))
+        work = _all_gather(blocks.view(-1), x.view(-1), group=axis.group, async_op=later)
+        pending = Pending(blocks, work, x).timed(timing)
+        return pending.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
+    pending = _exchange([x] * (axis.size - 1), axis, later).timed(timing)
+    return pending.then(lambda rest: torch.cat(_around(rest, x, axis), dim))
 
 
 def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
@@ -221,18 +218,20 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bo
         raise ValueError(f"{x.shape[dim]} does not divide over {axis.name}={axis.size}")
     timing = _note("reduce_scatter", axis, _share(axis) * x.numel(), x, label)
     blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
-    if _over_gloo(x, axis):
-        mine = blocks[axis.index]
-        others = [block for index, block in enumerate(blocks) if index != axis.index]
-        return _exchange(others, axis, later).timed(timing).then(lambda rest: _sum(rest, mine))
-    blocks = blocks.contiguous()
-    out = torch.empty_like(blocks[0])
+    if groups.over_nccl(axis.group):
+        return _reduce_scatter_blocks(blocks.contiguous(), axis, later).timed(timing)
+    mine = blocks[axis.index]
+    others = [block for index, block in enumerate(blocks) if index != axis.index]
+    return _exchange(others, axis, later).timed(timing).then(lambda rest: _sum(rest, mine))
+
+
+def _reduce_scatter_blocks(blocks: Tensor, axis: Axis, later: bool) -> Pending:
+    """[size, *block], contiguous, to this rank's sum."""
+    # Not empty_like, which would keep the strides of a single block: of a transposed one they are
+    # not those of contiguous memory.
+    out = blocks.new_empty(blocks.shape[1:])
     work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
-    return Pending(out, work, blocks).timed(timing)
-
-
-def _over_gloo(x: Tensor, axis: Axis) -> bool:
-    return x.device.type == "cpu" or dist.get_backend(axis.group) == "gloo"
+    return Pending(out, work, blocks)
 
 
 def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
@@ -243,7 +242,8 @@ def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
     twice the minimum; and neither would leave out the block that stays at home.
     """
     n, one = len(blocks), blocks[0]
-    sent = one.reshape(-1) if n == 1 else torch.stack(blocks).view(-1)
+    # `reshape` alone would give a view with gaps where a column of a wider matrix is sent.
+    sent = (one if n == 1 else torch.stack(blocks)).contiguous().view(-1)
     shape, copied = one.shape, () if _share_memory(sent, one) else (sent,)
     del one
     blocks.clear()

@@ -6,38 +6,72 @@ the order in which they are sent; both know it beforehand.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 from torch import Tensor
 
+from gridformer.comm import groups
 from gridformer.comm.axis import Axes
 from gridformer.comm.collectives import Pending
 from gridformer.comm.recorder import note
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Edge = tuple[int, int]  # from an index along pp to another
+
 
 class Wires:
-    """The connections between the ranks of a pipeline, each direction on its own.
+    """The connections between neighboring ranks of a pipeline, each direction on its own.
 
-    NCCL carries out what two ranks exchange over one group one after the other, in the order in
-    which it is asked. Two ranks that send before they receive would wait for each other: so there
-    messages to higher indices have a group of their own, and messages to lower ones. gloo's
-    messages do not wait for each other.
+    NCCL carries out what a rank does in a group one after the other, and a send ends only with its
+    receive. A rank asks for its next message early; what it sent over the same group would wait
+    behind that, and its reader, who waits for it, might never send what was asked for. So over NCCL
+    every pair of neighbors has a group for each direction: in it one rank only sends and the other
+    only receives, in the same order. gloo's messages do not wait for each other.
+
+    Args:
+        ring: the last rank and the first are neighbors, too: there are several stages a rank.
     """
 
-    def __init__(self, axes: Axes) -> None:
+    def __init__(self, axes: Axes, ring: bool) -> None:
         self.axis = axis = axes.pp
-        self._up = self._down = axis.group
-        if dist.get_backend(axis.group) == "nccl":
-            every = tuple(range(axis.size))
-            self._up, self._down = axes.new_group(every), axes.new_group(every)
+        self._ranks = axis.ranks
+        self._groups: dict[Edge, ProcessGroup | None] = {}
+        if not groups.over_nccl(axis.group):
+            return
+        for pairs in _pairs_apart(axis.size, ring):
+            for up in (True, False):
+                edges = [pair if up else pair[::-1] for pair in pairs]
+                group = axes.new_groups(pairs, f"pp {'up' if up else 'down'}")
+                for edge in edges:
+                    if axis.index in edge:
+                        self._groups[edge] = group
 
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
-        """x, contiguous and left alone until the message is through, to the member `to`."""
+        """x, left alone until the message is through, to the member `to`."""
         timing = note("send", self.axis, x.numel(), x.element_size(), label, (to,))
-        group = self._up if to > self.axis.index else self._down
-        return Pending(x, dist.isend(x, group=group, group_dst=to), x).timed(timing)
+        x = x.contiguous()
+        work = dist.isend(x, self._ranks[to], group=self._group(self.axis.index, to))
+        return Pending(x, work, x).timed(timing)
 
     def receive(self, out: Tensor, source: int, label: str = "") -> Pending:
         """Into `out`, contiguous, the next message from the member `source`."""
         timing = note("recv", self.axis, out.numel(), out.element_size(), label, ())
-        group = self._up if self.axis.index > source else self._down
-        return Pending(out, dist.irecv(out, group=group, group_src=source), out).timed(timing)
+        work = dist.irecv(out, self._ranks[source], group=self._group(source, self.axis.index))
+        return Pending(out, work, out).timed(timing)
+
+    def _group(self, source: int, to: int) -> ProcessGroup | None:
+        return self._groups[source, to] if self._groups else self.axis.group
+
+
+def _pairs_apart(n: int, ring: bool) -> list[list[Edge]]:
+    """The pairs of neighbors among n ranks in a row or a ring, each once and the lower rank first,
+    in sets in which no rank occurs twice: the groups of such a set are made together."""
+    pairs = [(i, i + 1) for i in range(n - 1)]
+    sets = [pairs[::2], pairs[1::2]]
+    if ring and n > 2:
+        # In a ring of even size the closing pair meets only pairs of the first set.
+        sets[1:] = [[*sets[1], (0, n - 1)]] if n % 2 == 0 else [sets[1], [(0, n - 1)]]
+    return [pairs for pairs in sets if pairs]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from gridformer.config.base import Config
 
 Scheme = Literal["single", "megatron", "optimus", "subgraph"]
-SCHEMES: tuple[Scheme, ...] = ("single", "megatron", "optimus", "subgraph")
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)  # described in gridformer.parallel.registry
 PipelineOrder = Literal["gpipe", "1f1b", "interleaved"]
 
 
@@ -95,19 +95,3 @@ class LayoutConfig(Config):
         if self.stages_per_rank > 1:
             return "interleaved"
         return "1f1b" if self.micro_batches >= self.pp else "gpipe"
-
-    def describe(self) -> str:
-        """One phrase for people: `optimus 2x2, dp=2`."""
-        grid = {
-            "single": "single device",
-            "megatron": f"megatron 1x{self.cols}",
-            "optimus": f"optimus {self.rows}x{self.cols}",
-            "subgraph": f"subgraph, {self.branches} branches"
-            + (", common layers on the first" if self.common == "first" else ""),
-        }[self.scheme]
-        sequence = ", sequence parallel" if self.sequence_parallel else ""
-        mode = f" ({self.dp_mode})" if self.dp_mode != "replicate" else ""
-        stages = f", pp={self.pp}" if self.pp > 1 else ""
-        if self.stages_per_rank > 1:
-            stages += f" x {self.stages_per_rank} stages, interleaved"
-        return f"{grid}{sequence}" + (f", dp={self.dp}" if self.dp > 1 else "") + mode + stages

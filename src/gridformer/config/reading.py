@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,13 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
         shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
         if not shipped.exists():
             names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
+            meant = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.5)
             raise ConfigError(
-                [f"{path}: no such run file; shipped run files are {', '.join(names)}"]
+                [
+                    f"{path}: no such run file"
+                    + (f": did you mean '{meant[0]}'?" if meant else "")
+                    + f"; shipped run files are {', '.join(names)}"
+                ]
             )
         path = shipped
     raw = _read_yaml(path)
@@ -63,19 +68,49 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
 def parse_run(
     raw: Mapping[str, Any], overrides: Iterable[str] = (), where: str = "run"
 ) -> RunConfig:
-    """Validate a mapping of the four sections; see load_run."""
+    """Validate a mapping of the four sections; see load_run.
+
+    A problem is told with where its value comes from: an override, or `where`.
+    """
     values: dict[str, Any] = {**raw}
+    overrides = [*overrides]
     for override in overrides:
         _apply(values, override)
     for section in ("model", "layout", "data", "train"):
         if section in values and values[section] is None:  # a heading with nothing below it
             values[section] = {}
     if "model" in values:
-        values["model"] = _expand_model(values["model"])
+        try:
+            values["model"] = _expand_model(values["model"])
+        except ConfigError as error:
+            named = [o for o in overrides if o.startswith(("model=", "model.name="))]
+            if not named:
+                raise
+            text = str(error).removeprefix("model: ")
+            raise ConfigError([f"argument {named[-1]}: {text}"]) from None
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([f"{where}: {_sentence(e)}" for e in error.errors()]) from None
+        told = [_told(e, raw, overrides, where) for e in error.errors()]
+        raise ConfigError(told) from None
+
+
+def _told(error: ErrorDetails, raw: Mapping[str, Any], overrides: Sequence[str], file: str) -> str:
+    """A problem, with where it comes from: an argument of the command line, or the file."""
+    sentence = _sentence(error)
+    place = ".".join(str(part) for part in error["loc"])
+    for override in reversed(overrides):  # the last one counts
+        key = override.partition("=")[0]
+        inside = key.removeprefix(f"{place}.") if place else key
+        if place and (place == key or place.startswith(f"{key}.")):
+            from_here = True
+        elif error["type"] == "extra_forbidden":  # a section, which the file does not have
+            from_here = inside != key and place not in raw
+        else:  # values that do not go together
+            from_here = error["type"] == "value_error" and f"{inside}=" in error["msg"]
+        if from_here:
+            return f"argument {override}: {sentence.removeprefix(f'{override}: ')}"
+    return f"{file}: {sentence}"
 
 
 def _expand_model(model: Any) -> Any:

@@ -16,14 +16,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-import polib
+from typing import TYPE_CHECKING
 
 from gridformer.data.licences import DJANGO, licence_of
 from gridformer.data.messages import Pair, cleaned
 from gridformer.data.pieces import Piece, pieces
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.errors import DataError, UserError
+from gridformer.utils.extras import require
+
+if TYPE_CHECKING:
+    import polib
 
 PREFIX = "gettext:"
 ENGLISH = "en"
@@ -129,6 +132,7 @@ def catalogue_source(spec: str) -> CatalogueSource:
         )
     if language == ENGLISH:
         raise UserError(f"{spec}: catalogues translate from English; name another language")
+    require("polib", spec, "gettext")
     root = Path(place).expanduser() if place else None
     if root is None:
         folders = system_folders(language)
@@ -166,6 +170,8 @@ def system_folders(language: str) -> list[Path]:
 
 def read_catalogue(path: Path) -> polib.MOFile | polib.POFile:
     """A .mo or .po file. Raises DataError where it is damaged or neither."""
+    import polib
+
     try:
         with path.open("rb"):  # polib takes a path that it cannot open for a catalogue's text
             pass

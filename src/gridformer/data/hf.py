@@ -12,6 +12,7 @@ from gridformer.data.pieces import Piece
 from gridformer.data.records import Fields, record_pieces
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.errors import DataError, UserError
+from gridformer.utils.extras import require
 
 _ROWS = 64  # read at a time
 
@@ -146,13 +147,9 @@ def _license(table: Any) -> str | None:
 
 
 def _library(what: str) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"{what}: needs the Hugging Face library datasets, which is not installed: "
-            f"pip install 'gridformer[hf]'"
-        ) from None
+    require("datasets", what, "hf")
+    import datasets
+
     return datasets
 
 

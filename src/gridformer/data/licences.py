@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import polib
+if TYPE_CHECKING:
+    import polib
 
 DJANGO = "BSD-3-Clause, Django"
 POSTGRES = "PostgreSQL License"

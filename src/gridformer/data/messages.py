@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import polib
+if TYPE_CHECKING:
+    import polib
 
 _WORD = re.compile(r"(?<![%\w])[^\W\d_]+")  # a run of letters that is no conversion such as %s
 # The letter after it is a keyboard shortcut: `_File`, `E&xit`. Those of `a_b` and `R&D` are not,

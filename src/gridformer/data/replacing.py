@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gridformer.data.tokenfolder import FILES, INDEX, is_token_folder
 from gridformer.errors import UserError
+from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
 
 
 def check_free(out: Path, overwrite: bool) -> None:
@@ -47,26 +48,12 @@ def written_whole(out: Path, overwrite: bool) -> Iterator[Path]:
     """
     check_free(out, overwrite)
     target = out.resolve()  # a link stays a link, and the folder beside its target can be renamed
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    partial.mkdir()
+    # A name that is drawn: several may write the same folder at a time.
+    writing = hidden_folder(target, f"-{secrets.token_hex(4)}")
+    begin_folder(writing)
     try:
-        yield partial
+        yield writing
         check_free(out, overwrite)  # much may have happened since
-        _swap(partial, target)
+        finish_folder(writing, target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _swap(partial: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}")
-    replaces = target.exists()
-    if replaces:
-        target.rename(old)
-    try:
-        partial.rename(target)
-    except BaseException:
-        if replaces:
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(writing, ignore_errors=True)

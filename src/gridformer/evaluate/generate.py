@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gridformer.comm import Axes
-from gridformer.config import LayoutConfig, RunConfig
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.errors import ConfigError
 from gridformer.evaluate.decode import Search, search
@@ -62,10 +62,44 @@ def load_model(run_dir: Path, device: torch.device) -> Trained:
     root = folder if (folder / "tokenizer.json").exists() else folder.parents[1]
     tokenizer = Tokenizer.load(root / "tokenizer.json")
     model = build_parallel(
-        run.model, LayoutConfig(), Axes(), run.train.seed, device, run.train.dtype
+        run.model,
+        LayoutConfig(),
+        Axes(),
+        run.train.seed,
+        device,
+        run.train.dtype,
+        filled=False,
     )
     checkpoint.load(folder, model, None, Axes())
     return Trained(run, model.eval(), tokenizer)
+
+
+def check_options(model: ModelConfig, given: Sequence[str]) -> None:
+    """Raise ConfigError where an option was given that this model does not look at.
+
+    Args:
+        given: names of fields of `Sampling` and `Search`.
+    """
+    family = model.family
+    samples, searches = family == "gpt2", model.two_stacks
+    of_sampling = {field.name for field in fields(Sampling)}
+    problems = []
+    for name in given:
+        option = f"--{name.replace('_', '-')}"
+        if name in of_sampling and not samples:
+            instead = "use --beams and --length-penalty, or leave it out"
+            problems.append(
+                f"{option} is for gpt2, which draws its words; this model is a {family}: "
+                f"{instead if searches else 'leave it out'}"
+            )
+        elif name not in of_sampling and not searches:
+            instead = "use --temperature, --top-k and --top-p, or leave it out"
+            problems.append(
+                f"{option} is for t5 and transformer, which search with beams; this model is a "
+                f"{family}: {instead if samples else 'leave it out'}"
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 def answer(trained: Trained, prompt: str, sampling: Sampling, how: Search) -> Iterator[str]:

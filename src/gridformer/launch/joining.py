@@ -1,4 +1,4 @@
-"""Whether this process was started by torchrun or by Slurm's srun, and as which rank.
+"""Whether this process was started by `launch`, by torchrun or by srun, and as which rank.
 
 Environment variables only: importing and calling this is cheap.
 """
@@ -16,23 +16,31 @@ from gridformer.errors import UserError
 # Slurm's step ids above this one mean "batch script", "extern", "interactive shell", ...
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# What `launch` sets for the workers that it starts on this machine.
+STORE_FILE = "GRIDFORMER_STORE_FILE"
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE_FILE)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """This process is one of `size`, `local_size` of them on this machine."""
+    """This process is one of `size`, `local_size` of them on this machine.
+
+    The processes meet in the file `store_file` when `launch` started them, which is in a folder
+    that only this user can open; otherwise at the port `master_port` of the host `master_addr`.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    master_addr: str
-    master_port: int
-    by: Literal["torchrun", "srun"]
+    by: Literal["gridformer.launch", "torchrun", "srun"]
+    master_addr: str = ""
+    master_port: int = 0
+    store_file: str = ""
 
 
 def joined(environ: Mapping[str, str] = os.environ) -> Joined | None:
-    """What torchrun or srun says about this process; None when neither started it.
+    """What the launcher of this process says about it; None when none has started it.
 
     A batch script, or a shell, inside a Slurm allocation has not been started as one of several:
     the answer there is None, and the run starts its own processes.
@@ -40,7 +48,9 @@ def joined(environ: Mapping[str, str] = os.environ) -> Joined | None:
     Raises:
         UserError: the variables contradict each other.
     """
-    if all(environ.get(name) for name in _TORCHRUN):
+    if all(environ.get(name) for name in _LAUNCHED):
+        place = _from_launch(environ)
+    elif all(environ.get(name) for name in _TORCHRUN):
         place = _from_torchrun(environ)
     elif _is_srun_task(environ):
         place = _from_srun(environ)
@@ -53,6 +63,18 @@ def joined(environ: Mapping[str, str] = os.environ) -> Joined | None:
             "torchrun or srun, or unset RANK and WORLD_SIZE"
         )
     return place
+
+
+def _from_launch(environ: Mapping[str, str]) -> Joined:
+    size = _number(environ, "WORLD_SIZE")
+    return Joined(
+        rank=_number(environ, "RANK"),
+        size=size,
+        local_rank=_number(environ, "LOCAL_RANK"),
+        local_size=size,
+        by="gridformer.launch",
+        store_file=environ[STORE_FILE],
+    )
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Joined:

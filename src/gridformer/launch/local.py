@@ -4,7 +4,14 @@
         def worker(plan): world = init_world(...); ...; close_world()
 
 One process, or one that torchrun or srun has started: the entrypoint runs right here. Otherwise
-torch's elastic agent starts local processes and watches them.
+worker processes are started and watched here.
+
+Who can reach a run from outside: nobody, when it is local. Its processes meet in a file of a folder
+that only this user can open, what `launch` hands to them travels through pipes, and the sockets
+through which they send tensors are bound to loopback (unless GLOO_SOCKET_IFNAME or
+NCCL_SOCKET_IFNAME names another interface). Under torchrun and srun that is not so: torchrun's
+rendezvous and the store of both listen on all interfaces, ask nobody who they are, and torchrun's
+agent unpickles what it is sent. Use them on a network that you trust, of this job's machines alone.
 
 Exit codes: 0 done; 1 a worker failed (its traceback is the last thing printed); 2 a UserError;
 130, 143, 129 stopped by SIGINT, SIGTERM, SIGHUP.
@@ -13,46 +20,45 @@ Exit codes: 0 done; 1 a worker failed (its traceback is the last thing printed);
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import logging
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from gridformer.errors import ConfigError, UserError
+from gridformer.hardware import n_cores
 from gridformer.launch import stopping
 from gridformer.launch.joining import joined
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from gridformer.launch.working import Meeting, print_last, print_stopped, work, work_here
 
 # What every worker that trains would import by itself.
 PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.distributed.checkpoint",
-    "torch.distributed.elastic.multiprocessing.api",
     "torch._dynamo",  # by every optimizer
     "gridformer.cli.app",  # by __main__
 ]
 # Workers end themselves stopping.GRACE_S after a stop signal; later than this they are killed.
 _PATIENCE_S = stopping.GRACE_S + 0.5
-# How long a worker whose peer broke the connection stays, so that the peer is found first.
-_LINGER_S = 1.0
+# How long after workers whose peer broke the connection that peer itself is waited for.
+_LINGER_S = 3.0
 
 
 def launch(entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: int) -> None:
     """Run `entrypoint(*args)` on every process of the run; returns when all are done.
+
+    A process that torchrun or srun has started ends here if the entrypoint raises while it is in a
+    process group, after the failure has been reported: its peers wait for it until it has gone.
 
     Args:
         entrypoint: a function at the top level of a module.
@@ -64,10 +70,25 @@ def launch(entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: 
         SystemExit: a worker failed (1; its traceback has been printed) or the run was stopped by a
             signal (128 + its number; one line has been printed).
     """
-    if n_processes == 1 or joined():
-        _run_here(entrypoint, args)
-    else:
-        _run_workers(entrypoint, args, n_processes)
+    place = joined()
+    if n_processes == 1 or place:
+        work_here(entrypoint, args, place)
+        return
+    with (
+        _signals() as signals,
+        tempfile.TemporaryDirectory(prefix="gridformer-") as folder,  # mode 0700
+    ):
+        workers = _Workers(n_processes, Meeting(Path(folder)))
+        try:
+            workers.start(entrypoint, args, signals)
+            failure = workers.watch(signals)
+        finally:
+            workers.kill()
+    if failure and not (failure.told_to_stop and signals.first):
+        _report(failure)
+    if signals.first:
+        print_stopped(signal.Signals(signals.first).name)
+        raise SystemExit(128 + signals.first)
 
 
 def warm_up(*modules: str) -> None:
@@ -83,225 +104,220 @@ def warm_up(*modules: str) -> None:
     ensure_running()
 
 
-def _run_here(entrypoint: Callable[..., None], args: tuple[Any, ...]) -> None:
-    stop = stopping.install()
-    try:
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reads the cause of a failure there
-            from torch.distributed.elastic.multiprocessing.errors import record
-
-            entrypoint = record(entrypoint)
-        entrypoint(*args)
-    finally:
-        stop.uninstall()
-    if stop.requested:
-        if os.environ.get("RANK", "0") == "0":
-            _print_stopped(stop.signal_name)
-        raise SystemExit(stop.exit_code)
+# --------------------------------------------------------------------------- the workers
 
 
-# --------------------------------------------------------------------------- the launcher
+class _Workers:
+    """The worker processes of a run, seen from the launcher."""
+
+    def __init__(self, size: int, meeting: Meeting) -> None:
+        self.size, self.meeting = size, meeting
+        self._started: list[ForkServerProcess] = []
+        self._kill_at = float("inf")  # finite when the workers have been told to end
+
+    def start(
+        self, entrypoint: Callable[..., None], args: tuple[Any, ...], signals: _Signals
+    ) -> None:
+        """Start all, or those up to the moment when a signal asks to stop."""
+        warm_up(entrypoint.__module__)
+        context = multiprocessing.get_context("forkserver")
+        threads = _threads(self.size)
+        for rank in range(self.size):
+            process = context.Process(
+                target=work,
+                args=(entrypoint, args, rank, self.size, self.meeting, threads),
+                name=f"rank {rank}",
+            )
+            process.start()
+            self._started.append(process)
+            if signals.first:
+                # SIGINT would make Python print a traceback before the worker listens to signals.
+                self._tell(signal.SIGTERM)
+                break
+
+    def watch(self, signals: _Signals) -> Failure | None:
+        """Wait until no worker is left.
+
+        The others are told to end when one fails. Returns the failure that explains the run's end;
+        None when all is done, or a signal came first.
+        """
+        tell_at = float("inf")
+        found: list[Failure] = []
+        running = {process.sentinel: rank for rank, process in enumerate(self._started)}
+        while running:
+            now = time.monotonic()
+            if now >= self._kill_at:
+                self.kill()
+                break
+            if signals.first or now >= tell_at:
+                self._tell(signals.first or signal.SIGTERM)
+            until = min(self._kill_at, tell_at if not self._told else float("inf"))
+            ready = wait([*running, signals.reader], None if until == float("inf") else until - now)
+            signals.clear()
+            ended = [running.pop(s) for s in ready if s in running]
+            if self._told or signals.first:
+                continue  # from here on they end because they were told to
+            found += [failure for rank in ended if (failure := self._failure(rank))]
+            if found:
+                tell_at = min(tell_at, time.monotonic() + self._lingering(found))
+        return min(found, key=Failure.order, default=None)
+
+    def kill(self) -> None:
+        """Leave no worker behind."""
+        for process in self._started:
+            if process.is_alive():
+                process.kill()
+        for process in self._started:
+            process.join(1.0)
+
+    def _lingering(self, found: list[Failure]) -> float:
+        """How long the others may go on; those that failed unseen are added to `found`."""
+        if all(failure.told_to_stop for failure in found):
+            return _PATIENCE_S  # the others have agreed to stop, and may be writing still
+        known = {failure.rank for failure in found}
+        for rank, process in enumerate(self._started):  # wrote why it failed, and has not ended yet
+            if rank not in known and self.meeting.error_file(rank).exists():
+                found.append(Failure(rank, process.pid, None, self._read(rank)))
+        if all(failure.caused_by_peer or failure.told_to_stop for failure in found):
+            return _LINGER_S
+        self.meeting.failed.touch()
+        return 0.0
+
+    def _failure(self, rank: int) -> Failure | None:
+        process = self._started[rank]
+        process.join(1.0)
+        if process.exitcode == 0:
+            return None
+        return Failure(rank, process.pid, process.exitcode, self._read(rank))
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        path = self.meeting.error_file(rank)
+        if not path.exists():
+            return {}
+        message: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["message"]
+        return message
+
+    @property
+    def _told(self) -> bool:
+        return self._kill_at < float("inf")
+
+    def _tell(self, signum: int) -> None:
+        """Tell those that are left to end, once: who is left after our patience will be killed."""
+        if self._told:
+            return
+        self._kill_at = time.monotonic() + _PATIENCE_S
+        for process in self._started:
+            if process.pid and process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
 
 
-def _run_workers(entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: int) -> None:
-    warm_up(entrypoint.__module__)
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+class Failure:
+    """How a worker ended that did not end well. `message` is what it said itself, if it could."""
 
-    signals = [s.name for s in stopping.SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-    with tempfile.TemporaryDirectory(prefix="gridformer-") as folder, _quiet(), _signals_restored():
-        settings: dict[str, Any] = {
-            "min_nodes": 1,
-            "max_nodes": 1,
-            "nproc_per_node": n_processes,
-            "run_id": f"gridformer-{os.getpid()}",
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": "localhost:0",  # any free port
-            "local_addr": "localhost",
-            "max_restarts": 0,
-            "start_method": "forkserver",
-            "logs_specs": DefaultLogsSpecs(log_dir=folder),
-            "signals_to_handle": ",".join(signals),
-            "shutdown_timeout": round(_PATIENCE_S),
-        }
-        known = {field.name for field in dataclasses.fields(LaunchConfig)}  # grows by release
-        config = LaunchConfig(**{k: v for k, v in settings.items() if k in known})
-        try:
-            elastic_launch(config, _worker)(entrypoint, args, _threads(n_processes))
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            _report(rank, failure)
-        except (SignalException, KeyboardInterrupt) as stopped:
-            _end_workers()
-            signum = getattr(stopped, "sigval", signal.SIGINT)
-            _print_stopped(signal.Signals(signum).name)
-            raise SystemExit(128 + signum) from None
-        finally:
-            _end_workers()
+    def __init__(
+        self, rank: int, pid: int | None, exitcode: int | None, message: dict[str, Any]
+    ) -> None:
+        self.rank, self.pid, self.message = rank, pid, message
+        self.exitcode = 1 if exitcode is None else exitcode
+        self.time: float = message.get("time", time.time())
+
+    @property
+    def caused_by_peer(self) -> bool:
+        return bool(self.message.get("caused_by_peer"))
+
+    @property
+    def told_to_stop(self) -> bool:
+        return not self.message and self.exitcode - 128 in stopping.SIGNALS
+
+    def order(self) -> tuple[int, float]:
+        """What explains a run's end comes first: a worker that was killed, or crashed, before those
+        that raised, and before those whose connection broke.
+
+        Not so for SIGABRT: NCCL's watchdog ends a worker with it, long after a peer has failed.
+        """
+        killed = self.exitcode < 0 and -self.exitcode != signal.SIGABRT and not self.message
+        return (
+            0 if killed else 3 if self.told_to_stop else 2 if self.caused_by_peer else 1,
+            self.time,
+        )
 
 
-def _report(rank: int, failure: ProcessFailure) -> None:
+def _report(failure: Failure) -> NoReturn:
     """Tell why a worker failed, and leave with the right exit code."""
-    data = failure.error_file_data.get("message")
-    if isinstance(data, dict) and "user_error" in data:
-        if data.get("problems"):
-            raise ConfigError(data["problems"])
-        raise UserError(data["user_error"])
-    if isinstance(data, dict):
-        _print(f"rank {rank} failed:\n\n{data['extraInfo']['py_callstack'].rstrip()}")
+    rank, message, exitcode = failure.rank, failure.message, failure.exitcode
+    if "user_error" in message:
+        if message.get("problems"):
+            raise ConfigError(message["problems"])
+        raise UserError(message["user_error"])
+    if message:
+        print_last(f"rank {rank} failed:\n\n{message['extraInfo']['py_callstack'].rstrip()}")
         raise SystemExit(1)
     who = f"rank {rank} (pid {failure.pid})"
-    if failure.exitcode - 128 in stopping.SIGNALS:
-        name = signal.Signals(failure.exitcode - 128).name
-        _print_stopped(f"{name} sent to rank {rank}")
-        raise SystemExit(failure.exitcode)
-    if failure.exitcode >= 0:
-        _print(f"{who} exited with code {failure.exitcode} and no error message")
+    if failure.told_to_stop:
+        print_stopped(f"{signal.Signals(exitcode - 128).name} sent to rank {rank}")
+        raise SystemExit(exitcode)
+    if exitcode >= 0:
+        print_last(f"{who} exited with code {exitcode} and no error message")
         raise SystemExit(1)
     cause = "a crash in native code: see what it printed above"
-    if -failure.exitcode == signal.SIGKILL:
+    if -exitcode == signal.SIGKILL:
         cause = (
             "out of memory is the usual cause: try a smaller batch, more micro_batches, or a "
             "layout that splits the model further"
         )
-    name = failure.signal_name()
-    _print(f"{who} was killed by signal {-failure.exitcode} ({name}): {cause}")
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:  # a real-time signal
+        name = "no name"
+    print_last(f"{who} was killed by signal {-exitcode} ({name}): {cause}")
     raise SystemExit(1)
 
 
-def _end_workers() -> None:
-    """Leave no worker behind: also after a second signal, or one that came while they started."""
-    children = multiprocessing.active_children()
-    if not children:
-        return
-    for signum in stopping.SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)  # the wait is short enough
-    for child in children:
-        child.terminate()
-    deadline = time.monotonic() + _PATIENCE_S
-    for child in children:
-        child.join(max(0.0, deadline - time.monotonic()))
-        if child.is_alive():
-            child.kill()
-            child.join(1.0)
+# --------------------------------------------------------------------------- signals
+
+
+@dataclass
+class _Signals:
+    """The first stop signal that the launcher got; something can be read when one has come."""
+
+    reader: int
+    writer: int
+    first: int | None = None
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.reader, 64)
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """A handler of Python's `signal`. Later signals change nothing."""
+        self.first = self.first or signum
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.writer, b"\0")
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the agent's own log lines, unless the user asked for them: ours say the same."""
-    if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
-        yield
-        return
-    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+def _signals() -> Iterator[_Signals]:
+    """Take stop signals inside the block; a SIGHUP that nohup ignores stays ignored."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signals = _Signals(reader, writer)
+    before: dict[int, Any] = {}
     try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-
-
-@contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
-    names = [*stopping.SIGNALS, signal.SIGQUIT]
-    before = {signum: signal.getsignal(signum) for signum in names}
-    try:
-        yield
+        for signum in stopping.SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                before[signum] = signal.signal(signum, signals.note)
+        yield signals
     finally:
         for signum, handler in before.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-
-
-def _print_stopped(by: str) -> None:
-    _print(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}")
-
-
-def _print(text: str) -> None:
-    sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
+        os.close(reader)
+        os.close(writer)
 
 
 def _threads(n_processes: int) -> int | None:
     """Threads a worker; None when the user has chosen with OMP_NUM_THREADS."""
     if os.environ.get("OMP_NUM_THREADS"):
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // n_processes)
-
-
-# --------------------------------------------------------------------------- a worker
-
-
-def _worker(entrypoint: Callable[..., None], args: tuple[Any, ...], threads: int | None) -> None:
-    """What a started process runs: the entrypoint; a failure is written down for the launcher."""
-    stop = stopping.install()
-    stop.is_hopeless = _a_peer_has_failed
-    threading.Thread(target=_die_with_launcher, name="launcher watch", daemon=True).start()
-    if sys.platform == "linux":
-        # All peers are on this machine; its own host name often does not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if threads is not None:
-        import torch
-
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes started from here
-        torch.set_num_threads(threads)  # OpenMP itself has read the variable long ago
-    try:
-        entrypoint(*args)
-    except Exception as error:
-        stop.nothing_left_to_save()
-        caused_by_peer = _is_effect_of_a_peer(error)
-        if not stop.requested:
-            _write_failure(error)
-            if caused_by_peer:
-                time.sleep(_LINGER_S)
-            raise SystemExit(2 if isinstance(error, UserError) else 1) from None
-        if caused_by_peer:
-            stop.tell_nothing_was_saved("another rank did not end its step")
-        else:  # for instance a checkpoint that could not be written
-            traceback.print_exc()
-    stop.nothing_left_to_save()
-    if stop.requested:
-        raise SystemExit(stop.exit_code)
-
-
-def _die_with_launcher() -> None:
-    """End this process when the launcher is gone, even killed, whatever the main thread does."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
-def _write_failure(error: Exception) -> None:
-    """Fill the file in which torch's elastic agent looks for a worker's error."""
-    first = error.__traceback__.tb_next if error.__traceback__ else None  # without our own frame
-    text = "".join(traceback.format_exception(type(error), error, first))
-    message: dict[str, Any] = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-    }
-    if isinstance(error, UserError):
-        message["user_error"] = str(error)
-        message["problems"] = getattr(error, "problems", [])
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
-
-
-def _a_peer_has_failed() -> bool:
-    """Whether any worker on this machine has written its error file, FOLDER/RANK/error.json."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    return bool(path) and any(Path(path).parents[1].glob("*/error.json"))
-
-
-def _is_effect_of_a_peer(error: Exception) -> bool:
-    """Whether a collective failed because another rank is gone: that one's failure is the cause."""
-    import torch.distributed as dist
-
-    signs = ("closed by peer", "reset by peer", "Broken pipe", "Socket closed", "gloo/transport")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-    )
+    return max(1, n_cores() // n_processes)

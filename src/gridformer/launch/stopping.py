@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 GRACE_S = 3.5  # with what the launcher needs to leave, all is over within 5 s
 SIGNALS = tuple(
@@ -132,7 +132,7 @@ class StopRequest:
     def _give_up(self) -> None:
         if self.grace_s:
             self.tell_nothing_was_saved(f"the step did not end within {self.grace_s:g} s")
-        _end_process(self.exit_code)
+        end_process(self.exit_code)
 
     def tell_nothing_was_saved(self, why: str) -> None:
         """Say, on one rank of the run, that the work since the last checkpoint is lost."""
@@ -141,7 +141,8 @@ class StopRequest:
             os.write(2, message.encode())  # sys.stderr's lock may be held by the main thread
 
 
-def _end_process(code: int) -> None:
+def end_process(code: int) -> NoReturn:
+    """End this process at once, whatever its threads do, after what has been printed is out."""
     for stream in (sys.stdout, sys.stderr):
         # A thread of its own: the stream's lock may be held by a main thread that is stuck.
         flusher = threading.Thread(target=stream.flush, daemon=True)

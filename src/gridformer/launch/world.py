@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +17,8 @@ if TYPE_CHECKING:  # torch takes a second to import, and the command line import
     import torch.distributed as dist
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+_PRODUCT = "rows x cols x branches x dp x pp"
+_ABORT_S = 2.0  # an abort that takes longer hangs
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,13 @@ def check_devices(device: DeviceChoice, n_processes: int, nproc: int | None = No
     place = joined()
     if nproc is not None and nproc != n_processes:
         problems.append(
-            f"--nproc={nproc}, but the layout needs {n_processes} processes (rows x cols x dp x "
-            f"pp): leave --nproc out, or change the layout"
+            f"--nproc={nproc}, but the layout needs {n_processes} processes ({_PRODUCT}): leave "
+            f"--nproc out, or change the layout"
         )
     if place and place.size != n_processes:
         problems.append(
-            f"{place.by} started {place.size} processes, but the layout needs {n_processes} (rows "
-            f"x cols x dp x pp): start {n_processes}, or change the layout"
+            f"{place.by} started {place.size} processes, but the layout needs {n_processes} "
+            f"({_PRODUCT}): start {n_processes}, or change the layout"
         )
     if device == "cuda" and not problems:
         problems += _too_few_gpus(place, place.local_size if place else n_processes)
@@ -104,21 +108,55 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
 
 
 def close_world() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one, at the end of a run that went well.
+
+    Never call this while an exception is on its way: see `abandon_world`.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
+def abandon_world() -> None:
+    """Give the process group up after a failure, without waiting for anybody.
+
+    The peers may be inside a collective that this rank will never enter. Destroying an NCCL group
+    then waits until train.timeout_s is over, so NCCL is aborted instead, and left to itself if even
+    that takes long. Nothing is done about gloo: its sockets close with this process, which must
+    end soon, and its peers notice that at once.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or "nccl" not in dist.get_backend():
+        return
+
+    def abort() -> None:
+        with contextlib.suppress(Exception):  # the failure has been reported: nothing to add
+            dist.distributed_c10d._abort_process_group()
+
+    thread = threading.Thread(target=abort, name="abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_S)
+
+
 def _store(place: Joined, timeout: timedelta) -> dist.Store:
     """The key-value store that processes meet in, empty at every attempt.
+
+    Workers that `launch` started meet in a file of a private folder: nothing listens. Those of
+    torchrun and srun meet at a TCP port, which is open on all interfaces and asks nobody who they
+    are.
 
     After an elastic restart, torchrun's own store still holds the dead attempt's addresses under
     the names that gloo uses, so each attempt gets a prefix of its own.
     """
     import torch.distributed as dist
 
+    if place.store_file:
+        # No number of workers: with one, the file would go when the first few have left.
+        file = dist.FileStore(place.store_file)
+        file.set_timeout(timeout)
+        return file
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         place.master_addr,

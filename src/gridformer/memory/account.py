@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gridformer.memory.ledger import Entry, Ledger, in_backward
+from gridformer.memory.ledger import Entry, Ledger
 from gridformer.models import blocks
+from gridformer.models.blocks.recompute import in_backward
 from gridformer.parallel import norms as grid_norms
 from gridformer.parallel.pipeline import Event
 from gridformer.parallel.sharding import part_of

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from gridformer.config import RunConfig
-from gridformer.errors import ConfigError
-from gridformer.hardware import GIB, free_memory
+from gridformer.hardware import free_memory
 from gridformer.launch import joined
-from gridformer.layout import check
-from gridformer.memory.account import Account
+from gridformer.layout import broken_rules
+from gridformer.memory.account import STATES, Account
+from gridformer.memory.estimate import states_of, total_states
 from gridformer.memory.foretell import foretell, on_gpu
 from gridformer.memory.ranks import largest_ranks
 from gridformer.models import build_model
+from gridformer.parallel.registry import spec_of
+from gridformer.utils.units import GIB, format_bytes, format_setting
 
 Changes = dict[str, Any]  # dotted keys of a run, and their new values
+# What was found, if anything, and what goes on from now on.
+Tell = Callable[[str, str], None]
+
+SEARCH_S = 20.0  # for settings that fit; a user waits for it
 
 OWN_CPU = GIB * 2 // 5  # what a process holds before any tensor
 OWN_CUDA = GIB  # the driver's context, NCCL's buffers
 USABLE = 0.95  # of a GPU: what an allocator that caches and rounds can give out
+
+
+def silent(found: str, doing: str) -> None:
+    """For callers whom nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +57,25 @@ def room_of(run: RunConfig) -> Room | None:
     if gpus >= n_here:
         least = min(torch.cuda.get_device_properties(i).total_memory for i in range(n_here))
         usable = round(least * USABLE) - OWN_CUDA
-        return Room(usable, f"{in_gib(usable)} of a GPU's {in_gib(least)} can be given to tensors")
+        return Room(
+            usable,
+            f"{format_bytes(usable)} of a GPU's {format_bytes(least)} can be given to tensors",
+        )
     free = free_memory()
     if free is None:
         return None
     share = max(0, free // n_here - OWN_CPU)
-    own = f"{n_here} processes, which take {in_gib(OWN_CPU)} each for themselves"
-    return Room(share, f"{in_gib(share)} each are left, with {in_gib(free)} free here and {own}")
+    own = f"{n_here} processes, which take {format_bytes(OWN_CPU)} each for themselves"
+    return Room(
+        share, f"{format_bytes(share)} each are left, with {format_bytes(free)} free here and {own}"
+    )
 
 
-def fit_problems(run: RunConfig) -> list[str]:
+def fit_problems(run: RunConfig, tell: Tell = silent) -> list[str]:
     """Why a checked run cannot fit on this machine, with settings that do; mostly none.
 
-    The account is only taken where a bound that costs nothing does not already say that it fits.
+    The account is only taken where bounds that cost nothing do not already answer. tell: is told at
+    once what is found and what goes on, for settings that fit may take a while to find.
     """
     place = joined()
     if place and place.local_rank > 0:  # the first process of a machine speaks for all of them
@@ -64,28 +83,87 @@ def fit_problems(run: RunConfig) -> list[str]:
     room = room_of(run)
     if room is None or at_most(run) <= room.n_bytes:
         return []
+    if states_of(run) > room.n_bytes:
+        return [refusal(run, None, room, tell)]
+    tell("", "looking whether it fits into memory")
+    began = time.monotonic()
     worst = max(foretell(run, [*largest_ranks(run)]), key=lambda account: account.peak)
     if worst.peak <= room.n_bytes:
         return []
-    return [refusal(run, worst, room)]
+    return [refusal(run, worst, room, tell, time.monotonic() - began)]
 
 
-def refusal(run: RunConfig, worst: Account, room: Room) -> str:
-    """That it does not fit, of what it consists, and what would."""
-    states = sum(worst.by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
-    text = (
-        f"rank {worst.rank} would hold {in_gib(worst.peak)} at a time ({worst.moment}): "
-        f"{in_gib(states)} of parameters, gradients and optimizer, {in_gib(worst.activations)} of "
-        f"activations, and more; but {room.why}: "
-    )
-    offers = [
-        f"{' '.join(f'{key}={_yaml(value)}' for key, value in offer.changes.items())} "
-        f"({in_gib(offer.peak)})"
-        for offer in nearest(run, worst, room.n_bytes)
-    ]
-    if not offers:
-        return text + "no setting that saves memory is enough; use a layout of more processes"
-    return text + "use " + ", or ".join(offers)
+def refusal(
+    run: RunConfig,
+    worst: Account | None,
+    room: Room,
+    tell: Tell = silent,
+    took: float = 0.0,
+) -> str:
+    """That it does not fit, of what it consists, and what would.
+
+    worst: the account of the rank that holds most; not needed where the room is too small for
+    parameters, gradients and optimizer alone. took: seconds that it took; settings of which each
+    would take longer than there is time are not tried.
+    """
+    if worst is None:
+        alone = format_bytes(states_of(run))
+        text = f"a rank would hold {alone} of parameters, gradients and optimizer alone"
+    else:
+        states = sum(worst.by_kind.get(kind, 0) for kind in STATES)
+        text = (
+            f"rank {worst.rank} would hold {format_bytes(worst.peak)} at a time ({worst.moment}): "
+            f"{format_bytes(states)} of parameters, gradients and optimizer, "
+            f"{format_bytes(worst.activations)} of activations, and more"
+        )
+    text += f"; but {room.why}: "
+    said = f"It does not fit: {text[:-2]}."
+    looking = partial(tell, said, f"looking for settings that do, {SEARCH_S:g} s at most")
+    patience = Patience(time.monotonic() + SEARCH_S, took, looking)
+    found = nearest(run, worst, room.n_bytes, patience=patience)
+    if found:
+        offers = (
+            f"{' '.join(format_setting(*change) for change in offer.changes.items())} "
+            f"({format_bytes(offer.peak)})"
+            for offer in found
+        )
+        return text + "use " + ", or ".join(offers)
+    if patience.is_over:
+        return text + (
+            f"no setting that fits was found within {SEARCH_S:g} s; use a layout of more devices, "
+            "or try settings with `gridformer memory`"
+        )
+    if worst is None:
+        devices = math.ceil(total_states(run) / max(1, room.n_bytes))
+        return text + (
+            f"no setting that saves memory is enough; use a layout of {devices:,} or more devices "
+            "of that size"
+        )
+    return text + "no setting that saves memory is enough; use a layout of more devices"
+
+
+@dataclass
+class Patience:
+    """Until when settings are tried, by time.monotonic.
+
+    longest: seconds that one of them took. begins: is called before the first is tried.
+    """
+
+    until: float = math.inf
+    longest: float = 0.0
+    begins: Callable[[], None] | None = None
+    is_over: bool = False
+    _last: float = field(default_factory=time.monotonic)
+
+    def ends(self) -> bool:
+        """Whether there is no time for another one. To be asked before each."""
+        if self.begins is not None:
+            self.begins()
+            self.begins = None
+        now = time.monotonic()
+        self.longest, self._last = max(self.longest, now - self._last), now
+        self.is_over = self.is_over or now + self.longest > self.until
+        return self.is_over
 
 
 @dataclass(frozen=True)
@@ -96,23 +174,37 @@ class Offer:
     peak: int
 
 
-def nearest(run: RunConfig, worst: Account, n_bytes: int, at_most: int = 3) -> list[Offer]:
+def nearest(
+    run: RunConfig,
+    worst: Account | None,
+    n_bytes: int,
+    at_most: int = 3,
+    patience: Patience | None = None,
+) -> list[Offer]:
     """Settings of the same layout and batch with which a run fits: single ones, cheapest first; if
-    there is none, several together, and at last a smaller batch."""
+    there is none, several together, and at last a smaller batch.
 
-    def peak(changes: Changes) -> int | None:
-        """None where the run could not be, or its stages would change places as the largest."""
+    patience: how long settings are tried; without it, all of them.
+    """
+    patience = patience or Patience()
+    most = worst.peak if worst else math.inf
+
+    def peak(changes: Changes) -> float | None:
+        """Nothing where the run could not be; a bound where that is too much already."""
         other = changed(run, changes)
         if other is None:
             return None
-        found = foretell(other, [worst.rank])[0].peak
-        if found > n_bytes or run.layout.pp == 1:
-            return found
+        bound = states_of(other)
+        if bound > n_bytes:
+            return bound
+        if patience.ends():
+            return None
+        if worst is not None:
+            found = foretell(other, [worst.rank])[0].peak
+            if found > n_bytes or run.layout.pp == 1:
+                return found
+        # Stages may change places as the largest.
         return max(account.peak for account in foretell(other, [*largest_ranks(other)]))
-
-    parameters = worst.by_kind.get("parameters", 0)
-    if run.layout.dp_mode != "fsdp" and parameters / run.layout.dp > n_bytes:
-        return []  # no setting makes them smaller than fsdp would
 
     found: list[Offer] = []
     saves: list[Changes] = []
@@ -121,10 +213,10 @@ def nearest(run: RunConfig, worst: Account, n_bytes: int, at_most: int = 3) -> l
             continue  # a milder value of the same will do
         size = peak(change)
         if size is not None and size <= n_bytes:
-            found.append(Offer(change, size))
+            found.append(Offer(change, round(size)))
             if len(found) == at_most:
                 return found
-        elif size is not None and size < worst.peak:
+        elif size is not None and size < most:
             saves.append(change)
     if found:
         return found
@@ -133,11 +225,11 @@ def nearest(run: RunConfig, worst: Account, n_bytes: int, at_most: int = 3) -> l
         together |= change
         size = peak(together)
         if size is not None and size <= n_bytes:
-            return [Offer(together, size)]
+            return [Offer(together, round(size))]
     for batch in _smaller_batches(run):
         size = peak(together | batch)
         if size is not None and size <= n_bytes:
-            return [Offer(together | batch, size)]
+            return [Offer(together | batch, round(size))]
     return []
 
 
@@ -146,8 +238,8 @@ def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
     layout, train = run.layout, run.train
     if train.loss_tokens == 0 or train.loss_tokens > 256:
         yield {"train.loss_tokens": 256}
-    if layout.scheme == "megatron" and not layout.sequence_parallel and layout.cols > 1:
-        yield {"layout.sequence_parallel": True}
+    free, slower = spec_of(layout).savings(layout)
+    yield from free
     if layout.dp > 1 and layout.dp_mode == "replicate":
         yield {"layout.dp_mode": "zero1"}
     if train.recompute == "none":
@@ -157,8 +249,7 @@ def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
         yield {"train.update": "in_backward"} | by_layer
     for factor in (2, 4, 8, 16):
         yield {"layout.micro_batches": layout.micro_batches * factor}
-    if layout.scheme == "optimus" and layout.schedule != "pipelined":
-        yield {"layout.schedule": "pipelined"}
+    yield from slower
     if layout.dp > 1 and layout.dp_mode != "fsdp":
         yield {"layout.dp_mode": "fsdp"}
     if train.recompute != "full":
@@ -182,10 +273,9 @@ def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
         values[section][name] = value
     try:
         other = RunConfig.model_validate(values)
-        check(other)
-    except (ValueError, ConfigError):
+    except ValueError:
         return None
-    return other
+    return None if broken_rules(other) else other
 
 
 def at_most(run: RunConfig) -> int:
@@ -207,14 +297,3 @@ def at_most(run: RunConfig) -> int:
     masks = 16 * 8 * sequences * ((s + source) * max(model.hidden_size, model.ffn_size) + scores)
     activations = (a_layer * (model.n_layers + 1) * under_way + logits) * size
     return 10 * parameters * size + activations + masks
-
-
-def in_gib(n_bytes: float) -> str:
-    """`1.5 GiB`, or MiB if that reads better."""
-    if n_bytes < GIB / 10:
-        return f"{n_bytes / 2**20:.3g} MiB"
-    return f"{n_bytes / GIB:.3g} GiB"
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -28,8 +28,8 @@ from gridformer.hardware import n_cores
 from gridformer.launch import warm_up
 from gridformer.layout import build_axes
 from gridformer.memory.account import Account, take_account
+from gridformer.memory.fake import fake_tensors, skip_middle_chunks
 from gridformer.parallel import build_parallel
-from gridformer.parallel.summa import only_some_parts
 from gridformer.train.step import Stepper
 
 DEVICE = torch.device("cpu")
@@ -52,8 +52,6 @@ def foretell_rank(run: RunConfig, rank: int) -> Account:
 
     Not in a process that belongs to a process group already.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     decisions = decide_run(run)  # before the step is made shorter: they look at its length
     rows = run.train.global_batch // run.layout.dp
     run = shortened(run)
@@ -61,10 +59,18 @@ def foretell_rank(run: RunConfig, rank: int) -> Account:
     left_out = rows - train.global_batch // layout.dp
     with playing(rank, layout.n_processes):
         axes = build_axes(layout, DEVICE.type, decisions.block)
-        with FakeTensorMode(), only_some_parts():
+        with fake_tensors():
             model = build_parallel(
-                run.model, layout, axes, train.seed, DEVICE, train.dtype, decisions.choices
+                run.model,
+                layout,
+                axes,
+                train.seed,
+                DEVICE,
+                train.dtype,
+                decisions.choices,
+                filled=False,
             )
+            skip_middle_chunks(model)
             stepper = Stepper(model, train, axes, layout)
             stepper.updates.allocate(0)
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gridformer.models.blocks.recompute import in_backward
+
 
 @dataclass
 class Entry:
@@ -39,17 +41,12 @@ class Entry:
     until_backward: bool = False
 
 
-_open: list[Ledger] = []
-
-
-def resized(tensor: Tensor) -> None:
-    """Tell the ledger, if one is kept, that a storage was let go of, or filled again, in place."""
-    for ledger in _open:
-        ledger.resized(tensor)
-
-
 class Ledger(TorchDispatchMode):
-    """Keeps the log while it is entered. `place` is set by whoever knows what goes on."""
+    """Keeps the log while it is entered. `place` is set by whoever knows what goes on.
+
+    Storages that are resized in place (a message's buffer is freed, a parameter is gathered again)
+    pass no operator: while the log is kept, `UntypedStorage.resize_` tells it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,17 +78,22 @@ class Ledger(TorchDispatchMode):
         return n_bytes
 
     def __enter__(self) -> Ledger:
-        _open.append(self)
+        self._real_resize = resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+            found = resize(storage, n_bytes)
+            self._resized(storage)
+            return found
+
+        setattr(torch.UntypedStorage, "resize_", resize_and_tell)  # noqa: B010
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        _open.remove(self)
         super().__exit__(*raised)
+        setattr(torch.UntypedStorage, "resize_", self._real_resize)  # noqa: B010
 
-    def resized(self, tensor: Tensor) -> None:
-        """See the function of this name."""
-        storage = tensor.untyped_storage()
+    def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._known.get(id(storage))
         if known is None or known[0]() is not storage:
             return
@@ -182,8 +184,3 @@ class Ledger(TorchDispatchMode):
                 break
             found = place
         return found
-
-
-def in_backward() -> bool:
-    """Whether this is done by a backward pass, or computed again for one."""
-    return torch._C._current_graph_task_id() != -1

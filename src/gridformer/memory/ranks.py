@@ -9,6 +9,7 @@ from gridformer.decisions import decide_run
 from gridformer.errors import ConfigError
 from gridformer.layout import mesh_ranks
 from gridformer.parallel.pipeline.partition import link_names, stages_of
+from gridformer.parallel.registry import spec_of
 
 
 def largest_ranks(run: RunConfig) -> dict[int, str]:
@@ -24,9 +25,9 @@ def largest_ranks(run: RunConfig) -> dict[int, str]:
     found: dict[int, str] = {}
     for pp, stages in _stages(run).items():
         here = ranks[pp]
-        if layout.scheme == "subgraph" and layout.common == "first":
+        if spec_of(layout).boundary(layout).lies == "first":
             found[int(here[0, 0])] = _join(stages, "first sub-grid")
-            if layout.branches > 1:
+            if here.shape[1] > 1:
                 found[int(here[0, 1])] = _join(stages, "other sub-grids")
         else:
             alike = f"all {here.numel()} alike" if here.numel() > 1 else ""

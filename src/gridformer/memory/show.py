@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gridformer.config import RunConfig
-from gridformer.hardware import GIB
 from gridformer.memory.account import KINDS, Account
+from gridformer.parallel.registry import describe
+from gridformer.utils.units import byte_unit
 
-MIB = 2**20
 _COLUMNS = 5  # of ranks side by side
 # Alike are states, activations, and what passes; so shades tell the three apart.
 _COLOURS = {
@@ -35,7 +35,7 @@ def print_accounts(
 ) -> None:
     """What each rank holds at its peak, one column a rank."""
     console.print(Text(_title(run)))
-    unit, name = _unit(max(account.peak for account in accounts))
+    unit, name = byte_unit(max(account.peak for account in accounts))
     for start in range(0, len(accounts), _COLUMNS):
         some = accounts[start : start + _COLUMNS]
         table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
@@ -62,7 +62,7 @@ def write_page(
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    unit, name = _unit(max(account.peak for account in accounts))
+    unit, name = byte_unit(max(account.peak for account in accounts))
     titles = [
         f"{_heading(account, stand_for).replace(chr(10), ', ')}: {account.peak / unit:.4g} {name} "
         f"({account.moment})"
@@ -133,16 +133,12 @@ def _title(run: RunConfig) -> str:
     ]
     micro = train.global_batch // (run.layout.dp * run.layout.micro_batches)
     parts = [f"{micro} samples a micro-batch", train.dtype, *saving]
-    return f"{run.model.name} on {run.layout.describe()}: {', '.join(parts)}"
+    return f"{run.model.name} on {describe(run.layout)}: {', '.join(parts)}"
 
 
 def _heading(account: Account, stand_for: Mapping[int, str]) -> str:
     said = stand_for.get(account.rank, "")
     return f"rank {account.rank}" + (f"\n{said}" if said else "")
-
-
-def _unit(largest: int) -> tuple[int, str]:
-    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
 
 
 def _size(n_bytes: int, unit: int) -> str:

@@ -6,19 +6,20 @@ from gridformer.config import Family, ModelConfig
 from gridformer.models.bert import BERT
 from gridformer.models.encoder_decoder import EncoderDecoder
 from gridformer.models.gpt2 import GPT2
-from gridformer.models.model import LOSSES, Link, Model, State
+from gridformer.models.model import LOSSES, Activations, Link, Model
 from gridformer.models.t5 import T5
 from gridformer.models.transformer import Transformer
 
 __all__ = [
     "BERT",
+    "FAMILIES",
     "GPT2",
     "LOSSES",
     "T5",
+    "Activations",
     "EncoderDecoder",
     "Link",
     "Model",
-    "State",
     "Transformer",
     "build_model",
     "count_parameters",

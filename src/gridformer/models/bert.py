@@ -7,7 +7,7 @@ parameters (Shoeybi et al. 2019, section 5.3).
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from gridformer.models.blocks import (
     Classifier,
     Dropout,
     Init,
+    KVCache,
     Layer,
     LayerNorm,
     Linear,
@@ -29,8 +30,9 @@ from gridformer.models.blocks import (
     Style,
     TiedHead,
     TokenEmbedding,
+    added_to_scores,
 )
-from gridformer.models.model import Link, Model, State
+from gridformer.models.model import Activations, Link, Model
 
 
 class BERT(Model):
@@ -66,21 +68,6 @@ class BERT(Model):
         if config.n_labels:
             self.classifier = Classifier(h, config.n_labels, std)
 
-    def links(self) -> list[Link]:
-        first = ("tokens", "positions", "segments", "dropout") + ("embedding_norm",) * self.post
-        last = ("norm",) * (not self.post) + ("transform", "head_norm", "head", "tokens", "loss")
-        branches = ("pair",) * self.config.sentence_pair + ("classifier",) * bool(
-            self.config.n_labels
-        )
-        return [
-            Link("embedding", self._embed, first),
-            *(
-                Link(f"layers.{i}", partial(self._layer, i), (f"layers.{i}", "mask"))
-                for i in range(self.config.n_layers)
-            ),
-            Link("head", self._finish, last + branches),
-        ]
-
     def forward(
         self,
         tokens_BS: Tensor,
@@ -93,28 +80,64 @@ class BERT(Model):
             batch["segments"] = segments_BS
         if valid_BS is not None:
             batch["valid"] = valid_BS
-        return self.outputs(batch)["tokens"]
+        return self.token_logits(self.hidden(batch))
 
-    def _embed(self, state: State, batch: Batch) -> None:
-        tokens = batch["tokens"]
-        segments = batch.get("segments", torch.zeros_like(tokens))
-        x = self.tokens(tokens) + self.positions(tokens.shape[1], 0) + self.segments(segments)
-        if self.post:
-            x = self.embedding_norm(x)
-        state.x = self.dropout(self._cast(x))
+    def run(
+        self,
+        batch: Batch,
+        entering: Activations | None = None,
+        links: Collection[str] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+    ) -> Activations:
+        assert not caches, "an encoder sees all tokens at once"
+        hidden, _ = Activations.taken(entering)
+        links = self._link_names() if links is None else links
+        tokens_BS = batch["tokens"]
+        s = tokens_BS.shape[1]
 
-    def _layer(self, i: int, state: State, batch: Batch) -> None:
-        mask = self._mask(state, batch, self.mask)
-        state.x = self.recompute.block(self.layers[str(i)], state.hidden, mask)
+        if "embedding" in links:
+            segments_BS = batch.get("segments", torch.zeros_like(tokens_BS))
+            x = self.tokens(tokens_BS) + self.positions(s, 0) + self.segments(segments_BS)
+            if self.post:
+                x = self.embedding_norm(x)
+            hidden = self.dropout(self._cast(x))
 
-    def _finish(self, state: State, batch: Batch) -> None:
-        x = state.hidden if self.post else self.norm(state.hidden)
-        self._predict(state, x)
+        layers = self._layers(self.layers, "layers", links)
+        mask = None
+        if layers and "valid" in batch:
+            mask = added_to_scores(s, hidden.dtype, self.mask(batch["valid"]))
+        for _, layer in layers:
+            hidden = self.recompute.block(layer, hidden, mask)
+
+        if "head" in links and not self.post:
+            hidden = self.norm(hidden)
+        return Activations(hidden)
+
+    def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
+        x = self.head_norm(self.gelu(self.transform(hidden_BSH)))
+        return self._tied_head(x, table)
+
+    def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
+        logits: dict[str, Tensor] = {}
         if "pair" in batch:
             first = torch.zeros_like(batch["pair"])
-            state.outputs["pair"] = self.pair(x, first)
+            logits["pair"] = self.pair(hidden_BSH, first)
         if "at" in batch:
-            state.outputs["labels"] = self.classifier(x, batch["at"])
+            logits["labels"] = self.classifier(hidden_BSH, batch["at"])
+        return logits
 
-    def _before_head(self) -> tuple[nn.Module, ...]:
-        return (self.transform, self.gelu, self.head_norm)
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        return self.transform, self.gelu, self.head_norm, self.head
+
+    def links(self) -> list[Link]:
+        first = ("tokens", "positions", "segments", "dropout") + ("embedding_norm",) * self.post
+        last = ("norm",) * (not self.post) + ("transform", "head_norm", "head", "tokens", "loss")
+        branches = ("pair",) * self.config.sentence_pair + ("classifier",) * bool(
+            self.config.n_labels
+        )
+        return [
+            Link("embedding", first),
+            *(Link(f"layers.{i}", (f"layers.{i}", "mask")) for i in range(self.config.n_layers)),
+            Link("head", last + branches),
+        ]

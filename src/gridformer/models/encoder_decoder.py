@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from gridformer.models.blocks import (
     added_to_scores,
     new_norm,
 )
-from gridformer.models.model import Link, Model, State
+from gridformer.models.model import Activations, Link, Model
 
 StackName = Literal["encoder", "decoder"]
 
@@ -82,6 +81,8 @@ class EncoderDecoder(Model):
     head_scale: of the decoder's last norm, where that is an RMSNorm.
     """
 
+    position_modules: tuple[str, ...] = ()  # what `embed` runs besides the table
+
     def __init__(
         self, config: ModelConfig, style: Style, embedding_std: float, head_scale: float = 1.0
     ) -> None:
@@ -94,36 +95,86 @@ class EncoderDecoder(Model):
         self.decoder = Stack(config, style, self.clock, "decoder", head_scale)
         self.head = TiedHead()
 
-    def links(self) -> list[Link]:
-        config, ends = self.config, ("norm",) * self.pre
-        layer = ("bias",) * self.relative
+    def forward(
+        self, source_BT: Tensor, tokens_BS: Tensor, source_valid_BT: Tensor | None = None
+    ) -> Tensor:
+        """Logits; source_valid: which tokens of the source are no padding."""
+        batch = {"source": source_BT, "tokens": tokens_BS}
+        if source_valid_BT is not None:
+            batch["source_valid"] = source_valid_BT
+        return self.token_logits(self.hidden(batch))
 
-        def layers(stack: StackName, n: int) -> list[Link]:
-            shared = (*(f"{stack}.{name}" for name in layer), "source_mask", "mask")
-            run = self._encode if stack == "encoder" else self._decode
-            names = [f"{stack}.layers.{i}" for i in range(n)]
-            memory: Literal["", "reads"] = "reads" if stack == "decoder" else ""
-            return [
-                Link(name, partial(run, i), (name, *shared), memory) for i, name in enumerate(names)
-            ]
+    def run(
+        self,
+        batch: Batch,
+        entering: Activations | None = None,
+        links: Collection[str] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+    ) -> Activations:
+        hidden, memory = Activations.taken(entering)
+        links = self._link_names() if links is None else links
+        encoder, decoder = self.encoder, self.decoder
+        encoder_layers = self._layers(encoder.layers, "encoder.layers", links)
+        decoder_layers = self._layers(decoder.layers, "decoder.layers", links)
+        seen = None  # which tokens of the source are no padding
+        if (encoder_layers or decoder_layers) and "source_valid" in batch:
+            seen = self.source_mask(batch["source_valid"])
 
-        embedding = ("tokens", *self._positions())
-        between = (*(f"encoder.{end}" for end in ends), *embedding, "decoder.dropout")
-        last = (*(f"decoder.{end}" for end in ends), "head", "tokens", "loss")
-        return [
-            Link("embedding", self._embed_source, (*embedding, "encoder.dropout")),
-            *layers("encoder", config.n_layers),
-            Link("decoder.embedding", self._embed_tokens, between, "makes"),
-            *layers("decoder", config.n_decoder_layers),
-            Link("head", self._finish, last),
-        ]
+        if "embedding" in links:
+            hidden = encoder.dropout(self._cast(self.embed(batch["source"], 0)))
+
+        if encoder_layers:
+            s = batch["source"].shape[1]
+            bias = encoder.bias(s, s) if self.relative else None
+            mask = added_to_scores(s, hidden.dtype, seen, bias)
+        for _, layer in encoder_layers:
+            hidden = self.recompute.block(layer, hidden, mask)
+
+        if "decoder.embedding" in links:
+            if memory is None:  # else a decoder alone goes on about it
+                memory = self._memory_of(hidden)
+            hidden = decoder.dropout(self._cast(self.embed(batch["tokens"], start)))
+
+        if decoder_layers:
+            s = batch["tokens"].shape[1]
+            bias = decoder.bias(s, start + s) if self.relative else None
+            valid = self.mask(batch["valid"]) if "valid" in batch else None
+            mask = added_to_scores(s, hidden.dtype, valid, bias, causal=True)
+            memory_mask = added_to_scores(1, hidden.dtype, seen)
+        for i, layer in decoder_layers:
+            cache = caches[i] if caches else None
+            hidden = self.recompute.block(layer, hidden, mask, cache, memory, memory_mask)
+
+        return Activations(hidden, memory)
+
+    # The decoder's last norm is part of the logits: a chunked loss takes it of some tokens at a
+    # time.
+
+    def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
+        x = self.decoder.norm(hidden_BSH) if self.pre else hidden_BSH
+        return self._tied_head(x, table)
+
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        return (self.decoder.norm, self.head) if self.pre else (self.head,)
+
+    def embed(self, tokens_BS: Tensor, start: int) -> Tensor:
+        """The family's own: a vector for each token, of which the first is at `start`."""
+        raise NotImplementedError
+
+    def _memory_of(self, hidden_BTH: Tensor) -> Tensor:
+        """The encoder's result, of its last hidden states."""
+        memory: Tensor = self.encoder.norm(hidden_BTH) if self.pre else hidden_BTH
+        return memory
+
+    # ------------------------------------------------------------------ for generation
 
     def encode(self, batch: Batch) -> Tensor:
         """The encoder's result [b, S, h], for `decode`."""
-        state = State()
-        for link in self.links()[: self.config.n_layers + 1]:
-            link.run(state, batch)
-        return self._memory(state)
+        links = self._link_names()[: self.config.n_layers + 1]
+        hidden = self.run(batch, links=links).hidden
+        assert hidden is not None
+        return self._memory_of(hidden)
 
     def decode(
         self,
@@ -137,89 +188,28 @@ class EncoderDecoder(Model):
         batch = {"tokens": tokens_BS}
         if source_valid_BT is not None:
             batch["source_valid"] = source_valid_BT
-        state = State(memory=memory_BTH, caches=caches, start=start, logits=True)
-        for link in self.links()[self.config.n_layers + 1 :]:
-            link.run(state, batch)
-        return state.outputs["tokens"]
+        links = self._link_names()[self.config.n_layers + 1 :]
+        hidden = self.run(batch, Activations(memory=memory_BTH), links, caches, start).hidden
+        assert hidden is not None
+        return self.token_logits(hidden)
 
-    def forward(
-        self, source_BT: Tensor, tokens_BS: Tensor, source_valid_BT: Tensor | None = None
-    ) -> Tensor:
-        """Logits; source_valid: which tokens of the source are no padding."""
-        batch = {"source": source_BT, "tokens": tokens_BS}
-        if source_valid_BT is not None:
-            batch["source_valid"] = source_valid_BT
-        return self.outputs(batch)["tokens"]
+    # ------------------------------------------------------------------ for pipelines
 
-    def _positions(self) -> tuple[str, ...]:
-        """Names of the modules that `_embed` needs besides the table."""
-        return ()
+    def links(self) -> list[Link]:
+        config, norm, bias = self.config, self.pre, self.relative
+        embedding = ("tokens", *self.position_modules)
+        between = (*("encoder.norm",) * norm, *embedding, "decoder.dropout")
+        head = (*("decoder.norm",) * norm, "head", "tokens", "loss")
 
-    def _embed(self, tokens_BS: Tensor, start: int) -> Tensor:
-        """The family's own: a vector for each token."""
-        raise NotImplementedError
+        def layer(stack: StackName, i: int) -> Link:
+            shared = (*(f"{stack}.bias",) * bias, "source_mask", "mask")
+            name = f"{stack}.layers.{i}"
+            return Link(name, (name, *shared), "reads" if stack == "decoder" else "")
 
-    def _embed_source(self, state: State, batch: Batch) -> None:
-        state.x = self.encoder.dropout(self._cast(self._embed(batch["source"], 0)))
-
-    def _embed_tokens(self, state: State, batch: Batch) -> None:
-        if state.memory is None:
-            state.memory = self._memory(state)
-        x = self._embed(batch["tokens"], state.start)
-        state.x = self.decoder.dropout(self._cast(x))
-
-    def _memory(self, state: State) -> Tensor:
-        memory: Tensor = self.encoder.norm(state.hidden) if self.pre else state.hidden
-        return memory
-
-    def _encode(self, i: int, state: State, batch: Batch) -> None:
-        layer, mask = self.encoder.layers[str(i)], self._encoder_mask(state, batch)
-        state.x = self.recompute.block(layer, state.hidden, mask)
-
-    def _decode(self, i: int, state: State, batch: Batch) -> None:
-        state.x = self.recompute.block(
-            self.decoder.layers[str(i)],
-            state.hidden,
-            self._decoder_mask(state, batch),
-            state.memory,
-            self._memory_mask(state, batch),
-            state.caches[i] if state.caches else None,
-        )
-
-    def _finish(self, state: State, batch: Batch) -> None:
-        self._predict(state, state.hidden)
-
-    def _before_head(self) -> tuple[nn.Module, ...]:
-        return (self.decoder.norm,) if self.pre else ()
-
-    # What layers add to their scores, once a stage: see `added_to_scores`.
-
-    def _encoder_mask(self, state: State, batch: Batch) -> Tensor | None:
-        size, dtype = batch["source"].shape[1], state.hidden.dtype
-
-        def make() -> Tensor | None:
-            bias = self.encoder.bias(size, size) if self.relative else None
-            return added_to_scores(size, dtype, self._source_seen(state, batch), bias)
-
-        return state.once("encoder.mask", make)
-
-    def _decoder_mask(self, state: State, batch: Batch) -> Tensor | None:
-        size, dtype = batch["tokens"].shape[1], state.hidden.dtype
-
-        def make() -> Tensor | None:
-            bias = self.decoder.bias(size, state.start + size) if self.relative else None
-            seen = self.mask(batch["valid"]) if "valid" in batch else None
-            return added_to_scores(size, dtype, seen, bias, causal=True)
-
-        return state.once("decoder.mask", make)
-
-    def _memory_mask(self, state: State, batch: Batch) -> Tensor | None:
-        dtype = state.hidden.dtype
-        return state.once(
-            "memory.mask", lambda: added_to_scores(1, dtype, self._source_seen(state, batch))
-        )
-
-    def _source_seen(self, state: State, batch: Batch) -> Tensor | None:
-        if "source_valid" not in batch:
-            return None
-        return state.once("source_mask", lambda: self.source_mask(batch["source_valid"]))
+        return [
+            Link("embedding", (*embedding, "encoder.dropout")),
+            *(layer("encoder", i) for i in range(config.n_layers)),
+            Link("decoder.embedding", between, "makes"),
+            *(layer("decoder", i) for i in range(config.n_decoder_layers)),
+            Link("head", head),
+        ]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -22,8 +21,9 @@ from gridformer.models.blocks import (
     Style,
     TiedHead,
     TokenEmbedding,
+    added_to_scores,
 )
-from gridformer.models.model import Link, Model, State
+from gridformer.models.model import Activations, Link, Model
 
 
 class GPT2(Model):
@@ -52,42 +52,56 @@ class GPT2(Model):
         if config.n_labels:
             self.classifier = Classifier(h, config.n_labels, std)
 
-    def links(self) -> list[Link]:
-        holds = ("norm", "head", "tokens", "loss") + ("classifier",) * bool(self.config.n_labels)
-        return [
-            Link("embedding", self._embed, ("tokens", "positions", "dropout")),
-            *(
-                Link(f"layers.{i}", partial(self._layer, i), (f"layers.{i}", "mask"))
-                for i in range(self.config.n_layers)
-            ),
-            Link("head", self._finish, holds),
-        ]
-
     def forward(
         self, tokens_BS: Tensor, caches: Sequence[KVCache] | None = None, start: int = 0
     ) -> Tensor:
         """Logits; with `caches` (one a layer) `tokens_BS` continue at position `start`."""
-        return self.outputs({"tokens": tokens_BS}, caches, start)["tokens"]
+        return self.token_logits(self.hidden({"tokens": tokens_BS}, caches, start))
 
-    def label_logits(self, tokens_BS: Tensor, at_B: Tensor) -> Tensor:
-        """The classification branch alone: a label for each sequence, from its token at `at_B`."""
-        return self.outputs({"tokens": tokens_BS, "at": at_B})["labels"]
+    def run(
+        self,
+        batch: Batch,
+        entering: Activations | None = None,
+        links: Collection[str] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+    ) -> Activations:
+        hidden, _ = Activations.taken(entering)
+        links = self._link_names() if links is None else links
+        tokens_BS = batch["tokens"]
+        s = tokens_BS.shape[1]
 
-    def _embed(self, state: State, batch: Batch) -> None:
-        tokens = batch["tokens"]
-        x = self.tokens(tokens) + self.positions(tokens.shape[1], state.start)
-        state.x = self.dropout(self._cast(x))
+        if "embedding" in links:
+            x = self.tokens(tokens_BS) + self.positions(s, start)
+            hidden = self.dropout(self._cast(x))
 
-    def _layer(self, i: int, state: State, batch: Batch) -> None:
-        mask = self._mask(state, batch, self.mask, causal=True)
-        cache = state.caches[i] if state.caches else None
-        layer = self.layers[str(i)]
-        state.x = self.recompute.block(layer, state.hidden, mask, None, None, cache)
+        layers = self._layers(self.layers, "layers", links)
+        mask = None  # of padding; the past alone needs none
+        if layers and "valid" in batch:
+            mask = added_to_scores(s, hidden.dtype, self.mask(batch["valid"]), causal=True)
+        for i, layer in layers:
+            cache = caches[i] if caches else None
+            hidden = self.recompute.block(layer, hidden, mask, cache)
 
-    def _finish(self, state: State, batch: Batch) -> None:
-        self._predict(state, state.hidden)
-        if "at" in batch:
-            state.outputs["labels"] = self.classifier(self.norm(state.hidden), batch["at"])
+        return Activations(hidden)
 
-    def _before_head(self) -> tuple[nn.Module, ...]:
-        return (self.norm,)
+    # The last norm is part of the logits: a chunked loss takes it of some tokens at a time.
+
+    def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
+        return self._tied_head(self.norm(hidden_BSH), table)
+
+    def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
+        if "at" not in batch:
+            return {}
+        return {"labels": self.classifier(self.norm(hidden_BSH), batch["at"])}
+
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        return self.norm, self.head
+
+    def links(self) -> list[Link]:
+        head = ("norm", "head", "tokens", "loss") + ("classifier",) * bool(self.config.n_labels)
+        return [
+            Link("embedding", ("tokens", "positions", "dropout")),
+            *(Link(f"layers.{i}", (f"layers.{i}", "mask")) for i in range(self.config.n_layers)),
+            Link("head", head),
+        ]

@@ -1,16 +1,16 @@
-"""What all families are: a chain of links, each of which takes the state one step further.
+"""What all families share: how a model is run, whole or in pipeline stages, and its losses.
 
-A whole model runs all its links, a pipeline stage runs some that lie side by side. What passes from
-one stage to the next is `State.x`, and `State.memory` where there is one; everything else a stage
-makes for itself from the batch.
+A family says in `run` how a batch becomes hidden states, from top to bottom, and in `token_logits`
+and `branch_logits` what becomes of the last of them. A whole model runs all of `run`; a pipeline
+stage runs the links that it is given, and hands its `Activations` to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,14 @@ from gridformer.models.blocks import (
     CrossAttention,
     CrossEntropy,
     DropoutClock,
-    InParts,
     KVCache,
     LabelLoss,
-    PaddingMask,
     Recompute,
     RecomputeMode,
     TiedHead,
     TokenEmbedding,
-    added_to_scores,
+    chunked_loss,
+    places_per_chunk,
 )
 
 # A model's losses, and the keys of a batch that hold their targets.
@@ -38,55 +37,50 @@ LOSSES = {"tokens": "targets", "pair": "pair", "labels": "labels"}
 
 
 @dataclass
-class State:
-    """How far a batch has come.
+class Activations:
+    """What one pipeline stage hands to the next.
 
-    x: [b, s, h], what the next link reads. memory: [b, S, h], the encoder's result. outputs: logits
-    by loss; unless `logits` are wanted, in the place of tokens' logits is what they are made of.
-    caches, start: of generation, a cache a decoder layer, and the position of the first
-    token. own: what links share within a stage.
+    hidden: [b, s, h], or [b, S, h] of a source. memory: [b, S, h], the encoder's result, once there
+    is one. Everything else a stage makes for itself from the batch.
     """
 
-    x: Tensor | None = None
+    hidden: Tensor | None = None
     memory: Tensor | None = None
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    logits: bool = False
-    caches: Sequence[KVCache] | None = None
-    start: int = 0
-    own: dict[str, Tensor | None] = field(default_factory=dict)
 
-    def once(self, name: str, make: Callable[[], Tensor | None]) -> Tensor | None:
-        """What `make` makes, the first time it is asked for on this stage."""
-        if name not in self.own:
-            self.own[name] = make()
-        return self.own[name]
-
-    @property
-    def hidden(self) -> Tensor:
-        assert self.x is not None, "a link ran before the one that it follows"
-        return self.x
+    @staticmethod
+    def taken(entering: Activations | None) -> tuple[Any, Any]:
+        """Hidden states and memory of what comes in, which is emptied: so what another stage has
+        sent is freed as soon as it is used. Nothing comes into the first stage."""
+        if entering is None:
+            return None, None
+        found = entering.hidden, entering.memory
+        entering.hidden = entering.memory = None
+        return found
 
 
 @dataclass(frozen=True)
 class Link:
-    """A step of a model.
+    """A part of a model that a pipeline does not cut: the embedding, a layer, or the head.
 
-    holds: names of the submodules it runs; several links may hold one. memory: whether it makes
-    `State.memory`, of what it finds in `State.x`, or reads it.
+    modules: names of the submodules that it runs; several links may run one. memory: whether it
+    makes `Activations.memory`, of the hidden states that come in, or reads it.
     """
 
     name: str
-    run: Callable[[State, Batch], None]
-    holds: tuple[str, ...]
+    modules: tuple[str, ...]
     memory: Literal["", "makes", "reads"] = ""
 
 
 class Model(nn.Module):
     """Base of the families. Build one on torch's meta device and hand it to
     `gridformer.parallel.parallelize`, which cuts it, allocates what this device holds and fills it.
-    `compute_dtype` is the activations'. `stages`: of a pipeline, all ranks' together, as ranges of
-    links; none where a device runs all links. `in_parts` says how many tokens' logits exist at a
-    time when a loss is computed, `recompute` what is kept of blocks.
+
+    Attributes:
+        compute_dtype: of activations.
+        stages: of a pipeline, all ranks' together, as ranges of links; none where a device runs all
+            links.
+        loss_chunk_tokens: how many tokens' logits exist at a time when a loss is computed; 0: all.
+        recompute: which activations of blocks are kept for the backward pass.
     """
 
     tokens: TokenEmbedding
@@ -101,42 +95,94 @@ class Model(nn.Module):
         self.stages: tuple[range, ...] = ()
         self.clock = DropoutClock()
         self.loss = CrossEntropy(config.label_smoothing)
-        self.in_parts = InParts(tokens=0)
-        self.recompute = Recompute()
         self.label_loss = LabelLoss()
+        self.loss_chunk_tokens = 0
+        self.recompute = Recompute()
 
-    def recomputes(self, mode: RecomputeMode) -> None:
-        """See gridformer.models.blocks.Recompute."""
-        self.recompute.mode = mode
-        for module in self.modules():
-            if isinstance(module, Attention | CrossAttention):
-                module.recompute = self.recompute
+    # ------------------------------------------------------------------ what a family says
 
     def links(self) -> list[Link]:
-        """The steps, in order."""
+        """The parts between which a pipeline may cut, in the order in which `run` runs them."""
         raise NotImplementedError
 
-    def outputs(
+    def run(
+        self,
+        batch: Batch,
+        entering: Activations | None = None,
+        links: Collection[str] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+    ) -> Activations:
+        """A batch through the model, up to its last hidden states [b, s, h].
+
+        Args:
+            entering: what the stage before handed over; it is emptied.
+            links: names of the links to run, which lie side by side; None: all.
+            caches, start: of generation: one cache a decoder layer, and the position of the first
+                token.
+        """
+        raise NotImplementedError
+
+    def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
+        """Logits [b, s, v] of the last hidden states, or of some places of them.
+
+        table: that of the tokens as `TiedHead.prepare` made it, where it is read many times.
+        """
+        raise NotImplementedError
+
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        """The modules that `token_logits` runs."""
+        raise NotImplementedError
+
+    def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Logits of the other outputs that a batch asks for, by loss."""
+        return {}
+
+    # ------------------------------------------------------------------ the whole model
+
+    def hidden(
         self, batch: Batch, caches: Sequence[KVCache] | None = None, start: int = 0
-    ) -> dict[str, Tensor]:
-        """Logits by loss: `tokens` [b, s, v], and [b, labels] of branches the batch asks for."""
-        return self._run(State(caches=caches, start=start, logits=True), batch)
+    ) -> Tensor:
+        """The last hidden states [b, s, h]; see `run`."""
+        hidden = self.run(batch, caches=caches, start=start).hidden
+        assert hidden is not None
+        return hidden
+
+    def logits(self, batch: Batch) -> dict[str, Tensor]:
+        """By loss: `tokens` [b, s, v], and [b, labels] of branches the batch asks for."""
+        hidden = self.hidden(batch)
+        return {"tokens": self.token_logits(hidden)} | self.branch_logits(hidden, batch)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """Each loss summed over this device's targets; `counts` says over how many."""
-        return self.losses_of(self._run(State(), batch), batch)
+        return self.losses_of(self.hidden(batch), batch)
 
-    def losses_of(self, outputs: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """The same from the outputs of a last stage: of what logits are made, and other logits."""
+    def losses_of(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """The same from the last hidden states: what a pipeline's last stage does."""
+        logits = self.branch_logits(hidden_BSH, batch)
         losses: dict[str, Tensor] = {}
         for name, key in LOSSES.items():
             if key not in batch:
                 continue
             if name == "tokens":
-                losses[name] = self._token_loss(outputs[name], batch[key])
+                losses[name] = self._token_loss(hidden_BSH, batch[key])
             else:
-                losses[name] = self.label_loss(outputs[name], batch[key])
+                losses[name] = self.label_loss(logits[name], batch[key])
         return losses
+
+    def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """The loss of tokens alone, of families that read nothing else."""
+        return self.losses({"tokens": tokens_BS, "targets": targets_BS})["tokens"]
+
+    def _token_loss(self, hidden_BSH: Tensor, targets_BS: Tensor) -> Tensor:
+        places = places_per_chunk(hidden_BSH, targets_BS, self.loss_chunk_tokens)
+        if places >= hidden_BSH.shape[1] or hidden_BSH.is_meta:  # on meta another device has it
+            loss: Tensor = self.loss(self.token_logits(hidden_BSH), targets_BS)
+            return loss
+        table = self.head.prepare(self.tokens.weight, hidden_BSH.dtype)
+        parameters = [p for module in self.head_modules() for p in module.parameters()]
+        head = partial(self.token_logits, table=table)
+        return chunked_loss(hidden_BSH, targets_BS, places, head, self.loss, [*parameters, table])
 
     @staticmethod
     def counts(batch: Batch) -> dict[str, Tensor]:
@@ -159,53 +205,32 @@ class Model(nn.Module):
             return real("tokens", "valid")
         return real("source", "source_valid") + (batch["targets"] != IGNORE).count_nonzero()
 
-    def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """The loss of tokens alone, of families that read nothing else."""
-        return self.losses({"tokens": tokens_BS, "targets": targets_BS})["tokens"]
+    # ------------------------------------------------------------------ for the families
 
-    def _run(self, state: State, batch: Batch) -> dict[str, Tensor]:
-        for link in self.links():
-            link.run(state, batch)
-        return state.outputs
+    def recomputes(self, mode: RecomputeMode) -> None:
+        """See gridformer.models.blocks.Recompute."""
+        self.recompute.mode = mode
+        for module in self.modules():
+            if isinstance(module, Attention | CrossAttention):
+                module.recompute = self.recompute
 
-    def _mask(
-        self, state: State, batch: Batch, padding: PaddingMask, causal: bool = False
-    ) -> Tensor | None:
-        """What layers of a model of one stack add to their scores, see `added_to_scores`."""
-        if "valid" not in batch:
-            return None
+    def _link_names(self) -> list[str]:
+        return [link.name for link in self.links()]
 
-        def make() -> Tensor | None:
-            valid, queries = padding(batch["valid"]), batch["tokens"].shape[1]
-            return added_to_scores(queries, state.hidden.dtype, valid, causal=causal)
-
-        return state.once("mask", make)
-
-    def _predict(self, state: State, x_BSH: Tensor) -> None:
-        """x: of which `before_head` and the head make logits."""
-        state.outputs["tokens"] = self._logits(x_BSH) if state.logits else x_BSH
-
-    def _before_head(self) -> tuple[nn.Module, ...]:
-        """What nothing but the head reads, in the order that it is run in."""
-        return ()
-
-    def _logits(self, x_BSH: Tensor, prepared: Tensor | None = None) -> Tensor:
-        """prepared: the table, see `TiedHead.prepare`."""
-        for module in self._before_head():
-            x_BSH = module(x_BSH)
-        table = self.tokens.weight if prepared is None else prepared
-        logits: Tensor = self.head(x_BSH, table, prepared is not None)
-        return logits
-
-    def _token_loss(self, x_BSH: Tensor, targets_BS: Tensor) -> Tensor:
-        if not self.in_parts.cuts(x_BSH, targets_BS):
-            loss: Tensor = self.loss(self._logits(x_BSH), targets_BS)
-            return loss
-        modules = (*self._before_head(), self.head)
-        read = [parameter for module in modules for parameter in module.parameters()]
-        table = self.head.prepare(self.tokens.weight, x_BSH.dtype)
-        logits = partial(self._logits, prepared=table)
-        return self.in_parts(x_BSH, targets_BS, logits, self.loss, [*read, table])
+    @staticmethod
+    def _layers(
+        layers: nn.ModuleDict, prefix: str, links: Collection[str]
+    ) -> list[tuple[int, nn.Module]]:
+        """Of a stack the layers that are to be run, with their numbers."""
+        return [(int(i), layer) for i, layer in layers.items() if f"{prefix}.{i}" in links]
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype or x.dtype)
+
+    def _tied_head(self, x_BSH: Tensor, table: Tensor | None) -> Tensor:
+        logits: Tensor
+        if table is None:
+            logits = self.head(x_BSH, self.tokens.weight)
+        else:
+            logits = self.head(x_BSH, table, prepared=True)
+        return logits

@@ -20,6 +20,6 @@ class T5(EncoderDecoder):
         style = Style(spread, "relu", norm="rms", bias=False, scaled=False)
         super().__init__(config, style, embedding_std=1.0, head_scale=h**-0.5)
 
-    def _embed(self, tokens_BS: Tensor, start: int) -> Tensor:
+    def embed(self, tokens_BS: Tensor, start: int) -> Tensor:
         x: Tensor = self.tokens(tokens_BS)
         return x

@@ -17,6 +17,8 @@ class Transformer(EncoderDecoder):
     Matrices start as Glorot and Bengio 2010 have them, normal: std = (2 / (in + out))^1/2.
     """
 
+    position_modules = ("positions",)
+
     def __init__(self, config: ModelConfig) -> None:
         h, f, inner = config.hidden_size, config.ffn_size, config.n_heads * config.head_width
         attention, feed_forward = math.sqrt(2 / (h + inner)), math.sqrt(2 / (h + f))
@@ -24,10 +26,7 @@ class Transformer(EncoderDecoder):
         super().__init__(config, Style(spread, "relu"), embedding_std=h**-0.5)
         self.positions = SinusoidalPositions(h)
 
-    def _positions(self) -> tuple[str, ...]:
-        return ("positions",)
-
-    def _embed(self, tokens_BS: Tensor, start: int) -> Tensor:
+    def embed(self, tokens_BS: Tensor, start: int) -> Tensor:
         x: Tensor = self.tokens(tokens_BS) * math.sqrt(self.config.hidden_size)
         positions: Tensor = self.positions(tokens_BS.shape[1], start, x)
         return x + positions

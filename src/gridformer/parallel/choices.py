@@ -131,6 +131,12 @@ class Choices:
         inside = [c.product for c in self.products.values() if not c.common]
         return sum(product.n_in * product.n_out * product.count for product in inside)
 
+    @property
+    def head_parameters(self) -> int:
+        """Elements of the matrices outside layers."""
+        head = [c.product for c in self.products.values() if c.product.section == "head"]
+        return sum(product.n_in * product.n_out * product.count for product in head)
+
     def forward(self, choice: Choice, first: bool = True) -> Traffic:
         """Of one product's forward pass; `first`: in the first micro-batch of a step."""
         activation, weight = self._unit(choice)

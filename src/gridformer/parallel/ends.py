@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.comm import Axis, Pending
+from gridformer.comm import Axes, Axis, Pending
+from gridformer.parallel.scheme import Boundary
 
 LABEL = "product"
 
@@ -46,6 +47,16 @@ class End(Protocol):
 
     def stretch(self, x: Tensor, lines: slice) -> Tensor:
         """A view of some lines of an activation, of a part of it or of all."""
+
+
+def end_of(boundary: Boundary, axes: Axes) -> End:
+    """The ends of sections between which activations lie so."""
+    axis = axes[boundary.axis]
+    if boundary.lies == "replicated":
+        return Replicated(axis)
+    if boundary.lies == "first":
+        return OnFirst(axis, torch.device(axes.device_type))
+    return Cut(axis, {"b": 0, "s": 1, "h": -1}[boundary.lies])
 
 
 @dataclass(frozen=True)

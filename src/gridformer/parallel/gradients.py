@@ -353,7 +353,10 @@ def _shared(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parame
 
 
 def _checksum(parameter: Tensor) -> Tensor:
-    words = parameter.detach().contiguous().view(torch.uint8).to(torch.int64).flatten()
+    # Flat before its bytes are read: of a matrix [n, 1] that is stored transposed the last
+    # dimension has a stride, though torch calls it contiguous.
+    flat = parameter.detach().contiguous().view(-1)
+    words = flat.view(torch.uint8).to(torch.int64)
     return (words * (torch.arange(len(words), device=words.device) % 8191 + 1)).sum()
 
 

@@ -52,8 +52,10 @@ class Schedules:
                     self._made[key] = summa.Broadcast(self.axes)
                 case "pipelined":
                     self._made[key] = summa.Pipelined(self.axes)
+                case "gather" if choice.parts == 1:
+                    self._made[key] = summa.Gather(self.axes, self.end)
                 case "gather":
-                    self._made[key] = summa.Gather(self.axes, self.end, choice.parts)
+                    self._made[key] = summa.ChunkedGather(self.axes, self.end, choice.parts)
         return self._made[key]
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gridformer import rng
 from gridformer.models.blocks import Init
 from gridformer.parallel.placement import shard_of
-from gridformer.readback import has_numbers
 
 _CHUNK = 1 << 20  # elements filled at a time, so that the float64 workspace stays small
 
@@ -21,11 +20,12 @@ def initialise(
     device: torch.device,
     dtype: torch.dtype,
     cut: Callable[[nn.Parameter], None] | None = None,
+    filled: bool = True,
 ) -> None:
     """Give every parameter of a meta model memory on `device` and its first values.
 
     cut: is called with each as soon as it is filled, so that what it lets go of is never held of
-    two at once (gridformer.parallel.sharding).
+    two at once (gridformer.parallel.sharding). filled: without, all values are 0.
     """
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
@@ -33,13 +33,13 @@ def initialise(
         shape = parameter.shape[::-1] if shard.transposed else parameter.shape
         local = torch.zeros(shape, dtype=dtype, device=device)
         local = local.t() if shard.transposed else local
-        if has_numbers(local):
+        if filled:
             _fill(shard.valid(local), init, rng.key(seed, name), shard.offset)
-        filled = nn.Parameter(local)
-        filled.shard, filled.init = shard, init  # type: ignore[attr-defined]
-        setattr(model.get_submodule(module_name), leaf, filled)
+        ours = nn.Parameter(local)
+        ours.shard, ours.init = shard, init  # type: ignore[attr-defined]
+        setattr(model.get_submodule(module_name), leaf, ours)
         if cut is not None:
-            cut(filled)
+            cut(ours)
 
 
 def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:

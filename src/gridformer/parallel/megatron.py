@@ -12,81 +12,155 @@ Sequence parallel: norms, dropout, the embedding's result and the head's input a
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from gridformer.comm import Axes
-from gridformer.models import Model, blocks
-from gridformer.parallel.choices import Choices
-from gridformer.parallel.ends import Cut, End, Replicated
-from gridformer.parallel.grid import (
-    CutChosenToken,
-    CutLabelHead,
-    GridLinear,
-    GridTiedHead,
-    GridTokenEmbedding,
-    Schedules,
-    keep_of,
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.parallel.choices import Choices, Product
+from gridformer.parallel.scheme import (
+    Boundary,
+    Changes,
+    Cuts,
+    ModuleTable,
+    SchemeSpec,
+    has_pooler,
+    sequence_cuts,
 )
-from gridformer.parallel.kept import OverAxis
-from gridformer.parallel.loss import CutCrossEntropy
-from gridformer.parallel.placement import Placement, place
 
-OPENING_BIAS = Placement(cut=("col",))
-HEADS = Placement(cut=(None, "col"))
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gridformer.comm import Axes
+    from gridformer.models import Model, blocks
+    from gridformer.models.blocks import Share
+    from gridformer.parallel.placement import Placement
 
 
-def apply(model: Model, axes: Axes, choices: Choices, sequence_parallel: bool) -> None:
-    """Cut a plain model's weights and put its products on a grid of one row, in place."""
-    col = axes.col
-    end: End = Cut(col, dim=1) if sequence_parallel else Replicated(col)
-    schedules, whole = Schedules(axes, end), Schedules(axes, Replicated(col))
-    part = (col.index, col.size) if sequence_parallel else (0, 1)
+class Megatron(SchemeSpec):
+    name = "megatron"
+    axes = ("cols",)
+    keys = ("sequence_parallel",)
+
+    def boundary(self, layout: LayoutConfig) -> Boundary:
+        return Boundary("col", "s" if layout.sequence_parallel else "replicated")
+
+    def cuts(self, run: RunConfig) -> Cuts:
+        model = run.model
+        cut = {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
+        if run.layout.sequence_parallel:
+            cut |= sequence_cuts(run)
+        if has_pooler(model):
+            cut |= {"model.hidden_size": model.hidden_size}
+        return {"cols": cut}
+
+    def gathers(self, layout: LayoutConfig) -> tuple[str, ...]:
+        return ("none", "inputs") if layout.sequence_parallel else ("none",)
+
+    def describe(self, layout: LayoutConfig) -> str:
+        sequence = ", sequence parallel" if layout.sequence_parallel else ""
+        return f"{self.name} 1x{layout.cols}{sequence}"
+
+    def arrangements(self, devices: int) -> Iterator[dict[str, Any]]:
+        if devices > 1:
+            yield {"cols": devices}
+            yield {"cols": devices, "sequence_parallel": True}
+
+    def grid(self, layout: LayoutConfig) -> tuple[int, int]:
+        return 1, layout.cols
+
+    def common(self, product: Product, layout: LayoutConfig) -> bool:
+        # Every device has what this product reads, or its part of the tokens.
+        return product.name == "transform"
+
+    def savings(self, layout: LayoutConfig) -> tuple[list[Changes], list[Changes]]:
+        if layout.sequence_parallel or layout.cols == 1:
+            return [], []
+        return [{"layout.sequence_parallel": True}], []
+
+    def table(
+        self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
+    ) -> ModuleTable:
+        from gridformer.parallel.kept import OverAxis
+        from gridformer.parallel.placement import Placement
+
+        cuts_sequence = layout.sequence_parallel
+        share = None if cuts_sequence else OverAxis(axes.col)
+        # Between sections every device holds these; it has seen all tokens, or its part.
+        closing = Placement((None,), copies="col", partial=cuts_sequence)
+        return one_dimensional(model, axes, choices, self.boundary(layout), closing, share)
+
+
+def one_dimensional(
+    model: Model,
+    axes: Axes,
+    choices: Choices,
+    boundary: Boundary,
+    whole: Placement,
+    share: Share | None = None,
+) -> ModuleTable:
+    """The table of every scheme that cuts sections by columns and whose norms are local.
+
+    whole: how a vector lies that every device needs whole between sections.
+    """
+    from gridformer.parallel.ends import Replicated, end_of
+    from gridformer.parallel.grid import (
+        CutChosenToken,
+        CutLabelHead,
+        GridLinear,
+        GridTiedHead,
+        GridTokenEmbedding,
+        Schedules,
+        keep_of,
+    )
+    from gridformer.parallel.loss import CutCrossEntropy
+    from gridformer.parallel.placement import Placement, place
+
+    col, cuts_sequence = axes.col, boundary.lies == "s"
+    schedules = Schedules(axes, end_of(boundary, axes))
+    of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
+    opening = Placement(("col",), copies="row", partial=True)
     head, table = choices["head"], keep_of(choices["head"])
-    if not sequence_parallel:
-        model.recompute.share = OverAxis(col)
+    part = (col.index, col.size) if cuts_sequence else (0, 1)
 
-    def common(child: nn.Module) -> None:
-        """Between sections every device holds these; it has seen all tokens, or its part."""
-        for name, parameter in list(child.named_parameters(recurse=False)):
-            cut = (None,) * parameter.dim()
-            place(child, name, Placement(cut, copies="col", partial=sequence_parallel), axes)
+    def everywhere(parameter: nn.Parameter) -> Placement:
+        return replace(whole, cut=(None,) * parameter.dim())
 
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            match child:
-                case blocks.Linear() if child.role.product == "pooler":
-                    # Every device has the chosen tokens.
-                    choice = choices[child.role.product]
-                    setattr(module, name, GridLinear(child, choice, OPENING_BIAS, whole))
-                case blocks.Linear() if child.role.section == "head":
-                    common(child)
-                case blocks.Linear():
-                    bias = OPENING_BIAS
-                    if not child.role.opens:
-                        bias = Placement((None,), copies="col", partial=sequence_parallel)
-                    choice = choices[child.role.product]
-                    setattr(module, name, GridLinear(child, choice, bias, schedules))
-                case blocks.LayerNorm() | blocks.RMSNorm():
-                    common(child)
-                case blocks.TokenEmbedding():
-                    setattr(module, name, GridTokenEmbedding(child, head, table, schedules))
-                case blocks.PositionEmbedding() | blocks.SegmentEmbedding():
-                    common(child)
-                    child.part = part
-                case blocks.SinusoidalPositions():
-                    child.part = part
-                case blocks.RelativeBias():
-                    place(child, "weight", HEADS, axes)
-                case blocks.TiedHead():
-                    setattr(module, name, GridTiedHead(child, head, table, schedules))
-                case blocks.LabelHead():
-                    setattr(module, name, CutLabelHead(child, None, axes))
-                case blocks.ChosenToken() if sequence_parallel:
-                    setattr(module, name, CutChosenToken(axes))
-                case blocks.CrossEntropy():
-                    cut = CutCrossEntropy(col, model.config.vocab_size, child.smoothing)
-                    setattr(module, name, cut)
-                case blocks.Dropout() if sequence_parallel:
-                    child.block = (col.index, 0)
-                case blocks.Attention() | blocks.CrossAttention():
-                    child.head_block = col.index
+    def linear(plain: blocks.Linear) -> nn.Module:
+        bias = opening if plain.role.opens else whole
+        return GridLinear(plain, choices[plain.role.product], bias, schedules)
+
+    def pooler(plain: blocks.Linear) -> nn.Module:
+        return GridLinear(plain, choices[plain.role.product], opening, of_chosen)
+
+    def positions(plain: blocks.PositionEmbedding | blocks.SegmentEmbedding) -> None:
+        plain.part = part
+
+    def relative_bias(plain: blocks.RelativeBias) -> None:
+        place(plain, "weight", Placement((None, "col"), copies="row", partial=True), axes)
+
+    def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
+        plain.head_block = col.index
+
+    def dropout(plain: blocks.Dropout) -> None:
+        plain.block = (col.index, 0)
+
+    roles: dict[str, Any] = {
+        "opening": linear,
+        "closing": linear,
+        "pooler": pooler,
+        "token_embedding": lambda plain: GridTokenEmbedding(plain, head, table, schedules),
+        "positions": positions,
+        "segments": positions,
+        "sinusoidal_positions": positions,
+        "relative_bias": relative_bias,
+        "attention": attention,
+        "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
+        "label_head": lambda plain: CutLabelHead(plain, "row", axes),
+        "cross_entropy": lambda plain: CutCrossEntropy(
+            col, model.config.vocab_size, plain.smoothing
+        ),
+    }
+    if cuts_sequence:
+        roles |= {"dropout": dropout, "chosen_token": lambda plain: CutChosenToken(axes)}
+    return ModuleTable(roles, rest=everywhere, share=share)

@@ -8,56 +8,127 @@ these are normalised, and the norm sends nothing.
 
 from __future__ import annotations
 
-from gridformer.comm import Axes
-from gridformer.models import Model, blocks
-from gridformer.parallel.choices import Choices
-from gridformer.parallel.ends import Cut
-from gridformer.parallel.grid import (
-    CutLabelHead,
-    GridLinear,
-    GridTiedHead,
-    GridTokenEmbedding,
-    Schedules,
-    keep_of,
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gridformer.config import LayoutConfig, RunConfig, divisors
+from gridformer.parallel.choices import Choices, Product, Stays
+from gridformer.parallel.scheme import (
+    HEADS_WIDTH,
+    Boundary,
+    Changes,
+    Cuts,
+    LayoutAxis,
+    ModuleTable,
+    SchemeSpec,
 )
-from gridformer.parallel.loss import CutCrossEntropy
-from gridformer.parallel.norms import VECTOR, DeferredNorm, grid_norm
-from gridformer.parallel.placement import Placement, place
 
-# Tables that are looked up locally, positions and biases of scores, lie over the columns, too: they
-# are small, and no device needs another's columns of them.
-TABLE = Placement(cut=(None, "col"), copies="row", partial=True)
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gridformer.comm import Axes
+    from gridformer.models import Model, blocks
 
 
-def apply(model: Model, axes: Axes, choices: Choices) -> None:
-    """Replace a plain model's modules by their grid forms, in place."""
-    schedules = Schedules(axes, Cut(axes.col, dim=-1))
-    head, table = choices["head"], keep_of(choices["head"])
-    inside = {name for name, choice in choices.products.items() if choice.norm_inside}
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            match child:
-                case blocks.Linear():
-                    choice = choices[child.role.product]
-                    setattr(module, name, GridLinear(child, choice, VECTOR, schedules))
-                case blocks.LayerNorm() | blocks.RMSNorm() if child.reader in inside:
-                    setattr(module, name, DeferredNorm(child, axes))
-                case blocks.LayerNorm() | blocks.RMSNorm():
-                    setattr(module, name, grid_norm(child, axes))
-                case blocks.TokenEmbedding():
-                    setattr(module, name, GridTokenEmbedding(child, head, table, schedules))
-                case blocks.PositionEmbedding() | blocks.SegmentEmbedding() | blocks.RelativeBias():
-                    place(child, "weight", TABLE, axes)
-                case blocks.SinusoidalPositions():
-                    child.columns = (axes.col.index, axes.col.size)
-                case blocks.TiedHead():
-                    setattr(module, name, GridTiedHead(child, head, table, schedules))
-                case blocks.LabelHead():
-                    setattr(module, name, CutLabelHead(child, "row", axes))
-                case blocks.CrossEntropy():
-                    cut = CutCrossEntropy(axes.col, model.config.vocab_size, child.smoothing)
-                    setattr(module, name, cut)
-                case blocks.Dropout():
-                    child.block = (0, axes.col.index)
-                case blocks.Attention() | blocks.CrossAttention():
-                    child.head_block = axes.col.index
+class Optimus(SchemeSpec):
+    name = "optimus"
+    axes = ("rows", "cols")
+    keys = ("schedule", "stationary")
+
+    def boundary(self, layout: LayoutConfig) -> Boundary:
+        return Boundary("col", "h")
+
+    def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
+        return "rows"
+
+    def cuts(self, run: RunConfig) -> Cuts:
+        model = run.model
+        both = {"model.ffn_size": model.ffn_size, "model.hidden_size": model.hidden_size}
+        heads = {HEADS_WIDTH: model.n_heads * model.head_width} if model.head_dim else {}
+        return {"rows": both | heads, "cols": {"model.n_heads": model.n_heads} | both}
+
+    def gathers(self, layout: LayoutConfig) -> tuple[str, ...]:
+        if layout.schedule in ("auto", "gather"):
+            return ("none", "inputs", "weights", "all")
+        return ("none",)
+
+    def arrangements(self, devices: int) -> Iterator[dict[str, Any]]:
+        if devices > 1:
+            for rows in divisors(devices):
+                yield {"rows": rows, "cols": devices // rows}
+
+    def stays(self, product: Product, layout: LayoutConfig) -> Stays:
+        """The narrower activation travels; alike, sections are entered and left."""
+        if layout.stationary != "auto":
+            return layout.stationary
+        if product.n_in != product.n_out:
+            return "input" if product.n_in > product.n_out else "output"
+        return super().stays(product, layout)
+
+    def savings(self, layout: LayoutConfig) -> tuple[list[Changes], list[Changes]]:
+        if layout.schedule == "pipelined":
+            return [], []
+        return [], [{"layout.schedule": "pipelined"}]
+
+    def table(
+        self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
+    ) -> ModuleTable:
+        from gridformer.parallel.ends import end_of
+        from gridformer.parallel.grid import (
+            CutLabelHead,
+            GridLinear,
+            GridTiedHead,
+            GridTokenEmbedding,
+            Schedules,
+            keep_of,
+        )
+        from gridformer.parallel.loss import CutCrossEntropy
+        from gridformer.parallel.norms import VECTOR, DeferredNorm, grid_norm
+        from gridformer.parallel.placement import Placement, place
+
+        schedules = Schedules(axes, end_of(self.boundary(layout), axes))
+        head, table = choices["head"], keep_of(choices["head"])
+        inside = {name for name, choice in choices.products.items() if choice.norm_inside}
+        # Tables that are looked up locally, positions and biases of scores, lie over the columns,
+        # too: they are small, and no device needs another's columns of them.
+        over_columns = Placement(cut=(None, "col"), copies="row", partial=True)
+
+        def linear(plain: blocks.Linear) -> nn.Module:
+            return GridLinear(plain, choices[plain.role.product], VECTOR, schedules)
+
+        def norm(plain: blocks.LayerNorm | blocks.RMSNorm) -> nn.Module:
+            return DeferredNorm(plain, axes) if plain.reader in inside else grid_norm(plain, axes)
+
+        def looked_up(plain: nn.Module) -> None:
+            place(plain, "weight", over_columns, axes)
+
+        def waves(plain: blocks.SinusoidalPositions) -> None:
+            plain.columns = (axes.col.index, axes.col.size)
+
+        def dropout(plain: blocks.Dropout) -> None:
+            plain.block = (0, axes.col.index)
+
+        def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
+            plain.head_block = axes.col.index
+
+        return ModuleTable(
+            {
+                "opening": linear,
+                "closing": linear,
+                "pooler": linear,
+                "transform": linear,
+                "norm": norm,
+                "token_embedding": lambda plain: GridTokenEmbedding(plain, head, table, schedules),
+                "positions": looked_up,
+                "segments": looked_up,
+                "relative_bias": looked_up,
+                "sinusoidal_positions": waves,
+                "dropout": dropout,
+                "attention": attention,
+                "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
+                "label_head": lambda plain: CutLabelHead(plain, "row", axes),
+                "cross_entropy": lambda plain: CutCrossEntropy(
+                    axes.col, model.config.vocab_size, plain.smoothing
+                ),
+            }
+        )

@@ -79,6 +79,11 @@ def shard_of(parameter: Tensor) -> Shard:
     return shard
 
 
+def is_placed(parameter: Tensor) -> bool:
+    """Whether `place` made this parameter."""
+    return hasattr(parameter, "shard")
+
+
 def place(module: nn.Module, name: str, placement: Placement, axes: Axes) -> None:
     """Replace a whole (meta) parameter of `module` by this device's block, still unallocated."""
     whole = module.get_parameter(name)

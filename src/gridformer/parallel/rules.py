@@ -12,13 +12,10 @@ from dataclasses import replace
 from typing import Literal
 
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.nodes import split_messages
 from gridformer.parallel.choices import Choice, Choices, Product, Work, products_of
+from gridformer.parallel.registry import spec_of
+from gridformer.utils.units import format_bytes
 
-# `auto` keeps gathered operands as long as they add no more than this share to what a device holds:
-# a grid is chosen for memory, and gathering again was found to cost no time that can be measured on
-# one machine (benchmarks/schemes.py), and a fifth of a step's traffic.
-KEEP_SHARE = 1 / 32
 # Gathered operands below this are always taken all at once: so few bytes do not matter.
 SMALL_BYTES = 64 << 20
 # Activations are gathered in parts of about this share of what a device holds, or this size: while
@@ -26,6 +23,11 @@ SMALL_BYTES = 64 << 20
 PART_SHARE = 1 / 256
 PART_BYTES = 16 << 20
 MOST_PARTS = 32  # products stay large, and messages few
+
+_BETWEEN: dict[str, Literal["cut", "replicated", "first"]] = {
+    "replicated": "replicated",
+    "first": "first",
+}
 
 
 def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -> Choices:
@@ -35,21 +37,17 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
     """
     length = layout.rows * model.max_seq_len
     work = work or Work(tokens=length, source=length * model.two_stacks, sequences=layout.rows)
-    rows = layout.rows if layout.scheme == "optimus" else 1
-    cols = {"single": 1, "subgraph": layout.branches}.get(layout.scheme, layout.cols)
-    products = {product.name: Choice(product) for product in products_of(model)}
-    between: Literal["cut", "replicated", "first"] = "cut"
-    if layout.scheme == "megatron" and not layout.sequence_parallel:
-        between = "replicated"
-    if layout.scheme == "subgraph" and layout.common == "first":
-        between = "first"
+    spec = spec_of(layout)
+    rows, cols = spec.grid(layout)
+    products = {
+        product.name: Choice(product, common=spec.common(product, layout))
+        for product in products_of(model)
+    }
     matrices = [choice.product for choice in products.values()]
     parameters = sum(product.n_in * product.n_out * product.count for product in matrices)
+    between = _BETWEEN.get(spec.boundary(layout).lies, "cut")
     chosen = Choices(rows, cols, work, products, between, parameters)
-    if layout.scheme == "subgraph":
-        chosen = _sub_graph(chosen, layout)
-    if layout.scheme == "megatron":  # every device has what such a product reads, or its part of it
-        chosen = _each(chosen, lambda c: replace(c, common=c.product.name == "transform"))
+    chosen.reasons.extend(spec.reasons(chosen, layout))
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
     chosen = _schedules(_in_parts(chosen, layout), layout)
@@ -57,19 +55,10 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
 
 
 def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
-    """The narrower activation travels; alike, or in Megatron, sections are entered and left."""
-    if layout.scheme == "optimus" and layout.stationary != "auto":
-        return _each(choices, lambda choice: replace(choice, stays=layout.stationary))  # type: ignore[arg-type]
-
-    def narrower(choice: Choice) -> Choice:
-        product = choice.product
-        input_stays = product.closes
-        if layout.scheme == "optimus" and product.n_in != product.n_out:
-            input_stays = product.n_in > product.n_out
-        return replace(choice, stays="input" if input_stays else "output")
-
-    choices = _each(choices, narrower)
-    if layout.scheme == "optimus":
+    """Which activation of each product travels."""
+    spec = spec_of(layout)
+    choices = _each(choices, lambda c: replace(c, stays=spec.stays(c.product, layout)))
+    if "stationary" in spec.keys and layout.stationary == "auto":
         layers = [c.product for c in choices.products.values() if c.product.section != "head"]
         paper = sum(product.n_in for product in layers)
         layer = sum(min(product.n_in, product.n_out) for product in layers)
@@ -84,34 +73,8 @@ def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
     return choices
 
 
-def _sub_graph(choices: Choices, layout: LayoutConfig) -> Choices:
-    """Products outside the branches are common; see gridformer.parallel.subgraph."""
-    inside, whole = layout.attention == "inside", layout.feed_forward == "common"
-    sections = [*["attention"] * inside, *["feed_forward"] * (not whole)]
-    choices = _each(choices, lambda c: replace(c, common=c.product.section not in sections))
-    branched = [name for name, choice in choices.products.items() if not choice.common]
-    share = choices.branched_parameters / choices.parameters
-    choices.reasons.append(
-        f"branches: {', '.join(branched) or 'no product'} in {layout.branches} branches, "
-        f"{share:.0%} of the parameters, whose gradients are summed over dp={layout.dp} processes"
-    )
-    if not inside:
-        choices.reasons.append(
-            "attention: slices of q, k and v enter the branches, 3 h a token, and the heads' "
-            "results leave them, h a token"
-        )
-    if layout.devices_per_node:
-        n, k = layout.dp * layout.branches, layout.devices_per_node
-        within, between = split_messages(n, layout.branches, k, layout.order)
-        choices.reasons.append(
-            f"order: {layout.order}, so that of the messages of one split {within} stay within "
-            f"nodes of {k} and {between} go between them"
-        )
-    return choices
-
-
 def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
-    if layout.scheme != "optimus":
+    if "schedule" not in spec_of(layout).keys:
         return choices
     if layout.schedule != "auto":
         return _each(choices, lambda choice: replace(choice, schedule=layout.schedule))  # type: ignore[arg-type]
@@ -123,7 +86,7 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
 
     choices = _each(choices, by_size)
     large = [c.product.name for c in choices.products.values() if c.schedule == "pipelined"]
-    sentence = f"schedule: gather where the gathered operands stay below {_size(limit)}"
+    sentence = f"schedule: gather where the gathered operands stay below {format_bytes(limit)}"
     choices.reasons.append(
         sentence
         + (f"; above it, panel by panel: {', '.join(large)}" if large else ", which all do")
@@ -134,12 +97,12 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
 def _in_parts(choices: Choices, layout: LayoutConfig) -> Choices:
     """No more of an activation lies gathered than a part of it, however long the micro-batch."""
     limit = max(PART_BYTES, choices.held_bytes * PART_SHARE)
-    work = choices.work
+    work, lies = choices.work, spec_of(layout).boundary(layout).lies
 
     def lines(product: Product) -> int:
-        if layout.scheme == "megatron":  # s is cut: parts of whole sequences
-            return work.sequences
-        if layout.scheme == "subgraph" and choices.between == "cut":  # b is: parts of all sequences
+        if lies == "s":  # parts of whole sequences
+            return work.sequences // choices.rows
+        if lies == "b":  # parts of all sequences
             return work.rows_of(product) // max(1, work.sequences)
         return work.rows_of(product) // choices.rows
 
@@ -171,8 +134,8 @@ def _at_once(choices: Choices) -> Choices:
         each = ", ".join(f"{c.product.name} {c.parts}" for c in several)
         largest = max(choices.activation_bytes(c) / c.parts for c in several)
         choices.reasons.append(
-            f"parts: activations are gathered and summed in parts of up to {_size(largest)}, so "
-            f"that no more lies whole at a time: {each}"
+            "parts: activations are gathered and summed in parts of up to "
+            f"{format_bytes(largest)}, so that no more lies whole at a time: {each}"
         )
     return choices
 
@@ -185,9 +148,8 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
         if wish in ("inputs", "all"):
             choices = inputs
         return _with_weights(choices) if wish in ("weights", "all") else choices
-    budget = choices.held_bytes * KEEP_SHARE
-    if layout.scheme == "subgraph":
-        budget = choices.held_bytes  # a branch that has its input costs no more than the paper's
+    share = spec_of(layout).keep_share
+    budget = choices.held_bytes * share
     offers = []
     for name, changed in (("inputs", inputs), ("weights", weights)):
         price = _kept_bytes(changed)
@@ -199,9 +161,9 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
         fits = price <= budget
         choices.reasons.append(
             f"keep_gathered: {name} {'are' if fits else 'are not'} kept: that holds "
-            f"{_size(price)} more and receives {_size(saved)} less a step; "
-            f"{_size(budget)} of room"
-            + (", 1/32 of what a device holds" if layout.scheme != "subgraph" else "")
+            f"{format_bytes(price)} more and receives {format_bytes(saved)} less a step; "
+            f"{format_bytes(budget)} of room"
+            + (f", 1/{1 / share:g} of what a device holds" if share < 1 else "")
         )
         if fits:
             choices = _with_inputs(choices) if name == "inputs" else _with_weights(choices)
@@ -259,8 +221,3 @@ def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
     logits = with_logits * model.vocab_size * (work.itemsize + 4)
     activations = layers * work.itemsize
     return (choices.parameters * work.state_bytes / pp + activations + logits) / p
-
-
-def _size(n_bytes: float) -> str:
-    mib = n_bytes / 2**20
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.3g} MiB"

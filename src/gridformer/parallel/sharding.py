@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.comm import Axes, Axis
-from gridformer.memory.ledger import resized
 from gridformer.parallel.placement import shard_of
 
 Mode = Literal["replicate", "zero1", "fsdp"]
@@ -83,13 +82,11 @@ def release(parameter: nn.Parameter) -> None:
     """Let go of a parameter's memory. The tensor stays, and views of it that autograd has saved:
     they are valid again once it is refilled."""
     parameter.untyped_storage().resize_(0)
-    resized(parameter)
 
 
 def allocate(parameter: nn.Parameter) -> None:
     """Memory for a released parameter, of undefined content."""
     parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-    resized(parameter)
 
 
 class Parcel:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,13 @@ from gridformer.parallel.placement import Shard, shard_of
 from gridformer.parallel.sharding import stored
 from gridformer.train.precision import LossScale
 from gridformer.train.updates import Updates
+from gridformer.utils.folders import (
+    begin_folder,
+    finish_folder,
+    hidden_folder,
+    remove_folder,
+    remove_leftovers,
+)
 
 MANIFEST = "checkpoint.json"
 # Of a model, between two runs.
@@ -156,13 +162,11 @@ def save(
     from gridformer.train.blocks_io import write_blocks  # takes time, of commands that write none
 
     scale = scale or LossScale()
-    parent = run_dir / "checkpoints"
-    final = parent / f"step-{step:08d}"
-    writing = parent / f".writing-{final.name}"
+    final = run_dir / "checkpoints" / f"step-{step:08d}"
+    writing = hidden_folder(final)
     first = axes.world.index == 0
     if first:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
+        begin_folder(writing)
     comm.barrier((axes.world,))
     write_blocks(_shards(model, optimizer), writing)
     files = _file_entries(writing, axes)
@@ -180,11 +184,7 @@ def save(
             files=files,
         )
         _write_synced(writing / MANIFEST, manifest.model_dump_json(indent=1))
-        _sync_folder(writing)
-        if final.exists():  # the same step again, after a resume: the newer one replaces it
-            os.rename(final, parent / f".deleting-{final.name}")
-        os.rename(writing, final)
-        _sync_folder(parent)
+        finish_folder(writing, final)  # the same step again, after a resume, replaces the older
         _prune(run_dir, run.train.keep_checkpoints)
     comm.barrier((axes.world,))
     return final
@@ -246,11 +246,9 @@ def _complete(run_dir: Path) -> list[Path]:
 
 
 def _prune(run_dir: Path, keep: int) -> None:
-    parent = run_dir / "checkpoints"
     for folder in _complete(run_dir)[:-keep]:
-        os.rename(folder, parent / f".deleting-{folder.name}")
-    for leftover in parent.glob(".deleting-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove_folder(folder)
+    remove_leftovers(run_dir / "checkpoints")
 
 
 def _crc32(path: Path) -> int:
@@ -267,11 +265,3 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -55,26 +55,13 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
 
 
 def compile_problems(run: RunConfig) -> list[str]:
-    """Why `train.compile` cannot be, one sentence each with its remedy; none when it is off."""
-    layout = run.layout
+    """Why this machine cannot compile, one sentence each with its remedy; none when it is off.
+
+    Which layouts cannot be compiled `gridformer.layout.check` says.
+    """
     if not run.train.compile:
         return []
-    problems = []
-    n_devices = layout.rows * layout.cols * layout.branches
-    if n_devices > 1:
-        problems.append(
-            f"train.compile=true belongs to layouts whose blocks do not communicate, and "
-            f"{layout.describe()} cuts each block over {n_devices} devices: use "
-            "layout.scheme=single with rows=1, cols=1 and branches=1 (dp may be more), or "
-            "train.compile=false"
-        )
-    if layout.dp_mode == "fsdp":
-        problems.append(
-            "train.compile=true compiles blocks with parameters that stay in memory, and "
-            "layout.dp_mode=fsdp gathers them block by block: use layout.dp_mode=zero1 or "
-            f"replicate, or {_OFF.removeprefix('use ')}"
-        )
-    return problems + toolchain_problems("cuda" if _takes_cuda(run) else "cpu")
+    return toolchain_problems("cuda" if _takes_cuda(run) else "cpu")
 
 
 def toolchain_problems(device_type: str) -> list[str]:

@@ -82,14 +82,15 @@ def plot_loss(run_dir: Path, title: str) -> Path | None:
     )
     if val:
         axes.plot(*zip(*val), color="#d1495b", marker="o", markersize=5, label="validation")
-        step, loss = val[-1]
+        _, loss = val[-1]
+        # Beyond the axes, where no curve is.
         axes.annotate(
-            f"{loss:.2f}\nperplexity {math.exp(min(loss, 50)):.1f}",
-            (step, loss),
-            xytext=(-8, 22),
-            textcoords="offset points",
-            ha="right",
+            f"{loss:.2f}\nperplexity\n{math.exp(min(loss, 50)):,.1f}",
+            (1.01, loss),
+            xycoords=("axes fraction", "data"),
+            va="center",
             color="#d1495b",
+            annotation_clip=False,
         )
     axes.set(xlabel="step", ylabel="cross entropy (nats a token)", title=title)
     axes.grid(alpha=0.25)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gridformer.batch import Batch
+from gridformer.batch import Batch, MicroBatch
 from gridformer.models import Model
 from gridformer.parallel.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, OnAction, timed
 
 Losses = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """rows: of the step's global batch; batch: what these rows hold, on the model's device."""
-
-    rows: slice
-    batch: Batch
 
 
 class Passes(Protocol):
@@ -104,8 +95,8 @@ class Pipeline:
     ) -> Losses:
         totals = zeros(counts)
 
-        def finish(outputs: dict[str, Tensor], batch: Batch) -> Tensor:
-            losses = self.model.losses_of(outputs, batch)
+        def finish(hidden: Tensor, batch: Batch) -> Tensor:
+            losses = self.model.losses_of(hidden, batch)
             add(totals, losses)
             return weighted(losses, counts, scale)
 
@@ -115,8 +106,8 @@ class Pipeline:
     def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
         totals = zeros(Model.counts(work[0].batch))
 
-        def finish(outputs: dict[str, Tensor], batch: Batch) -> None:
-            add(totals, self.model.losses_of(outputs, batch))
+        def finish(hidden: Tensor, batch: Batch) -> None:
+            add(totals, self.model.losses_of(hidden, batch))
 
         self.executor.evaluate(work, finish)
         return totals

@@ -10,7 +10,7 @@ from gridformer.data import TokenFolder, resolve
 from gridformer.errors import CheckpointError, ConfigError, DataError
 from gridformer.launch import check_devices
 from gridformer.layout import check
-from gridformer.memory.fits import fit_problems
+from gridformer.memory.fits import Tell, fit_problems, silent
 from gridformer.train import checkpoint
 from gridformer.train.compile import compile_problems
 
@@ -39,18 +39,19 @@ def plan_run(
     overrides: list[str] | tuple[str, ...] = (),
     nproc: int | None = None,
     out: Path | None = None,
+    tell: Tell = silent,
 ) -> Plan:
     """Read a run file and check all of it: values, layout, devices, data, memory, checkpoint to
     resume.
 
-    out defaults to `runs/NAME`. The plan's config is resolved: vocabulary and sequence length are
-    those that the run uses. Raises ConfigError with all problems at once; DataError and
-    CheckpointError for a folder that must not be used.
+    out defaults to `runs/NAME`. tell: see gridformer.memory.fits.fit_problems. The plan's config
+    is resolved: vocabulary and sequence length are those that the run uses. Raises ConfigError with
+    all problems at once; DataError and CheckpointError for a folder that must not be used.
     """
     run, problems = _read(path, overrides)
     problems += check_devices(run.train.device, run.layout.n_processes, nproc)
     problems += compile_problems(run)
-    problems = problems or fit_problems(run)
+    problems = problems or fit_problems(run, tell)
     if problems:
         raise ConfigError(problems)
     out = out or Path("runs") / run.name

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gridformer.decisions import notes
 from gridformer.models import count_parameters
+from gridformer.parallel.registry import describe
+from gridformer.utils.units import format_count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,15 +34,11 @@ class Reporter:
         self.console = Console(highlight=False)
         self._last_line = 0.0
         run = plan.run
-        size = count_parameters(run.model)  # rank 0 may hold some stages only
-        self._print(
-            f"[bold]{run.name}[/bold]: {run.model.name} ({human(size)} parameters, vocabulary "
-            f"{run.model.vocab_size:,}) on {run.layout.describe()}"
-        )
+        self._print(f"{title_of(run)}, vocabulary {run.model.vocab_size:,}")
         self._print(f"  {world.why}; {run.train.dtype}")
         self._print(
-            f"  {human(n_train_tokens)} tokens of text, {batches.n_samples:,} samples; batches of "
-            f"{run.train.global_batch} x {_lengths(run)} tokens"
+            f"  {format_count(n_train_tokens)} tokens of text, {batches.n_samples:,} samples; "
+            f"batches of {run.train.global_batch} x {_lengths(run)} tokens"
         )
         for note in notes(run):
             self._print(f"  {note}")
@@ -94,7 +92,7 @@ class Reporter:
 
     def traced(self, path: Path, idle: float | None, layout: LayoutConfig) -> None:
         """A step's timeline has been written."""
-        text = f"  timeline of this step: {path} and .png (open it in ui.perfetto.dev)"
+        text = f"  timeline of this step: {path} (open it in ui.perfetto.dev)"
         if layout.pp > 1 and idle is not None:
             ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
             text += f"; ranks waited {idle:.0%} of the time that they computed, with equal stages "
@@ -124,6 +122,13 @@ class Reporter:
         self.console.print(text, soft_wrap=True)
 
 
+def title_of(run: RunConfig) -> str:
+    """`demo: demo-4m (3.87M parameters) on optimus 2x2`."""
+    model = run.model.family if run.model.name == "custom" else run.model.name
+    size = format_count(count_parameters(run.model))  # a rank may hold some stages only
+    return f"{run.name}: {model} ({size} parameters) on {describe(run.layout)}"
+
+
 def _lengths(run: RunConfig) -> str:
     """`128`, or `128 + 114` where samples have a source."""
     return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
@@ -132,11 +137,3 @@ def _lengths(run: RunConfig) -> str:
 def perplexity(loss: float) -> float:
     """exp(loss), without overflowing on a diverged one."""
     return math.exp(min(loss, 700.0))
-
-
-def human(count: float) -> str:
-    """1234567 as `1.23M`."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:.3g}"

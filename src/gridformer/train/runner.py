@@ -19,9 +19,11 @@ def execute(plan: Plan) -> None:
 
 
 def worker(plan: Plan) -> None:
-    """What every process of a run does."""
+    """What every process of a run does.
+
+    The group is left at a good end only. A rank that fails must say so before anything that waits
+    for its peers, which may be inside a collective: `launch` reports the failure and ends it.
+    """
     world = init_world(plan.run.train.device, plan.n_processes, plan.run.train.timeout_s)
-    try:
-        Trainer(plan, world).fit()
-    finally:
-        close_world()
+    Trainer(plan, world).fit()
+    close_world()

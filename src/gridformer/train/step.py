@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.batch import Batch
+from gridformer.batch import Batch, MicroBatch
 from gridformer.comm import Axes
 from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig, TrainConfig
@@ -25,8 +25,7 @@ from gridformer.parallel.gradients import (
 )
 from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.pipeline import Executor, timed
-from gridformer.readback import numbers
-from gridformer.train.passes import MicroBatch, Passes, Pipeline, WholeModel
+from gridformer.train.passes import Passes, Pipeline, WholeModel
 from gridformer.train.precision import LossScale
 from gridformer.train.updates import Updates
 
@@ -70,7 +69,7 @@ class Stepper:
         self, model: Model, train: TrainConfig, axes: Axes, layout: LayoutConfig | None = None
     ) -> None:
         self.model, self.train, self.axes = model, train, axes
-        model.in_parts.tokens = train.loss_tokens
+        model.loss_chunk_tokens = train.loss_tokens
         model.recomputes(train.recompute)
         self.micro_batches = layout.micro_batches if layout else 1
         self.updates = Updates(model, train, axes)
@@ -112,10 +111,9 @@ class Stepper:
 
         mine = [loss * self._first() for loss in losses.values()]
         sums = torch.stack([*mine, *self.updates.squares()])
-        *means, square, last_square = numbers(
-            comm.all_reduce(sums, self.axes.world, label="metrics")
-        )
-        divisors = [max(1, count) for count in numbers(torch.stack([*counts.values()]))]
+        totals = comm.all_reduce(sums, self.axes.world, label="metrics")
+        *means, square, last_square = totals.tolist()
+        divisors = [max(1, count) for count in torch.stack([*counts.values()]).tolist()]
         parts = {name: total / n for name, total, n in zip(counts, means, divisors)}
         scale = self.scale.scale
         loss, norm = sum(parts.values()), math.sqrt(square) / scale
@@ -186,7 +184,7 @@ class Stepper:
         mine = [count * self._first() * self._reads_first() for count in mine]
         mine.append(torch.full_like(mine[0], flag))
         totals = comm.all_reduce(torch.stack(mine), self.axes.world, label="metrics")
-        tokens, flags = numbers(totals[-2:])
+        tokens, flags = totals[-2:].tolist()
         return dict(zip(each[0], totals.unbind())), int(tokens), int(flags)
 
     def _first(self) -> int:

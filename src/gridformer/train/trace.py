@@ -1,8 +1,7 @@
 """One step of all processes as a timeline, for Perfetto or Chrome's trace viewer.
 
 `train.trace_step=N` records step N into RUNDIR/trace-step-N.json: what each process computed, what
-it sent over which axis and how much, and when it waited. Open it in ui.perfetto.dev; a picture of
-it lies beside it.
+it sent over which axis and how much, and when it waited. Open it in ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 from gridformer import comm
 from gridformer.comm import Axes, Record, Recorder
 from gridformer.parallel.pipeline import Event, OnAction, idle_fraction
-from gridformer.train.trace_plot import plot_trace
 
 _PASSES = ("forward", "backward")
 
@@ -41,7 +39,7 @@ class StepTrace:
             yield self.events.append
 
     def write(self, path: Path) -> float | None:
-        """Write all processes' parts into one file, on shared storage, and draw it. On rank 0
+        """Write all processes' parts into one file, on shared storage. On rank 0
         returns the time in which ranks of the pipeline waited over that in which they computed."""
         rank = self.axes.world.index
         part_of(path, rank).write_text(json.dumps(self._part()), encoding="utf-8")
@@ -50,9 +48,7 @@ class StepTrace:
             return None
         files = [part_of(path, index) for index in range(self.axes.world.size)]
         parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        trace = merged(parts)
-        path.write_text(json.dumps(trace), encoding="utf-8")
-        plot_trace(path, trace)
+        path.write_text(json.dumps(merged(parts)), encoding="utf-8")
         for file in files:
             file.unlink()
         return idle_fraction([[Event(*event) for event in part["events"]] for part in parts])

@@ -21,7 +21,7 @@ from gridformer.train import checkpoint
 from gridformer.train.compile import compile_model
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
-from gridformer.train.report import Reporter
+from gridformer.train.report import Reporter, title_of
 from gridformer.train.step import ReadRows, Stepper, StepResult
 from gridformer.train.trace import StepTrace
 
@@ -84,7 +84,7 @@ class Trainer:
                 if flagged:
                     break
             if self.report:
-                plot_loss(self.plan.out, f"{self.run.model.name} on {self.run.layout.describe()}")
+                plot_loss(self.plan.out, title_of(self.run))
                 self.report.end(step, saved, stopped=step < train.steps)
         finally:
             if self.report:

@@ -41,7 +41,6 @@ from gridformer.parallel.gradients import (
 )
 from gridformer.parallel.placement import shard_of
 from gridformer.parallel.sharding import part_of
-from gridformer.readback import numbers
 
 LABEL = "norms"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -180,7 +179,7 @@ class Updates:
         *layers, last = self.units
         if layers and not self.in_backward:  # a stage may have none
             each = torch.stack([counted_square(unit.updated, self.axes) for unit in layers])
-            for unit, square in zip(layers, numbers(self._over_stage(each))):
+            for unit, square in zip(layers, self._over_stage(each).tolist()):
                 self._update(unit, clipping(math.sqrt(square) / scale, clip) / scale)
         self._update(last, clipping(last_norm, clip) / scale)
 
@@ -240,7 +239,7 @@ class Updates:
             self._squares.append(square)
             factor = 1.0
             if self.train.clip_by == "layer":
-                (total,) = numbers(self._over_stage(square.clone()).view(1))
+                (total,) = self._over_stage(square.clone()).view(1).tolist()
                 self._finite &= math.isfinite(total)
                 factor = clipping(math.sqrt(total), self.train.clip_norm) if self._finite else 1.0
             if self._finite:

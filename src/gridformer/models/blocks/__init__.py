@@ -32,7 +32,7 @@ from gridformer.models.blocks.linear import (
     Role,
     new_parameter,
 )
-from gridformer.models.blocks.loss import CrossEntropy, InParts, LabelLoss
+from gridformer.models.blocks.loss import CrossEntropy, LabelLoss, chunked_loss, places_per_chunk
 from gridformer.models.blocks.norm import LayerNorm, RMSNorm, new_norm
 from gridformer.models.blocks.recompute import Mode as RecomputeMode
 from gridformer.models.blocks.recompute import Recompute, Share
@@ -48,7 +48,6 @@ __all__ = [
     "Dropout",
     "DropoutClock",
     "FeedForward",
-    "InParts",
     "Init",
     "KVCache",
     "LabelHead",
@@ -71,6 +70,8 @@ __all__ = [
     "TiedHead",
     "TokenEmbedding",
     "added_to_scores",
+    "chunked_loss",
     "new_norm",
     "new_parameter",
+    "places_per_chunk",
 ]

@@ -104,9 +104,9 @@ class Layer(nn.Module):
         self,
         x: Tensor,
         mask: Tensor | None = None,
+        cache: KVCache | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
-        cache: KVCache | None = None,
     ) -> Tensor:
         if self.post:
             x = self.norm1(x + self.dropout1(self.attention(x, mask, cache)))

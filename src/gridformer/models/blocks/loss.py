@@ -40,94 +40,82 @@ class LabelLoss(nn.Module):
         return F.cross_entropy(_wide(logits_BL), labels_B, ignore_index=IGNORE, reduction="sum")
 
 
-class InParts:
-    """A head's loss over some places of each sequence at a time.
+def places_per_chunk(hidden_BSH: Tensor, targets_BS: Tensor, chunk_tokens: int) -> int:
+    """How many places of each sequence this device takes at a time, so that the logits of about
+    `chunk_tokens` tokens exist together; all of them where that is 0."""
+    n_chunks = -(-targets_BS.numel() // chunk_tokens) if chunk_tokens else 1
+    return -(-hidden_BSH.shape[1] // n_chunks)
 
-    The logits of one part exist at a time: of each, the gradients of its loss are taken at once,
-    with respect to what the head reads and to its parameters, and the part is let go of. Backward
-    has nothing left to do but to scale them. So the head's products are multiplied as often as
-    without parts, and a device that holds v/c columns of b*s tokens' logits holds those of `tokens`
-    tokens instead.
+
+def chunked_loss(
+    hidden_BSH: Tensor,
+    targets_BS: Tensor,
+    places: int,
+    head: Callable[[Tensor], Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    """The sum of loss(head(chunk), its targets) over chunks of `places` places of each sequence.
+
+    The logits of one chunk exist at a time: of each, the gradients of its loss are taken at once,
+    with respect to the hidden states and to parameters, and the chunk is let go of. Backward has
+    nothing left to do but to scale them. So the head's products are multiplied as often as without
+    chunks, and a device holds logits of b * places tokens instead of b * s.
+
+    Where s is cut over devices, the hidden states are this device's [b, s/c, h], and the head makes
+    logits of all s places: those of a chunk lie in every device's part of the sequence.
+
+    Args:
+        parameters: what the head reads besides, which gradients are wanted for.
     """
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def cuts(self, x_BSH: Tensor, targets_BS: Tensor) -> bool:
-        """Whether there is more than one part."""
-        # On meta another device has it.
-        return self._width(x_BSH, targets_BS) < x_BSH.shape[1] and not x_BSH.is_meta
-
-    def _width(self, x_BSH: Tensor, targets_BS: Tensor) -> int:
-        """Places of each sequence in a part."""
-        n_parts = -(-targets_BS.numel() // self.tokens) if self.tokens else 1
-        return -(-x_BSH.shape[1] // n_parts)
-
-    def __call__(
-        self,
-        x_BSH: Tensor,
-        targets_BS: Tensor,
-        head: Callable[[Tensor], Tensor],
-        loss: Callable[[Tensor, Tensor], Tensor],
-        parameters: Sequence[Tensor],
-    ) -> Tensor:
-        """The sum of loss(head(part), targets of the part) over all parts.
-
-        Where s is cut over devices, x is this device's [b, s/c, h], and the head makes logits of
-        all s places: those of a part lie in every device's part of the sequence.
-
-        Args:
-            parameters: what the head reads besides x, which gradients are wanted for.
-        """
-        if not self.cuts(x_BSH, targets_BS):
-            return loss(head(x_BSH), targets_BS)
-        (b, s), width = x_BSH.shape[:2], self._width(x_BSH, targets_BS)
-        targets = targets_BS.view(b, -1, s)
-        parts = [
-            (slice(start, start + width), targets[..., start : start + width].reshape(b, -1))
-            for start in range(0, s, width)
-        ]
-        if torch.is_grad_enabled():
-            total: Tensor = _InParts.apply(x_BSH, parts, head, loss, *parameters)
-            return total
-        sums = [loss(head(x_BSH[:, places]), wanted) for places, wanted in parts]
-        return torch.stack(sums).sum()
+    b, s = hidden_BSH.shape[:2]
+    targets = targets_BS.view(b, -1, s)
+    chunks = [
+        (slice(start, start + places), targets[..., start : start + places].reshape(b, -1))
+        for start in range(0, s, places)
+    ]
+    if torch.is_grad_enabled():
+        total: Tensor = _ChunkedLoss.apply(hidden_BSH, chunks, head, loss, *parameters)
+        return total
+    sums = [loss(head(hidden_BSH[:, chunk]), wanted) for chunk, wanted in chunks]
+    return torch.stack(sums).sum()
 
 
-class _InParts(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_BSH: Tensor,
-        parts: Sequence[tuple[slice, Tensor]],
+        hidden_BSH: Tensor,
+        chunks: Sequence[tuple[slice, Tensor]],
         head: Callable[[Tensor], Tensor],
         loss: Callable[[Tensor, Tensor], Tensor],
         *parameters: Tensor,
     ) -> Tensor:
-        grad_x = torch.empty_like(x_BSH)
+        grad_hidden = torch.empty_like(hidden_BSH)
         grads = [torch.zeros_like(p, dtype=_at_least_float32(p.dtype)) for p in parameters]
         total: Tensor | None = None
-        for places, targets in parts:
+        for chunk, targets in chunks:
             with torch.enable_grad():
-                x = x_BSH[:, places].detach().requires_grad_()
-                part = loss(head(x), targets)
-                found = torch.autograd.grad(part, (x, *parameters))
+                hidden = hidden_BSH[:, chunk].detach().requires_grad_()
+                part = loss(head(hidden), targets)
+                found = torch.autograd.grad(part, (hidden, *parameters))
             total = part.detach() if total is None else total + part.detach()
-            grad_x[:, places] = found[0]
+            grad_hidden[:, chunk] = found[0]
             for grad, more in zip(grads, found[1:]):
                 grad += more
             del part, found
         assert total is not None
-        ctx.grads, ctx.dtypes = [grad_x, *grads], [x_BSH.dtype, *(p.dtype for p in parameters)]
+        ctx.grads = [grad_hidden, *grads]
+        ctx.dtypes = [hidden_BSH.dtype, *(p.dtype for p in parameters)]
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         found, ctx.grads = ctx.grads, None
-        assert found is not None, "a second backward pass through a loss in parts"
+        assert found is not None, "a second backward pass through a chunked loss"
         scaled = [gradient.mul_(grads[0]) for gradient in found]
-        grad_x, *rest = [gradient.to(dtype) for gradient, dtype in zip(scaled, ctx.dtypes)]
-        return grad_x, None, None, None, *rest
+        grad_hidden, *rest = [gradient.to(dtype) for gradient, dtype in zip(scaled, ctx.dtypes)]
+        return grad_hidden, None, None, None, *rest
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -23,6 +23,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 Mode = Literal["none", "selective", "full"]
 
 
+def in_backward() -> bool:
+    """Whether the code that asks runs inside a backward pass, or is computed again for one."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Share(Protocol):
     """How several devices share what each of them would hold."""
 

@@ -1,9 +1,9 @@
 """What passes from one stage to the next, and what of it one device sends.
 
-`State.x` always; in a decoder `State.memory` rides along, as long as a layer behind reads it. Their
-gradients come back the same way. Shapes follow from the batch, which every stage reads itself.
+`Activations.hidden` always; in a decoder `memory` rides along, as long as a layer behind reads it.
+Their gradients come back the same way. Shapes follow from the batch, which every stage reads.
 
-    scheme               x on one device        sent by one device
+    scheme               on one device          sent by one device
     single               [b, s, h]              all of it
     megatron             the same on c devices  1/c of it, gathered over col on arrival
     sequence parallel    [b, s/c, h]            all of it
@@ -25,6 +25,7 @@ from gridformer.batch import Batch
 from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig
 from gridformer.models import Model
+from gridformer.parallel.registry import spec_of
 
 LABEL = "pipeline"
 
@@ -38,20 +39,21 @@ class Border:
         self.width = model.config.hidden_size
         self.parts = 1  # of a sequence
         self.alike = Axis("col")  # over which a tensor is the same
-        if layout.scheme == "optimus":
-            self.width //= axes.col.size
-        if layout.scheme == "megatron" and layout.sequence_parallel:
-            self.parts = axes.col.size
-        elif layout.scheme == "megatron":
-            self.alike = axes.col
-        on_first = layout.scheme == "subgraph" and layout.common == "first"
-        self.absent = on_first and axes.branch.index > 0
+        boundary = spec_of(layout).boundary(layout)
+        axis = axes[boundary.axis]
+        if boundary.lies == "h":
+            self.width //= axis.size
+        if boundary.lies == "s":
+            self.parts = axis.size
+        if boundary.lies == "replicated":
+            self.alike = axis
+        self.absent = boundary.lies == "first" and axis.index > 0
         self._reads = [
             _reads([link.memory for link in links], stage.start) for stage in model.stages
         ]
 
     def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:
-        """Unfilled tensors for what comes into a stage, by its name in `State`."""
+        """Unfilled tensors for what comes into a stage, by its name in `Activations`."""
         device = torch.device("meta") if self.absent else batch["tokens"].device
         found = {}
         for name, key in self._reads[stage].items():
@@ -91,5 +93,5 @@ class Border:
 def _reads(memory: list[str], start: int) -> dict[str, str]:
     """What comes before link `start`, and the key of the batch whose length it has."""
     if "makes" in memory[start:]:
-        return {"x": "source"}
-    return {"x": "tokens"} | ({"memory": "source"} if "reads" in memory[start:] else {})
+        return {"hidden": "source"}
+    return {"hidden": "tokens"} | ({"memory": "source"} if "reads" in memory[start:] else {})

@@ -14,31 +14,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gridformer.batch import Batch
+from gridformer.batch import Batch, MicroBatch
 from gridformer.comm import Axes, Pending
 from gridformer.comm.p2p import Wires
 from gridformer.config import LayoutConfig
-from gridformer.models import Model, State
+from gridformer.models import Activations, Model
 from gridformer.parallel.gradients import GradientSums
 from gridformer.parallel.pipeline.border import LABEL, Border
 from gridformer.parallel.pipeline.holding import shared_sets
 from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 
-if TYPE_CHECKING:
-    from gridformer.train.passes import MicroBatch
-
 # By the last backward pass of each stage, the parameters that no later one of this rank touches. A
 # stage may have none here (of D&SP-cSub's other sub-grids) and still ends with its last pass.
 Completed = dict[Action, set[nn.Parameter]]
-# What the last stage makes of a micro-batch's outputs: the loss to go back from, in training.
-Finish = Callable[[dict[str, Tensor], Batch], Tensor | None]
+# What the last stage makes of a micro-batch's last hidden states: the loss to go back from, in
+# training.
+Finish = Callable[[Tensor, Batch], Tensor | None]
 
 
 class Executor:
@@ -66,14 +64,14 @@ class Executor:
         self.links = model.links()
         self._on_gpu = axes.device_type == "cuda"
         self.border = Border(model, layout, axes)
-        self.wires = Wires(axes)
+        self.wires = Wires(axes, ring=layout.stages_per_rank > 1)
         axes.make_holders(shared_sets(model, axes.pp.size))
         self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
         self._parameters = {
             stage: {
                 parameter
                 for i in model.stages[stage]
-                for path in self.links[i].holds
+                for path in self.links[i].modules
                 for parameter in model.get_submodule(path).parameters()
             }
             for stage in range(axes.pp.index, layout.n_stages, axes.pp.size)
@@ -155,16 +153,17 @@ class _Run:
         last = stage == len(self.model.stages) - 1
         with self.executor.timed("forward", action):
             self.model.clock.at(micro.rows)
-            state = State(**entered)  # type: ignore[arg-type]
+            entering = Activations(**entered)
             del entered
-            for i in self.model.stages[stage]:
-                self.executor.links[i].run(state, micro.batch)
+            links = [self.executor.links[i].name for i in self.model.stages[stage]]
+            leaving = self.model.run(micro.batch, entering, links)
             if last:
-                loss = self.finish(state.outputs, micro.batch)
+                assert leaving.hidden is not None
+                loss = self.finish(leaving.hidden, micro.batch)
         if last:
             roots: list[Any] = [loss]
         else:
-            made = [getattr(state, name) for name in self.border.names(stage + 1)]
+            made = [getattr(leaving, name) for name in self.border.names(stage + 1)]
             self._send(action, made)
             # Backward begins at these edges, and needs no tensor that was sent.
             roots = [get_gradient_edge(x) for x in made] if self.training else []
@@ -199,7 +198,7 @@ class _Run:
             ]
 
     def _receive(self, action: Action) -> dict[str, Tensor]:
-        """What an action reads, by its name in `State`."""
+        """What an action reads, by its name in `Activations`."""
         if self.border.absent:
             return self._room(action)
         peer = self._sender[action]

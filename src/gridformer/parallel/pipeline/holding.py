@@ -59,6 +59,6 @@ def _holders(model: Model, pp: int) -> dict[str, tuple[int, ...]]:
     held: dict[str, set[int]] = {}
     for number, stage in enumerate(model.stages):
         for link in (links[i] for i in stage):
-            for path in link.holds:
+            for path in link.modules:
                 held.setdefault(path, set()).add(number % pp)
     return {path: tuple(sorted(ranks)) for path, ranks in held.items()}

@@ -38,7 +38,7 @@ def link_names(config: ModelConfig) -> tuple[str, ...]:
 def link_costs(model: Model, work: Work) -> list[float]:
     """Floating-point operations of each link's forward pass over the tokens of `work`."""
     return [
-        sum(_cost(module, model.config, work) for module in _modules(model, link.holds))
+        sum(_cost(module, model.config, work) for module in _modules(model, link.modules))
         for link in model.links()
     ]
 

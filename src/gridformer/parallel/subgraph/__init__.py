@@ -1,7 +1,6 @@
-"""Sub-graph parallelism: the scheme for transformers, and branch sections of any network."""
+"""Sub-graph parallelism of any network: its branch sections go to sub-grids."""
 
 from gridformer.parallel.subgraph.network import Common, parallelize
 from gridformer.parallel.subgraph.placed import Placed
-from gridformer.parallel.subgraph.transformer import apply
 
-__all__ = ["Common", "Placed", "apply", "parallelize"]
+__all__ = ["Common", "Placed", "parallelize"]

@@ -32,6 +32,7 @@ from torch import nn
 
 from gridformer import comm
 from gridformer.comm import Axis
+from gridformer.comm.groups import make_groups
 from gridformer.config import closest
 from gridformer.models.branches import Branches
 from gridformer.parallel.gradients import GradientSums
@@ -39,6 +40,11 @@ from gridformer.parallel.subgraph.grids import Grid, Order, assign, divide, whol
 from gridformer.parallel.subgraph.placed import Batch, Placed, PlacedBranches, Row
 from gridformer.parallel.subgraph.section import Section
 
+_REMEDY = (
+    "put modules that read the same input, or slices of it, and whose results are added up or "
+    "joined, into gridformer.models.branches.Branches; gridformer's own models are cut by "
+    "gridformer.parallel.build_parallel"
+)
 _BRANCH = "branch "  # no module can have this name
 Common = Literal["all", "first"] | Sequence[int]
 
@@ -60,9 +66,11 @@ def parallelize(
             section has), or ranks.
         order: see `gridformer.parallel.subgraph.grids.whole`.
 
-    Raises ValueError, before anything is sent, where a section cannot be divided so; RuntimeError
-    where the processes' weights differ.
+    Raises, before anything is sent, TypeError where there is nothing to divide, and ValueError
+    where a section cannot be divided so; RuntimeError where the processes' weights differ.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a network is a torch.nn.Module, not a {type(model).__name__}: {_REMEDY}")
     n = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = Axis("world", n, rank)
@@ -70,7 +78,9 @@ def parallelize(
         model = nn.Sequential(model)
     outermost = [name for name, _ in _sections(model)]
     if not outermost:
-        raise ValueError("the network has no `Branches`: wrap its branches in that module")
+        raise TypeError(
+            f"{type(model).__name__} has no branches that could be shared out: {_REMEDY}"
+        )
     main = _wanted(g, outermost[0], nested=False)
     everywhere = whole(n, main, order) if 1 <= main <= n else Grid(tuple(range(n)))
     if common == "all":
@@ -170,7 +180,7 @@ def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Ax
     device, batch = _device(model), Batch()
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in plan.groups():  # every process makes all of them, as torch wants
-        groups[ranks] = None if len(ranks) == world.size else dist.new_group([*ranks])
+        groups[ranks] = make_groups([ranks], "sub-grid") if len(ranks) < world.size else None
 
     def axis(name: str, ranks: tuple[int, ...]) -> Axis:
         if len(ranks) == 1:

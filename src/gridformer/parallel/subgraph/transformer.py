@@ -1,108 +1,19 @@
-"""SUPER: transformers under sub-graph parallelism (Jain et al. 2021; specification, section 4).
+"""The modules of transformers under sub-graph parallelism; see gridformer.parallel.branched.
 
-Heads, and slices of the feed-forward, are branches: g sub-grids hold 1/g of them each, for the
-samples of all. A branch section is entered and left by segmented collectives among the g processes
-that have the same place in their sub-grids:
-
-    D&SP        common layers on all processes, samples cut     all-gather, reduce-scatter of b
-    D&SP-cSub   common layers on the first sub-grid alone       broadcast, reduce
-
-So this is Megatron's cut of the weights with other ends (gridformer.parallel.ends). With the
-projections outside the branches (`attention: outside`) what enters are slices of q, k and v and
-what leaves are the heads' results: all-to-all both ways, or scatter and gather.
-
-On the other sub-grids of D&SP-cSub the common layers do not exist. What lies between sections is
-there a tensor on the meta device, which has a shape, takes part in autograd and costs nothing.
+On sub-grids that do not hold the common layers what stands for their results is on the meta device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.comm import Axes, Axis, autograd
-from gridformer.config import LayoutConfig
-from gridformer.models import Model, blocks
+from gridformer.models import blocks
 from gridformer.models.blocks.linear import linear
-from gridformer.parallel.choices import Choices
-from gridformer.parallel.ends import Cut, End, OnFirst
-from gridformer.parallel.grid import GridLinear, Schedules
-from gridformer.parallel.kept import FromFirst
-from gridformer.parallel.placement import Placement, place
-
-BRANCH_BIAS = Placement(cut=("col",))
-BRANCH_HEADS = Placement(cut=(None, "col"))
-
-
-def apply(model: Model, axes: Axes, choices: Choices, layout: LayoutConfig) -> None:
-    """Put a plain model's branches on sub-grids and its common layers where they belong."""
-    branch = axes.branch
-    first = layout.common == "first"
-    if branch.size == 1:
-        return
-    end: End = OnFirst(branch, torch.device(axes.device_type)) if first else Cut(branch, dim=0)
-    schedules = Schedules(replace(axes, col=branch), end)  # the grid of one row: g columns
-    absent = first and branch.index > 0
-    if first:
-        model.recompute.share = FromFirst(branch, torch.device(axes.device_type))
-        # The first computes again until its last product, or to the end: the others go as far.
-        post = model.config.norm_position == "post"
-        model.recompute.stops_early = not absent or not (post or layout.feed_forward == "common")
-    width = model.config.hidden_size
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            match child:
-                case blocks.Linear() if not choices[child.role.product].common:
-                    bias = BRANCH_BIAS if child.role.opens else _common(1, first)
-                    if absent and not child.role.opens:
-                        child.bias = None  # added where the sum arrives
-                    choice = choices[child.role.product]
-                    setattr(module, name, GridLinear(child, choice, bias, schedules))
-                case blocks.Linear() if child.role.section == "attention":
-                    cut = SliceLinear if child.role.opens else ConcatLinear
-                    setattr(module, name, cut(child, axes, first))
-                case blocks.Linear() if absent:  # of a head; those of a feed-forward go with it
-                    setattr(module, name, nn.Identity())
-                case blocks.Attention() | blocks.CrossAttention():
-                    child.head_block = branch.index
-                    if not first:
-                        child.clock = GatheredClock(model.clock, branch)
-                case blocks.RelativeBias():
-                    place(child, "weight", BRANCH_HEADS, schedules.axes)
-                case blocks.PaddingMask() if not first:
-                    setattr(module, name, GatheredMask(branch))
-                case blocks.FeedForward() if absent and choices[child.up.role.product].common:
-                    setattr(module, name, nn.Identity())
-                case blocks.LayerNorm() | blocks.RMSNorm() | blocks.Dropout() if absent:
-                    setattr(module, name, nn.Identity())
-                case blocks.TokenEmbedding() | blocks.SegmentEmbedding() if absent:
-                    setattr(module, name, NoEmbedding(width))
-                case blocks.PositionEmbedding() | blocks.SinusoidalPositions() if absent:
-                    setattr(module, name, NoPositions(width))
-                case (
-                    blocks.TiedHead()
-                    | blocks.CrossEntropy()
-                    | blocks.LabelLoss()
-                    | blocks.Classifier()
-                ) if absent:
-                    setattr(module, name, Elsewhere())
-    if not absent:
-        _place_common(model, axes, first)
-
-
-def _place_common(model: nn.Module, axes: Axes, first: bool) -> None:
-    """Every parameter that no module above has placed is common."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not hasattr(parameter, "shard"):
-                place(module, name, _common(parameter.dim(), first), axes)
-
-
-def _common(dims: int, first: bool) -> Placement:
-    return Placement(cut=(None,) * dims, replicas="dp" if first else "every")
 
 
 @dataclass(frozen=True)

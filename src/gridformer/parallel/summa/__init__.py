@@ -1,25 +1,33 @@
 """SUMMA: the three matrix products of 2-D tensor parallelism, their schedules and gradients.
 
-`panels` says how a dimension is walked, `operands` what a product is made of, `schedules` how its
-parts travel, `products` how it is differentiated.
+Read `products` first: the paper's three algorithms. Beside them:
+
+    panels, transport    which panels there are, and how they travel
+    gather               the same three products with all panels at once
+    chunks, chunked      that, with activations gathered chunk by chunk
+    operands             blocks of matrices, and the one-hot matrix of tokens
+    autograd             the products' gradients, and table lookup
+    prefetch             weights that are gathered early or kept
+    fused_norm           a norm inside the product that reads it
 """
 
-from gridformer.parallel.summa.gather import Gather, only_some_parts
-from gridformer.parallel.summa.norms import Norm, Normed, rms_norm_backward
-from gridformer.parallel.summa.panels import Panel, panels
-from gridformer.parallel.summa.products import (
-    Keep,
-    WeightCell,
+from gridformer.parallel.summa.autograd import (
     lookup,
     product_ab,
     product_abt,
     product_atb,
     whole_column,
 )
-from gridformer.parallel.summa.schedules import Broadcast, Pipelined, Schedule
+from gridformer.parallel.summa.chunked import ChunkedGather
+from gridformer.parallel.summa.fused_norm import Norm, Normed, rms_norm_backward
+from gridformer.parallel.summa.gather import Gather
+from gridformer.parallel.summa.panels import Panel, panels
+from gridformer.parallel.summa.prefetch import Keep, WeightCell
+from gridformer.parallel.summa.products import Broadcast, Pipelined, Schedule
 
 __all__ = [
     "Broadcast",
+    "ChunkedGather",
     "Gather",
     "Keep",
     "Norm",
@@ -29,7 +37,6 @@ __all__ = [
     "Schedule",
     "WeightCell",
     "lookup",
-    "only_some_parts",
     "panels",
     "product_ab",
     "product_abt",

@@ -96,3 +96,45 @@ def transposed_times(a: Matrix, b: Matrix) -> Tensor:
     if isinstance(b, OneHot):
         return b.added_up(a).t()
     return a.flatten(0, -2).t() @ b.flatten(0, -2)
+
+
+def add_times(c: Tensor, a: Matrix, b: Tensor) -> Tensor:
+    """c [.., N] += a [.., K] times b [K, N], in place."""
+    if isinstance(a, OneHot):
+        c += times(a, b)
+    else:
+        c.view(-1, b.shape[1]).addmm_(a.flatten(0, -2), b)
+    return c
+
+
+def times_into(out: Tensor, a: Matrix, b: Tensor) -> None:
+    """out = a [.., K] times b [K, N]."""
+    if isinstance(a, OneHot):
+        out.copy_(times(a, b))
+    else:
+        torch.matmul(a, b, out=out)
+
+
+def transposed_times_into(out: Tensor, a: Matrix, b: Matrix) -> None:
+    """out = the transpose of a [.., M] times b [.., N]."""
+    if isinstance(a, OneHot) or isinstance(b, OneHot):
+        out.copy_(transposed_times(a, b))
+    else:
+        torch.mm(a.flatten(0, -2).t(), b.flatten(0, -2), out=out)
+
+
+# What backward passes do with results that may still be on their way.
+
+
+def bias_gradient(grad: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """Of a bias [N] of that type, if there is one, added to what has the gradient [.., N]."""
+    return None if dtype is None else grad.flatten(0, -2).sum(0).to(dtype)
+
+
+def arrived(gradient: Pending | None, dtype: torch.dtype) -> Tensor | None:
+    """A gradient in the type of what it is of, if one is wanted."""
+    return None if gradient is None else gradient.wait().to(dtype)
+
+
+def type_of(bias: Tensor | None) -> torch.dtype | None:
+    return None if bias is None else bias.dtype

@@ -1,0 +1,48 @@
+"""Tensors with shapes and no memory, and what the code of a run asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from gridformer.parallel.summa import ChunkedGather
+from gridformer.parallel.summa.chunks import even_chunks
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside have no memory.
+
+    A step reads a few numbers back from its tensors (losses, norms, counts). A fake tensor has none
+    and gives ones, with which a step goes its ordinary way.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # takes time to import
+
+    def ones(x: Tensor) -> list[float]:
+        return [1.0] * x.numel()
+
+    real = FakeTensor.tolist
+    FakeTensor.tolist = ones  # type: ignore[method-assign, assignment]
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        FakeTensor.tolist = real  # type: ignore[method-assign]
+
+
+def skip_middle_chunks(model: nn.Module) -> None:
+    """Have products of many chunks work on their first three and the last alone.
+
+    Memory is the same, since the fourth chunk holds what the third does, and so on; values are not.
+    """
+    for module in model.modules():
+        for schedule in vars(module).values():
+            if isinstance(schedule, ChunkedGather):
+                schedule.split = _first_and_last
+
+
+def _first_and_last(n: int, n_chunks: int) -> list[slice]:
+    found = even_chunks(n, n_chunks)
+    return [*found[:3], found[-1]] if len(found) > 4 else found

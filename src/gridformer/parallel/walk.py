@@ -1,0 +1,63 @@
+"""The walk over a plain model's modules that puts a scheme's parallel modules in their places."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from gridformer.comm import Axes
+from gridformer.models import Model, blocks
+from gridformer.parallel.placement import is_placed, place
+from gridformer.parallel.scheme import ModuleTable
+
+_ROLES: dict[type[nn.Module], str] = {
+    blocks.LayerNorm: "norm",
+    blocks.RMSNorm: "norm",
+    blocks.TokenEmbedding: "token_embedding",
+    blocks.PositionEmbedding: "positions",
+    blocks.SinusoidalPositions: "sinusoidal_positions",
+    blocks.SegmentEmbedding: "segments",
+    blocks.RelativeBias: "relative_bias",
+    blocks.Attention: "attention",
+    blocks.CrossAttention: "attention",
+    blocks.PaddingMask: "padding_mask",
+    blocks.FeedForward: "feed_forward",
+    blocks.Dropout: "dropout",
+    blocks.TiedHead: "tied_head",
+    blocks.LabelHead: "label_head",
+    blocks.ChosenToken: "chosen_token",
+    blocks.Classifier: "classifier",
+    blocks.CrossEntropy: "cross_entropy",
+    blocks.LabelLoss: "label_loss",
+}
+
+
+def role_of(module: nn.Module) -> str | None:
+    """What a plain module is in its model; None for those that no scheme looks at.
+
+    A product that opens or closes a section is `opening` or `closing`; one of a head has its
+    product's name, `pooler` or `transform`.
+    """
+    if isinstance(module, blocks.Linear):
+        if module.role.section == "head":
+            return module.role.product
+        return "opening" if module.role.opens else "closing"
+    return next((role for kind, role in _ROLES.items() if isinstance(module, kind)), None)
+
+
+def apply_table(model: Model, table: ModuleTable, axes: Axes) -> None:
+    """Put what a scheme makes of a plain model's modules in their places."""
+    if table.share is not None:
+        model.recompute.share = table.share
+    model.recompute.stops_early = table.stops_early
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            replace = table.roles.get(role_of(child) or "")
+            parallel = replace(child) if replace else None
+            if parallel is not None:
+                setattr(module, name, parallel)
+    if table.rest is None:
+        return
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not is_placed(parameter):
+                place(module, name, table.rest(parameter), axes)

@@ -1,0 +1,181 @@
+"""What is asked of a model that fills in blanks or translates, and what it may never say.
+
+The models are scripted: in each place they find special tokens likeliest, then the word that is
+wanted. So an answer with a special token, or of another place, is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gridformer.config import Task
+from gridformer.data import SpecialIds, Tokenizer
+from gridformer.errors import UserError
+from gridformer.evaluate.decode import Search
+from gridformer.evaluate.fill import fill_spans, fill_words
+from gridformer.evaluate.generate import translate
+from gridformer.models import BERT, EncoderDecoder
+from tests.data.helpers import sentences
+
+# Its vocabulary has 300 words at most, of which the end of text is one; other special ids follow.
+TOKENIZER = Tokenizer.train(sentences(50), 300)
+SPACE = 16  # ids that the models have behind all special ones
+GREEDY, BEAMS = Search(beams=1, max_tokens=12), Search(beams=3, max_tokens=12)
+
+
+def one(text: str) -> int:
+    """The id of a text of one token."""
+    (found,) = TOKENIZER.encode(text)
+    return found
+
+
+FOX, OVER, DOGS = one("fox"), one(" over"), one(" dogs")
+
+
+def ranked(order: Sequence[int], v: int) -> Tensor:
+    """Logits [v] by which each id of `order` is likelier than the next, and those than all else."""
+    logits = torch.full((v,), -50.0)
+    logits[list(order)] = 50.0 - 2.0 * torch.arange(len(order))
+    return logits
+
+
+# --------------------------------------------------------------------------- BERT
+
+
+class ScriptedBERT(nn.Module):
+    """After the number of [MASK] seen so far: the special ids, then that one's word."""
+
+    def __init__(self, special: SpecialIds, words: Sequence[int]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(max_seq_len=32)
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.special, self.words, self.v = special, words, special.vocab_size + SPACE
+        self.asked: list[int] = []
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        (self.asked,) = tokens_BS.tolist()
+        left, never = list(self.words), [*self.special.never(self.v), self.special.eos]
+        wrong = one("the")
+        rows = []
+        for token in self.asked:
+            word = left.pop(0) if token == self.special.mask else wrong
+            rows.append(ranked([*never, word], self.v))
+        return torch.stack(rows)[None]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("the quick brown ___ jumps", [FOX]),
+        ("___ jumps___ the lazy___", [FOX, OVER, DOGS]),
+        ("___", [OVER]),
+    ],
+)
+def test_berts_blanks_hold_words_and_each_its_own(text: str, words: list[int]) -> None:
+    special = SpecialIds.of("bert", "masked", TOKENIZER)
+    model = ScriptedBERT(special, words)
+    found = fill_words(cast(BERT, model), TOKENIZER, special, text)
+    assert found == [TOKENIZER.decode([word]) for word in words]
+    want: list[int] = [cast(int, special.cls)]
+    for number, part in enumerate(text.split("___")):
+        want += [cast(int, special.mask)] * (number > 0) + TOKENIZER.encode(part)
+    assert model.asked == [*want, special.sep]
+
+
+def test_special_tokens_within_the_vocabulary_are_no_words_either() -> None:
+    """Of a tokenizer that has its own [MASK], [CLS], [SEP] and [PAD], and one more."""
+    import tokenizers
+
+    vocabulary = {word: i for i, word in enumerate(("unknown", "fox", "dogs"))}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="unknown"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["[UNK]", "[SEP]", "[MASK]", "[PAD]", "[CLS]"])
+    tokenizer = Tokenizer(backend, "words")
+    special = SpecialIds.of("bert", "masked", tokenizer)
+    assert special.ordinary_size == special.vocab_size == 8
+
+    class Likes(ScriptedBERT):
+        def forward(self, tokens_BS: Tensor) -> Tensor:
+            return ranked([3, 4, 5, 6, 7, 2], 8).expand(1, tokens_BS.shape[1], 8).clone()
+
+    model = Likes(special, [])
+    assert fill_words(cast(BERT, model), tokenizer, special, "fox ___") == ["dogs"]
+
+
+def test_a_prompt_that_is_too_long_for_bert_is_refused() -> None:
+    special = SpecialIds.of("bert", "masked", TOKENIZER)
+    model = ScriptedBERT(special, [FOX])
+    n = 3 + len(TOKENIZER.encode(" fox" * 40))
+    with pytest.raises(UserError, match=rf"the prompt takes {n} tokens, and the model reads 32"):
+        fill_words(cast(BERT, model), TOKENIZER, special, "___" + " fox" * 40)
+
+
+# --------------------------------------------------------------------------- T5, Transformer
+
+
+class ScriptedDecoder(nn.Module):
+    """In each place what may never be said, then the script's token; behind it the end."""
+
+    def __init__(self, special: SpecialIds, bad: Sequence[int], script: Sequence[int]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(n_decoder_layers=1, vocab_size=special.vocab_size + SPACE)
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.bad, self.script = bad, [*script, special.eos]
+        self.source: list[int] = []
+        self.first: int | None = None
+
+    def encode(self, batch: dict[str, Tensor]) -> Tensor:
+        (self.source,) = batch["source"].tolist()
+        return torch.zeros(1, len(self.source), 1)
+
+    def decode(self, tokens_BS: Tensor, memory: Tensor, caches: Any, start: int) -> Tensor:
+        if self.first is None:
+            self.first = int(tokens_BS[0, 0])
+        token = self.script[min(start, len(self.script) - 1)]
+        logits = ranked([*self.bad, token], self.config.vocab_size)
+        return logits.expand(len(tokens_BS), 1, -1).clone()
+
+
+def t5(task: Task) -> SpecialIds:
+    return SpecialIds.of("t5", task, TOKENIZER)
+
+
+@pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_t5s_blanks_hold_words_and_each_its_own(how: Search) -> None:
+    """Padding and ids behind the vocabulary are never said, sentinels are: they part the spans."""
+    special = t5("spans")
+    first, second, third = special.sentinels[:3]
+    script = [first, FOX, DOGS, second, OVER, third]
+    bad = [special.pad, special.vocab_size, special.vocab_size + SPACE - 1]
+    model = ScriptedDecoder(special, bad, script)
+    text = "the quick___ jumps___ the lazy dogs"
+    found = fill_spans(cast(EncoderDecoder, model), TOKENIZER, special, text, how)
+    assert found == [TOKENIZER.decode([FOX, DOGS]), TOKENIZER.decode([OVER])]
+    a, b, c = (TOKENIZER.encode(part) for part in text.split("___"))
+    assert model.source == [*a, first, *b, second, *c, special.eos]
+    assert model.first == special.start == special.pad
+
+
+@pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("family", ["t5", "transformer"])
+def test_a_translation_holds_words_alone(family: str, how: Search) -> None:
+    special = SpecialIds.of("t5" if family == "t5" else "transformer", "pairs", TOKENIZER)
+    bad = [special.pad, special.vocab_size, special.vocab_size + SPACE - 1]
+    model = ScriptedDecoder(special, bad, [FOX, OVER, DOGS])
+    said = translate(cast(EncoderDecoder, model), TOKENIZER, special, "the lazy dogs", how)
+    assert said == TOKENIZER.decode([FOX, OVER, DOGS])
+    assert model.source == [*TOKENIZER.encode("the lazy dogs"), special.eos]
+    assert model.first == (special.pad if family == "t5" else special.eos)
+
+
+def test_a_blank_of_which_nothing_is_said_is_empty() -> None:
+    special = t5("spans")
+    model = ScriptedDecoder(special, [], [special.sentinels[1], OVER])
+    found = fill_spans(cast(EncoderDecoder, model), TOKENIZER, special, "a___b___c", GREEDY)
+    assert found == ["", TOKENIZER.decode([OVER])]

@@ -1,0 +1,183 @@
+"""Sampling from GPT-2: words are chosen as Hugging Face chooses them, caches change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig, parse_run
+from gridformer.data import TokenFolder
+from gridformer.evaluate.generate import Sampling, choose, load_model, sample, stream
+from gridformer.models import GPT2
+from gridformer.parallel import build_parallel
+from gridformer.train import checkpoint
+from gridformer.train.step import Stepper
+from tests.models.hf import tokens_of, transformers
+from tests.models.test_hf import pair
+
+GREEDY = Sampling(temperature=0.0)
+
+
+# --------------------------------------------------------------------------- the context
+
+
+@pytest.mark.parametrize(("window", "n_prompt"), [(8, 3), (7, 7), (5, 12), (2, 1), (1, 1)])
+def test_a_text_longer_than_the_context_is_that_without_caches(window: int, n_prompt: int) -> None:
+    """Hugging Face's model reads, for each token anew, what is left of the context: all of it, and
+    when it is full, its second half. (Kept caches, or positions, would give other logits.)"""
+    ours, theirs = pair(torch.float64, n_layers=2, max_seq_len=window)
+    prompt = tokens_of(211, 1, n_prompt)[0].tolist()
+    found = list(sample(ours, prompt, 4 * window + 3, GREEDY, 211))
+    context, want = prompt[-window:], []
+    for _ in found:
+        if len(context) > window:
+            context = context[-max(1, window // 2) :]
+        with torch.no_grad():
+            logits = theirs(torch.tensor([context])).logits[0, -1]
+        want.append(int(logits.argmax()))
+        context.append(want[-1])
+    assert len(found) == 4 * window + 3
+    assert found == want
+
+
+# --------------------------------------------------------------------------- one word
+
+LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.5, 0.0, 1.0, -0.5, -3.0])
+N_DRAWS = 4000
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5),
+        Sampling(temperature=2.0),
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=1.5, top_k=3),
+        Sampling(temperature=1.0, top_k=8),
+        Sampling(temperature=1.0, top_p=0.01),
+        Sampling(temperature=1.0, top_p=0.75),
+        Sampling(temperature=2.0, top_k=5, top_p=0.6),
+    ],
+    ids=str,
+)
+def test_words_are_chosen_as_often_as_hugging_face_would(sampling: Sampling) -> None:
+    """Its three warpers, one after the other, say how likely each word is; to 5 deviations."""
+    chain = [transformers.TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k:
+        chain.append(transformers.TopKLogitsWarper(sampling.top_k))
+    chain.append(transformers.TopPLogitsWarper(sampling.top_p))
+    scores = LOGITS[None]
+    for warper in chain:
+        scores = warper(None, scores)
+    want = scores[0].softmax(-1)
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.stack([choose(LOGITS, sampling, generator) for _ in range(N_DRAWS)])
+    found = torch.bincount(drawn, minlength=len(LOGITS)) / N_DRAWS
+    assert not bool(found[want == 0].any()), "a word that was filtered out"
+    deviation = (want * (1 - want) / N_DRAWS).sqrt()
+    assert bool(((found - want).abs() <= 5 * deviation).all()), (found, want)
+
+
+# --------------------------------------------------------------------------- what is streamed
+
+
+class Scripted(nn.Module):
+    """Stands for a GPT-2 that, after n tokens, finds each token of `orders[n]` likelier than the
+    next; it notes what it was asked."""
+
+    def __init__(self, orders: Sequence[Sequence[int]], v: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(max_seq_len=64, n_layers=1)
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.orders, self.v = orders, v
+        self.asked: list[list[int]] = []
+
+    def forward(self, tokens_BS: Tensor, caches: Any, start: int) -> Tensor:
+        self.asked.append(tokens_BS[0].tolist())
+        logits = torch.full((1, tokens_BS.shape[1], self.v), -10.0)
+        for place, token in enumerate(self.orders[len(self.asked) - 1]):
+            logits[0, -1, token] = 10.0 - place
+        return logits
+
+
+def scripted(*orders: Sequence[int], v: int = 400) -> GPT2:
+    return cast(GPT2, Scripted(orders, v))
+
+
+def test_words_beyond_the_vocabulary_are_never_chosen() -> None:
+    """A padded vocabulary's, or special ids that the tokenizer cannot spell."""
+    assert list(sample(scripted((390, 5), (399, 300, 7)), [1], 2, GREEDY, 300)) == [5, 7]
+
+
+def test_only_new_tokens_are_read_where_there_are_caches() -> None:
+    model = scripted((5,), (6,), (7,))
+    assert list(sample(model, [1, 2, 3], 3, GREEDY, 300)) == [5, 6, 7]
+    assert cast(Any, model).asked == [[1, 2, 3], [5], [6]]
+
+
+def test_a_seed_decides_what_is_drawn() -> None:
+    def drawn(seed: int) -> list[int]:
+        even = [range(100)] * 8
+        model = scripted(*even)
+        return list(sample(model, [1], 8, Sampling(temperature=1e3, seed=seed), 300))
+
+    assert drawn(3) == drawn(3)
+    assert len({tuple(drawn(seed)) for seed in range(4)}) == 4
+
+
+def test_a_stream_ends_with_the_text(token_folder: Path) -> None:
+    """The end-of-text token is not shown, and nothing after it is asked for."""
+    tokenizer = TokenFolder.open(token_folder).tokenizer
+    a, b = tokenizer.encode("line")[0], tokenizer.encode("7")[0]
+    model = scripted((a,), (b,), (tokenizer.eos_id,), (a,))
+    said = list(stream(model, tokenizer, "x", 10, GREEDY))
+    assert "".join(said) == tokenizer.decode([a, b])
+    assert len(cast(Any, model).asked) == 3
+
+
+def test_a_character_comes_out_when_it_is_complete(token_folder: Path) -> None:
+    """Of a vocabulary without it, its bytes are tokens; a text cut within one shows so."""
+    tokenizer = TokenFolder.open(token_folder).tokenizer
+    euro, x = tokenizer.encode("€"), tokenizer.encode("x")[0]
+    assert len(euro) > 1
+
+    def pieces(ids: list[int]) -> Iterator[str]:
+        return stream(scripted(*[(i,) for i in ids]), tokenizer, "x", len(ids), GREEDY)
+
+    assert list(pieces([x, *euro, x])) == ["x", "€", "x"]
+    assert list(pieces([x, euro[0]])) == ["x", "�"]
+
+
+# --------------------------------------------------------------------------- loading
+
+
+def test_a_loaded_model_drops_nothing(token_folder: Path, tmp_path: Path) -> None:
+    """Trained with dropout, it generates without: its logits are those of a model that has none."""
+    model = {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 8, "vocab_size": 301}
+    rates = {"dropout": 0.5, "attention_dropout": 0.5}
+    sections = {"data": {"path": str(token_folder)}, "train": {"dtype": "float64", "seed": 3}}
+    run = parse_run({"model": {**model, **rates}, **sections})
+    plain = parse_run({"model": model, **sections})
+    cpu = torch.device("cpu")
+    built = [
+        build_parallel(which.model, LayoutConfig(), Axes(), 3, cpu, "float64")
+        for which in (run, plain)
+    ]
+    updates = Stepper(built[0], run.train, Axes()).updates
+    updates.allocate(0)
+    checkpoint.save(tmp_path, 0, 0, run, built[0], updates, Axes())
+    (tmp_path / "tokenizer.json").write_bytes((token_folder / "tokenizer.json").read_bytes())
+    loaded = load_model(tmp_path, cpu).model
+    tokens = tokens_of(301, 2, 8)
+    with torch.no_grad():
+        want = built[1](tokens)
+        assert torch.equal(loaded(tokens), want)
+        assert not torch.equal(built[0].train()(tokens), want), "dropout must matter here"

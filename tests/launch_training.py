@@ -1,0 +1,56 @@
+"""A run that fails in training, for test_launch_failing.py; see launch_entrypoints.py."""
+
+import os
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from gridformer.config import (
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    shipped_model,
+)
+from gridformer.launch import World
+from gridformer.train import runner
+from gridformer.train.plan import Plan
+from tests.launch_entrypoints import note
+
+
+def one_fails_in_training(folder: Path, n: int) -> None:
+    """As a run trains. Leaving a group waits for peers in a collective, as NCCL's does."""
+
+    class Failing:
+        def __init__(self, plan: Plan, world: World) -> None:
+            self.rank = world.rank
+            note(folder, "pid", str(os.getpid()))
+
+        def fit(self) -> None:
+            dist.barrier()
+            if self.rank == 1:
+                raise ValueError("the root cause")
+            if self.rank == 2:  # a stage of a pipeline
+                work = dist.irecv(torch.empty(1), group_src=1)
+                assert work is not None
+                work.wait()
+            else:
+                dist.all_reduce(torch.ones(1))
+
+    def leave() -> None:
+        note(folder, "left")
+        time.sleep(600)
+
+    model = ModelConfig.model_validate(shipped_model("demo-4m"))
+    layout = LayoutConfig(scheme="megatron", rows=1, cols=n)
+    train = TrainConfig(device="cpu", timeout_s=600.0)
+    run = RunConfig(model=model, data=DataConfig(path=folder), layout=layout, train=train)
+    with (
+        patch.object(runner, "Trainer", Failing),
+        patch.object(dist, "destroy_process_group", leave),
+    ):
+        runner.worker(Plan(run, folder, None, 0))

@@ -1,0 +1,79 @@
+"""Programs that launch one of launch_entrypoints.py, watched from outside: for tests of `launch`.
+
+What they wait for takes seconds at most; the limits are far longer, for machines that others use.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 150.0
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+class Start(Protocol):
+    """`start("steps", 2)` runs an entrypoint of launch_entrypoints.py in a session of its own."""
+
+    def __call__(
+        self, name: str, n: int, *before: str, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]: ...
+
+
+@contextmanager
+def starting(folder: Path) -> Iterator[Start]:
+    """What is started inside the block writes its files to `folder`, and ends with the block."""
+    started = []
+
+    def start(
+        name: str, n: int, *before: str, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *before, "-m", "tests.launch_main", name, str(n), folder],
+            cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a process group of its own, as a terminal makes one
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(folder: Path, names: list[str], process: subprocess.Popen[str]) -> list[str]:
+    """The texts of files that workers write, once all are there."""
+    deadline = time.monotonic() + LIMIT_S
+    while not all((folder / name).exists() for name in names):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [(folder / name).read_text() for name in names]
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, output, error output."""
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+def assert_gone(pids: list[str]) -> None:
+    """Long before what they are doing (600 s) would end by itself, however busy the machine is."""
+    deadline = time.monotonic() + LIMIT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "workers are still there"
+        time.sleep(0.02)

@@ -1,0 +1,34 @@
+"""Estimates by formula lie near what the real code is foretold to hold, and bounds are bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gridformer.memory.estimate import estimate, states_of
+from gridformer.memory.foretell import foretell_rank
+from gridformer.memory.ranks import largest_ranks
+from tests.multirank.test_memory import a_run
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"dp": 2, "dp_mode": "zero1"},
+    {"dp": 2, "dp_mode": "fsdp"},
+    {"scheme": "megatron", "cols": 4},
+    {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+    {"scheme": "optimus", "rows": 2, "cols": 2},
+    {"scheme": "subgraph", "branches": 4},
+    {"scheme": "subgraph", "branches": 4, "common": "first"},
+    {"pp": 2, "micro_batches": 2},
+]
+MODEL = {"hidden_size": 128, "n_layers": 6, "n_heads": 8}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "-".join(map(str, x.values())))
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_near_what_is_foretold(layout: dict[str, Any], recompute: str) -> None:
+    run = a_run(layout, MODEL, {"recompute": recompute})
+    peak = max(foretell_rank(run, rank).peak for rank in largest_ranks(run))
+    assert states_of(run) < peak
+    assert 0.6 < estimate(run) / peak < 1.6

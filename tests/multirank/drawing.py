@@ -1,0 +1,296 @@
+"""Random valid runs, drawn from the schema of a run's own settings.
+
+Every setting is drawn by its type: a choice of its words, on or off, a number. So an option that
+is added to the schema is drawn from then on, without a change here. What `gridformer.layout.check`
+or the schema refuses is mended: by one of the values that the refusal offers, or by drawing one
+of the settings again that the refusal names. Each setting has random numbers of its own, so that
+a new one does not change what is drawn for the others.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from gridformer.config import Config, DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from gridformer.errors import ConfigError
+from gridformer.layout import check
+
+Sections = dict[str, dict[str, Any]]
+SECTIONS: dict[str, type[Config]] = {
+    "model": ModelConfig,
+    "layout": LayoutConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+}
+
+# What does not change a step, or belongs to other tests: where data lies, what is written when,
+# the machine, and compilation, which takes longer than all else together.
+FIXED: dict[str, Any] = {
+    "model.name": "fuzz",
+    "data.path": ".",
+    "data.task": "auto",
+    "train.steps": 4,  # of the learning rate's schedule
+    "train.memory_gib": 0.0,
+    "train.device": "cpu",
+    "train.compile": False,
+    "train.eval_every": 0,
+    "train.eval_batches": 1,
+    "train.save_every": 0,
+    "train.keep_checkpoints": 1,
+    "train.trace_step": 0,
+    "train.timeout_s": 600.0,
+}
+# Numbers: values that suit tiny models on few processes, the usual ones several times. Of numbers
+# that are not named here: the default and what comes after it.
+NUMBERS: dict[str, tuple[float, ...]] = {
+    "model.n_layers": (1, 1, 2, 2, 3),
+    "model.n_decoder_layers": (0, 1, 2, 3),
+    "model.hidden_size": (2, 4, 6, 8, 12, 16, 24, 36),
+    "model.n_heads": (1, 2, 2, 3, 4, 4, 6, 8, 12),
+    "model.head_dim": (0, 0, 1, 2, 3, 4),
+    "model.ffn_size": (0, 0, 1, 2, 2, 3, 4, 6, 8, 12, 24),
+    "model.vocab_size": (2, 3, 5, 7, 13, 16, 29, 37),
+    "model.max_seq_len": (1, 2, 3, 4, 5, 6, 8, 12),
+    "model.n_labels": (0, 0, 1, 2, 3, 5),
+    "model.relative_buckets": (4, 5, 6, 8, 32),
+    "model.relative_max_distance": (3, 4, 5, 7, 20, 128),
+    "model.label_smoothing": (0.0, 0.0, 0.1, 0.5),
+    "model.dropout": (0.0, 0.0, 0.1, 0.5),
+    "model.attention_dropout": (0.0, 0.0, 0.1, 0.5),
+    "model.norm_eps": (1e-5, 1e-2),
+    "model.init_std": (0.02, 0.1, 0.3),
+    "layout.rows": (1, 2, 2, 3, 4),
+    "layout.cols": (1, 2, 2, 2, 3, 4),
+    "layout.branches": (1, 2, 2, 3, 4),
+    "layout.dp": (1, 1, 1, 2, 2, 3),
+    "layout.pp": (1, 1, 1, 2, 2, 3, 4),
+    "layout.stages_per_rank": (1, 1, 2, 2, 3),
+    "layout.micro_batches": (1, 1, 2, 2, 3, 4),
+    "layout.devices_per_node": (0, 0, 0, 1, 2, 3, 4),
+    "data.seq_len": (0, 0, 1, 2, 3, 4, 6, 8),
+    "data.source_len": (0, 0, 1, 2, 3, 4, 6, 8),
+    "train.seed": (0, 1, 1234, 2**63 - 1),
+    "train.global_batch": (1, 2, 3, 4, 6, 8, 12, 24),
+    "train.loss_tokens": (0, 1, 2, 3, 5, 1024),
+    "train.lr": (1e-3, 3e-3, 1e-2),
+    "train.min_lr_ratio": (0.0, 0.1, 1.0),
+    "train.warmup_steps": (0, 0, 1, 3),
+    "train.weight_decay": (0.0, 0.1, 1.0),
+    "train.beta1": (0.0, 0.9, 0.9),
+    "train.beta2": (0.0, 0.95, 0.95, 0.999),
+    # Above rounding's noise in gradients that are zero, which AdamW would blow up to full steps.
+    "train.adam_eps": (1e-4, 1e-5),
+    "train.clip_norm": (0.0, 1e-4, 1e-2, 0.1, 1.0),  # the smaller ones bind
+}
+# Words that are not drawn as often as the others.
+WORDS: dict[str, tuple[str, ...]] = {
+    "layout.scheme": ("single", *("megatron",) * 2, *("optimus",) * 3, *("subgraph",) * 3),
+    "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
+}
+
+
+# Drawn once for a seed. If refusals could change these too, most runs would end up on a grid.
+LEADING = ("model.family", "layout.scheme")
+
+
+class Chooser:
+    """Draws settings. changeable: `section.key` of what may be drawn; all, unless told.
+
+    Of the drawn settings one in sixteen is held, so that a refusal must be mended elsewhere.
+    """
+
+    def __init__(
+        self, seed: str, attempt: int = 0, changeable: Callable[[str], bool] = lambda key: True
+    ) -> None:
+        self.seed, self.attempt = seed, attempt
+        self.keys = {
+            f"{section}.{key}": field
+            for section, schema in SECTIONS.items()
+            for key, field in schema.model_fields.items()
+            if f"{section}.{key}" not in FIXED and changeable(f"{section}.{key}")
+        }
+        self._streams: dict[str, random.Random] = {}
+        self.held = {
+            key
+            for key in self.keys
+            if key in LEADING or self.stream(f"{key} held").random() < 1 / 16
+        }
+
+    def stream(self, key: str) -> random.Random:
+        """Random numbers of this key alone."""
+        if key not in self._streams:
+            attempt = 0 if key in LEADING else self.attempt
+            self._streams[key] = random.Random(f"{self.seed} {attempt} {key}")
+        return self._streams[key]
+
+    def draw(self, key: str) -> Any:
+        return self.stream(key).choice(values_of(key, self.keys[key]))
+
+    def mend(self, problem: str, section: str) -> tuple[str, Any] | None:
+        """One changed setting (of None: left out) that may solve a problem of a section's."""
+        named = [found if "." in found else f"{section}.{found}" for found in _words(problem)]
+        named = [key for key in named if key in self.keys and key not in self.held]
+        chooser = self.stream("mending")
+        if ": leave it out" in problem and named:
+            return named[0], None
+        if chooser.random() < 0.5:
+            offered = [
+                (key, value)
+                for offer in _offers(problem)
+                for key, value in offer.items()
+                if key in self.keys and key not in self.held and len(offer) == 1
+            ]
+            if offered:
+                return chooser.choice(offered)
+        if not named:
+            return None
+        key = chooser.choice(named)
+        return key, self.draw(key)
+
+
+def values_of(key: str, field: FieldInfo) -> tuple[Any, ...]:
+    """What a setting may be drawn as."""
+    if key in WORDS:
+        return WORDS[key]
+    if key in NUMBERS:
+        return NUMBERS[key]
+    kind = field.annotation
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if kind is bool:
+        return (False, True)
+    first = 1 if field.default in (None, PydanticUndefined) else field.default
+    if kind is int:
+        return (first, first, first + 1, first + 2)
+    if kind is float:
+        return (first, first / 2)
+    raise TypeError(f"{key} is of a type that is not drawn ({kind}): add it to FIXED, or draw it")
+
+
+def draw_run(
+    seed: str,
+    given: Mapping[str, Mapping[str, Any]] | None = None,
+    changeable: Callable[[str], bool] = lambda key: True,
+    suits: Callable[[RunConfig], bool] = lambda run: True,
+) -> Sections:
+    """A valid run: each setting that is changeable, and of the others what is given.
+
+    suits: whether a valid run will do. The same seed gives the same run.
+    """
+    for attempt in range(1000):
+        chooser = Chooser(seed, attempt, changeable)
+        sections = {name: dict((given or {}).get(name, {})) for name in SECTIONS}
+        for key in chooser.keys:
+            section, name = key.split(".")
+            sections[section][name] = chooser.draw(key)
+        run = _mended(sections, chooser)
+        if run is not None and suits(run):
+            return sections
+    raise RuntimeError(f"seed {seed}: no valid run in 1000 attempts")
+
+
+def _mended(sections: Sections, chooser: Chooser) -> RunConfig | None:
+    """The run that sections describe once they are changed so that it is valid, if it can be."""
+    for _ in range(40):
+        problems = problems_of(sections)
+        if not problems:
+            return run_of(sections)
+        section, problem = chooser.stream("mending").choice(problems)
+        change = chooser.mend(problem, section)
+        if change is None:
+            return None
+        key, value = change
+        of, name = key.split(".")
+        if value is None:
+            sections[of].pop(name, None)
+        else:
+            sections[of][name] = _parsed(value)
+    return None
+
+
+def run_of(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Raises ValidationError if that is no run."""
+    filled: Sections = {name: dict(sections.get(name, {})) for name in SECTIONS}
+    for key, value in FIXED.items():
+        section, name = key.split(".")
+        filled[section].setdefault(name, value)
+    return RunConfig.model_validate({"name": "fuzz", **filled})
+
+
+def problems_of(sections: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Why that is no valid run: sections, and sentences of theirs."""
+    try:
+        run = run_of(sections)
+    except ValidationError as error:
+        return [
+            (str((*each["loc"], "model")[0]), f"{'.'.join(map(str, each['loc']))}: {part}")
+            for each in error.errors()
+            for part in each["msg"].split("; ")
+        ]
+    try:
+        check(run)
+    except ConfigError as error:
+        return [("layout", problem) for problem in error.problems]
+    return []
+
+
+def _words(problem: str) -> list[str]:
+    """All that may be the name of a setting, in order."""
+    return re.findall(r"[a-z_]+[a-z0-9_]*(?:\.[a-z_]+[a-z0-9_]*)?", problem)
+
+
+def _offers(problem: str) -> list[dict[str, str]]:
+    """Every alternative of a sentence that ends in `use a=1 and b=2, or c=3, 4 or 5`."""
+    remedies = re.split(r"[:;] use ", problem)
+    if len(remedies) < 2:
+        return []
+    remedy = re.sub(r" \(.*?\)", "", remedies[1])
+    found: list[dict[str, str]] = []
+    for alternative in re.split(r",? or (?=[a-z_.]+=)", remedy):
+        pairs = [part.split("=") for part in alternative.split(" and ")]
+        if any(len(pair) != 2 for pair in pairs):
+            return []  # a sentence of another form
+        keys = [key if "." in key else f"layout.{key}" for key, _ in pairs]
+        if len(pairs) == 1:
+            values = [v for v in re.split(r", | or ", pairs[0][1]) if v != "..."]
+            found += [{keys[0]: value} for value in values]
+        else:
+            found.append(dict(zip(keys, (value for _, value in pairs))))
+    return found
+
+
+def _parsed(value: Any) -> Any:
+    """Of a word in a sentence: the number that it is, if it is one."""
+    if not isinstance(value, str):
+        return value
+    if re.fullmatch(r"-?\d+", value):
+        return int(value)
+    if value in ("true", "false"):
+        return value == "true"
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def shortened(sections: Mapping[str, Mapping[str, Any]]) -> Sections:
+    """Without what is a default or fixed anyway."""
+    found: Sections = {}
+    for section, schema in SECTIONS.items():
+        for key, value in sections.get(section, {}).items():
+            field = schema.model_fields[key]
+            same = field.default == value and type(field.default) is type(value)
+            if not same and not isinstance(value, Path):
+                found.setdefault(section, {})[key] = value
+    return found

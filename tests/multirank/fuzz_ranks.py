@@ -1,0 +1,219 @@
+"""What one rank does with a case of the fuzzer: train it, and compare it with one device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gridformer.batch import IGNORE, Batch, next_words
+from gridformer.comm import Axes
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.decisions import decide_run
+from gridformer.layout import build_axes
+from gridformer.models import Model
+from gridformer.parallel import build_parallel
+from gridformer.parallel.gradients import assert_copies_equal
+from gridformer.train import checkpoint
+from gridformer.train.step import ReadRows, Stepper
+from tests.multirank.exactness import (
+    CPU,
+    Tensors,
+    batch_gradients,
+    computed_once,
+    distance,
+    values,
+    without_methods,
+)
+from tests.multirank.fuzz_case import Case
+from tests.multirank.pool import group_cache
+
+Found = dict[str, float]
+# Largest differences; `loose`: of the first loss in few bits. The others are relative in float64.
+LIMIT = {"init": 0.0, "loss": 1e-9, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-8}
+LIMIT |= {"eval": 1e-9, "loose": 1.0}
+CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One device's. gradients: of the first batch."""
+
+    initial: Tensors
+    gradients: Tensors
+    trained: Tensors
+    losses: list[float]
+    norms: list[float]
+    evaluated: float
+
+
+def train(text: str, number: int, folder: str) -> Found:
+    """One leg of a case: from the start or a checkpoint in `folder`, to the end or to one."""
+    torch.set_num_threads(1)
+    case = Case.read(text)
+    run = case.legs[number]
+    first, end = (case.stop, case.steps) if number else (0, case.stop or case.steps)
+    decisions = decide_run(run)
+    axes = _axes_of(run, decisions.block)
+    model = build_parallel(
+        run.model, run.layout, axes, run.train.seed, CPU, run.train.dtype, decisions.choices
+    )
+    stepper = Stepper(model, run.train, axes, run.layout)
+    reads = reads_of(case, run)
+    if run.train.dtype != "float64":
+        return _only_train(case, run, stepper, reads, number, Path(folder))
+
+    want: Reference = computed_once(_one_device, text)
+    found = {"init": distance(model, values(model), want.initial)}
+    if number:
+        checkpoint.load(_only_checkpoint(Path(folder)), model, stepper.updates, axes)
+    elif not stepper.updates.in_backward:  # which leaves none
+        largest = max(float(grad.abs().max()) for grad in want.gradients.values())
+        mine = batch_gradients(stepper, reads[0])
+        found["gradient"] = distance(model, mine, want.gradients, largest * 1e-3)
+    found |= {"loss": 0.0, "norm": 0.0}
+    for step in range(first, end):
+        got = stepper(step, reads[step])
+        assert got.tokens == int(Model.n_tokens(reads[step](slice(None)))), "tokens are counted"
+        found["loss"] = max(found["loss"], _relative(got.loss, want.losses[step]))
+        found["norm"] = max(found["norm"], _relative(got.grad_norm, want.norms[step]))
+    if run.train.sanity_checks:
+        assert_copies_equal(model, axes)
+    if end < case.steps:
+        checkpoint.save(Path(folder), end, 0, run, model, stepper.updates, axes)
+        return found
+    # Of what is zero but for rounding, relative to the length of a step.
+    found["parameter"] = distance(model, values(model), want.trained, run.train.lr)
+    found["eval"] = _relative(stepper.evaluate(reads[::2]).loss, want.evaluated)
+    return found
+
+
+def _only_train(
+    case: Case, run: RunConfig, stepper: Stepper, reads: list[ReadRows], number: int, folder: Path
+) -> Found:
+    """In few bits: losses are numbers, and the first is close to one device's."""
+    axes, found = stepper.axes, {"loose": 0.0}
+    first, end = (case.stop, case.steps) if number else (0, case.stop or case.steps)
+    if number:
+        loaded = checkpoint.load(_only_checkpoint(folder), stepper.model, stepper.updates, axes)
+        stepper.scale.skipped = loaded.skipped
+        stepper.scale.go_on(loaded.loss_scale, loaded.good_steps)
+    for step in range(first, end):
+        got = stepper(step, reads[step])
+        assert math.isfinite(got.loss)
+        assert got.skipped or math.isfinite(got.grad_norm)
+        if step == 0:
+            want = computed_once(_first_loss, case.text())
+            difference = abs(got.loss - want) / max(1.0, abs(want))
+            found["loose"] = difference / CLOSE[run.train.dtype]
+    if run.train.sanity_checks:
+        assert_copies_equal(stepper.model, axes)
+    if end < case.steps:
+        checkpoint.save(folder, end, 0, run, stepper.model, stepper.updates, axes, stepper.scale)
+    else:
+        assert math.isfinite(stepper.evaluate(reads[::2]).loss)
+    return found
+
+
+def _only_checkpoint(folder: Path) -> Path:
+    found = checkpoint.latest(folder)
+    assert found is not None
+    return found
+
+
+def _axes_of(run: RunConfig, block: object) -> Axes:
+    """Of a layout on this group's processes, made once."""
+    key = ("fuzz", run.layout.model_dump_json(), str(block))
+    if key not in group_cache():
+        group_cache()[key] = build_axes(run.layout, "cpu", block)  # type: ignore[arg-type]
+    axes: Axes = group_cache()[key]
+    return axes
+
+
+def _alone(run: RunConfig) -> Stepper:
+    """One device, without any method."""
+    settings = without_methods(run.train)
+    whole = build_parallel(run.model, LayoutConfig(), Axes(), settings.seed, CPU, settings.dtype)
+    return Stepper(whole, settings, Axes())
+
+
+def _one_device(text: str) -> Reference:
+    case = Case.read(text)
+    run = case.legs[0]
+    stepper, reads = _alone(run), reads_of(case, run)
+    initial = {name: value.clone() for name, value in values(stepper.model).items()}
+    first = batch_gradients(stepper, reads[0])
+    first = {name: grad.clone() for name, grad in first.items()}
+    results = [stepper(step, read) for step, read in enumerate(reads)]
+    return Reference(
+        initial,
+        first,
+        values(stepper.model),
+        [result.loss for result in results],
+        [result.grad_norm for result in results],
+        stepper.evaluate(reads[::2]).loss,
+    )
+
+
+def _first_loss(text: str) -> float:
+    """Of one device, in float64."""
+    case = Case.read(text)
+    run = case.legs[0]
+    exact = run.train.model_copy(update={"dtype": "float64"})
+    stepper = _alone(run.model_copy(update={"train": exact}))
+    return stepper(0, reads_of(case, run)[0]).loss
+
+
+def _relative(got: float, want: float) -> float:
+    """1 where one of them is no number."""
+    difference = abs(got - want) / max(abs(want), 1e-6)
+    return difference if math.isfinite(difference) else 1.0
+
+
+def reads_of(case: Case, run: RunConfig) -> list[ReadRows]:
+    def read_of(batch: Batch) -> ReadRows:
+        return lambda rows: {key: value[rows] for key, value in batch.items()}
+
+    return [read_of(batch_of(case, run, step)) for step in range(case.steps)]
+
+
+def batch_of(case: Case, run: RunConfig, step: int) -> Batch:
+    """A random batch: of the lengths of the run, with what its family reads."""
+    model, rows, generator = run.model, run.train.global_batch, torch.Generator()
+    generator.manual_seed(step + 1)
+
+    def numbers(below: int, *shape: int) -> Tensor:
+        return torch.randint(0, below, shape, generator=generator)
+
+    def chances(chance: float, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator) < chance
+
+    def lengths(n: int) -> Tensor:
+        """True for the first tokens of each row: all of them, unless it is padded."""
+        padded = chances(case.batch["padded"], rows, 1)
+        until = torch.where(padded, 1 + numbers(n, rows, 1), n)
+        return torch.arange(n) < until
+
+    s = run.seq_len
+    batch = next_words(numbers(model.vocab_size, rows, s + 1))
+    ignored = chances(case.batch["ignored"], rows, s)
+    if model.two_stacks:
+        batch["source"] = numbers(model.vocab_size, rows, run.source_len)
+        if case.batch["padded"]:
+            batch["source_valid"] = lengths(run.source_len)
+            ignored |= ~lengths(s)
+    elif case.batch["padded"] and (model.family == "bert" or model.n_labels):
+        batch["valid"] = lengths(s)
+        ignored |= ~batch["valid"]
+    batch["targets"] = torch.where(ignored, IGNORE, batch["targets"])
+    if model.family == "bert":
+        batch["segments"] = numbers(2, rows, s)
+        if model.sentence_pair:
+            batch["pair"] = numbers(2, rows)
+    if model.n_labels:
+        batch["at"] = numbers(s, rows)
+        batch["labels"] = numbers(model.n_labels, rows)
+    return batch

@@ -1,0 +1,235 @@
+"""Every collective on both of its ways, gloo's and NCCL's, for tensors however they lie in memory.
+
+NCCL's way is run over gloo, see tests/multirank/nccl_path.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.comm import Axis, Pending
+from gridformer.config import LayoutConfig
+from gridformer.parallel.gradients import _checksum
+from tests.choosing import full_unless
+from tests.multirank.cutting import grid_axes
+from tests.multirank.exactness import TOLERANCE, compare
+from tests.multirank.nccl_path import on_nccl
+from tests.multirank.pool import WorkerPool
+from tests.multirank.test_exactness import TRAIN
+
+
+def contiguous(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def transposed(*shape: int) -> Tensor:
+    return contiguous(*shape[::-1]).permute(*reversed(range(len(shape))))
+
+
+def with_gaps(*shape: int) -> Tensor:
+    """A part of a wider tensor."""
+    return contiguous(*shape[:-1], shape[-1] + 2)[..., 1:-1]
+
+
+def second_innermost(*shape: int) -> Tensor:
+    """As torch's channels_last, which it passes on to what it joins of such tensors."""
+    return contiguous(*shape[:1], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+LIES = [contiguous, transposed, with_gaps, second_innermost]
+
+
+def shapes(n: int) -> list[tuple[int, ...]]:
+    """For n ranks; where a dimension of n is cut, a device has a width of 1."""
+    return [(6, n), (n, 1), (n, 6), (2, 6, n), (6, 2, 1), (2, n, 3, 6)]
+
+
+def everyones(n: int, make: Callable[..., Tensor], *shape: int) -> list[Tensor]:
+    """What each rank has, known to all."""
+    torch.manual_seed(sum(shape))
+    return [make(*shape) for _ in range(n)]
+
+
+Collective = tuple[str, Callable[[], Tensor | Pending], Tensor]
+
+
+def collectives(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
+    """Every collective of one tensor that lies anyhow, and what it is to give here."""
+    here, n, mine = axis.index, axis.size, xs[axis.index]
+    total = torch.stack(xs).sum(0)
+    for start, reduce in ((False, comm.all_reduce), (True, comm.start_all_reduce)):
+        yield f"all_reduce {start}", partial(reduce, mine.clone(), axis), total
+        greatest = torch.stack(xs).amax(0)
+        yield f"all_reduce max {start}", partial(reduce, mine.clone(), axis, "max"), greatest
+    yield "all_gather of bool", partial(comm.all_gather, mine > 0, axis, -1), torch.cat(xs, -1) > 0
+    for dim in range(-1, mine.dim()):
+        whole = torch.cat(xs, dim)
+        yield f"all_gather {dim}", partial(comm.all_gather, mine, axis, dim), whole
+        yield f"start_all_gather {dim}", partial(comm.start_all_gather, mine, axis, dim), whole
+        if mine.shape[dim] % n:
+            continue
+        block = total.chunk(n, dim)[here]
+        yield f"reduce_scatter {dim}", partial(comm.reduce_scatter, mine, axis, dim), block
+        started = partial(comm.start_reduce_scatter, mine, axis, dim)
+        yield f"start_reduce_scatter {dim}", started, block
+        parts = mine.chunk(n, dim)
+        summed = partial(comm.start_sum_of_parts, parts.__getitem__, axis)
+        yield f"sum of parts {dim}", summed, block
+
+
+def contiguous_collectives(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
+    """Those in place, which ask for contiguous memory."""
+    mine, total = xs[axis.index], torch.stack(xs).sum(0)
+    for root in range(axis.size):
+        for broadcast in (comm.broadcast, comm.start_broadcast):
+            yield f"broadcast {root}", partial(broadcast, mine.clone(), axis, root), xs[root]
+        for reduce in (comm.reduce, comm.start_reduce):
+            if axis.index == root:
+                yield f"reduce {root}", partial(reduce, mine.clone(), axis, root), total
+            else:  # undefined there
+                meta = total.to("meta")
+                yield f"reduce {root}", partial(_forgotten, reduce, mine.clone(), axis, root), meta
+
+
+def _forgotten(reduce: Callable[..., Tensor | Pending], *args: Any) -> Tensor:
+    out = reduce(*args)
+    return (out.wait() if isinstance(out, Pending) else out).to("meta")
+
+
+def with_pieces(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
+    """Collectives whose messages differ: pieces of each rank's tensor, of unequal width."""
+    here, n = axis.index, axis.size
+
+    def piece(source: int, target: int) -> Tensor:
+        """Every second one is transposed, once more."""
+        x = xs[source].narrow(-1, 0, min(target + 1, xs[source].shape[-1]))
+        return x.transpose(0, -1) if (source + target) % 2 else x
+
+    to_all = [piece(here, j) for j in range(n)]
+    to_me = [piece(i, here) for i in range(n)]
+    shapes = [x.shape for x in to_me]
+
+    def flat(parts: list[Tensor] | None) -> Tensor:
+        return torch.cat([part.reshape(-1) for part in parts or [torch.zeros(0)]])
+
+    yield "all_to_all", lambda: flat(comm.all_to_all(to_all, shapes, axis)), flat(to_me)
+
+    def exchanged() -> Tensor:
+        out = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
+        comm.exchange(dict(enumerate(to_all)), dict(enumerate(out)), axis)
+        return flat(out)
+
+    yield "exchange", exchanged, flat(to_me)
+    for root in range(n):
+        given = [piece(root, j) for j in range(n)]
+
+        def scattered(root: int = root, given: list[Tensor] = given) -> Tensor:
+            out = torch.empty(given[here].shape, dtype=torch.float64)
+            return comm.scatter(given if here == root else None, out, axis, root)
+
+        def gathered(root: int = root, given: list[Tensor] = given) -> Tensor:
+            return flat(comm.gather(given[here], [x.shape for x in given], axis, root))
+
+        yield f"scatter {root}", scattered, given[here]
+        yield f"gather {root}", gathered, flat(given if here == root else None)
+
+
+def all_collectives() -> int:
+    """Each with its result; how many they were."""
+    n_done = 0
+    axis = grid_axes(1, torch.distributed.get_world_size()).col
+    for make, shape in itertools.product(LIES, shapes(axis.size)):
+        xs = everyones(axis.size, make, *shape)
+        found = [*collectives(axis, xs), *with_pieces(axis, xs)]
+        if make is contiguous:
+            found += contiguous_collectives(axis, xs)
+        for name, collective, want in found:
+            case = f"{name} of {make.__name__} {shape}"
+            try:
+                got = collective()
+                got = got.wait() if isinstance(got, Pending) else got
+            except Exception as error:
+                raise AssertionError(f"{case}: {error}") from error
+            assert got.shape == want.shape, case
+            assert got.is_meta or torch.allclose(got, want, rtol=1e-13, atol=1e-13), case
+            n_done += 1
+    return n_done
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("way", ["gloo", "nccl"])
+def test_a_collective_serves_any_tensor(pool: WorkerPool, n: int, way: str) -> None:
+    done = pool.run(n, on_nccl, all_collectives) if way == "nccl" else pool.run(n, all_collectives)
+    assert min(done) > 500
+
+
+def started_at_once() -> None:
+    """Several collectives under way together, waited for in another order."""
+    axis = grid_axes(1, torch.distributed.get_world_size()).col
+    xs = everyones(axis.size, transposed, 6, 6)
+    under_way = []
+    for name, collective, want in collectives(axis, xs):
+        if name.startswith(("start", "sum")) or name.endswith("True"):
+            under_way.append((name, collective(), want))
+    assert len(under_way) > 8
+    for name, pending, want in reversed(under_way):
+        assert isinstance(pending, Pending)
+        assert torch.allclose(pending.wait(), want, rtol=1e-13, atol=1e-13), name
+        assert pending.wait() is pending.wait()
+
+
+@pytest.mark.parametrize("way", ["gloo", "nccl"])
+def test_many_may_be_under_way(pool: WorkerPool, way: str) -> None:
+    if way == "nccl":
+        pool.run(3, on_nccl, started_at_once)
+    else:
+        pool.run(3, started_at_once)
+
+
+# --------------------------------------------------------------------------- a width of 1
+
+NARROW: list[dict[str, Any]] = [
+    {"scheme": "optimus", "rows": 1, "cols": 2, "dp": 2},
+    {"scheme": "optimus", "rows": 2, "cols": 1, "dp": 2},
+    {"scheme": "optimus", "rows": 2, "cols": 2},
+    {"scheme": "megatron", "cols": 2, "dp": 2},
+    {"scheme": "megatron", "cols": 2, "dp": 2, "sequence_parallel": True},
+    {"scheme": "subgraph", "branches": 2, "dp": 2},
+    {"scheme": "optimus", "rows": 1, "cols": 2, "schedule": "broadcast", "dp": 2},
+    {"scheme": "optimus", "rows": 1, "cols": 2, "pp": 2, "micro_batches": 2},
+]
+
+
+@pytest.mark.parametrize("way", ["gloo", "nccl"])
+@pytest.mark.parametrize(
+    "layout",
+    full_unless(lambda layout: layout in (NARROW[0], NARROW[2]), NARROW),
+    ids=lambda layout: "-".join(map(str, layout.values())),
+)
+def test_a_device_may_hold_one_column(pool: WorkerPool, layout: dict[str, Any], way: str) -> None:
+    """Of the feed-forward's weights, and of its activations; its copies are compared, too."""
+    narrow = {"ffn_size": 2, "n_layers": 1, "max_seq_len": 12}
+    arguments = (compare, layout, narrow, {**TRAIN, "dtype": "float64"}, 2)
+    n = LayoutConfig(**layout).n_processes
+    for found in pool.run(n, on_nccl, *arguments) if way == "nccl" else pool.run(n, *arguments):
+        wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
+        assert not wrong
+
+
+@pytest.mark.parametrize("make", [transposed, with_gaps, contiguous])
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5), (5, 3)])
+def test_a_checksum_is_of_values_alone(make: Callable[..., Tensor], shape: tuple[int, int]) -> None:
+    """However they lie in memory: columns of one element have strides that torch does not see."""
+    x = make(*shape)
+    same = torch.tensor(x.tolist(), dtype=x.dtype)
+    assert _checksum(x) == _checksum(same)
+    same[-1, -1] += 1e-9
+    assert _checksum(x) != _checksum(same)

@@ -1,0 +1,236 @@
+"""Random models, layouts and methods together train as one device: tests/multirank/fuzz.py.
+
+`make test` runs the cases of the first seeds, `make test-all` as many again as it is told with
+`--fuzz-cases`, of seeds that nobody has tried. A failure prints the case on one line, and the
+command that runs it again.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from tests.multirank import drawing, fuzz_ranks
+from tests.multirank.drawing import Chooser, problems_of, run_of, values_of
+from tests.multirank.exactness import without_methods
+from tests.multirank.fuzz import CaseFailed, check_case
+from tests.multirank.fuzz_case import QUICK, Case, case_of
+from tests.multirank.pool import RankFailed, WorkerPool
+
+
+def by_size(seeds: list[int]) -> list[tuple[int, Case]]:
+    """Seeds and their cases; process groups are made anew whenever their size changes."""
+    cases = [(seed, case_of(seed)) for seed in seeds]
+    return sorted(cases, key=lambda named: named[1].n_processes)
+
+
+def check_seed(pool: WorkerPool, seed: int, case: Case, folder: Path) -> None:
+    check_case(pool, case, folder, f"python -m tests.multirank.fuzz --seed {seed}")
+
+
+@pytest.fixture(scope="module")
+def quick() -> list[tuple[int, Case]]:
+    return by_size([*range(QUICK)])
+
+
+@pytest.fixture(scope="module")
+def fresh(request: pytest.FixtureRequest) -> list[tuple[int, Case]]:
+    """Cases of other seeds each time, unless `--fuzz-seed` says where to begin."""
+    first = request.config.getoption("--fuzz-seed")
+    first = random.SystemRandom().randrange(10**6, 10**9) if first is None else first
+    return by_size([first + i for i in range(request.config.getoption("--fuzz-cases"))])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "fresh_number" in metafunc.fixturenames:
+        n = metafunc.config.getoption("--fuzz-cases")
+        metafunc.parametrize("fresh_number", range(n))
+
+
+@pytest.mark.parametrize("number", range(QUICK))
+def test_a_case_equals_one_device(
+    pool: WorkerPool, quick: list[tuple[int, Case]], tmp_path: Path, number: int
+) -> None:
+    seed, case = quick[number]
+    check_seed(pool, seed, case, tmp_path)
+
+
+@pytest.mark.full
+def test_a_fresh_case_equals_one_device(
+    pool: WorkerPool, fresh: list[tuple[int, Case]], tmp_path: Path, fresh_number: int
+) -> None:
+    seed, case = fresh[fresh_number]
+    check_seed(pool, seed, case, tmp_path)
+
+
+# --------------------------------------------------------------------------- what is drawn
+
+
+def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]]) -> None:
+    """Each word of the settings that matter most; runs that move; networks narrow enough that a
+    device's part is one wide."""
+    legs = [leg for _, case in quick for leg in case.legs]
+    words: dict[str, type[Any]] = {
+        "model.family": ModelConfig,
+        "layout.scheme": LayoutConfig,
+        "layout.dp_mode": LayoutConfig,
+        "layout.common": LayoutConfig,
+        "layout.attention": LayoutConfig,
+        "layout.feed_forward": LayoutConfig,
+        "train.recompute": TrainConfig,
+        "train.update": TrainConfig,
+        "train.offload": TrainConfig,
+        "train.clip_by": TrainConfig,
+    }
+    for key, schema in words.items():
+        section, name = key.split(".")
+        seen = {getattr(getattr(leg, section), name) for leg in legs}
+        assert seen == set(values_of(key, schema.model_fields[name])), key
+    assert {leg.layout.pp for leg in legs} >= {1, 2, 3}
+    assert any(leg.layout.stages_per_rank > 1 for leg in legs)
+    assert any(leg.layout.sequence_parallel for leg in legs)
+    assert sum(case.stop > 0 for _, case in quick) >= 5
+    assert sum(case.legs[0].train.dtype == "float64" for _, case in quick) >= 25
+    assert any(leg.layout.cols == leg.model.ffn_size for leg in legs)
+
+
+@pytest.mark.full
+def test_every_value_of_every_setting_is_drawn() -> None:
+    """And is left in place by what mends a run, in one of some hundred."""
+    runs = [leg for seed in range(400) for leg in case_of(seed).legs]
+    missing = []
+    for key, field in Chooser("any").keys.items():
+        section, name = key.split(".")
+        seen = {getattr(getattr(run, section), name) for run in runs}
+        resolved = {0, "auto"} if section == "model" else set()  # which say something else
+        missing += [(key, v) for v in set(values_of(key, field)) - seen - resolved]
+    assert not missing
+
+
+def hangs_without_the_mend(run: RunConfig) -> bool:
+    """The combination of five options that a fuzzer found first: only the first sub-grid took part
+    in a layer's norm."""
+    layout, train = run.layout, run.train
+    alone = layout.scheme == "subgraph" and layout.common == "first" and layout.branches > 1
+    apart = layout.feed_forward == "common" and train.update == "in_backward"
+    again = train.recompute == "full" and run.model.n_layers > 1
+    outside = layout.attention == "outside" and layout.pp == 2
+    return alone and apart and train.clip_by == "layer" and (again or outside)
+
+
+@pytest.mark.full
+def test_combinations_of_five_options_are_drawn() -> None:
+    assert any(hangs_without_the_mend(leg) for seed in range(1500) for leg in case_of(seed).legs)
+
+
+def test_a_seed_always_gives_the_same_case() -> None:
+    for seed in (3, 7, 31):
+        case = case_of(seed)
+        assert case_of(seed).text() == case.text()
+        assert Case.read(case.text()) == case
+        assert "\n" not in case.text()
+        assert not any(problems_of(sections) for sections in (case.run, case.after))
+
+
+def test_a_new_option_is_drawn_and_leaves_the_others_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class MoreLayout(LayoutConfig):
+        ring: Literal["one", "two"] = "one"
+        hurry: bool = False
+        depth: int = 3
+        share: float = 0.5
+
+    before = Chooser("17")
+    monkeypatch.setitem(drawing.SECTIONS, "layout", MoreLayout)
+    after = Chooser("17")
+    assert after.keys.keys() - before.keys.keys() == {
+        "layout.ring",
+        "layout.hurry",
+        "layout.depth",
+        "layout.share",
+    }
+    assert [after.draw(key) for key in before.keys] == [before.draw(key) for key in before.keys]
+    assert {after.draw("layout.ring") for _ in range(20)} == {"one", "two"}
+    assert {after.draw("layout.hurry") for _ in range(20)} == {False, True}
+    assert {after.draw("layout.depth") for _ in range(40)} == {3, 4, 5}
+    assert len({after.draw("layout.share") for _ in range(20)}) > 1
+
+
+def test_what_is_drawn_and_what_is_not_are_settings() -> None:
+    """So that a renamed setting is noticed."""
+    for key in (*drawing.FIXED, *drawing.NUMBERS, *drawing.WORDS):
+        section, name = key.split(".")
+        assert name in drawing.SECTIONS[section].model_fields, key
+
+
+# --------------------------------------------------------------------------- what is noticed
+
+TINY = {"n_layers": 1, "hidden_size": 4, "n_heads": 2, "vocab_size": 7, "max_seq_len": 3}
+SMALL = Case(
+    run={"model": TINY, "train": {"global_batch": 2, "dtype": "float64"}},
+    batch={"padded": 0.0, "ignored": 0.0},
+    steps=2,
+    stop=0,
+    moved={},
+)
+
+
+def with_a_faster_reference(text: str, folder: str) -> tuple[fuzz_ranks.Found, fuzz_ranks.Found]:
+    """What is found as it is, and when one device's learning rate is a millionth higher."""
+    found = fuzz_ranks.train(text, 0, folder)
+
+    def faster(train: TrainConfig) -> TrainConfig:
+        settings = without_methods(train)
+        return settings.model_copy(update={"lr": settings.lr * (1 + 1e-6)})
+
+    with patch.object(fuzz_ranks, "without_methods", faster):
+        other = replace(Case.read(text), steps=3)  # which is not remembered
+        return found, fuzz_ranks.train(other.text(), 0, folder)
+
+
+def test_another_step_than_one_devices_is_noticed(pool: WorkerPool, tmp_path: Path) -> None:
+    """Parameters differ, and nothing that comes before the first update."""
+    ((found, other),) = pool.run(1, with_a_faster_reference, SMALL.text(), str(tmp_path))
+    limit = fuzz_ranks.LIMIT
+    assert all(value <= limit[name] for name, value in found.items())
+    assert other["parameter"] > limit["parameter"]
+    assert other["gradient"] <= limit["gradient"]
+
+
+class Broken(WorkerPool):
+    """A pool that does not run anything: it answers, or raises."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def run(self, *_: Any, **__: Any) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (RankFailed(1, "ranks [0, 1] did not finish within 120.0 s"), "hang"),
+        (RankFailed(1, "on rank 1:\n\nTraceback\nValueError: wide"), "ValueError: wide"),
+        ([{"loss": 0.0}, {"loss": 1e-3}], "differs"),
+        ([{"loss": float("nan")}], "differs"),
+        ([{"init": 1e-30}], "differs"),
+    ],
+)
+def test_a_failure_names_the_case_and_the_command(tmp_path: Path, answer: Any, kind: str) -> None:
+    with pytest.raises(CaseFailed) as failure:
+        check_seed(Broken(answer), 17, SMALL, tmp_path)
+    assert failure.value.kind == kind
+    first, second, *_ = str(failure.value).splitlines()
+    assert first.endswith("python -m tests.multirank.fuzz --seed 17")
+    assert Case.read(second.removeprefix("the case: ")) == SMALL
+    assert run_of(SMALL.run).model.n_heads == 2

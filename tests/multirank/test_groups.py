@@ -1,0 +1,226 @@
+"""Groups of processes: all have the run's timeout, and few calls make them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from gridformer import comm
+from gridformer.comm import Axes, Wires, groups
+from gridformer.comm.p2p import _pairs_apart
+from gridformer.config import LayoutConfig
+from gridformer.layout import build_axes
+from tests.multirank.nccl_path import on_nccl
+from tests.multirank.pool import WorkerPool
+
+Layout = dict[str, Any]
+
+GRID: Layout = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2}
+REPLICAS: Layout = {"scheme": "megatron", "cols": 2, "dp": 2, "pp": 2}
+BRANCHES: Layout = {"scheme": "subgraph", "branches": 2, "dp": 2, "pp": 2}
+PIPELINE: Layout = {"pp": 4, "dp": 2}
+AROUND_0 = ("0 to 1", "1 to 0", "0 to 3", "3 to 0")
+NAMES = ("pp", "dp", "row", "col", "grid", "branch", "every", "world")
+
+
+def seconds_of(group: ProcessGroup | None) -> float:
+    group = group or dist.group.WORLD
+    assert group is not None
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout.total_seconds()
+
+
+def timeouts(layout: Layout) -> dict[str, float]:
+    """In seconds, of every group of a run whose default group has 1234."""
+    world = dist.group.WORLD
+    assert world is not None
+    backend, usual = world._get_backend(torch.device("cpu")), seconds_of(None)
+    backend._set_default_timeout(timedelta(seconds=1234))
+    try:
+        return timeouts_of(build_axes(LayoutConfig(**layout), "cpu"))
+    finally:
+        backend._set_default_timeout(timedelta(seconds=usual))
+
+
+def timeouts_of(axes: Axes) -> dict[str, float]:
+    found = {name: seconds_of(axes[name].group) for name in NAMES if axes[name].size > 1}
+    if axes.pp.size == 4:
+        axes.make_holders([(0, 3)])
+        if axes.pp.index in (0, 3):
+            found["holders"] = seconds_of(axes.holders((0, 3)).group)
+    if axes.pp.size > 1:
+        wires = on_nccl(Wires, axes, ring=True)
+        found |= {f"{a} to {b}": seconds_of(group) for (a, b), group in wires._groups.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (GRID, {"pp", "row", "col", "grid", "world", "0 to 1", "1 to 0"}),
+        (BRANCHES, {"pp", "dp", "branch", "every", "world", "0 to 1", "1 to 0"}),
+        (
+            PIPELINE,
+            {"pp", "dp", "every", "world", "holders", "0 to 3", "3 to 0", "0 to 1", "1 to 0"},
+        ),
+    ],
+    ids=["grid", "branches", "pipeline"],
+)
+def test_every_group_has_the_timeout(pool: WorkerPool, layout: Layout, names: set[str]) -> None:
+    first, *rest = pool.run(LayoutConfig(**layout).n_processes, timeouts, layout)
+    assert first.keys() == names
+    for found in (first, *rest):
+        assert set(found.values()) == {1234.0}
+
+
+def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str, str | float]:
+    """What comes of a collective over each axis, all at a time, that rank 0 never joins; and how
+    many seconds all of them took."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # who left while others still connect would look like a crash
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    axes = build_axes(LayoutConfig(**layout), "cpu")
+    wires = on_nccl(Wires, axes, ring=False)
+    keys = dist.FileStore(f"{store}.keys", size)
+    keys.set_timeout(timedelta(seconds=600))
+    if rank == 0:  # which stays, as its peers would see it go
+        keys.wait([f"ended {peer}" for peer in range(1, size)])
+        return {}
+    began, found = time.monotonic(), dict[str, str | float]()
+    names = [name for name in NAMES if axes[name].size > 1]
+    under_way = {name: comm.start_all_reduce(torch.ones(2), axes[name]) for name in names}
+    if axes.pp.ranks == (0, rank):
+        under_way["0 to 1"] = wires.receive(torch.ones(2), 0)
+    for name, pending in under_way.items():
+        try:
+            pending.wait()
+            found[name] = "done"
+        except RuntimeError:  # timed out, or a peer has and closed the connection
+            found[name] = "raised"
+    found["seconds"] = time.monotonic() - began
+    keys.set(f"ended {rank}", "")
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (GRID, {"pp", "row", "col", "grid", "world", "0 to 1"}),
+        (REPLICAS, {"pp", "dp", "every", "col", "grid", "world", "0 to 1"}),
+        (BRANCHES, {"pp", "dp", "branch", "every", "world", "0 to 1"}),
+    ],
+    ids=["grid", "replicas", "branches"],
+)
+def test_who_waits_for_an_absent_rank_is_told(
+    tmp_path: Path, layout: Layout, names: set[str]
+) -> None:
+    """On every axis, and not half an hour later."""
+    pool = WorkerPool(600.0)  # its own: the groups are of no use afterwards
+    try:
+        _, *found = pool.run(8, waited_for_rank_0, layout, tmp_path / "store", 20.0)
+    finally:
+        pool.close()
+    raised: set[str] = set()
+    for rank, ended in enumerate(found, 1):
+        seconds = ended.pop("seconds")
+        assert isinstance(seconds, float)
+        assert seconds < 300
+        absent = {name for name in ended if 0 in _along(name, layout, rank)}
+        assert ended == {name: "raised" if name in absent else "done" for name in ended}
+        raised |= absent
+    assert raised == names
+
+
+def _along(name: str, layout: Layout, rank: int) -> list[int]:
+    """Of eight ranks, two along each of three axes: those in the group of one."""
+    axes = {
+        "optimus": ["pp", "row", "col"],
+        "megatron": ["pp", "dp", "col"],
+        "subgraph": ["pp", "dp", "branch"],
+    }[layout["scheme"]]
+    together = {"0 to 1": ["pp"], "world": axes, "grid": ["row", "col"], "every": ["dp", "branch"]}
+    over = together.get(name, [name])
+    ranks = torch.arange(8).view(2, 2, 2)
+    place = (ranks == rank).nonzero()[0].tolist()
+    at = tuple(slice(None) if axis in over else place[i] for i, axis in enumerate(axes))
+    found: list[int] = ranks[at].flatten().tolist()
+    return found
+
+
+# --------------------------------------------------------------------------- how they are made
+
+
+def split_over_nccl(layout: Layout) -> list[tuple[list[list[int]], float, str]]:
+    """What is split off the default group, where that is NCCL's with its device."""
+    asked = []
+
+    def split_group(
+        split_ranks: Sequence[Sequence[int]], timeout: timedelta, group_desc: str
+    ) -> ProcessGroup | None:
+        asked.append(([[*line] for line in split_ranks], timeout.total_seconds(), group_desc))
+        with patch.object(type(world), "bound_device_id", None):
+            made = [dist.new_group([*line]) for line in split_ranks]
+        return next((group for group, line in zip(made, split_ranks) if rank in line), None)
+
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    with (
+        patch.object(groups.dist, "split_group", split_group),
+        patch.object(type(world), "bound_device_id", torch.device("cuda", 0)),
+    ):
+        axes = build_axes(LayoutConfig(**layout), "cpu")
+        on_nccl(Wires, axes, ring=True)
+    for axis in (axes.pp, axes.dp):
+        assert comm.all_reduce(torch.ones(1), axis) == axis.size
+        assert axis.ranks[axis.index] == rank
+    return asked
+
+
+def test_lines_of_an_axis_are_split_off_together(pool: WorkerPool) -> None:
+    """One call an axis where NCCL can; for a pipeline's neighbors, one a set that shares none."""
+    first, *rest = pool.run(8, split_over_nccl, PIPELINE)
+    assert all(asked == first for asked in rest), "groups must be asked for in one order"
+    assert {seconds for _, seconds, _ in first} == {seconds_of_the_pool()}
+    assert [(lines, name) for lines, _, name in first] == [
+        ([[0, 2, 4, 6], [1, 3, 5, 7]], "pp"),
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], "dp"),
+        *[([[0, 2], [1, 3], [4, 6], [5, 7]], f"pp {way}") for way in ("up", "down")],
+        *[([[2, 4], [3, 5], [0, 6], [1, 7]], f"pp {way}") for way in ("up", "down")],
+    ]
+
+
+def seconds_of_the_pool() -> float:
+    """Torch's own, which the pool does not change."""
+    return dist.default_pg_timeout.total_seconds()
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+@pytest.mark.parametrize("ring", [False, True])
+def test_neighbors_are_paired_once(n: int, ring: bool) -> None:
+    sets = _pairs_apart(n, ring)
+    for pairs in sets:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len({*ranks}) == len(ranks), "groups that are made together share no rank"
+        assert all(low < high for low, high in pairs)
+    want = {(i, i + 1) for i in range(n - 1)} | ({(0, n - 1)} if ring else set())
+    found = [pair for pairs in sets for pair in pairs]
+    assert {*found} == want
+    assert len(found) == len(want)
+    assert len(sets) <= 2 + (ring and n % 2)

@@ -1,0 +1,191 @@
+"""A pipeline's messages as NCCL carries them out: exact, and without waiting in a circle.
+
+NCCL's way is run over gloo, see tests/multirank/nccl_path.py. gloo cannot show a deadlock that NCCL
+has, so what the ranks did is played again by NCCL's rules.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from gridformer.comm import Pending
+from gridformer.config import LayoutConfig
+from gridformer.parallel.pipeline import Executor
+from tests.choosing import full_unless
+from tests.multirank.exactness import TOLERANCE, axes_of
+from tests.multirank.nccl_path import on_nccl
+from tests.multirank.pipelines import Layout, compare, family, reads_of, stepper_of
+from tests.multirank.pool import WorkerPool
+
+INTERLEAVED: Layout = {"pp": 4, "stages_per_rank": 2, "micro_batches": 8}
+LAYOUTS: list[Layout] = [
+    INTERLEAVED,
+    {"pp": 4, "micro_batches": 6, "pipeline": "1f1b"},
+    {"pp": 4, "micro_batches": 6, "pipeline": "gpipe"},
+    {"pp": 5, "micro_batches": 6, "pipeline": "1f1b"},
+    {"pp": 3, "stages_per_rank": 2, "micro_batches": 6},
+    {"pp": 2, "stages_per_rank": 2, "micro_batches": 4},
+    {"pp": 2, "stages_per_rank": 3, "micro_batches": 4, "dp": 2},
+]
+N_LAYERS = 8  # stages enough for all
+
+
+def name_of(layout: Layout) -> str:
+    return "-".join(map(str, layout.values()))
+
+
+@pytest.mark.parametrize(
+    "layout", full_unless(lambda layout: layout == INTERLEAVED, LAYOUTS), ids=name_of
+)
+def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
+    config = family("gpt2", n_layers=N_LAYERS)
+    for found in pool.run(LayoutConfig(**layout).n_processes, on_nccl, compare, layout, config):
+        wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
+        assert not wrong
+
+
+# --------------------------------------------------------------------------- who waits for whom
+
+
+class Event(NamedTuple):
+    """One rank starts a message, or waits for one that it has started, by its number.
+
+    group: its name, the same on all its members. source, to: indices along pp.
+    """
+
+    what: str
+    number: int
+    group: str = ""
+    source: int = -1
+    to: int = -1
+
+
+def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[int]]]:
+    """What this rank did in a step, and the members of its groups by the ends of their messages."""
+    plan, config = LayoutConfig(**layout), family("gpt2", n_layers=N_LAYERS)
+    axes = axes_of(plan)
+    stepper = stepper_of(config, plan, axes)
+    executor: Executor = stepper.passes.executor  # type: ignore[attr-defined]
+    wires, here, numbers = executor.wires, axes.pp.index, count()
+    events: list[Event] = []
+
+    def watched(what: str, begin: Callable[..., Pending]) -> Callable[..., Pending]:
+        def start(x: Tensor, peer: int, label: str) -> Pending:
+            pending, number = begin(x, peer, label), next(numbers)
+            source, to = (here, peer) if what == "send" else (peer, here)
+            group = wires._group(source, to)
+            assert group is not None
+            events.append(Event(what, number, str(group.group_name), source, to))
+            wait = pending.wait
+
+            def waited() -> Tensor:
+                events.append(Event("wait", number))
+                return wait()
+
+            pending.wait = waited  # type: ignore[method-assign]
+            return pending
+
+        return start
+
+    wires.send = watched("send", wires.send)  # type: ignore[method-assign]
+    wires.receive = watched("receive", wires.receive)  # type: ignore[method-assign]
+    (read,) = reads_of(config, 1)
+    stepper(0, read)
+    members = {edge: dist.get_process_group_ranks(group) for edge, group in wires._groups.items()}
+    return events, members
+
+
+def stuck(ranks: Sequence[Sequence[Event]]) -> list[int]:
+    """The ranks that never come to their end, by NCCL's rules.
+
+    A rank's messages of a group are carried out one after the other, and one is carried out when
+    both its ends have nothing before it. Who waits for a message does nothing else meanwhile.
+    """
+    left = [deque(events) for events in ranks]
+    queues: dict[str, list[deque[Event]]] = {}
+    done: list[set[int]] = [set() for _ in ranks]
+    moved = True
+    while moved:
+        moved = False
+        for rank, events in enumerate(left):
+            while events and (events[0].what != "wait" or events[0].number in done[rank]):
+                event = events.popleft()
+                moved = True
+                if event.what != "wait":
+                    queues.setdefault(event.group, [deque() for _ in ranks])[rank].append(event)
+        for of_rank in queues.values():
+            for a, queue in enumerate(of_rank):
+                if not queue or queue[0].what != "send":
+                    continue
+                b = queue[0].to
+                there = of_rank[b][0] if of_rank[b] else None
+                if there and (there.what, there.source) == ("receive", a):
+                    done[a].add(queue.popleft().number)
+                    done[b].add(of_rank[b].popleft().number)
+                    moved = True
+    return [rank for rank, events in enumerate(left) if events]
+
+
+def sharing(events: Sequence[Event], name: Callable[[Event], str]) -> list[Event]:
+    """The same with other groups."""
+    return [e if e.what == "wait" else e._replace(group=name(e)) for e in events]
+
+
+def way(event: Event) -> str:
+    """A group of all ranks for each direction."""
+    return "up" if event.to > event.source else "down"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    full_unless(lambda layout: layout in LAYOUTS[:2], LAYOUTS[:-1]),
+    ids=name_of,
+)
+def test_no_message_waits_in_a_circle(pool: WorkerPool, layout: Layout) -> None:
+    """In a group of two one rank only sends and the other only receives. With groups of all ranks,
+    one for each direction, a receive that is posted early blocks a send."""
+    pp, ring = layout["pp"], "stages_per_rank" in layout
+    found = pool.run(pp, on_nccl, recorded, layout)
+    ranks: list[list[Event]] = [events for events, _ in found]
+    messages = sum(event.what == "send" for events in ranks for event in events)
+    stages = pp * layout.get("stages_per_rank", 1)
+    assert messages == 2 * layout["micro_batches"] * (stages - 1)
+    assert stuck(ranks) == []
+
+    with_all = stuck([sharing(events, way) for events in ranks])
+    assert bool(with_all) == (layout["pp"] > 2 and layout.get("pipeline") != "gpipe"), with_all
+
+    edges = {(i, (i + 1) % pp) for i in range(pp if ring else pp - 1)}
+    edges |= {(b, a) for a, b in edges}
+    groups: dict[tuple[int, int], set[str]] = {edge: set() for edge in edges}
+    for rank, (events, members) in enumerate(found):
+        assert members == {edge: sorted(edge) for edge in edges if rank in edge}
+        for event in events:
+            if event.what != "wait":
+                groups[event.source, event.to].add(event.group)
+    names = [name for of_edge in groups.values() for name in of_edge]
+    assert len({*names}) == len(names) == len(edges), "each pair and direction has its own"
+
+
+def test_a_circle_would_be_found() -> None:
+    """Two ranks that send before they receive, over one group and over two."""
+
+    def both_send(one: str, other: str) -> list[list[Event]]:
+        found: list[list[Event]] = []
+        for here, there, mine, theirs in ((0, 1, one, other), (1, 0, other, one)):
+            sends = Event("send", 0, mine, here, there)
+            receives = Event("receive", 1, theirs, there, here)
+            found.append([sends, receives, Event("wait", 1), Event("wait", 0)])
+        return found
+
+    assert stuck(both_send("up", "down")) == []
+    assert stuck(both_send("all", "all")) == [0, 1]
+    alone: list[Any] = [[Event("receive", 0, "all", 1, 0), Event("wait", 0)], []]
+    assert stuck(alone) == [0]

@@ -1,0 +1,113 @@
+"""Nobody outside can reach a local run: what listens, where its processes meet, what is read."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import signal
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.launching import Start, finish, wait_for
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="sockets are found in /proc, which Linux has"
+)
+LISTENS = "0A"  # of a state in /proc/net/tcp
+ACCEPTS = 0x10000  # of flags in /proc/net/unix
+
+
+class Leaves:
+    """An object whose pickle makes a folder when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_local_run_is_reached_from_nowhere(start: Start, tmp_path: Path) -> None:
+    process = start("steps", 2)
+    wait_for(tmp_path, ["pid0", "pid1"], process)
+    sockets = set(sockets_of(process.pid))
+    listening = list(listening_at(sockets))
+    assert len(listening) >= 2, "gloo listens in each worker"
+    for address, port in listening:
+        assert ip_address(address).is_loopback, f"{address}:{port} can be reached from outside"
+    for path in unix_sockets(sockets):
+        assert path.startswith("/"), "an abstract socket has no permissions"
+        assert is_private(Path(path).parent), path
+    stores = [(tmp_path / f"store{rank}").read_text() for rank in range(2)]
+    assert stores[0] == stores[1]
+    assert is_private(Path(stores[0]).parent)
+
+    traces = [tmp_path / f"trace{i}" for i in range(2 * len(listening))]
+    for (address, port), raw, kept in zip(listening, traces[::2], traces[1::2]):
+        send(address, port, pickle.dumps(Leaves(raw)))
+        set_in_store(address, port, f"gridformer-{process.pid}", pickle.dumps(Leaves(kept)))
+    time.sleep(6.0)  # torch's elastic agent reads what lies in its store every 5 s
+    assert not any(trace.exists() for trace in traces), "a pickle from outside has been read"
+    os.kill(process.pid, signal.SIGTERM)
+    code, _, err = finish(process)
+    assert (code, (tmp_path / "saved0").exists()) == (128 + signal.SIGTERM, True), err
+
+
+def is_private(folder: Path) -> bool:
+    return stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def sockets_of(session: int) -> Iterator[str]:
+    """Inodes of all sockets of all processes of a session."""
+    for stat_file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat_file.read_text().rpartition(")")[2].split()[3]) != session:
+                continue
+            links = [os.readlink(fd) for fd in stat_file.with_name("fd").iterdir()]
+        except OSError:  # has ended
+            continue
+        yield from (link[len("socket:[") : -1] for link in links if link.startswith("socket:["))
+
+
+def listening_at(inodes: set[str]) -> Iterator[tuple[str, int]]:
+    """Address and port of those TCP sockets that listen."""
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and fields[9] in inodes:
+                digits, port = fields[1].split(":")
+                words = [bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8)]
+                yield str(ip_address(b"".join(words))), int(port, 16)
+
+
+def unix_sockets(inodes: set[str]) -> Iterator[str]:
+    """Paths of those Unix sockets that listen; abstract ones begin with @."""
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        _, _, _, flags, _, _, inode, *path = line.split()
+        if int(flags, 16) & ACCEPTS and inode in inodes:
+            yield path[0] if path else ""
+
+
+def send(address: str, port: int, message: bytes) -> None:
+    with socket.create_connection((address, port), timeout=120.0) as connection:
+        connection.sendall(message)
+
+
+def set_in_store(address: str, port: int, run: str, message: bytes) -> None:
+    """As another process that knows torch would, if a store of torch's listens there."""
+    try:
+        store = dist.TCPStore(
+            "localhost", port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False
+        )
+        store.set(f"torch.rendezvous.{run}", base64.b64encode(message).decode())
+    except RuntimeError:  # something else listens
+        return

@@ -1,0 +1,112 @@
+"""A rank fails while its peers are inside a collective: it reports first, and all come to an end.
+
+That a peer's broken connection is not taken for the cause, and that nothing waits before the
+report. What the ranks wait for takes 600 s, far longer than any limit here.
+"""
+
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gridformer.launch import abandon_world, working
+from gridformer.launch.local import Failure
+from tests.launching import TORCHRUN, Start, assert_gone, finish, wait_for
+
+FAILING = "launch_training:one_fails_in_training"
+PIDS = ["pid0", "pid1", "pid2"]
+
+
+def test_a_rank_that_fails_reports_before_it_leaves(start: Start, tmp_path: Path) -> None:
+    process = start(FAILING, 3)
+    pids = wait_for(tmp_path, PIDS, process)
+    code, _, err = finish(process)
+    assert_gone(pids)
+    assert code == 1
+    assert err.startswith("rank 1 failed:\n\nTraceback"), err
+    assert err.endswith("ValueError: the root cause\n"), err
+    assert not list(tmp_path.glob("left*")), "the group was left while peers were in collectives"
+
+
+def test_a_rank_that_fails_reports_to_torchrun(start: Start, tmp_path: Path) -> None:
+    process = start(FAILING, 3, *TORCHRUN, "3")
+    pids = wait_for(tmp_path, PIDS, process)
+    code, _, err = finish(process)
+    assert_gone(pids)
+    assert code == 1
+    _, _, cause = err.rpartition("Root Cause (first observed failure)")
+    assert "rank      : 1 (local_rank: 1)" in cause, err
+    assert cause.count("Traceback") == 1
+    assert "ValueError: the root cause" in cause
+    assert not list(tmp_path.glob("left*")), "the group was left while peers were in collectives"
+
+
+def test_giving_up_nccl_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for a destroy, nor for an abort that hangs."""
+    called = []
+    never = threading.Event()
+
+    def abort() -> None:
+        called.append("abort")
+        never.wait(600.0)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: called.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    abandon_world()
+    assert called == ["abort"]
+    never.set()
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    abandon_world()
+    assert called == ["abort"], "gloo's sockets close by themselves"
+
+
+def test_the_report_comes_before_the_groups_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "error.json"
+    seen: list[Any] = []
+
+    def end(code: int) -> None:
+        seen.append(code)
+        raise SystemExit(code)
+
+    def abandon() -> None:
+        seen.append(json.loads(report.read_text())["message"]["message"])
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(working, "abandon_world", abandon)
+    monkeypatch.setattr(working.stopping, "end_process", end)
+    monkeypatch.setenv("RANK", "0")
+    place = working.Joined(0, 2, 0, 2, "torchrun")
+
+    def entrypoint() -> None:
+        raise ValueError("the root cause")
+
+    with pytest.raises(SystemExit):
+        working.work_here(entrypoint, (), place)
+    assert seen == ["ValueError: the root cause", 1]
+    assert capfd.readouterr().err.endswith("ValueError: the root cause\n")
+
+
+def test_what_explains_the_end_of_a_run() -> None:
+    broken = Failure(0, 100, 1, {"time": 1.0, "caused_by_peer": True})
+    raised = Failure(1, 101, 1, {"time": 3.0, "caused_by_peer": False})
+    earlier = Failure(2, 102, 1, {"time": 2.0, "caused_by_peer": False})
+    killed = Failure(3, 103, -signal.SIGKILL, {})
+    aborted = Failure(4, 104, -signal.SIGABRT, {})  # by NCCL's watchdog
+    stopped = Failure(5, 105, 128 + signal.SIGTERM, {})
+
+    def first(*failures: Failure) -> Failure:
+        return min(failures, key=Failure.order)
+
+    assert first(broken, raised, earlier, aborted, stopped) is earlier
+    assert first(broken, killed, raised) is killed
+    assert first(aborted, broken) is aborted
+    assert first(stopped, broken) is broken

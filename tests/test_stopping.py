@@ -1,0 +1,31 @@
+"""The flag that stop signals raise, and the process that does not look at it."""
+
+import subprocess
+import sys
+
+STUCK = """
+import os, signal, threading, time
+from gridformer.launch import stopping
+
+stopping.install(grace_s=1.0)
+
+def signal_again_and_again():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(6000):
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=signal_again_and_again, daemon=True).start()
+time.sleep(600)
+"""
+
+
+def test_more_signals_give_no_more_time() -> None:
+    """The grace is counted from the first signal, and that one's number is the exit code's."""
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 143, done.stderr
+    assert done.stderr == "gridformer: SIGTERM, but the step did not end within 1 s: " + (
+        "no new checkpoint\n"
+    )

@@ -1,0 +1,64 @@
+"""One rank is told to stop: all stop after the same step, with one checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gridformer.config import parse_run
+from gridformer.data import TokenFolder, resolve
+from gridformer.launch import World, stopping
+from gridformer.train import checkpoint
+from gridformer.train.plan import Plan
+from gridformer.train.trainer import Trainer
+from tests.multirank.pool import WorkerPool
+
+
+def train(folder: Path, out: Path, told: int) -> tuple[int, bool]:
+    """On one rank of two: the steps done, and whether this rank itself was told to stop."""
+    sections: dict[str, Any] = {
+        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(folder)},
+        "layout": {"scheme": "single", "rows": 1, "cols": 1, "dp": 2},
+        "train": {"steps": 6, "global_batch": 4, "eval_every": 0, "save_every": 0},
+    }
+    run = resolve(parse_run(sections), TokenFolder.open(folder))
+    rank, done = dist.get_rank(), 0
+    stop = stopping.install(grace_s=600.0)
+    try:
+        trainer = Trainer(
+            Plan(run, out, None, 0), World(rank, rank, 2, torch.device("cpu"), "gloo", "")
+        )
+        run_step = trainer._step
+
+        def told_before_the_third(step: int) -> tuple[dict[str, Any], bool]:
+            nonlocal done
+            if step == 2 and rank == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not stop.requested:
+                    time.sleep(0.001)
+            done += 1
+            return run_step(step)
+
+        trainer._step = told_before_the_third  # type: ignore[method-assign]
+        trainer.fit()
+        return done, stop.requested
+    finally:
+        stop.uninstall()
+
+
+@pytest.mark.parametrize("told", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_all_stop_when_one_is_told_to(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, told: int
+) -> None:
+    results = pool.run(2, train, token_folder, tmp_path, told)
+    assert results == [(3, told == 0), (3, told == 1)]
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert checkpoint.verify(folder).step == 3

@@ -1,0 +1,42 @@
+"""A package that one command needs is named, with what to install, where it is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gridformer.data.sources import open_sources
+from gridformer.errors import UserError
+from tests.commands import gridformer_here
+
+
+@pytest.mark.parametrize(
+    ("package", "source", "extra"),
+    [("datasets", "hf:x", "hf"), ("polib", "gettext:de", "gettext")],
+)
+def test_sources(package: str, source: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    said = f"^{source} needs {package}: pip install 'gridformer\\[{extra}\\]'$"
+    with pytest.raises(UserError, match=said):
+        open_sources([source])
+
+
+def test_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything else is done: what is asked for may take minutes."""
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    done = gridformer_here("memory", "no-such-run", "--html", "page.html")
+    assert done.returncode == 2
+    assert done.stderr == "error: --html needs plotly: pip install 'gridformer[html]'\n"
+
+
+def test_nothing_else_loads_them() -> None:
+    """A run, and text of one's own, need none of the extras."""
+    program = (
+        "import sys\n"
+        "sys.modules |= dict.fromkeys(('datasets', 'plotly', 'polib'))\n"
+        "import gridformer.train.runner, gridformer.data.sources, gridformer.memory.show\n"
+        "import gridformer.evaluate.generate, gridformer.demo\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

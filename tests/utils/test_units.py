@@ -1,0 +1,38 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridformer.utils.units import GIB, MIB, format_bytes, format_count, format_setting
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 MiB"),
+        (MIB // 64, "0.0156 MiB"),
+        (1.5 * MIB, "1.5 MiB"),
+        (1000 * MIB, "1,000 MiB"),
+        (GIB, "1 GiB"),
+        (998.4 * GIB, "998 GiB"),
+        (12345 * GIB, "12,345 GiB"),
+    ],
+)
+def test_bytes(n_bytes: float, text: str) -> None:
+    assert format_bytes(n_bytes) == text
+
+
+def test_counts() -> None:
+    assert [format_count(n) for n in (0, 999, 1234567, 175e9, 1e12)] == [
+        "0",
+        "999",
+        "1.23M",
+        "175B",
+        "1T",
+    ]
+
+
+def test_settings() -> None:
+    assert format_setting("layout.sequence_parallel", True) == "layout.sequence_parallel=true"
+    assert format_setting("train.recompute", "full") == "train.recompute=full"
