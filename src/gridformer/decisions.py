@@ -18,9 +18,11 @@ from gridformer.nodes import Candidate, NodeBlock
 from gridformer.parallel.choices import Choice, Choices, Work
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.rules import decide
-from gridformer.utils.units import MIB
+from gridformer.utils.units import MIB, three_digits
 
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+_WIDE = 100  # characters of a terminal that has room for the sizes of products
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ def decide_run(run: RunConfig) -> Decisions:
     again = _times_over_replicas(run)
     held = (in_layers * again + outside * 2) / (choices.rows * choices.cols)
     traffic = {
-        "col": sum(step.col for step in steps) * work.itemsize,
+        "col": (sum(step.col for step in steps) + work.micro_batches * choices.inputs_again())
+        * work.itemsize,
         "row": sum(step.row for step in steps) * work.itemsize,
         "dp": (layout.dp - 1) / layout.dp * held * parameter_bytes,
     }
@@ -161,7 +164,7 @@ def _with_slices(products: float, run: RunConfig, choices: Choices) -> float:
     """Bytes over branches of the device that moves most, `products` being those of products.
 
     Slices are what the products that open attention make, the heads' results what those that close
-    it read; both go there and back. In cSub the first sub-grid has them all, and has no part in
+    it read; both go there and back, and there again where that is computed again. In cSub the first sub-grid has them all, and has no part in
     what products send to the others.
     """
     g, first, work = run.layout.branches, run.layout.common == "first", choices.work
@@ -169,10 +172,12 @@ def _with_slices(products: float, run: RunConfig, choices: Choices) -> float:
     for product in (choice.product for choice in choices.products.values()):
         if product.section == "attention":
             width = product.n_in if product.closes else product.n_out
-            every += 2 * width * product.count * work.rows_of(product)
+            times = 3 if work.recompute == "full" else 2
+            every += times * width * product.count * work.rows_of(product)
     every *= work.micro_batches * work.itemsize
     if first:
-        return max(products + every / g, every * (g - 1) / g)
+        inputs = work.micro_batches * choices.inputs_again() * work.itemsize
+        return max(products + every / g, (every / g + inputs) * (g - 1))
     return products + every / g * (g - 1) / g
 
 
@@ -183,9 +188,17 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
     said = f"{run.model.name} on {layout.describe()}: {work.tokens:,} tokens a micro-batch"
     console.print(Text(f"{said}, {work.micro_batches} a step, {run.train.dtype}"))
     if choices.rows * choices.cols == 1:
-        console.print("One device holds a whole replica: no product sends anything.")
+        holds = "a whole pipeline stage" if layout.pp > 1 else "the whole model"
+        console.print(f"One device holds {holds}: no product sends anything.")
     else:
-        console.print(_products(choices))
+        console.print(_products(choices, console.width))
+        again = ", and for computing the forward pass again" if _computes_again(choices) else ""
+        held = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
+        console.print(
+            "msgs, MiB: what a device receives for one such product in a micro-batch's forward and "
+            f"backward pass{again}."
+            + (" held: by what is kept for all such products together." if held else "")
+        )
     total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
     if total:
         along = "over branches" if layout.scheme == "subgraph" else "along rows"
@@ -202,32 +215,43 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         console.print(Text("Bytes are those of ring collectives."))
 
 
-def _products(choices: Choices) -> Table:
-    """What one device does for each product of one micro-batch, forward + backward."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("product", "in x out", "stays", "schedule", "kept"):
-        table.add_column(name)
-    for name in ("messages", "MiB received", "held"):
-        table.add_column(name, justify="right")
+def _products(choices: Choices, width: int) -> Table:
+    """What one device does for each product of one micro-batch, `width` characters wide at most."""
+    passes = ["fwd", "bwd", *["again"] * _computes_again(choices)]
+    keeps = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("\nproduct", no_wrap=True)
+    if width >= _WIDE:
+        table.add_column("\nin x out", no_wrap=True)
+    for name in ("stays", "schedule"):
+        table.add_column(f"\n{name}", no_wrap=True)
+    for what in ("msgs", "MiB"):
+        for number, name in enumerate(passes):
+            table.add_column(f"{'' if number else what}\n{name}", justify="right", no_wrap=True)
+    if keeps:
+        table.add_column("\nkept", no_wrap=True)
+        table.add_column("MiB\nheld", justify="right", no_wrap=True)
     for choice in choices.products.values():
-        table.add_row(*_row(choices, choice))
+        table.add_row(*_row(choices, choice, len(passes), keeps, width))
     return table
 
 
-def _row(choices: Choices, choice: Choice) -> list[str]:
+def _computes_again(choices: Choices) -> bool:
+    return choices.work.recompute == "full"
+
+
+def _row(choices: Choices, choice: Choice, passes: int, keeps: bool, width: int) -> list[str]:
     product, mib = choice.product, choices.work.itemsize / MIB
+    cells = [product.name + (f" x{product.count}" if product.count > 1 else "")]
+    if width >= _WIDE:
+        cells.append(f"{product.n_in} x {product.n_out}")
     if choice.common:
-        return [product.name, f"{product.n_in} x {product.n_out}", "-", "common", *"----"]
-    forward, backward = choices.forward(choice), choices.backward(choice)
-    kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
-    received = [(traffic.col + traffic.row) * mib for traffic in (forward, backward)]
-    return [
-        product.name + (f" x{product.count}" if product.count > 1 else ""),
-        f"{product.n_in} x {product.n_out}",
-        choice.stays,
-        choice.schedule,
-        ", ".join(kept) or "-",
-        f"{forward.messages} + {backward.messages}",
-        " + ".join(f"{value:,.3g}" for value in received),
-        f"{choices.kept_bytes(choice) / MIB:,.3g}" if kept else "-",
-    ]
+        return [*cells, "-", "common", *"-" * (2 * passes + 2 * keeps)]
+    found = [choices.forward(choice), choices.backward(choice), choices.again(choice)][:passes]
+    cells += [choice.stays, choice.schedule, *(str(one.messages) for one in found)]
+    cells += [three_digits((one.col + one.row) * mib) for one in found]
+    if keeps:
+        kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
+        cells.append("both" if len(kept) > 1 else "".join(kept) or "-")
+        cells.append(three_digits(choices.kept_bytes(choice) / MIB) if kept else "-")
+    return cells

@@ -45,8 +45,8 @@ def plan_run(
     resume.
 
     out defaults to `runs/NAME`. tell: see gridformer.memory.fits.fit_problems. The plan's config is
-    resolved: vocabulary and sequence length are those that the run uses. Raises ConfigError with all
-    problems at once; DataError and CheckpointError for a folder that must not be used.
+    resolved: vocabulary and sequence length are those that the run uses. Raises ConfigError with
+    all problems at once; DataError and CheckpointError for a folder that must not be used.
     """
     run, problems = _read(path, overrides)
     problems += check_devices(run.train.device, run.layout.n_processes, nproc)
