@@ -164,8 +164,8 @@ def _with_slices(products: float, run: RunConfig, choices: Choices) -> float:
     """Bytes over branches of the device that moves most, `products` being those of products.
 
     Slices are what the products that open attention make, the heads' results what those that close
-    it read; both go there and back, and there again where that is computed again. In cSub the first sub-grid has them all, and has no part in
-    what products send to the others.
+    it read; both go there and back, and there once more where that is computed again. In cSub the
+    first sub-grid has them all, and has no part in what products send to the others.
     """
     g, first, work = run.layout.branches, run.layout.common == "first", choices.work
     every = 0.0

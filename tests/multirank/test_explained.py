@@ -93,7 +93,7 @@ CASES = [
 
 
 def quick(case: tuple[str, str, str]) -> bool:
-    name, family, mode = case
+    _, family, mode = case
     return (family == "GPT-2" and mode == "full") or case in (
         ("megatron", "BERT", "full"),
         ("optimus", "BERT", "full"),
