@@ -87,11 +87,25 @@ def test_explanation_names_every_product_and_reason() -> None:
 def test_numbers_in_the_explanation_are_the_choices() -> None:
     run = run_of({**GRID, "keep_gathered": "none"})
     choices = decide_run(run).choices
-    row = next(line for line in said(run).splitlines() if line.startswith("down"))
-    forward, backward = choices.forward(choices["down"]), choices.backward(choices["down"])
-    assert f"{forward.messages} + {backward.messages}" in row
-    received = [(t.col + t.row) * 4 / 2**20 for t in (forward, backward)]
-    assert f"{received[0]:.3g} + {received[1]:.3g}" in row
+    row = next(line for line in said(run).splitlines() if line.startswith("down")).split()
+    passes = choices.forward(choices["down"]), choices.backward(choices["down"])
+    received = [f"{(t.col + t.row) * 4 / 2**20:.3g}" for t in passes]
+    assert row[-4:] == [*(str(t.messages) for t in passes), *received]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("layout", [GRID, {"scheme": "subgraph", "branches": 2}])
+def test_every_column_has_a_name_and_fits(layout: dict[str, Any], width: int) -> None:
+    run = run_of({**layout, "keep_gathered": "inputs"}, recompute="full")
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_decisions(run, decide_run(run), console)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    head = next(i for i, line in enumerate(lines) if line.startswith("product"))
+    assert lines[head].split().count("again") == 2
+    for line in lines[head + 1 : head + 6]:
+        cells = re.sub(r" x(\d+)", "", line).replace(" x ", "x").split()
+        assert len(cells) == len(lines[head].replace("in x out", "size").split()), line
 
 
 def test_stages_share_the_traffic_and_have_their_own() -> None:
@@ -108,8 +122,10 @@ def test_stages_share_the_traffic_and_have_their_own() -> None:
 
 def test_one_device_says_so() -> None:
     text = said(run_of({"dp": 2}))
-    assert "no product sends anything" in text
+    assert "One device holds the whole model: no product sends anything" in text
     assert "gradients" in text  # of the two replicas
+    stages = said(run_of({"pp": 2, "micro_batches": 2}))
+    assert "One device holds a whole pipeline stage: no product" in stages
 
 
 @pytest.mark.parametrize("overrides", [[], ["layout.scheme=megatron", "layout.rows=1"]])

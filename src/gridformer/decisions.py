@@ -20,9 +20,11 @@ from gridformer.parallel.choices import Choice, Choices, Work
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import describe, spec_of
 from gridformer.parallel.rules import decide
-from gridformer.utils.units import MIB
+from gridformer.utils.units import MIB, three_digits
 
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+_WIDE = 100  # characters of a terminal that has room for the sizes of products
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ def decide_run(run: RunConfig) -> Decisions:
     choices = decide(run.model, layout, work)
     steps = [choices.step(choice) for choice in choices.products.values()]
     spec, again = spec_of(layout), _times_over_replicas(run)
-    over_boundary = sum(step.col for step in steps) * work.itemsize
+    activations = sum(step.col for step in steps) + work.micro_batches * choices.inputs_again()
+    over_boundary = activations * work.itemsize
     traffic = {
         "col": spec.boundary_bytes(choices, layout, over_boundary),
         "row": sum(step.row for step in steps) * work.itemsize,
@@ -153,9 +156,17 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
     said = f"{run.model.name} on {describe(layout)}: {work.tokens:,} tokens a micro-batch"
     console.print(Text(f"{said}, {work.micro_batches} a step, {run.train.dtype}"))
     if choices.rows * choices.cols == 1:
-        console.print("One device holds a whole replica: no product sends anything.")
+        holds = "a whole pipeline stage" if layout.pp > 1 else "the whole model"
+        console.print(f"One device holds {holds}: no product sends anything.")
     else:
-        console.print(_products(choices))
+        console.print(_products(choices, console.width))
+        again = ", and for computing the forward pass again" if _computes_again(choices) else ""
+        held = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
+        console.print(
+            "msgs, MiB: what a device receives for one such product in a micro-batch's forward and "
+            f"backward pass{again}."
+            + (" held: by what is kept for all such products together." if held else "")
+        )
     total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
     if total:
         over_branches = spec_of(layout).boundary(layout).axis == "branch"
@@ -173,32 +184,43 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         console.print(Text("Bytes are those of ring collectives."))
 
 
-def _products(choices: Choices) -> Table:
-    """What one device does for each product of one micro-batch, forward + backward."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("product", "in x out", "stays", "schedule", "kept"):
-        table.add_column(name)
-    for name in ("messages", "MiB received", "held"):
-        table.add_column(name, justify="right")
+def _products(choices: Choices, width: int) -> Table:
+    """What one device does for each product of one micro-batch, `width` characters wide at most."""
+    passes = ["fwd", "bwd", *["again"] * _computes_again(choices)]
+    keeps = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("\nproduct", no_wrap=True)
+    if width >= _WIDE:
+        table.add_column("\nin x out", no_wrap=True)
+    for name in ("stays", "schedule"):
+        table.add_column(f"\n{name}", no_wrap=True)
+    for what in ("msgs", "MiB"):
+        for number, name in enumerate(passes):
+            table.add_column(f"{'' if number else what}\n{name}", justify="right", no_wrap=True)
+    if keeps:
+        table.add_column("\nkept", no_wrap=True)
+        table.add_column("MiB\nheld", justify="right", no_wrap=True)
     for choice in choices.products.values():
-        table.add_row(*_row(choices, choice))
+        table.add_row(*_row(choices, choice, len(passes), keeps, width))
     return table
 
 
-def _row(choices: Choices, choice: Choice) -> list[str]:
+def _computes_again(choices: Choices) -> bool:
+    return choices.work.recompute == "full"
+
+
+def _row(choices: Choices, choice: Choice, passes: int, keeps: bool, width: int) -> list[str]:
     product, mib = choice.product, choices.work.itemsize / MIB
+    cells = [product.name + (f" x{product.count}" if product.count > 1 else "")]
+    if width >= _WIDE:
+        cells.append(f"{product.n_in} x {product.n_out}")
     if choice.common:
-        return [product.name, f"{product.n_in} x {product.n_out}", "-", "common", *"----"]
-    forward, backward = choices.forward(choice), choices.backward(choice)
-    kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
-    received = [(traffic.col + traffic.row) * mib for traffic in (forward, backward)]
-    return [
-        product.name + (f" x{product.count}" if product.count > 1 else ""),
-        f"{product.n_in} x {product.n_out}",
-        choice.stays,
-        choice.schedule,
-        ", ".join(kept) or "-",
-        f"{forward.messages} + {backward.messages}",
-        " + ".join(f"{value:,.3g}" for value in received),
-        f"{choices.kept_bytes(choice) / MIB:,.3g}" if kept else "-",
-    ]
+        return [*cells, "-", "common", *"-" * (2 * passes + 2 * keeps)]
+    found = [choices.forward(choice), choices.backward(choice), choices.again(choice)][:passes]
+    cells += [choice.stays, choice.schedule, *(str(one.messages) for one in found)]
+    cells += [three_digits((one.col + one.row) * mib) for one in found]
+    if keeps:
+        kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
+        cells.append("both" if len(kept) > 1 else "".join(kept) or "-")
+        cells.append(three_digits(choices.kept_bytes(choice) / MIB) if kept else "-")
+    return cells

@@ -113,8 +113,9 @@ class Branched(SchemeSpec):
 
     def boundary_bytes(self, choices: Choices, layout: LayoutConfig, products: float) -> float:
         """Slices are what the products that open attention make, the heads' results what those that
-        close it read; both go there and back. In cSub the first sub-grid has them all, and has no
-        part in what products send to the others."""
+        close it read; both go there and back, and there once more where that is computed again. In
+        cSub the first sub-grid has them all, and has no part in what products send to the others.
+        """
         if layout.attention == "inside":
             return products
         g, work = layout.branches, choices.work
@@ -122,10 +123,12 @@ class Branched(SchemeSpec):
         for product in (choice.product for choice in choices.products.values()):
             if product.section == "attention":
                 width = product.n_in if product.closes else product.n_out
-                every += 2 * width * product.count * work.rows_of(product)
+                times = 3 if work.recompute == "full" else 2
+                every += times * width * product.count * work.rows_of(product)
         every *= work.micro_batches * work.itemsize
         if layout.common == "first":
-            return max(products + every / g, every * (g - 1) / g)
+            inputs = work.micro_batches * choices.inputs_again() * work.itemsize
+            return max(products + every / g, (every / g + inputs) * (g - 1))
         return products + every / g * (g - 1) / g
 
     def table(

@@ -50,7 +50,8 @@ class Work:
 class Product:
     """One matrix product of a model: y = x W, W [n_in, n_out], `count` of them in the model.
 
-    normed: x is a norm's result that nothing else reads. section, closes, reads: see
+    normed: x is a norm's result that nothing else reads. ends_block: nothing inside its block reads
+    y, so where the block is computed again this product is not. section, closes, reads: see
     `gridformer.models.blocks.Role`.
     """
 
@@ -62,6 +63,7 @@ class Product:
     closes: bool = False
     section: Section = "head"
     reads: Reads = "tokens"
+    ends_block: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Choices:
     """The choices for every product of a model on a grid, and why they were taken.
 
     between: how activations lie between sections: cut; whole on every device, as in plain Megatron;
-    or on the first device of a row alone, as in D&SP-cSub.
+    or on the first device of a row alone, as in D&SP-cSub. block_inputs: elements of the inputs of
+    all blocks, in one micro-batch.
     """
 
     rows: int
@@ -116,6 +119,7 @@ class Choices:
     between: Literal["cut", "replicated", "first"] = "cut"
     parameters: int = 0  # elements of the model's matrices
     held_bytes: float = 0.0
+    block_inputs: float = 0.0
     reasons: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Choice:
@@ -165,11 +169,27 @@ class Choices:
             1 + again_weight,
         )
 
+    def again(self, choice: Choice) -> Traffic:
+        """Of the forward pass that a backward pass computes again, beside what `backward` says."""
+        product = choice.product
+        if self.work.recompute != "full" or product.section == "head" or product.ends_block:
+            return Traffic(0.0, 0.0, 0)
+        return self.forward(choice, first=False)
+
+    def inputs_again(self) -> float:
+        """Elements that one micro-batch's backward pass receives of the inputs of blocks that are
+        computed again: where all devices have them, each keeps a part of them; where the first of
+        a row does, the others keep parts for it, and receive those before."""
+        if self.work.recompute != "full" or self.between == "cut":
+            return 0.0
+        share = (self.cols - 1) / self.cols if self.replicated else 2 / self.cols
+        return self.block_inputs * share * (self.cols > 1)
+
     def step(self, choice: Choice) -> Traffic:
         """Of all of a model's products of this name over one optimizer step, one device."""
         m, count = self.work.micro_batches, choice.product.count
-        first = self.forward(choice)
-        later, back = self.forward(choice, first=False), self.backward(choice)
+        first, later = self.forward(choice), self.forward(choice, first=False)
+        back = self.backward(choice) + self.again(choice)
         return Traffic(
             count * (first.col + (m - 1) * later.col + m * back.col),
             count * (first.row + (m - 1) * later.row + m * back.row),
@@ -245,6 +265,7 @@ def products_of(model: ModelConfig) -> list[Product]:
                 closes=not role.opens,
                 section=role.section,
                 reads=role.reads,
+                ends_block=role.product.endswith("down") and sized.norm_position == "pre",
             )
         elif isinstance(module, blocks.TiedHead):
             h, v = sized.hidden_size, sized.vocab_size

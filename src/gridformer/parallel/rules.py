@@ -46,7 +46,10 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
     matrices = [choice.product for choice in products.values()]
     parameters = sum(product.n_in * product.n_out * product.count for product in matrices)
     between = _BETWEEN.get(spec.boundary(layout).lies, "cut")
-    chosen = Choices(rows, cols, work, products, between, parameters)
+    read, written = (work.source, work.tokens) if model.two_stacks else (work.tokens, 0)
+    layers_read = model.n_layers * read + model.n_decoder_layers * written
+    inputs = float(layers_read * model.hidden_size)
+    chosen = Choices(rows, cols, work, products, between, parameters, block_inputs=inputs)
     chosen.reasons.extend(spec.reasons(chosen, layout))
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
