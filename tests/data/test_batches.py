@@ -1,5 +1,6 @@
 """Batches of every task: their keys, and that only seed, step and row decide what is in them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.config import RunConfig
-from gridformer.data import Batches, TokenFolder, open_batches, resolve, special_ids
-from tests.data.helpers import a_run
+from gridformer.data import (
+    Batches,
+    BatchSampler,
+    TokenFolder,
+    open_batches,
+    resolve,
+    special_ids,
+)
+from gridformer.data.batches import CausalBatches
+from tests.data.helpers import a_run, counting_split
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("gpt2", {}),
@@ -108,6 +117,25 @@ def test_steps_do_not_depend_on_what_was_read(opened: dict[str, Opened], kind: s
     assert same(opened_batches(opened[kind]).batch(3), straight[3])
     assert not same(straight[0], straight[1])
     assert not same(opened_batches(opened[kind], seed=99).batch(0), straight[0])
+
+
+def test_a_language_model_is_asked_for_the_next_token() -> None:
+    """The split counts up."""
+    batch = CausalBatches(BatchSampler(counting_split(101), 10, 8, seed=1)).batch(3)
+    assert np.array_equal(batch["targets"], batch["tokens"] + 1)
+    assert np.array_equal(batch["tokens"] - batch["tokens"][:, :1], np.tile(np.arange(10), (8, 1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_is_read_from_its_own_file(opened: dict[str, Opened], kind: str) -> None:
+    """With the tokens of the other split blanked out, what is read stays the same."""
+    run, folder = opened[kind]
+    for name in ("train", "val"):
+        want = opened_batches(opened[kind], name).batch(0)
+        other = "val" if name == "train" else "train"
+        blank = replace(getattr(folder, other), tokens=np.zeros_like(getattr(folder, other).tokens))
+        half = replace(folder, **{other: blank})
+        assert same(open_batches(run, half, "train" if name == "train" else "val").batch(0), want)
 
 
 def test_masks_of_the_next_epoch_are_others(opened: dict[str, Opened]) -> None:

@@ -63,6 +63,26 @@ def test_at_least_one_and_never_a_special_one(ids: list[int], seed: int) -> None
     assert not words.any() or not (hidden & ~words).any()
 
 
+def test_every_word_is_hidden_as_often_as_any_other() -> None:
+    """The first and the last, too; 30 words among two ends of texts, of which 5 are hidden."""
+    row = np.concatenate([[7], np.arange(100, 130), [7]])
+    draw, n_draws = np.random.default_rng(0), 3000
+    masking = Masking(SPECIAL)
+    hidden = np.mean([masking.hide(row, draw)[1] != IGNORE for _ in range(n_draws)], axis=0)
+    assert hidden[0] == hidden[-1] == 0.0
+    share = 5 / 30
+    deviation = (share * (1 - share) / n_draws) ** 0.5
+    assert np.abs(hidden[1:-1] - share).max() < 4.5 * deviation
+
+
+def test_every_ordinary_word_stands_in_for_a_hidden_one() -> None:
+    """Of a vocabulary of 8 words and two special tokens, the first and the last, too."""
+    special = replace(SPECIAL, eos=3, ordinary_size=10, mask=10, not_words=frozenset({3, 6}))
+    draw, masking = np.random.default_rng(0), Masking(special)
+    read = [masking.hide(np.zeros(100, dtype=np.int64), draw)[0] for _ in range(200)]
+    assert set(np.concatenate(read).tolist()) == {*range(11)} - {3, 6}
+
+
 def original(sample: dict[str, np.ndarray]) -> np.ndarray:
     """The tokens as they were before words were hidden."""
     return np.where(sample["targets"] != IGNORE, sample["targets"], sample["tokens"])
@@ -96,6 +116,40 @@ def test_sentences(seq_len: int, n_windows: int, rest: int, seed: int) -> None:
         assert b[-1] < number * n_text or b[0] >= (number + 1) * n_text
     assert sample["segments"].tolist() == [0] * (first + 1) + [1] * (len(b) + 1)
     assert (sample["targets"][np.array([0, first, last])] == IGNORE).all()
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_sentences_from_elsewhere_come_from_everywhere_else(number: int) -> None:
+    """For each length of B, every place that the sample's own 5 tokens do not touch is drawn, the
+    very first and the very last, too: the places are counted one by one."""
+    n_text, n_tokens = 5, 22
+    split = replace(counting_split(n_tokens), vocab_size=N)
+    samples = MaskedSamples(split, n_text + 3, SPECIAL, sentence_pair=True)
+    own = set(range(number * n_text, (number + 1) * n_text))
+    want = {
+        (start, length)
+        for length in range(1, n_text)
+        for start in range(n_tokens - length + 1)
+        if not own & set(range(start, start + length))
+    }
+    found, draw = set(), np.random.default_rng(0)
+    for _ in range(4000):
+        sample = samples.sample(number, draw)
+        if not sample["pair"]:
+            (first, last) = np.flatnonzero(original(sample) == SPECIAL.sep)
+            found.add((int(original(sample)[first + 1]), int(last - first - 1)))
+    assert found == want
+
+
+@pytest.mark.parametrize("sentence_pair", [False, True])
+def test_the_last_word_of_a_sample_is_hidden_now_and_then(sentence_pair: bool) -> None:
+    split = replace(counting_split(200), vocab_size=N)
+    samples = MaskedSamples(split, 12, SPECIAL, sentence_pair)
+    draw = np.random.default_rng(0)
+    hidden = [samples.sample(5, draw)["targets"] != IGNORE for _ in range(400)]
+    often = np.mean(hidden, axis=0)
+    assert often[0] == often[-1] == 0.0
+    assert (often[1:-1] > 0.03).all(), "about 1 in 10"
 
 
 def test_half_of_the_sentences_follow() -> None:

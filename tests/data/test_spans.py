@@ -92,6 +92,23 @@ def test_span_lengths_vary() -> None:
     assert set(range(2, 8)) <= set(lengths)
 
 
+def test_every_way_of_cutting_is_equally_likely() -> None:
+    """A window of 40 tokens: 34 are kept in 2 stretches, 6 are noise in 2 spans, both at least 1
+    long. All ways are counted, the first and the last, too."""
+    draw, n_draws = np.random.default_rng(0), 6000
+    assert noise_of(40) == (6, 2)
+    kept, noise = np.zeros(34), np.zeros(6)
+    for _ in range(n_draws):
+        source, target = corrupted(np.arange(1, 41), SPECIAL, draw)
+        kept[np.flatnonzero(source > N)[0]] += 1
+        noise[np.flatnonzero(target > N)[1] - 1] += 1
+    for counts, n_ways in ((kept, 33), (noise, 5)):
+        assert counts[0] == 0
+        share = 1 / n_ways
+        deviation = (share * (1 - share) / n_draws) ** 0.5
+        assert np.abs(counts[1:] / n_draws - share).max() < 4.5 * deviation
+
+
 def test_samples() -> None:
     split = replace(counting_split(500), vocab_size=N)
     samples = SpanSamples(split, 40, 20, SPECIAL)
