@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gridformer.comm import Axes
 from gridformer.models.blocks import IGNORE, LayerNorm
 from gridformer.parallel import summa
-from gridformer.parallel.ends import Cut, Replicated
+from gridformer.parallel.boundary import Cut, Replicated
 from gridformer.parallel.loss import CutCrossEntropy
 from gridformer.parallel.norms import GridLayerNorm
 from tests.choosing import full_unless
@@ -189,8 +189,8 @@ BETWEEN: dict[str, Dims] = {
 
 def _one_row(between: str, axes: Axes) -> summa.Gather:
     dims, parts = BETWEEN[between], 2 if between.endswith("parts") else 1
-    end = Cut(axes.col, dims.index(COL)) if COL in dims else Replicated(axes.col)
-    return summa.ChunkedGather(axes, end, parts)
+    boundary = Cut(axes.col, dims.index(COL)) if COL in dims else Replicated(axes.col)
+    return summa.ChunkedGather(axes, boundary, parts)
 
 
 def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gridformer.comm import Axes, record
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel, summa
-from gridformer.parallel.ends import Cut
+from gridformer.parallel.boundary import Cut
 from gridformer.parallel.grid import weights_kept
 from tests.multirank.cutting import cut, grid_axes
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gridformer.comm import Axes, Axis, autograd
 from gridformer.models import blocks
 from gridformer.parallel import summa
+from gridformer.parallel.boundary import Boundary
 from gridformer.parallel.choices import Choice
-from gridformer.parallel.ends import End
 from gridformer.parallel.fsdp import at_hand, gathered
 from gridformer.parallel.placement import Placement, place, vocabulary_multiple
 
@@ -31,8 +31,8 @@ INPUT_STAYS = Placement(cut=("col", "row"), transposed=True)  # B is read row by
 class Schedules:
     """One of each schedule that a model uses, so that its products share their workspace."""
 
-    def __init__(self, axes: Axes, end: End) -> None:
-        self.axes, self.end = axes, end
+    def __init__(self, axes: Axes, boundary: Boundary) -> None:
+        self.axes, self.boundary = axes, boundary
         self._made: dict[tuple[str, int], summa.Schedule] = {}
         self._last: summa.WeightCell | None = None
 
@@ -53,9 +53,9 @@ class Schedules:
                 case "pipelined":
                     self._made[key] = summa.Pipelined(self.axes)
                 case "gather" if choice.parts == 1:
-                    self._made[key] = summa.Gather(self.axes, self.end)
+                    self._made[key] = summa.Gather(self.axes, self.boundary)
                 case "gather":
-                    self._made[key] = summa.ChunkedGather(self.axes, self.end, choice.parts)
+                    self._made[key] = summa.ChunkedGather(self.axes, self.boundary, choice.parts)
         return self._made[key]
 
 
@@ -135,7 +135,7 @@ class GridTiedHead(nn.Module):
         axes = schedules.axes
         self.of_column = self.schedule  # for a table that is prepared
         if isinstance(self.schedule, summa.Gather):
-            self.of_column = summa.Gather(replace(axes, row=Axis("row")), self.schedule.end)
+            self.of_column = summa.Gather(replace(axes, row=Axis("row")), self.schedule.boundary)
         if plain.bias is not None:
             lies = Placement(("col",), copies="row", partial=True, pad=vocabulary_multiple(axes))
             place(self, "bias", lies, axes)

@@ -4,8 +4,8 @@ form (Korthikanti et al. 2022).
 A section (attention, feed-forward) opens with weights cut by columns and closes with weights cut
 by rows; in between everything is local. This is the grid of one row: products as in Optimus'
 `gather` schedule, where the weights are whole already. All that differs is how activations lie
-between sections, which is a section's two ends (gridformer.parallel.ends). Backward, the sum over
-the devices where a section was entered travels while the weight's gradient is multiplied.
+between sections, which is a section's boundary (gridformer.parallel.boundary). Backward, the sum
+over the devices where a section was entered travels while the weight's gradient is multiplied.
 
 Sequence parallel: norms, dropout, the embedding's result and the head's input are cut over s.
 """
@@ -16,8 +16,8 @@ from torch import nn
 
 from gridformer.comm import Axes
 from gridformer.models import Model, blocks
+from gridformer.parallel.boundary import Boundary, Cut, Replicated
 from gridformer.parallel.choices import Choices
-from gridformer.parallel.ends import Cut, End, Replicated
 from gridformer.parallel.grid import (
     CutChosenToken,
     CutLabelHead,
@@ -38,8 +38,8 @@ HEADS = Placement(cut=(None, "col"))
 def apply(model: Model, axes: Axes, choices: Choices, sequence_parallel: bool) -> None:
     """Cut a plain model's weights and put its products on a grid of one row, in place."""
     col = axes.col
-    end: End = Cut(col, dim=1) if sequence_parallel else Replicated(col)
-    schedules, whole = Schedules(axes, end), Schedules(axes, Replicated(col))
+    boundary: Boundary = Cut(col, dim=1) if sequence_parallel else Replicated(col)
+    schedules, whole = Schedules(axes, boundary), Schedules(axes, Replicated(col))
     part = (col.index, col.size) if sequence_parallel else (0, 1)
     head, table = choices["head"], keep_of(choices["head"])
     if not sequence_parallel:

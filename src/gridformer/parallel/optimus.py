@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from gridformer.comm import Axes
 from gridformer.models import Model, blocks
+from gridformer.parallel.boundary import Cut
 from gridformer.parallel.choices import Choices
-from gridformer.parallel.ends import Cut
 from gridformer.parallel.grid import (
     CutLabelHead,
     GridLinear,

@@ -7,8 +7,8 @@ that have the same place in their sub-grids:
     D&SP        common layers on all processes, samples cut     all-gather, reduce-scatter of b
     D&SP-cSub   common layers on the first sub-grid alone       broadcast, reduce
 
-So this is Megatron's cut of the weights with other ends (gridformer.parallel.ends). With the
-projections outside the branches (`attention: outside`) what enters are slices of q, k and v and
+So this is Megatron's cut of the weights with another boundary (gridformer.parallel.boundary). With
+the projections outside the branches (`attention: outside`) what enters are slices of q, k and v and
 what leaves are the heads' results: all-to-all both ways, or scatter and gather.
 
 On the other sub-grids of D&SP-cSub the common layers do not exist. What lies between sections is
@@ -27,8 +27,8 @@ from gridformer.comm import Axes, Axis, autograd
 from gridformer.config import LayoutConfig
 from gridformer.models import Model, blocks
 from gridformer.models.blocks.linear import linear
+from gridformer.parallel.boundary import Boundary, Cut, OnFirst
 from gridformer.parallel.choices import Choices
-from gridformer.parallel.ends import Cut, End, OnFirst
 from gridformer.parallel.grid import GridLinear, Schedules
 from gridformer.parallel.kept import FromFirst
 from gridformer.parallel.placement import Placement, place
@@ -43,8 +43,10 @@ def apply(model: Model, axes: Axes, choices: Choices, layout: LayoutConfig) -> N
     first = layout.common == "first"
     if branch.size == 1:
         return
-    end: End = OnFirst(branch, torch.device(axes.device_type)) if first else Cut(branch, dim=0)
-    schedules = Schedules(replace(axes, col=branch), end)  # the grid of one row: g columns
+    boundary: Boundary = (
+        OnFirst(branch, torch.device(axes.device_type)) if first else Cut(branch, dim=0)
+    )
+    schedules = Schedules(replace(axes, col=branch), boundary)  # the grid of one row: g columns
     absent = first and branch.index > 0
     if first:
         model.recompute.share = FromFirst(branch, torch.device(axes.device_type))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm import Axes, Pending
-from gridformer.parallel.ends import LABEL
+from gridformer.parallel.boundary import LABEL
 from gridformer.parallel.summa.fused_norm import Normed, product_of_norm
 from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.operands import (

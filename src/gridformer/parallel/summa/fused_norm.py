@@ -98,11 +98,11 @@ class _NormedAB(torch.autograd.Function):
         terms_b = schedule.weight_gradient(operand)
         of_norm: list[tuple[Tensor, Tensor | None]] = []
         for chunk, arriving in schedule.arriving(operand):
-            grad = grads[0] if chunk == ALL else schedule.end.stretch(grads[0], chunk)
+            grad = grads[0] if chunk == ALL else schedule.boundary.chunk(grads[0], chunk)
             # Terms of the norm's gradient: this device's columns of B have seen all of a row. A
             # norm's gradient is linear in its output's, so they pass through it and are summed.
             terms = grad @ column
-            if chunk == ALL or chunk.stop == schedule.end.in_lines(shape):
+            if chunk == ALL or chunk.stop == schedule.boundary.n_lines(shape):
                 del column  # what was gathered of the weight
             x_whole = arriving.wait()
             del arriving

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm import Axes, Axis, Pending
-from gridformer.parallel.ends import LABEL
+from gridformer.parallel.boundary import LABEL
 from gridformer.parallel.summa.operands import OneHot, OneHotOperand, Operand, tensor_of
 from gridformer.parallel.summa.panels import Panel, panels
 
