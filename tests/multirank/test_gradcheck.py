@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gridformer.comm import Axes
 from gridformer.models.blocks import IGNORE, LayerNorm
 from gridformer.parallel import summa
-from gridformer.parallel.boundary import Cut, Replicated
+from gridformer.parallel.boundary import Replicated, Sharded
 from gridformer.parallel.loss import CutCrossEntropy
 from gridformer.parallel.norms import GridLayerNorm
 from tests.choosing import full_unless
@@ -44,7 +44,7 @@ def _gather(
     cell = summa.WeightCell()
     cell.open()
     keep = summa.Keep(keep_input, cell if keep_weight else None)
-    return summa.ChunkedGather(axes, Cut(axes.col, -1), parts), keep
+    return summa.ChunkedGather(axes, Sharded(axes.col, -1), parts), keep
 
 
 SCHEDULES: dict[str, How] = {
@@ -189,7 +189,7 @@ BETWEEN: dict[str, Dims] = {
 
 def _one_row(between: str, axes: Axes) -> summa.Gather:
     dims, parts = BETWEEN[between], 2 if between.endswith("parts") else 1
-    boundary = Cut(axes.col, dims.index(COL)) if COL in dims else Replicated(axes.col)
+    boundary = Sharded(axes.col, dims.index(COL)) if COL in dims else Replicated(axes.col)
     return summa.ChunkedGather(axes, boundary, parts)
 
 

@@ -143,7 +143,7 @@ def test_panels_in_flight(
 def gathering(rows: int, cols: int) -> dict[str, list[str]]:
     a, b = operands(rows, cols)
     axes = grid_axes(rows, cols)
-    schedule = summa.Gather(axes, boundary.Cut(axes.col, -1))
+    schedule = summa.Gather(axes, boundary.Sharded(axes.col, -1))
     found = {}
     for name, product in (("ab", summa.product_ab), ("abt", summa.product_abt)):
         with watched() as events:

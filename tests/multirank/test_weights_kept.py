@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gridformer.comm import Axes, record
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel, summa
-from gridformer.parallel.boundary import Cut
+from gridformer.parallel.boundary import Sharded
 from gridformer.parallel.grid import weights_kept
 from tests.multirank.cutting import cut, grid_axes
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
@@ -34,7 +34,7 @@ class Product:
     def __init__(self, axes: Axes, cell: summa.WeightCell) -> None:
         n = 2 * axes.row.size * axes.col.size
         self.axes = axes
-        self.schedule = summa.Gather(axes, Cut(axes.col, -1))
+        self.schedule = summa.Gather(axes, Sharded(axes.col, -1))
         self.keep = summa.Keep(weight=cell)
         self.a = cut(matrix(n, n, seed=1), (ROW, COL), axes).clone().requires_grad_()
         self.b = nn.Parameter(cut(matrix(n, n, seed=2), (ROW, COL), axes).clone())

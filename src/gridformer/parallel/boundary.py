@@ -74,7 +74,7 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Sharded:
     """Activations are cut along `dim`: 0 for b, 1 for s, 2 (or -1) for h."""
 
     col: Axis

@@ -16,7 +16,7 @@ from torch import nn
 
 from gridformer.comm import Axes
 from gridformer.models import Model, blocks
-from gridformer.parallel.boundary import Boundary, Cut, Replicated
+from gridformer.parallel.boundary import Boundary, Replicated, Sharded
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.grid import (
     CutChosenToken,
@@ -38,7 +38,7 @@ HEADS = Placement(cut=(None, "col"))
 def apply(model: Model, axes: Axes, choices: Choices, sequence_parallel: bool) -> None:
     """Cut a plain model's weights and put its products on a grid of one row, in place."""
     col = axes.col
-    boundary: Boundary = Cut(col, dim=1) if sequence_parallel else Replicated(col)
+    boundary: Boundary = Sharded(col, dim=1) if sequence_parallel else Replicated(col)
     schedules, whole = Schedules(axes, boundary), Schedules(axes, Replicated(col))
     part = (col.index, col.size) if sequence_parallel else (0, 1)
     head, table = choices["head"], keep_of(choices["head"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from gridformer.comm import Axes
 from gridformer.models import Model, blocks
-from gridformer.parallel.boundary import Cut
+from gridformer.parallel.boundary import Sharded
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.grid import (
     CutLabelHead,
@@ -31,7 +31,7 @@ TABLE = Placement(cut=(None, "col"), copies="row", partial=True)
 
 def apply(model: Model, axes: Axes, choices: Choices) -> None:
     """Replace a plain model's modules by their grid forms, in place."""
-    schedules = Schedules(axes, Cut(axes.col, dim=-1))
+    schedules = Schedules(axes, Sharded(axes.col, dim=-1))
     head, table = choices["head"], keep_of(choices["head"])
     inside = {name for name, choice in choices.products.items() if choice.norm_inside}
     for module in list(model.modules()):

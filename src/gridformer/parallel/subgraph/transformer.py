@@ -27,7 +27,7 @@ from gridformer.comm import Axes, Axis, autograd
 from gridformer.config import LayoutConfig
 from gridformer.models import Model, blocks
 from gridformer.models.blocks.linear import linear
-from gridformer.parallel.boundary import Boundary, Cut, OnFirst
+from gridformer.parallel.boundary import Boundary, OnFirst, Sharded
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.grid import GridLinear, Schedules
 from gridformer.parallel.kept import FromFirst
@@ -44,7 +44,7 @@ def apply(model: Model, axes: Axes, choices: Choices, layout: LayoutConfig) -> N
     if branch.size == 1:
         return
     boundary: Boundary = (
-        OnFirst(branch, torch.device(axes.device_type)) if first else Cut(branch, dim=0)
+        OnFirst(branch, torch.device(axes.device_type)) if first else Sharded(branch, dim=0)
     )
     schedules = Schedules(replace(axes, col=branch), boundary)  # the grid of one row: g columns
     absent = first and branch.index > 0
