@@ -152,7 +152,7 @@ class _AB(torch.autograd.Function):
         ctx.whole = keep.input and operand.whole is not None
         ctx.save_for_backward(operand.whole.wait() if ctx.whole else a, b)  # type: ignore[union-attr]
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
-        return schedule.ab_stand_in(a, b.shape[1])
+        return schedule.empty_ab_like(a, b.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -186,7 +186,7 @@ class _ABt(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
-        return schedule.abt_stand_in(a, b.shape[0])
+        return schedule.empty_abt_like(a, b.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

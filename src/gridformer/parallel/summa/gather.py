@@ -85,10 +85,10 @@ class Gather:
 
         return comm.start_sum_of_parts(block, self.row, LABEL)
 
-    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
+    def empty_ab_like(self, a: Tensor, b_columns: int) -> Tensor:
         return self.boundary.empty_gathered_like(a, b_columns)
 
-    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
+    def empty_abt_like(self, a: Tensor, b_rows: int) -> Tensor:
         return self.boundary.empty_result_like(
             a, torch.Size((*a.shape[:-1], b_rows * self.row.size))
         )

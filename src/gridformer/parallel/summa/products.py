@@ -49,10 +49,10 @@ class Schedule(Protocol):
     def atb(self, a: Operand, b: Operand) -> Pending:
         """C = Aᵀ B. a [.., M/c], b [.., N/c], leading dimensions alike; result [M/r, N/c]."""
 
-    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
+    def empty_ab_like(self, a: Tensor, b_columns: int) -> Tensor:
         """For A B, b having so many columns: its shape and type without its memory."""
 
-    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
+    def empty_abt_like(self, a: Tensor, b_rows: int) -> Tensor:
         """The same of A Bᵀ, b having so many rows."""
 
     def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
@@ -107,10 +107,10 @@ class Broadcast:
         sums.finish()
         return Pending(c)
 
-    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
+    def empty_ab_like(self, a: Tensor, b_columns: int) -> Tensor:
         return a.new_empty(()).expand(*a.shape[:-1], b_columns)
 
-    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
+    def empty_abt_like(self, a: Tensor, b_rows: int) -> Tensor:
         width = b_rows * self.axes.row.size // self.axes.col.size
         return a.new_empty(()).expand(*a.shape[:-1], width)
 
