@@ -27,8 +27,8 @@ from gridformer.parallel.grid import (
     Schedules,
     keep_of,
 )
-from gridformer.parallel.kept import OverAxis
 from gridformer.parallel.loss import CutCrossEntropy
+from gridformer.parallel.partitioned import PartitionedActivations
 from gridformer.parallel.placement import Placement, place
 
 OPENING_BIAS = Placement(cut=("col",))
@@ -43,7 +43,7 @@ def apply(model: Model, axes: Axes, choices: Choices, sequence_parallel: bool) -
     part = (col.index, col.size) if sequence_parallel else (0, 1)
     head, table = choices["head"], keep_of(choices["head"])
     if not sequence_parallel:
-        model.recompute.share = OverAxis(col)
+        model.recompute.partition = PartitionedActivations(col)
 
     def common(child: nn.Module) -> None:
         """Between sections every device holds these; it has seen all tokens, or its part."""

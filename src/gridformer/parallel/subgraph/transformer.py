@@ -30,7 +30,7 @@ from gridformer.models.blocks.linear import linear
 from gridformer.parallel.boundary import Boundary, OnFirst, Sharded
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.grid import GridLinear, Schedules
-from gridformer.parallel.kept import FromFirst
+from gridformer.parallel.partitioned import PartitionedFromFirst
 from gridformer.parallel.placement import Placement, place
 
 BRANCH_BIAS = Placement(cut=("col",))
@@ -49,7 +49,7 @@ def apply(model: Model, axes: Axes, choices: Choices, layout: LayoutConfig) -> N
     schedules = Schedules(replace(axes, col=branch), boundary)  # the grid of one row: g columns
     absent = first and branch.index > 0
     if first:
-        model.recompute.share = FromFirst(branch, torch.device(axes.device_type))
+        model.recompute.partition = PartitionedFromFirst(branch, torch.device(axes.device_type))
         # The first computes again until its last product, or to the end: the others go as far.
         post = model.config.norm_position == "post"
         model.recompute.stops_early = not absent or not (post or layout.feed_forward == "common")
