@@ -41,7 +41,7 @@ How = Callable[[Axes], tuple[summa.Schedule, summa.Keep]]
 def _gather(
     axes: Axes, keep_input: bool = False, keep_weight: bool = False, parts: int = 1
 ) -> tuple[Any, Any]:
-    cell = summa.WeightCell()
+    cell = summa.WeightPrefetcher()
     cell.open()
     keep = summa.Keep(keep_input, cell if keep_weight else None)
     return summa.ChunkedGather(axes, Sharded(axes.col, -1), parts), keep

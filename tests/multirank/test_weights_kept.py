@@ -31,7 +31,7 @@ def matrix(*shape: int, seed: int) -> Tensor:
 class Product:
     """C = A B on a grid, with an optimizer that changes B."""
 
-    def __init__(self, axes: Axes, cell: summa.WeightCell) -> None:
+    def __init__(self, axes: Axes, cell: summa.WeightPrefetcher) -> None:
         n = 2 * axes.row.size * axes.col.size
         self.axes = axes
         self.schedule = summa.Gather(axes, Sharded(axes.col, -1))
@@ -63,7 +63,7 @@ class Product:
 
 def once_a_step(rows: int, cols: int) -> None:
     """And never from one step into the next."""
-    cell = summa.WeightCell()
+    cell = summa.WeightPrefetcher()
     product = Product(grid_axes(rows, cols), cell)
     for _ in range(3):
         cell.open()
@@ -76,7 +76,7 @@ def once_a_step(rows: int, cols: int) -> None:
 
 def never_when_closed(rows: int, cols: int) -> None:
     """Whether it was open before or not."""
-    cell = summa.WeightCell()
+    cell = summa.WeightPrefetcher()
     product = Product(grid_axes(rows, cols), cell)
     for _ in range(2):
         for _ in range(2):
@@ -89,7 +89,7 @@ def never_when_closed(rows: int, cols: int) -> None:
 
 def both_types(rows: int, cols: int) -> None:
     """Of a weight that is used in two types, as the table that embeds and heads, both are kept."""
-    cell = summa.WeightCell()
+    cell = summa.WeightPrefetcher()
     product = Product(grid_axes(rows, cols), cell)
     cell.open()
     gathers = []

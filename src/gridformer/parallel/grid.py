@@ -21,7 +21,7 @@ from gridformer.models import blocks
 from gridformer.parallel import summa
 from gridformer.parallel.boundary import Boundary
 from gridformer.parallel.choices import Choice
-from gridformer.parallel.fsdp import at_hand, gathered
+from gridformer.parallel.fsdp import gathered, materialized
 from gridformer.parallel.placement import Placement, place, vocabulary_multiple
 
 OUTPUT_STAYS = Placement(cut=("row", "col"))
@@ -34,9 +34,9 @@ class Schedules:
     def __init__(self, axes: Axes, boundary: Boundary) -> None:
         self.axes, self.boundary = axes, boundary
         self._made: dict[tuple[str, int], summa.Schedule] = {}
-        self._last: summa.WeightCell | None = None
+        self._last: summa.WeightPrefetcher | None = None
 
-    def chain(self, cell: summa.WeightCell) -> None:
+    def chain(self, cell: summa.WeightPrefetcher) -> None:
         """Products are made in forward order; each may ask for its neighbour's weight early."""
         if self.axes.row.size == 1:
             return  # weights are whole
@@ -61,7 +61,9 @@ class Schedules:
 
 def keep_of(choice: Choice) -> summa.Keep:
     gathers = choice.schedule == "gather"
-    return summa.Keep(choice.keep_input, summa.WeightCell(choice.keep_weight) if gathers else None)
+    return summa.Keep(
+        choice.keep_input, summa.WeightPrefetcher(choice.keep_weight) if gathers else None
+    )
 
 
 class GridLinear(nn.Module):
@@ -84,7 +86,7 @@ class GridLinear(nn.Module):
             schedules.chain(self.keep.weight)
 
     def _source(self) -> tuple[Tensor, summa.Schedule]:
-        weight = at_hand(self.weight)  # of a layer whose turn may be yet to come
+        weight = materialized(self.weight)  # of a layer whose turn may be yet to come
         return weight if self.output_stays else weight.t(), self.schedule
 
     def forward(self, x: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ def product_ab(
 
     def compute() -> Tensor:
         weight = keep.weight_operand(b, a.dtype)
-        schedule.ahead(operand, weight)
-        keep.fetch_after(a.dtype)
+        schedule.prefetch(operand, weight)
+        keep.prefetch_next(a.dtype)
         c = schedule.ab(operand, weight).wait()
         if bias is not None:
             c += bias.to(c.dtype)
@@ -72,8 +72,8 @@ def product_abt(
 
     def compute() -> Tensor:
         weight = keep.weight_operand(b, a.dtype)
-        schedule.ahead(None, weight)
-        keep.fetch_after(a.dtype)
+        schedule.prefetch(None, weight)
+        keep.prefetch_next(a.dtype)
         c = schedule.abt(Operand(a), weight).wait()
         if bias is not None:
             c += bias.to(c.dtype)
@@ -148,7 +148,7 @@ class _AB(torch.autograd.Function):
         operand: Operand,
     ) -> Tensor:
         if keep.input:
-            schedule.ahead(operand, None)
+            schedule.prefetch(operand, None)
         ctx.whole = keep.input and operand.whole is not None
         ctx.save_for_backward(operand.whole.wait() if ctx.whole else a, b)  # type: ignore[union-attr]
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
@@ -161,8 +161,8 @@ class _AB(torch.autograd.Function):
         wants_a, wants_b = ctx.needs_input_grad[:2]
         operand = Operand(a, Pending(a) if ctx.whole else None)
         weight = ctx.keep.weight_operand(b, a.dtype)
-        schedule.ahead(operand if wants_b else None, weight if wants_a else None)
-        ctx.keep.fetch_before(a.dtype)
+        schedule.prefetch(operand if wants_b else None, weight if wants_a else None)
+        ctx.keep.prefetch_previous(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
         del weight  # and what was gathered of it
         grad_b = schedule.atb(operand, grad) if wants_b else None
@@ -194,8 +194,8 @@ class _ABt(torch.autograd.Function):
         schedule, grad = ctx.schedule, Operand(grads[0])
         wants_a, wants_b = ctx.needs_input_grad[:2]
         weight = ctx.keep.weight_operand(b, a.dtype)
-        schedule.ahead(grad, weight if wants_a else None)
-        ctx.keep.fetch_before(a.dtype)
+        schedule.prefetch(grad, weight if wants_a else None)
+        ctx.keep.prefetch_previous(a.dtype)
         grad_a: Pending | None
         grad_b: Pending | None
         if isinstance(schedule, Gather) and wants_a and wants_b:  # whole lines serve both

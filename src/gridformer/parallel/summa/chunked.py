@@ -89,9 +89,9 @@ class ChunkedGather(Gather):
             del whole
         return Pending(result.all()), terms.pending()
 
-    def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
+    def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
         """Activations are sent when their turn comes."""
-        super().ahead(activation if self.n_chunks == 1 else None, weight)
+        super().prefetch(activation if self.n_chunks == 1 else None, weight)
 
     def chunks(self, shape: torch.Size) -> list[slice]:
         """Of an activation of that shape, the lines of each chunk."""

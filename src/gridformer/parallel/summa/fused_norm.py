@@ -69,8 +69,8 @@ class _NormedAB(torch.autograd.Function):
     ) -> Tensor:
         weight = keep.weight_operand(b, x.dtype)
         operand = Operand(x)
-        schedule.ahead(operand, weight)
-        keep.fetch_after(x.dtype)
+        schedule.prefetch(operand, weight)
+        keep.prefetch_next(x.dtype)
 
         def normed(whole: Tensor) -> Tensor:
             return normalise(whole, norm_weight, norm_bias, eps)[0]
@@ -89,8 +89,8 @@ class _NormedAB(torch.autograd.Function):
         schedule = ctx.schedule
         weight = ctx.keep.weight_operand(b, x.dtype)
         operand = Operand(x, Pending(x) if ctx.keep.input else None)
-        schedule.ahead(operand, weight)
-        ctx.keep.fetch_before(x.dtype)
+        schedule.prefetch(operand, weight)
+        ctx.keep.prefetch_previous(x.dtype)
         column = schedule.whole_column(weight).t()
         del weight
         shape = torch.Size((*grads[0].shape[:-1], column.shape[1]))

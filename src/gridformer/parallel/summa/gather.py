@@ -51,7 +51,7 @@ class Gather:
         self, a: Operand, b: Operand, of: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> Pending:
         """C = A B. of: what is done to whole lines of A before they are multiplied (a norm)."""
-        self.ahead(a, b)
+        self.prefetch(a, b)
         weight = self.whole_column(b)
         if isinstance(a, OneHotOperand):
             return Pending(times(a.all, weight))
@@ -95,7 +95,7 @@ class Gather:
 
     # ------------------------------------------------------------------ whole operands
 
-    def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
+    def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
         """Start to gather these; the products above and below wait for them."""
         if weight is not None and weight.whole is None:
             weight.whole = comm.start_all_gather(tensor_of(weight), self.row, 0, LABEL)
@@ -110,7 +110,7 @@ class Gather:
 
     def whole_column(self, b: Operand) -> Tensor:
         """All of a weight's column, which stays with the operand."""
-        Gather.ahead(self, None, b)
+        Gather.prefetch(self, None, b)
         assert b.whole is not None
         return b.whole.wait()
 

@@ -55,7 +55,7 @@ class Schedule(Protocol):
     def empty_abt_like(self, a: Tensor, b_rows: int) -> Tensor:
         """The same of A Bᵀ, b having so many rows."""
 
-    def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
+    def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
         """A hint: these will be needed whole. A schedule may start to gather them."""
 
 
@@ -63,14 +63,14 @@ class Broadcast:
     """The paper's schedule: a panel is broadcast just before it is multiplied, a sum is reduced
     just after.
 
-    `ahead_by` panels are on their way while one is multiplied: 0 here, 1 in `Pipelined`.
+    `in_flight` panels are on their way while one is multiplied: 0 here, 1 in `Pipelined`.
     """
 
-    ahead_by = 0
+    in_flight = 0
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self.transport = PanelTransport(axes, self.ahead_by)
+        self.transport = PanelTransport(axes, self.in_flight)
 
     def ab(self, a: Operand, b: Operand) -> Pending:
         """Algorithm 1: for every l, C_ij += A_il B_lj."""
@@ -114,11 +114,11 @@ class Broadcast:
         width = b_rows * self.axes.row.size // self.axes.col.size
         return a.new_empty(()).expand(*a.shape[:-1], width)
 
-    def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
+    def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
         pass  # panels are sent when their turn comes
 
 
 class Pipelined(Broadcast):
     """Panel l+1 travels, and the sum of panel l-1 returns, while panel l multiplies."""
 
-    ahead_by = 1
+    in_flight = 1
