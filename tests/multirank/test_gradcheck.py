@@ -35,7 +35,7 @@ GRIDS = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 4)]
 
 # How a product is carried out: a schedule, and what it keeps. Made anew for every evaluation, as a
 # cell that stays open must not see a weight change.
-How = Callable[[Axes], tuple[summa.Schedule, summa.Keep]]
+How = Callable[[Axes], tuple[summa.Schedule, summa.KeepGathered]]
 
 
 def _gather(
@@ -43,13 +43,13 @@ def _gather(
 ) -> tuple[Any, Any]:
     cell = summa.WeightPrefetcher()
     cell.open()
-    keep = summa.Keep(keep_input, cell if keep_weight else None)
+    keep = summa.KeepGathered(keep_input, cell if keep_weight else None)
     return summa.ChunkedGather(axes, Sharded(axes.col, -1), parts), keep
 
 
 SCHEDULES: dict[str, How] = {
-    "broadcast": lambda axes: (summa.Broadcast(axes), summa.Keep()),
-    "pipelined": lambda axes: (summa.Pipelined(axes), summa.Keep()),
+    "broadcast": lambda axes: (summa.Broadcast(axes), summa.KeepGathered()),
+    "pipelined": lambda axes: (summa.Pipelined(axes), summa.KeepGathered()),
     "gather": _gather,
     "gather-parts": partial(_gather, parts=3),
 }
@@ -195,7 +195,7 @@ def _one_row(between: str, axes: Axes) -> summa.Gather:
 
 def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
     """C = A B + bias: A whole or cut over s, the columns of B, bias and C are cut."""
-    keep = summa.Keep(keep_input)
+    keep = summa.KeepGathered(keep_input)
 
     def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         mine = cut(a, BETWEEN[between], axes), cut(w, (None, COL), axes)

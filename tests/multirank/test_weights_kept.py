@@ -35,7 +35,7 @@ class Product:
         n = 2 * axes.row.size * axes.col.size
         self.axes = axes
         self.schedule = summa.Gather(axes, Sharded(axes.col, -1))
-        self.keep = summa.Keep(weight=cell)
+        self.keep = summa.KeepGathered(weight=cell)
         self.a = cut(matrix(n, n, seed=1), (ROW, COL), axes).clone().requires_grad_()
         self.b = nn.Parameter(cut(matrix(n, n, seed=2), (ROW, COL), axes).clone())
         self.optimizer = torch.optim.AdamW([self.b], lr=0.1, fused=True)
@@ -116,7 +116,9 @@ def opened_cells(layout: dict[str, Any]) -> tuple[int, bool]:
     model = build_parallel(tiny(n_layers=2), plan, axes, 1, CPU)
     part = batch_of(0, model.config, 4).chunk(axes.row.size)[axes.row.index]
     keeps = [
-        keep for m in model.modules() if isinstance(keep := getattr(m, "keep", None), summa.Keep)
+        keep
+        for m in model.modules()
+        if isinstance(keep := getattr(m, "keep", None), summa.KeepGathered)
     ]
     cells = {id(keep.weight): keep.weight for keep in keeps if keep.weight is not None}
 

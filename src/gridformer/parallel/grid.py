@@ -59,9 +59,9 @@ class Schedules:
         return self._made[key]
 
 
-def keep_of(choice: Choice) -> summa.Keep:
+def keep_gathered_of(choice: Choice) -> summa.KeepGathered:
     gathers = choice.schedule == "gather"
-    return summa.Keep(
+    return summa.KeepGathered(
         choice.keep_input, summa.WeightPrefetcher(choice.keep_weight) if gathers else None
     )
 
@@ -74,7 +74,7 @@ class GridLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
-        self.schedule, self.keep = schedules[choice], keep_of(choice)
+        self.schedule, self.keep = schedules[choice], keep_gathered_of(choice)
         self.weight, self.bias = plain.weight, plain.bias
         place(self, "weight", OUTPUT_STAYS if self.output_stays else INPUT_STAYS, schedules.axes)
         if plain.bias is not None:
@@ -104,7 +104,11 @@ class GridTokenEmbedding(nn.Module):
     """
 
     def __init__(
-        self, plain: blocks.TokenEmbedding, head: Choice, keep: summa.Keep, schedules: Schedules
+        self,
+        plain: blocks.TokenEmbedding,
+        head: Choice,
+        keep: summa.KeepGathered,
+        schedules: Schedules,
     ) -> None:
         super().__init__()
         self.axes = axes = schedules.axes
@@ -128,7 +132,7 @@ class GridTiedHead(nn.Module):
     """
 
     def __init__(
-        self, plain: blocks.TiedHead, choice: Choice, keep: summa.Keep, schedules: Schedules
+        self, plain: blocks.TiedHead, choice: Choice, keep: summa.KeepGathered, schedules: Schedules
     ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
@@ -156,7 +160,7 @@ class GridTiedHead(nn.Module):
     def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
         schedule, keep = self.schedule, self.keep
         if prepared:  # a part of a loss, whose gradient is taken at once
-            schedule, keep = self.of_column, summa.Keep(input=True)
+            schedule, keep = self.of_column, summa.KeepGathered(input=True)
         if self.output_stays:
             return summa.product_ab(x_BSH, table_VH.t(), schedule, self.bias, keep)
         return summa.product_abt(x_BSH, table_VH, schedule, self.bias, keep)
@@ -209,7 +213,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     Where they lie cut over replicas they are gathered inside it, layer by layer.
     """
     keeps = [getattr(module, "keep", None) for module in model.modules()]
-    cells = [keep.weight for keep in keeps if isinstance(keep, summa.Keep) and keep.weight]
+    cells = [keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight]
     for cell in cells:
         cell.open()
     try:

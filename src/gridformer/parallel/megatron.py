@@ -25,7 +25,7 @@ from gridformer.parallel.grid import (
     GridTiedHead,
     GridTokenEmbedding,
     Schedules,
-    keep_of,
+    keep_gathered_of,
 )
 from gridformer.parallel.loss import CutCrossEntropy
 from gridformer.parallel.partitioned import PartitionedActivations
@@ -41,7 +41,7 @@ def apply(model: Model, axes: Axes, choices: Choices, sequence_parallel: bool) -
     boundary: Boundary = Sharded(col, dim=1) if sequence_parallel else Replicated(col)
     schedules, whole = Schedules(axes, boundary), Schedules(axes, Replicated(col))
     part = (col.index, col.size) if sequence_parallel else (0, 1)
-    head, table = choices["head"], keep_of(choices["head"])
+    head, table = choices["head"], keep_gathered_of(choices["head"])
     if not sequence_parallel:
         model.recompute.partition = PartitionedActivations(col)
 

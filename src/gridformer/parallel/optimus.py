@@ -18,7 +18,7 @@ from gridformer.parallel.grid import (
     GridTiedHead,
     GridTokenEmbedding,
     Schedules,
-    keep_of,
+    keep_gathered_of,
 )
 from gridformer.parallel.loss import CutCrossEntropy
 from gridformer.parallel.norms import VECTOR, DeferredNorm, grid_norm
@@ -32,7 +32,7 @@ TABLE = Placement(cut=(None, "col"), copies="row", partial=True)
 def apply(model: Model, axes: Axes, choices: Choices) -> None:
     """Replace a plain model's modules by their grid forms, in place."""
     schedules = Schedules(axes, Sharded(axes.col, dim=-1))
-    head, table = choices["head"], keep_of(choices["head"])
+    head, table = choices["head"], keep_gathered_of(choices["head"])
     inside = {name for name, choice in choices.products.items() if choice.norm_inside}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

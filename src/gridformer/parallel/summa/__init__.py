@@ -22,14 +22,14 @@ from gridformer.parallel.summa.chunked import ChunkedGather
 from gridformer.parallel.summa.fused_norm import Norm, Normed, rms_norm_backward
 from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.panels import Panel, panels
-from gridformer.parallel.summa.prefetch import Keep, WeightPrefetcher
+from gridformer.parallel.summa.prefetch import KeepGathered, WeightPrefetcher
 from gridformer.parallel.summa.products import Broadcast, Pipelined, Schedule
 
 __all__ = [
     "Broadcast",
     "ChunkedGather",
     "Gather",
-    "Keep",
+    "KeepGathered",
     "Norm",
     "Normed",
     "Panel",

@@ -28,7 +28,7 @@ from gridformer.parallel.summa.operands import (
     bias_gradient,
     type_of,
 )
-from gridformer.parallel.summa.prefetch import NOTHING, Keep
+from gridformer.parallel.summa.prefetch import NOTHING, KeepGathered
 from gridformer.parallel.summa.products import Schedule
 
 
@@ -37,7 +37,7 @@ def product_ab(
     b: Tensor,
     schedule: Schedule,
     bias: Tensor | None = None,
-    keep: Keep = NOTHING,
+    keep: KeepGathered = NOTHING,
 ) -> Tensor:
     """Differentiable C = A B + bias. a [.., K/c], b [K/r, N/c], bias [N/c]; result [.., N/c].
 
@@ -63,7 +63,11 @@ def product_ab(
 
 
 def product_abt(
-    a: Tensor, b: Tensor, schedule: Schedule, bias: Tensor | None = None, keep: Keep = NOTHING
+    a: Tensor,
+    b: Tensor,
+    schedule: Schedule,
+    bias: Tensor | None = None,
+    keep: KeepGathered = NOTHING,
 ) -> Tensor:
     """Differentiable C = A Bᵀ + bias. a [.., K/c], b [N/r, K/c], bias [N/c]; result [.., N/c].
 
@@ -96,7 +100,7 @@ def lookup(
     schedule: Schedule,
     axes: Axes,
     output_stays: bool,
-    keep: Keep = NOTHING,
+    keep: KeepGathered = NOTHING,
 ) -> Tensor:
     """Differentiable rows of a table for tokens [...] that are equal along a row: [..., h/c].
 
@@ -107,7 +111,9 @@ def lookup(
     return out
 
 
-def whole_column(b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep = NOTHING) -> Tensor:
+def whole_column(
+    b: Tensor, dtype: torch.dtype, schedule: Gather, keep: KeepGathered = NOTHING
+) -> Tensor:
     """Differentiable: all of a weight's column in `dtype`, [K/r, N/c] to [K, N/c].
 
     For several products in turn, on a grid of one row: the weight travels once for all of them, and
@@ -119,7 +125,9 @@ def whole_column(b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep = N
 
 class _WholeColumn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep) -> Tensor:
+    def forward(
+        ctx: Any, b: Tensor, dtype: torch.dtype, schedule: Gather, keep: KeepGathered
+    ) -> Tensor:
         ctx.row, ctx.dtype = schedule.row, b.dtype
         return schedule.whole_column(keep.weight_operand(b, dtype)).detach()
 
@@ -144,7 +152,7 @@ class _AB(torch.autograd.Function):
         b: Tensor,
         bias: Tensor | None,
         schedule: Schedule,
-        keep: Keep,
+        keep: KeepGathered,
         operand: Operand,
     ) -> Tensor:
         if keep.input:
@@ -182,7 +190,7 @@ class _ABt(torch.autograd.Function):
         b: Tensor,
         bias: Tensor | None,
         schedule: Schedule,
-        keep: Keep,
+        keep: KeepGathered,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
@@ -245,7 +253,7 @@ class _Lookup(torch.autograd.Function):
         schedule: Schedule,
         axes: Axes,
         output_stays: bool,
-        keep: Keep,
+        keep: KeepGathered,
     ) -> Tensor:
         ctx.save_for_backward(tokens)
         v = table.shape[0] * axes.row.size if output_stays else table.shape[1] * axes.col.size

@@ -16,7 +16,7 @@ from gridformer.comm import Pending
 from gridformer.parallel.summa.chunks import ALL
 from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.operands import Operand, arrived, bias_gradient, type_of
-from gridformer.parallel.summa.prefetch import NOTHING, Keep
+from gridformer.parallel.summa.prefetch import NOTHING, KeepGathered
 from gridformer.parallel.summa.products import Schedule
 
 
@@ -45,7 +45,11 @@ class Normed:
 
 
 def product_of_norm(
-    a: Normed, b: Tensor, schedule: Schedule, bias: Tensor | None = None, keep: Keep = NOTHING
+    a: Normed,
+    b: Tensor,
+    schedule: Schedule,
+    bias: Tensor | None = None,
+    keep: KeepGathered = NOTHING,
 ) -> Tensor:
     """Differentiable C = norm(X) B + bias. X [.., K/c], b [K/r, N/c], bias [N/c], C [.., N/c]."""
     assert isinstance(schedule, Gather), "a product panel by panel never has whole rows"
@@ -65,7 +69,7 @@ class _NormedAB(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         schedule: Gather,
-        keep: Keep,
+        keep: KeepGathered,
     ) -> Tensor:
         weight = keep.weight_operand(b, x.dtype)
         operand = Operand(x)

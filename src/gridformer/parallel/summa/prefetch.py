@@ -59,7 +59,7 @@ class WeightPrefetcher:
 
 
 @dataclass
-class Keep:
+class KeepGathered:
     """What of a product's gathered operands is kept: its input for the backward pass, its weight
     for the whole step. What is not kept is gathered again when it is needed again."""
 
@@ -85,4 +85,4 @@ class Keep:
             self.weight.before.prefetch(dtype)
 
 
-NOTHING = Keep()
+NOTHING = KeepGathered()
