@@ -45,17 +45,17 @@ class Schedules:
         self._last = cell
 
     def __getitem__(self, choice: Choice) -> summa.Schedule:
-        key = choice.schedule, choice.parts
+        key = choice.schedule, choice.n_chunks
         if key not in self._made:
             match choice.schedule:
                 case "broadcast":
                     self._made[key] = summa.Broadcast(self.axes)
                 case "pipelined":
                     self._made[key] = summa.Pipelined(self.axes)
-                case "gather" if choice.parts == 1:
+                case "gather" if choice.n_chunks == 1:
                     self._made[key] = summa.Gather(self.axes, self.boundary)
                 case "gather":
-                    self._made[key] = summa.ChunkedGather(self.axes, self.boundary, choice.parts)
+                    self._made[key] = summa.ChunkedGather(self.axes, self.boundary, choice.n_chunks)
         return self._made[key]
 
 

@@ -23,9 +23,9 @@ KEEP_SHARE = 1 / 32
 SMALL_BYTES = 64 << 20
 # Activations are gathered in parts of about this share of what a device holds, or this size: while
 # one part is multiplied there are three to six others, on their way, normalised or summed.
-PART_SHARE = 1 / 256
-PART_BYTES = 16 << 20
-MOST_PARTS = 32  # products stay large, and messages few
+CHUNK_SHARE = 1 / 256
+CHUNK_BYTES = 16 << 20
+MOST_CHUNKS = 32  # products stay large, and messages few
 
 
 def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -> Choices:
@@ -52,7 +52,7 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
         chosen = _each(chosen, lambda c: replace(c, common=c.product.name == "transform"))
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
-    chosen = _schedules(_in_parts(chosen, layout), layout)
+    chosen = _schedules(_chunked(chosen, layout), layout)
     return _at_once(_kept(chosen, layout))
 
 
@@ -131,9 +131,9 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
     return choices
 
 
-def _in_parts(choices: Choices, layout: LayoutConfig) -> Choices:
+def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
     """No more of an activation lies gathered than a part of it, however long the micro-batch."""
-    limit = max(PART_BYTES, choices.held_bytes * PART_SHARE)
+    limit = max(CHUNK_BYTES, choices.held_bytes * CHUNK_SHARE)
     work = choices.work
 
     def lines(product: Product) -> int:
@@ -147,7 +147,7 @@ def _in_parts(choices: Choices, layout: LayoutConfig) -> Choices:
         if not _saves_memory(choices, choice):
             return choice
         parts = math.ceil(choices.activation_bytes(choice) / limit)
-        return replace(choice, parts=max(1, min(parts, MOST_PARTS, lines(choice.product))))
+        return replace(choice, n_chunks=max(1, min(parts, MOST_CHUNKS, lines(choice.product))))
 
     return _each(choices, cut)
 
@@ -164,12 +164,12 @@ def _at_once(choices: Choices) -> Choices:
 
     def mend(choice: Choice) -> Choice:
         gathered = choice.schedule == "gather" and not choice.keep_input
-        return choice if gathered else replace(choice, parts=1)
+        return choice if gathered else replace(choice, n_chunks=1)
 
     choices = _each(choices, mend)
-    if several := [c for c in choices.products.values() if c.parts > 1]:
-        each = ", ".join(f"{c.product.name} {c.parts}" for c in several)
-        largest = max(choices.activation_bytes(c) / c.parts for c in several)
+    if several := [c for c in choices.products.values() if c.n_chunks > 1]:
+        each = ", ".join(f"{c.product.name} {c.n_chunks}" for c in several)
+        largest = max(choices.activation_bytes(c) / c.n_chunks for c in several)
         choices.reasons.append(
             f"parts: activations are gathered and summed in parts of up to {_size(largest)}, so "
             f"that no more lies whole at a time: {each}"
