@@ -21,7 +21,7 @@ from gridformer.comm import Axes
 from gridformer.models.blocks import IGNORE, LayerNorm
 from gridformer.parallel import summa
 from gridformer.parallel.boundary import Replicated, Sharded
-from gridformer.parallel.loss import CutCrossEntropy
+from gridformer.parallel.loss import VocabParallelCrossEntropy
 from gridformer.parallel.norms import GridLayerNorm
 from tests.choosing import full_unless
 from tests.multirank.collective_cases import COL, EACH, ROW, CaseMaker, collectives_of
@@ -277,7 +277,7 @@ def cross_entropy(v: int, padded: int, axes: Axes) -> Case:
     targets = torch.randint(0, v, (rows, 2, 2), generator=generator)
     targets[:, 0, 0] = v - 1
     targets[-1, 1, 1] = IGNORE
-    loss: nn.Module = CutCrossEntropy(axes.col, v)
+    loss: nn.Module = VocabParallelCrossEntropy(axes.col, v)
 
     def on_grid(logits: Tensor) -> Tensor:
         # What padded columns hold must not matter; 50 would be the largest logit by far.

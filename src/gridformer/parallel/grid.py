@@ -166,7 +166,7 @@ class GridTiedHead(nn.Module):
         return summa.product_abt(x_BSH, table_VH, schedule, self.bias, keep)
 
 
-class CutLabelHead(nn.Module):
+class RowParallelLabelHead(nn.Module):
     """Logits [b, n_labels] = x W + b, x [b, h/c]: terms over the columns are added up.
 
     W [h/c, n_labels]. The bias exists on column 0 alone, which adds it to its terms.
@@ -190,7 +190,7 @@ class CutLabelHead(nn.Module):
         return autograd.allreduce_identity(terms, self.col)
 
 
-class CutChosenToken(nn.Module):
+class SequenceParallelChosenToken(nn.Module):
     """One token's vector of each sequence where s is cut over columns; every column gets it."""
 
     def __init__(self, axes: Axes) -> None:

@@ -19,15 +19,15 @@ from gridformer.models import Model, blocks
 from gridformer.parallel.boundary import Boundary, Replicated, Sharded
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.grid import (
-    CutChosenToken,
-    CutLabelHead,
     GridLinear,
     GridTiedHead,
     GridTokenEmbedding,
+    RowParallelLabelHead,
     Schedules,
+    SequenceParallelChosenToken,
     keep_gathered_of,
 )
-from gridformer.parallel.loss import CutCrossEntropy
+from gridformer.parallel.loss import VocabParallelCrossEntropy
 from gridformer.parallel.partitioned import PartitionedActivations
 from gridformer.parallel.placement import Placement, place
 
@@ -80,11 +80,11 @@ def apply(model: Model, axes: Axes, choices: Choices, sequence_parallel: bool) -
                 case blocks.TiedHead():
                     setattr(module, name, GridTiedHead(child, head, table, schedules))
                 case blocks.LabelHead():
-                    setattr(module, name, CutLabelHead(child, None, axes))
+                    setattr(module, name, RowParallelLabelHead(child, None, axes))
                 case blocks.ChosenToken() if sequence_parallel:
-                    setattr(module, name, CutChosenToken(axes))
+                    setattr(module, name, SequenceParallelChosenToken(axes))
                 case blocks.CrossEntropy():
-                    cut = CutCrossEntropy(col, model.config.vocab_size, child.smoothing)
+                    cut = VocabParallelCrossEntropy(col, model.config.vocab_size, child.smoothing)
                     setattr(module, name, cut)
                 case blocks.Dropout() if sequence_parallel:
                     child.block = (col.index, 0)

@@ -13,14 +13,14 @@ from gridformer.models import Model, blocks
 from gridformer.parallel.boundary import Sharded
 from gridformer.parallel.choices import Choices
 from gridformer.parallel.grid import (
-    CutLabelHead,
     GridLinear,
     GridTiedHead,
     GridTokenEmbedding,
+    RowParallelLabelHead,
     Schedules,
     keep_gathered_of,
 )
-from gridformer.parallel.loss import CutCrossEntropy
+from gridformer.parallel.loss import VocabParallelCrossEntropy
 from gridformer.parallel.norms import VECTOR, DeferredNorm, grid_norm
 from gridformer.parallel.placement import Placement, place
 
@@ -53,9 +53,11 @@ def apply(model: Model, axes: Axes, choices: Choices) -> None:
                 case blocks.TiedHead():
                     setattr(module, name, GridTiedHead(child, head, table, schedules))
                 case blocks.LabelHead():
-                    setattr(module, name, CutLabelHead(child, "row", axes))
+                    setattr(module, name, RowParallelLabelHead(child, "row", axes))
                 case blocks.CrossEntropy():
-                    cut = CutCrossEntropy(axes.col, model.config.vocab_size, child.smoothing)
+                    cut = VocabParallelCrossEntropy(
+                        axes.col, model.config.vocab_size, child.smoothing
+                    )
                     setattr(module, name, cut)
                 case blocks.Dropout():
                     child.block = (0, axes.col.index)
