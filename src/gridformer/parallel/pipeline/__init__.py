@@ -3,7 +3,7 @@
 partition    where the model is cut
 holding      what a rank holds of it, and what several hold
 order        who does what when, and what is sent
-border       what is sent from stage to stage
+stage_io     what is sent from stage to stage
 executor     doing it
 timeline     how long it took
 """

@@ -29,7 +29,7 @@ from gridformer.models import Model
 LABEL = "pipeline"
 
 
-class Border:
+class StageIO:
     """The borders between a model's stages, as one device sees them."""
 
     def __init__(self, model: Model, layout: LayoutConfig, axes: Axes) -> None:
