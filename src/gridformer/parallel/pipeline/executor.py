@@ -26,9 +26,9 @@ from gridformer.comm.p2p import Wires
 from gridformer.config import LayoutConfig
 from gridformer.models import Activations, Model
 from gridformer.parallel.gradients import GradientSums
-from gridformer.parallel.pipeline.holding import shared_sets
 from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.stage_io import LABEL, StageIO
+from gridformer.parallel.pipeline.stage_params import shared_sets
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 
 # By backward pass, the parameters that no later one of this rank touches.
