@@ -89,7 +89,7 @@ def with_a_group_each_way(layout: Layout) -> tuple[bool, float]:
     usual = stepper_of(config, plan, axes)(0, read).loss
     with patch.object(torch.distributed, "get_backend", return_value="nccl"):
         stepper = stepper_of(config, plan, axes)
-    wires = stepper.passes.executor.wires  # type: ignore[attr-defined]
+    wires = stepper.passes.executor.channel  # type: ignore[attr-defined]
     apart = len({id(group) for group in (wires._up, wires._down, axes.pp.group)}) == 3
     return apart, abs(stepper(0, read).loss / usual - 1)
 

@@ -14,7 +14,7 @@ from gridformer.comm.collectives import Pending
 from gridformer.comm.recorder import note
 
 
-class Wires:
+class P2PChannel:
     """The connections between the ranks of a pipeline, each direction on its own.
 
     NCCL carries out what two ranks exchange over one group one after the other, in the order in

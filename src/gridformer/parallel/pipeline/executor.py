@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gridformer.batch import Batch, MicroBatch
 from gridformer.comm import Axes, Pending
-from gridformer.comm.p2p import Wires
+from gridformer.comm.p2p import P2PChannel
 from gridformer.config import LayoutConfig
 from gridformer.models import Activations, Model
 from gridformer.parallel.gradients import GradientSums
@@ -63,7 +63,7 @@ class Executor:
         self.links = model.links()
         self._on_gpu = axes.device_type == "cuda"
         self.stage_io = StageIO(model, layout, axes)
-        self.wires = Wires(axes)
+        self.channel = P2PChannel(axes)
         axes.make_holders(shared_sets(model, axes.pp.size))
         self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
         self._parameters = {
@@ -190,7 +190,7 @@ class _Run:
         message, to = self.itinerary.sends[action]
         with self.executor.timed("send", action):
             self._sent[message] = [
-                self.executor.wires.send(self.stage_io.slice(x), to, LABEL) for x in made
+                self.executor.channel.send(self.stage_io.slice(x), to, LABEL) for x in made
             ]
 
     def _receive(self, action: Action) -> dict[str, Tensor]:
@@ -215,8 +215,8 @@ class _Run:
             return
         action = self._queues[peer].popleft()
         entering = self._room(action)
-        wires = self.executor.wires
-        pending = [wires.receive(self.stage_io.room(x), peer, LABEL) for x in entering.values()]
+        channel = self.executor.channel
+        pending = [channel.receive(self.stage_io.room(x), peer, LABEL) for x in entering.values()]
         self._coming[action] = entering, pending
 
     def _room(self, action: Action) -> dict[str, Tensor]:
