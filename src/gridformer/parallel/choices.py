@@ -82,7 +82,7 @@ class Choice:
 
     @property
     def norm_inside(self) -> bool:
-        """Rows are gathered before they are normalised, so the norm itself sends nothing."""
+        """Rows are gathered before they are normalized, so the norm itself sends nothing."""
         return self.product.normed and self.schedule == "gather" and self.stays == "output"
 
 

@@ -36,13 +36,13 @@ class Schedules:
         self._made: dict[tuple[str, int], summa.Schedule] = {}
         self._last: summa.WeightPrefetcher | None = None
 
-    def chain(self, cell: summa.WeightPrefetcher) -> None:
+    def chain(self, weight: summa.WeightPrefetcher) -> None:
         """Products are made in forward order; each may ask for its neighbour's weight early."""
         if self.axes.row.size == 1:
             return  # weights are whole
         if self._last is not None:
-            self._last.after, cell.before = cell, self._last
-        self._last = cell
+            self._last.after, weight.before = weight, self._last
+        self._last = weight
 
     def __getitem__(self, choice: Choice) -> summa.Schedule:
         key = choice.schedule, choice.n_chunks
@@ -213,12 +213,14 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     Where they lie cut over replicas they are gathered inside it, layer by layer.
     """
     keeps = [getattr(module, "keep", None) for module in model.modules()]
-    cells = [keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight]
-    for cell in cells:
-        cell.open()
+    weights = [
+        keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight
+    ]
+    for weight in weights:
+        weight.open()
     try:
         with gathered(model):
             yield
     finally:
-        for cell in cells:
-            cell.close()
+        for weight in weights:
+            weight.close()

@@ -3,7 +3,7 @@
 Activations [b, s, h] are cut b over rows and h over columns; weights are cut both ways. Every
 product is a SUMMA product, attention is local (a device holds b/r sequences and n/c heads, all s).
 A norm adds up its statistics along a row, unless the product that reads it gathers whole rows: then
-these are normalised, and the norm sends nothing.
+these are normalized, and the norm sends nothing.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from gridformer.parallel.choices import Choice, Choices, Product, Work, products
 KEEP_SHARE = 1 / 32
 # Gathered operands below this are always taken all at once: so few bytes do not matter.
 SMALL_BYTES = 64 << 20
-# Activations are gathered in parts of about this share of what a device holds, or this size: while
-# one part is multiplied there are three to six others, on their way, normalised or summed.
+# Activations are gathered in chunks of about this share of what a device holds, or this size: while
+# one chunk is multiplied there are three to six others, on their way, normalized or summed.
 CHUNK_SHARE = 1 / 256
 CHUNK_BYTES = 16 << 20
 MOST_CHUNKS = 32  # products stay large, and messages few
@@ -132,35 +132,35 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
 
 
 def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
-    """No more of an activation lies gathered than a part of it, however long the micro-batch."""
+    """No more of an activation lies gathered than a chunk of it, however long the micro-batch."""
     limit = max(CHUNK_BYTES, choices.held_bytes * CHUNK_SHARE)
     work = choices.work
 
     def lines(product: Product) -> int:
-        if layout.scheme == "megatron":  # s is cut: parts of whole sequences
+        if layout.scheme == "megatron":  # s is cut: chunks of whole sequences
             return work.sequences
-        if layout.scheme == "subgraph" and choices.between == "cut":  # b is: parts of all sequences
+        if layout.scheme == "subgraph" and choices.between == "cut":  # b is: chunks of all
             return work.rows_of(product) // max(1, work.sequences)
         return work.rows_of(product) // choices.rows
 
     def cut(choice: Choice) -> Choice:
         if not _saves_memory(choices, choice):
             return choice
-        parts = math.ceil(choices.activation_bytes(choice) / limit)
-        return replace(choice, n_chunks=max(1, min(parts, MOST_CHUNKS, lines(choice.product))))
+        n_chunks = math.ceil(choices.activation_bytes(choice) / limit)
+        return replace(choice, n_chunks=max(1, min(n_chunks, MOST_CHUNKS, lines(choice.product))))
 
     return _each(choices, cut)
 
 
 def _saves_memory(choices: Choices, choice: Choice) -> bool:
-    """Of parts, terms of the weight's gradient are added up, in float32, before they travel."""
+    """Of chunks, terms of the weight's gradient are added up, in float32, before they travel."""
     product = choice.product
     terms = product.n_in * product.n_out / choices.cols * 4 * (choices.rows > 1)
     return choices.activation_bytes(choice) > max(SMALL_BYTES, terms)
 
 
 def _at_once(choices: Choices) -> Choices:
-    """Only `gather` has parts; and what is kept whole for the backward pass is gathered at once."""
+    """Only `gather` has chunks; and what is kept whole for the backward pass is gathered at once."""
 
     def mend(choice: Choice) -> Choice:
         gathered = choice.schedule == "gather" and not choice.keep_input
@@ -171,7 +171,7 @@ def _at_once(choices: Choices) -> Choices:
         each = ", ".join(f"{c.product.name} {c.n_chunks}" for c in several)
         largest = max(choices.activation_bytes(c) / c.n_chunks for c in several)
         choices.reasons.append(
-            f"parts: activations are gathered and summed in parts of up to {_size(largest)}, so "
+            f"chunks: activations are gathered and summed in chunks of up to {_size(largest)}, so "
             f"that no more lies whole at a time: {each}"
         )
     return choices

@@ -42,7 +42,7 @@ def product_ab(
     """Differentiable C = A B + bias. a [.., K/c], b [K/r, N/c], bias [N/c]; result [.., N/c].
 
     The input stays behind; A travels along the rows. A `Normed` a needs the schedule `Gather`: the
-    rows are gathered first and normalised whole, so that the norm itself sends nothing.
+    rows are gathered first and normalized whole, so that the norm itself sends nothing.
     """
     if isinstance(a, Normed):
         return product_of_norm(a, b, schedule, bias, keep)

@@ -77,7 +77,7 @@ class _NormedAB(torch.autograd.Function):
         keep.prefetch_next(x.dtype)
 
         def normed(whole: Tensor) -> Tensor:
-            return normalise(whole, norm_weight, norm_bias, eps)[0]
+            return normalize(whole, norm_weight, norm_bias, eps)[0]
 
         kept = schedule.whole_row(operand) if keep.input else x
         c = schedule.ab(operand, weight, normed).wait()
@@ -110,8 +110,8 @@ class _NormedAB(torch.autograd.Function):
                 del column  # what was gathered of the weight
             x_whole = arriving.wait()
             del arriving
-            normed, statistics = normalise(x_whole, norm_weight, norm_bias, ctx.eps)
-            terms_x, terms_weight, terms_bias = normalise_backward(
+            normed, statistics = normalize(x_whole, norm_weight, norm_bias, ctx.eps)
+            terms_x, terms_weight, terms_bias = normalize_backward(
                 terms, x_whole, norm_weight, norm_bias, statistics
             )
             del terms, x_whole
@@ -143,7 +143,7 @@ def _added_up(terms: list[Tensor]) -> Tensor:
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
-def normalise(
+def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """A norm in the parameters' precision: result in x's, and its statistics."""
@@ -155,7 +155,7 @@ def normalise(
     return normed.to(x.dtype), (mean, rstd)
 
 
-def normalise_backward(
+def normalize_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,

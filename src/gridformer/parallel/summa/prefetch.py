@@ -21,7 +21,7 @@ class WeightPrefetcher:
 
     keeps: the whole of the weight's column, from the first product with it until `close`. Without,
     it may be asked for early, by the product before (`prefetch`), and is let go of when it is used.
-    Nothing outlasts `close`: only who knows that weights do not change opens a cell.
+    Nothing outlasts `close`: only who knows that weights do not change opens one.
     """
 
     def __init__(self, keeps: bool = True) -> None:

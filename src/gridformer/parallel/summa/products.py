@@ -1,6 +1,6 @@
 """The three matrix products of SUMMA, panel by panel: C = A B, C = A Bᵀ and C = Aᵀ B.
 
-These are algorithms 1 to 3 of Optimus (Xu, Li, Gong, You 2021, section 2), after van de Geijn and
+These are algorithms 1 to 3 of Optimus (Xu, Li, Gong, You 2021), after van de Geijn and
 Watts 1997. A matrix [M, K] lies with M cut over the rows of the grid and K over its columns: device
 (i, j) holds the block [M/r, K/c]. A loop runs over panels l of the dimension that the operands cut
 differently:
