@@ -160,7 +160,7 @@ def _saves_memory(choices: Choices, choice: Choice) -> bool:
 
 
 def _at_once(choices: Choices) -> Choices:
-    """Only `gather` has chunks; and what is kept whole for the backward pass is gathered at once."""
+    """Only `gather` has chunks; what is kept whole for the backward pass is gathered at once."""
 
     def mend(choice: Choice) -> Choice:
         gathered = choice.schedule == "gather" and not choice.keep_input
