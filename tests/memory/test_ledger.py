@@ -63,6 +63,8 @@ def test_memory_that_is_let_go_of_in_place_is_not_held() -> None:
         w.untyped_storage().resize_(400)
         assert ledger.live() == 400
     assert [entry.kind for entry in ledger.entries] == ["parameters"] * 3
+    w.untyped_storage().resize_(0)
+    assert ledger.live() == 400, "the log is closed"
 
 
 def test_what_another_device_has_does_not_count() -> None:

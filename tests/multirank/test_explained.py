@@ -56,7 +56,9 @@ def run_of(layout: Layout, family: str, recompute: str, n_layers: int) -> RunCon
     if model.two_stacks:
         model = model.model_copy(update={"n_decoder_layers": n_layers})
     s = model.max_seq_len
-    lengths = {"seq_len": s, "source_len": 2 * s} if model.two_stacks else {"seq_len": s}
+    lengths: dict[str, Any] = (
+        {"seq_len": s, "source_len": 2 * s} if model.two_stacks else {"seq_len": s}
+    )
     return RunConfig(
         model=model,
         data=DataConfig(path=Path("none"), **lengths),

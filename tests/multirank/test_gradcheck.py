@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from gridformer.comm import Axes
 from gridformer.models.blocks import IGNORE, LayerNorm
 from gridformer.parallel import summa
-from gridformer.parallel.ends import Cut, Replicated
-from gridformer.parallel.loss import CutCrossEntropy
+from gridformer.parallel.boundary import Replicated, Sharded
+from gridformer.parallel.loss import VocabParallelCrossEntropy
 from gridformer.parallel.norms import GridLayerNorm
 from tests.choosing import full_unless
 from tests.multirank.collective_cases import COL, EACH, ROW, CaseMaker, collectives_of
@@ -35,21 +35,21 @@ GRIDS = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 4)]
 
 # How a product is carried out: a schedule, and what it keeps. Made anew for every evaluation, as a
 # cell that stays open must not see a weight change.
-How = Callable[[Axes], tuple[summa.Schedule, summa.Keep]]
+How = Callable[[Axes], tuple[summa.Schedule, summa.KeepGathered]]
 
 
 def _gather(
     axes: Axes, keep_input: bool = False, keep_weight: bool = False, parts: int = 1
 ) -> tuple[Any, Any]:
-    cell = summa.WeightCell()
+    cell = summa.WeightPrefetcher()
     cell.open()
-    keep = summa.Keep(keep_input, cell if keep_weight else None)
-    return summa.ChunkedGather(axes, Cut(axes.col, -1), parts), keep
+    keep = summa.KeepGathered(keep_input, cell if keep_weight else None)
+    return summa.ChunkedGather(axes, Sharded(axes.col, -1), parts), keep
 
 
 SCHEDULES: dict[str, How] = {
-    "broadcast": lambda axes: (summa.Broadcast(axes), summa.Keep()),
-    "pipelined": lambda axes: (summa.Pipelined(axes), summa.Keep()),
+    "broadcast": lambda axes: (summa.Broadcast(axes), summa.KeepGathered()),
+    "pipelined": lambda axes: (summa.Pipelined(axes), summa.KeepGathered()),
     "gather": _gather,
     "gather-parts": partial(_gather, parts=3),
 }
@@ -189,13 +189,13 @@ BETWEEN: dict[str, Dims] = {
 
 def _one_row(between: str, axes: Axes) -> summa.Gather:
     dims, parts = BETWEEN[between], 2 if between.endswith("parts") else 1
-    end = Cut(axes.col, dims.index(COL)) if COL in dims else Replicated(axes.col)
-    return summa.ChunkedGather(axes, end, parts)
+    boundary = Sharded(axes.col, dims.index(COL)) if COL in dims else Replicated(axes.col)
+    return summa.ChunkedGather(axes, boundary, parts)
 
 
 def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
     """C = A B + bias: A whole or cut over s, the columns of B, bias and C are cut."""
-    keep = summa.Keep(keep_input)
+    keep = summa.KeepGathered(keep_input)
 
     def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         mine = cut(a, BETWEEN[between], axes), cut(w, (None, COL), axes)
@@ -277,7 +277,7 @@ def cross_entropy(v: int, padded: int, axes: Axes) -> Case:
     targets = torch.randint(0, v, (rows, 2, 2), generator=generator)
     targets[:, 0, 0] = v - 1
     targets[-1, 1, 1] = IGNORE
-    loss: nn.Module = CutCrossEntropy(axes.col, v)
+    loss: nn.Module = VocabParallelCrossEntropy(axes.col, v)
 
     def on_grid(logits: Tensor) -> Tensor:
         # What padded columns hold must not matter; 50 would be the largest logit by far.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gridformer import comm
-from gridformer.comm import Axes, Wires, groups
+from gridformer.comm import Axes, P2PChannel, groups
 from gridformer.comm.p2p import _pairs_apart
 from gridformer.config import LayoutConfig
 from gridformer.layout import build_axes
@@ -58,7 +58,7 @@ def timeouts_of(axes: Axes) -> dict[str, float]:
         if axes.pp.index in (0, 3):
             found["holders"] = seconds_of(axes.holders((0, 3)).group)
     if axes.pp.size > 1:
-        wires = on_nccl(Wires, axes, ring=True)
+        wires = on_nccl(P2PChannel, axes, ring=True)
         found |= {f"{a} to {b}": seconds_of(group) for (a, b), group in wires._groups.items()}
     return found
 
@@ -96,7 +96,7 @@ def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str
         timeout=timedelta(seconds=timeout_s),
     )
     axes = build_axes(LayoutConfig(**layout), "cpu")
-    wires = on_nccl(Wires, axes, ring=False)
+    wires = on_nccl(P2PChannel, axes, ring=False)
     keys = dist.FileStore(f"{store}.keys", size)
     keys.set_timeout(timedelta(seconds=600))
     if rank == 0:  # which stays, as its peers would see it go
@@ -186,7 +186,7 @@ def split_over_nccl(layout: Layout) -> list[tuple[list[list[int]], float, str]]:
         patch.object(type(world), "bound_device_id", torch.device("cuda", 0)),
     ):
         axes = build_axes(LayoutConfig(**layout), "cpu")
-        on_nccl(Wires, axes, ring=True)
+        on_nccl(P2PChannel, axes, ring=True)
     for axis in (axes.pp, axes.dp):
         assert comm.all_reduce(torch.ones(1), axis) == axis.size
         assert axis.ranks[axis.index] == rank

@@ -52,7 +52,7 @@ def kept(layout: dict[str, Any], n_layers: int) -> Kept:
     return sum(map(_elements, held.values())), weights
 
 
-def _wholes(cell: summa.WeightCell) -> list[Tensor]:
+def _wholes(cell: summa.WeightPrefetcher) -> list[Tensor]:
     operands = cell._operands.values()
     return [operand.whole.wait() for operand in operands if operand.whole is not None]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import Pending, collectives
-from gridformer.parallel import ends, summa
+from gridformer.parallel import boundary, summa
 from gridformer.parallel.summa import gather, products, transport
 from tests.multirank.cutting import cut, grid_axes
 from tests.multirank.pool import WorkerPool
@@ -70,7 +70,7 @@ def watched() -> Iterator[list[str]]:
         for what in ("all_gather", "reduce_scatter", "broadcast", "reduce"):
             start = starting(getattr(collectives, f"start_{what}"), what)
             done = blocking(getattr(collectives, what), what)
-            for module in (transport, ends):
+            for module in (transport, boundary):
                 put(module.comm, f"start_{what}", start)
                 put(module.comm, what, done)
         put(gather.comm, "start_sum_of_parts", starting_parts)
@@ -143,7 +143,7 @@ def test_panels_in_flight(
 def gathering(rows: int, cols: int) -> dict[str, list[str]]:
     a, b = operands(rows, cols)
     axes = grid_axes(rows, cols)
-    schedule = summa.Gather(axes, ends.Cut(axes.col, -1))
+    schedule = summa.Gather(axes, boundary.Sharded(axes.col, -1))
     found = {}
     for name, product in (("ab", summa.product_ab), ("abt", summa.product_abt)):
         with watched() as events:

@@ -17,7 +17,7 @@ from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
 from gridformer.parallel import build_parallel
-from gridformer.parallel.loss import CutCrossEntropy
+from gridformer.parallel.loss import VocabParallelCrossEntropy
 from gridformer.parallel.placement import shard_of
 from gridformer.train.step import Stepper
 from tests.choosing import full_unless
@@ -165,7 +165,7 @@ def loss_and_gradient(cols: int, vocab_size: int, padded: int, dtype: torch.dtyp
         everything = torch.full((2, 4, padded), filler, dtype=dtype)
         everything[..., :vocab_size] = logits
         mine = everything.chunk(cols, -1)[axes.col.index].clone().requires_grad_()
-        got = CutCrossEntropy(axes.col, vocab_size)(mine, targets)
+        got = VocabParallelCrossEntropy(axes.col, vocab_size)(mine, targets)
         (7 * got).backward()
         assert mine.grad is not None
         assert mine.grad.dtype == dtype

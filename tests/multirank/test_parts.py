@@ -40,12 +40,12 @@ def in_three() -> Iterator[None]:
 
     def cut(found: Choices, _: LayoutConfig) -> Choices:
         three = {
-            name: replace(choice, parts=3) if found.activation_bytes(choice) else choice
+            name: replace(choice, n_chunks=3) if found.activation_bytes(choice) else choice
             for name, choice in found.products.items()
         }
         return replace(found, products=three)
 
-    with patch.object(rules, "_in_parts", cut):
+    with patch.object(rules, "_chunked", cut):
         yield
 
 
@@ -60,8 +60,8 @@ def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
         return decided[-1]
 
     with (
-        patch.object(rules, "PART_BYTES", n_bytes),
-        patch.object(rules, "PART_SHARE", 0.0),
+        patch.object(rules, "CHUNK_BYTES", n_bytes),
+        patch.object(rules, "CHUNK_SHARE", 0.0),
         patch.object(rules, "_saves_memory", lambda *_: True),
         patch.object(rules, "_at_once", watched),
     ):
@@ -164,11 +164,11 @@ def test_volumes_are_the_same_in_more_messages(pool: WorkerPool, layout: dict[st
     layout = {**layout, "keep_gathered": "none"}
     n = LayoutConfig(**layout).n_processes
     for forward, backward, chosen in pool.run(n, one_layer, layout, 2000):
-        assert max(choice.parts for choice in chosen.products.values()) > 2
+        assert max(choice.n_chunks for choice in chosen.products.values()) > 2
         said = predicted(chosen)
         agrees(forward, said[0])
         agrees(backward, said[1])
-        with patch.object(rules, "PART_BYTES", 1 << 30):
+        with patch.object(rules, "CHUNK_BYTES", 1 << 30):
             whole = decide(CONFIG, LayoutConfig(**layout), Work(tokens=B * S, sequences=B))
         for some, once in zip(said, predicted(whole)):
             assert (some.col, some.row) == (once.col, once.row)
@@ -192,7 +192,7 @@ def test_foretold_is_measured_and_less(pool: WorkerPool, layout: dict[str, Any])
     with parts_of(20_000) as decided:
         agrees_of(pool, run, in_parts, 20_000)
         assert foretell_rank(run, 0).peak < whole
-    assert max(c.parts for found in decided for c in found.products.values()) > 2
+    assert max(c.n_chunks for found in decided for c in found.products.values()) > 2
 
 
 def test_some_parts_hold_what_all_do() -> None:
@@ -202,7 +202,7 @@ def test_some_parts_hold_what_all_do() -> None:
         some = foretell_rank(run, 0)
         with patch.object(foretell, "skip_middle_chunks", lambda _: None):
             every = foretell_rank(run, 0)
-    assert max(c.parts for found in decided for c in found.products.values()) > 8
+    assert max(c.n_chunks for found in decided for c in found.products.values()) > 8
     assert (some.peak, some.by_kind) == (every.peak, every.by_kind)
     at_most = [max(account.timeline.bytes_of["workspace"]) for account in (some, every)]
     assert at_most[0] == at_most[1], "nor elsewhere in the step"
@@ -253,6 +253,6 @@ def test_foretold_of_a_large_run() -> None:
         train=TrainConfig(global_batch=256, recompute="full", device="cpu"),
     )
     found = foretell_rank(run, 0)
-    with patch.object(rules, "PART_BYTES", 1 << 40):
+    with patch.object(rules, "CHUNK_BYTES", 1 << 40):
         whole = foretell_rank(run, 0)
     assert found.peak < 0.75 * whole.peak

@@ -73,7 +73,7 @@ def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[in
     axes = axes_of(plan)
     stepper = stepper_of(config, plan, axes)
     executor: Executor = stepper.passes.executor  # type: ignore[attr-defined]
-    wires, here, numbers = executor.wires, axes.pp.index, count()
+    wires, here, numbers = executor.channel, axes.pp.index, count()
     events: list[Event] = []
 
     def watched(what: str, begin: Callable[..., Pending]) -> Callable[..., Pending]:

@@ -22,7 +22,7 @@ from gridformer.models.blocks import Layer, Linear, RecomputeMode
 from gridformer.parallel import build_parallel
 from gridformer.parallel.fsdp import Gathering, Unit
 from gridformer.parallel.grid import weights_kept
-from gridformer.parallel.pipeline.border import Border
+from gridformer.parallel.pipeline.stage_io import StageIO
 from gridformer.train.step import Stepper
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batches_of, tiny
@@ -245,9 +245,9 @@ def entered(layout: Layout) -> tuple[int, int]:
     stepper = Stepper(model, TrainConfig(global_batch=B, recompute="full"), axes, plan)
     batch = batches_of(0, config, B)
     seen: list[tuple[int, int]] = []
-    entering, backward = Border.entering, torch.autograd.backward
+    entering, backward = StageIO.entering, torch.autograd.backward
 
-    def marked(self: Border, *args: Any) -> dict[str, Tensor]:
+    def marked(self: StageIO, *args: Any) -> dict[str, Tensor]:
         found = entering(self, *args)
         ledger.mark(found.values(), "entering")
         return found
@@ -259,7 +259,7 @@ def entered(layout: Layout) -> tuple[int, int]:
 
     with (
         Ledger() as ledger,
-        patch.object(Border, "entering", marked),
+        patch.object(StageIO, "entering", marked),
         patch.object(torch.autograd, "backward", watched),
     ):
         stepper(0, lambda rows: {key: value[rows] for key, value in batch.items()})

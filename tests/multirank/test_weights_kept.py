@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gridformer.comm import Axes, record
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel, summa
-from gridformer.parallel.ends import Cut
+from gridformer.parallel.boundary import Sharded
 from gridformer.parallel.grid import weights_kept
 from tests.multirank.cutting import cut, grid_axes
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
@@ -31,11 +31,11 @@ def matrix(*shape: int, seed: int) -> Tensor:
 class Product:
     """C = A B on a grid, with an optimizer that changes B."""
 
-    def __init__(self, axes: Axes, cell: summa.WeightCell) -> None:
+    def __init__(self, axes: Axes, cell: summa.WeightPrefetcher) -> None:
         n = 2 * axes.row.size * axes.col.size
         self.axes = axes
-        self.schedule = summa.Gather(axes, Cut(axes.col, -1))
-        self.keep = summa.Keep(weight=cell)
+        self.schedule = summa.Gather(axes, Sharded(axes.col, -1))
+        self.keep = summa.KeepGathered(weight=cell)
         self.a = cut(matrix(n, n, seed=1), (ROW, COL), axes).clone().requires_grad_()
         self.b = nn.Parameter(cut(matrix(n, n, seed=2), (ROW, COL), axes).clone())
         self.optimizer = torch.optim.AdamW([self.b], lr=0.1, fused=True)
@@ -63,7 +63,7 @@ class Product:
 
 def once_a_step(rows: int, cols: int) -> None:
     """And never from one step into the next."""
-    cell = summa.WeightCell()
+    cell = summa.WeightPrefetcher()
     product = Product(grid_axes(rows, cols), cell)
     for _ in range(3):
         cell.open()
@@ -76,7 +76,7 @@ def once_a_step(rows: int, cols: int) -> None:
 
 def never_when_closed(rows: int, cols: int) -> None:
     """Whether it was open before or not."""
-    cell = summa.WeightCell()
+    cell = summa.WeightPrefetcher()
     product = Product(grid_axes(rows, cols), cell)
     for _ in range(2):
         for _ in range(2):
@@ -89,7 +89,7 @@ def never_when_closed(rows: int, cols: int) -> None:
 
 def both_types(rows: int, cols: int) -> None:
     """Of a weight that is used in two types, as the table that embeds and heads, both are kept."""
-    cell = summa.WeightCell()
+    cell = summa.WeightPrefetcher()
     product = Product(grid_axes(rows, cols), cell)
     cell.open()
     gathers = []
@@ -116,7 +116,9 @@ def opened_cells(layout: dict[str, Any]) -> tuple[int, bool]:
     model = build_parallel(tiny(n_layers=2), plan, axes, 1, CPU)
     part = batch_of(0, model.config, 4).chunk(axes.row.size)[axes.row.index]
     keeps = [
-        keep for m in model.modules() if isinstance(keep := getattr(m, "keep", None), summa.Keep)
+        keep
+        for m in model.modules()
+        if isinstance(keep := getattr(m, "keep", None), summa.KeepGathered)
     ]
     cells = {id(keep.weight): keep.weight for keep in keeps if keep.weight is not None}
 

@@ -182,3 +182,14 @@ def test_any_spread_of_vectors_and_matrices(
     for axes in ranks(2, 3):
         block = filled(axes, cut)
         assert torch.equal(block, shard_of(block).block_of(whole, block.shape))
+
+
+def test_values_can_be_left_to_whoever_loads_them_next() -> None:
+    layout = LayoutConfig()
+    model = build_parallel(CONFIG, layout, Axes(), 1, CPU, filled=False)
+    assert not any(parameter.any() for parameter in model.parameters())
+    filled = build_parallel(CONFIG, layout, Axes(), 1, CPU)
+    assert [(name, p.shape, p.dtype) for name, p in model.named_parameters()] == [
+        (name, p.shape, p.dtype) for name, p in filled.named_parameters()
+    ]
+    assert any(parameter.any() for parameter in filled.parameters())

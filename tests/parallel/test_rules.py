@@ -213,31 +213,31 @@ def test_only_what_is_long_is_gathered_in_parts(
 ) -> None:
     chosen = decide(model, layout, work)
     for choice in chosen.products.values():
-        assert 1 <= choice.parts <= rules.MOST_PARTS
-        if choice.parts > 1:
+        assert 1 <= choice.n_chunks <= rules.MOST_CHUNKS
+        if choice.n_chunks > 1:
             assert choice.schedule == "gather"
             assert not choice.keep_input
             whole = chosen.activation_bytes(choice)
             assert whole > SMALL_BYTES
             terms = choice.product.n_in * choice.product.n_out / chosen.cols
             assert chosen.rows == 1 or whole > 4 * terms
-            part = whole / choice.parts
-            limit = max(rules.PART_BYTES, chosen.held_bytes * rules.PART_SHARE)
-            assert part <= limit or choice.parts == rules.MOST_PARTS or layout.sequence_parallel
-            assert whole / (choice.parts - 1) > limit, "no more parts than it takes"
+            part = whole / choice.n_chunks
+            limit = max(rules.CHUNK_BYTES, chosen.held_bytes * rules.CHUNK_SHARE)
+            assert part <= limit or choice.n_chunks == rules.MOST_CHUNKS or layout.sequence_parallel
+            assert whole / (choice.n_chunks - 1) > limit, "no more parts than it takes"
 
 
 def test_the_papers_largest_run_is_gathered_in_parts() -> None:
     model = GPT3.model_copy(update={"n_layers": 24, "hidden_size": 8192, "n_heads": 64})
     work = Work(tokens=256 * 512, sequences=256, recompute="full")
     chosen = decide(model, optimus(8, 8, keep_gathered="none"), work)
-    assert all(chosen[name].parts > 4 for name in LAYER)
-    assert "no more lies whole at a time" in _reason(chosen, "parts")
+    assert all(chosen[name].n_chunks > 4 for name in LAYER)
+    assert "no more lies whole at a time" in _reason(chosen, "chunks")
     short = decide(model, optimus(8, 8, keep_gathered="none"), replace(work, tokens=16 * 512))
-    assert all(choice.parts == 1 for choice in short.products.values()), "32 MiB at most"
+    assert all(choice.n_chunks == 1 for choice in short.products.values()), "32 MiB at most"
     some = decide(model, optimus(8, 8, keep_gathered="none"), replace(work, tokens=48 * 512))
-    assert some["out"].parts > 1
-    assert some["up"].parts == 1, "terms of its weight's gradient take more than 96 MiB"
+    assert some["out"].n_chunks > 1
+    assert some["up"].n_chunks == 1, "terms of its weight's gradient take more than 96 MiB"
 
 
 # --------------------------------------------------------------------------- what is kept

@@ -16,17 +16,17 @@ from gridformer.comm.collectives import (
     start_reduce_scatter,
     start_sum_of_parts,
 )
-from gridformer.comm.p2p import Wires
+from gridformer.comm.p2p import P2PChannel
 from gridformer.comm.pieces import all_to_all, exchange, gather, scatter
 from gridformer.comm.recorder import Record, Recorder, record
 
 __all__ = [
     "Axes",
     "Axis",
+    "P2PChannel",
     "Pending",
     "Record",
     "Recorder",
-    "Wires",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Edge = tuple[int, int]  # from an index along pp to another
 
 
-class Wires:
+class P2PChannel:
     """The connections between neighboring ranks of a pipeline, each direction on its own.
 
     NCCL carries out what a rank does in a group one after the other, and a send ends only with its

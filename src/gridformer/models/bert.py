@@ -98,10 +98,10 @@ class BERT(Model):
 
         if "embedding" in links:
             segments_BS = batch.get("segments", torch.zeros_like(tokens_BS))
-            x = self.tokens(tokens_BS) + self.positions(s, 0) + self.segments(segments_BS)
+            hidden = self.tokens(tokens_BS) + self.positions(s, 0) + self.segments(segments_BS)
             if self.post:
-                x = self.embedding_norm(x)
-            hidden = self.dropout(self._cast(x))
+                hidden = self.embedding_norm(hidden)
+            hidden = self.dropout(self._cast(hidden))
 
         layers = self._layers(self.layers, "layers", links)
         mask = None

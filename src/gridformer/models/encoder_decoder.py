@@ -128,6 +128,7 @@ class EncoderDecoder(Model):
             s = batch["source"].shape[1]
             bias = encoder.bias(s, s) if self.relative else None
             mask = added_to_scores(s, hidden.dtype, seen, bias)
+            del bias  # what is added to scores is a tensor of its own
         for _, layer in encoder_layers:
             hidden = self.recompute.block(layer, hidden, mask)
 
@@ -141,6 +142,7 @@ class EncoderDecoder(Model):
             bias = decoder.bias(s, start + s) if self.relative else None
             valid = self.mask(batch["valid"]) if "valid" in batch else None
             mask = added_to_scores(s, hidden.dtype, valid, bias, causal=True)
+            del bias
             memory_mask = added_to_scores(1, hidden.dtype, seen)
         for i, layer in decoder_layers:
             cache = caches[i] if caches else None

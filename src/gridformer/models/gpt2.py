@@ -72,8 +72,8 @@ class GPT2(Model):
         s = tokens_BS.shape[1]
 
         if "embedding" in links:
-            x = self.tokens(tokens_BS) + self.positions(s, start)
-            hidden = self.dropout(self._cast(x))
+            hidden = self.tokens(tokens_BS) + self.positions(s, start)
+            hidden = self.dropout(self._cast(hidden))
 
         layers = self._layers(self.layers, "layers", links)
         mask = None  # of padding; the past alone needs none

@@ -7,7 +7,7 @@ that have the same place in their sub-grids:
     D&SP        common layers on all processes, samples cut     all-gather, reduce-scatter of b
     D&SP-cSub   common layers on the first sub-grid alone       broadcast, reduce
 
-So this is Megatron's cut of the weights with other ends (gridformer.parallel.ends). With the
+So this is Megatron's cut of the weights with other ends (gridformer.parallel.boundary). With the
 projections outside the branches (`attention: outside`) what enters are slices of q, k and v and
 what leaves are the heads' results: all-to-all both ways, or scatter and gather.
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.nodes import NodeBlock, split_messages, sub_grids
 from gridformer.parallel.choices import Choices, Product
-from gridformer.parallel.scheme import Boundary, Cuts, LayoutAxis, ModuleTable, SchemeSpec
+from gridformer.parallel.scheme import BoundarySpec, Cuts, LayoutAxis, ModuleTable, SchemeSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,8 +41,8 @@ class Branched(SchemeSpec):
     node_blocks = False  # `order` says where ranks lie
     keep_share = 1.0  # a branch that has its input costs no more than the paper's
 
-    def boundary(self, layout: LayoutConfig) -> Boundary:
-        return Boundary("branch", "b" if layout.common == "all" else "first")
+    def boundary(self, layout: LayoutConfig) -> BoundarySpec:
+        return BoundarySpec("branch", "b" if layout.common == "all" else "first")
 
     def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
         return "branches" if layout.common == "all" else None
@@ -137,9 +137,9 @@ class Branched(SchemeSpec):
         import torch
         from torch import nn
 
-        from gridformer.parallel.ends import end_of
+        from gridformer.parallel.boundary import boundary_of
         from gridformer.parallel.grid import GridLinear, Schedules
-        from gridformer.parallel.kept import FromFirst
+        from gridformer.parallel.partitioned import PartitionedFromFirst
         from gridformer.parallel.placement import Placement, place
         from gridformer.parallel.subgraph.transformer import (
             ConcatLinear,
@@ -157,7 +157,7 @@ class Branched(SchemeSpec):
         first = layout.common == "first"
         absent = first and branch.index > 0  # common layers are elsewhere
         as_grid = replace(axes, col=branch)  # the grid of one row: g columns
-        schedules = Schedules(as_grid, end_of(self.boundary(layout), axes))
+        schedules = Schedules(as_grid, boundary_of(self.boundary(layout), axes))
         width = model.config.hidden_size
 
         def common(parameter: nn.Parameter) -> Placement:
@@ -220,6 +220,8 @@ class Branched(SchemeSpec):
         return ModuleTable(
             roles,
             rest=None if absent else common,
-            share=FromFirst(branch, torch.device(axes.device_type)) if first else None,
+            partition=PartitionedFromFirst(branch, torch.device(axes.device_type))
+            if first
+            else None,
             stops_early=not (absent and to_the_end),
         )

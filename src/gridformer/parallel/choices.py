@@ -70,21 +70,21 @@ class Product:
 class Choice:
     """How one product is carried out.
 
-    parts: activations are made whole and cut in so many parts of their lines, one after the other.
+    n_chunks: activations are gathered and summed in so many chunks of lines, one after the other.
     common: by every process for its own samples, whole.
     """
 
     product: Product
     stays: Stays = "output"
     schedule: ScheduleName = "gather"
-    parts: int = 1
+    n_chunks: int = 1
     keep_input: bool = False
     keep_weight: bool = False
     common: bool = False
 
     @property
     def norm_inside(self) -> bool:
-        """Rows are gathered before they are normalised, so the norm itself sends nothing."""
+        """Rows are gathered before they are normalized, so the norm itself sends nothing."""
         return self.product.normed and self.schedule == "gather" and self.stays == "output"
 
 
@@ -150,7 +150,7 @@ class Choices:
         if self.replicated:  # all-reduced where a section is left
             left = choice.stays == "input"
             return self._traffic(2 * activation * left, weight, 1, 1)
-        return self._traffic(activation, weight, steps * choice.parts, steps)
+        return self._traffic(activation, weight, steps * choice.n_chunks, steps)
 
     def backward(self, choice: Choice) -> Traffic:
         activation, weight = self._unit(choice)
@@ -165,7 +165,7 @@ class Choices:
         return self._traffic(
             (1 + again_input) * activation,
             (1 + again_weight) * weight,
-            (1 + again_input) * choice.parts,
+            (1 + again_input) * choice.n_chunks,
             1 + again_weight,
         )
 
@@ -200,7 +200,7 @@ class Choices:
         """What `gather` holds for one such product while it multiplies, its own blocks aside."""
         product, rows = choice.product, 1 - 1 / self.rows
         weight = product.n_in * product.n_out / self.cols * rows * self.work.itemsize
-        return self.activation_bytes(choice) / choice.parts + weight
+        return self.activation_bytes(choice) / choice.n_chunks + weight
 
     def activation_bytes(self, choice: Choice) -> float:
         """Of the activation that travels, or is summed, for one such product, whole."""

@@ -157,7 +157,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def at_hand(parameter: nn.Parameter) -> nn.Parameter:
+def materialized(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter that is about to be read outside its layer's turn, with its memory filled."""
     unit = getattr(parameter, "unit", None)
     if isinstance(unit, Unit):

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from gridformer.comm import Axes, Axis, autograd
 from gridformer.models import blocks
 from gridformer.parallel import summa
+from gridformer.parallel.boundary import Boundary
 from gridformer.parallel.choices import Choice
-from gridformer.parallel.ends import End
-from gridformer.parallel.fsdp import at_hand, gathered
+from gridformer.parallel.fsdp import gathered, materialized
 from gridformer.parallel.placement import Placement, place, vocabulary_multiple
 
 OUTPUT_STAYS = Placement(cut=("row", "col"))
@@ -31,37 +31,39 @@ INPUT_STAYS = Placement(cut=("col", "row"), transposed=True)  # B is read row by
 class Schedules:
     """One of each schedule that a model uses, so that its products share their workspace."""
 
-    def __init__(self, axes: Axes, end: End) -> None:
-        self.axes, self.end = axes, end
+    def __init__(self, axes: Axes, boundary: Boundary) -> None:
+        self.axes, self.boundary = axes, boundary
         self._made: dict[tuple[str, int], summa.Schedule] = {}
-        self._last: summa.WeightCell | None = None
+        self._last: summa.WeightPrefetcher | None = None
 
-    def chain(self, cell: summa.WeightCell) -> None:
+    def chain(self, weight: summa.WeightPrefetcher) -> None:
         """Products are made in forward order; each may ask for its neighbour's weight early."""
         if self.axes.row.size == 1:
             return  # weights are whole
         if self._last is not None:
-            self._last.after, cell.before = cell, self._last
-        self._last = cell
+            self._last.after, weight.before = weight, self._last
+        self._last = weight
 
     def __getitem__(self, choice: Choice) -> summa.Schedule:
-        key = choice.schedule, choice.parts
+        key = choice.schedule, choice.n_chunks
         if key not in self._made:
             match choice.schedule:
                 case "broadcast":
                     self._made[key] = summa.Broadcast(self.axes)
                 case "pipelined":
                     self._made[key] = summa.Pipelined(self.axes)
-                case "gather" if choice.parts == 1:
-                    self._made[key] = summa.Gather(self.axes, self.end)
+                case "gather" if choice.n_chunks == 1:
+                    self._made[key] = summa.Gather(self.axes, self.boundary)
                 case "gather":
-                    self._made[key] = summa.ChunkedGather(self.axes, self.end, choice.parts)
+                    self._made[key] = summa.ChunkedGather(self.axes, self.boundary, choice.n_chunks)
         return self._made[key]
 
 
-def keep_of(choice: Choice) -> summa.Keep:
+def keep_gathered_of(choice: Choice) -> summa.KeepGathered:
     gathers = choice.schedule == "gather"
-    return summa.Keep(choice.keep_input, summa.WeightCell(choice.keep_weight) if gathers else None)
+    return summa.KeepGathered(
+        choice.keep_input, summa.WeightPrefetcher(choice.keep_weight) if gathers else None
+    )
 
 
 class GridLinear(nn.Module):
@@ -72,7 +74,7 @@ class GridLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
-        self.schedule, self.keep = schedules[choice], keep_of(choice)
+        self.schedule, self.keep = schedules[choice], keep_gathered_of(choice)
         self.weight, self.bias = plain.weight, plain.bias
         place(self, "weight", OUTPUT_STAYS if self.output_stays else INPUT_STAYS, schedules.axes)
         if plain.bias is not None:
@@ -84,7 +86,7 @@ class GridLinear(nn.Module):
             schedules.chain(self.keep.weight)
 
     def _source(self) -> tuple[Tensor, summa.Schedule]:
-        weight = at_hand(self.weight)  # of a layer whose turn may be yet to come
+        weight = materialized(self.weight)  # of a layer whose turn may be yet to come
         return weight if self.output_stays else weight.t(), self.schedule
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +104,11 @@ class GridTokenEmbedding(nn.Module):
     """
 
     def __init__(
-        self, plain: blocks.TokenEmbedding, head: Choice, keep: summa.Keep, schedules: Schedules
+        self,
+        plain: blocks.TokenEmbedding,
+        head: Choice,
+        keep: summa.KeepGathered,
+        schedules: Schedules,
     ) -> None:
         super().__init__()
         self.axes = axes = schedules.axes
@@ -126,7 +132,7 @@ class GridTiedHead(nn.Module):
     """
 
     def __init__(
-        self, plain: blocks.TiedHead, choice: Choice, keep: summa.Keep, schedules: Schedules
+        self, plain: blocks.TiedHead, choice: Choice, keep: summa.KeepGathered, schedules: Schedules
     ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
@@ -135,7 +141,7 @@ class GridTiedHead(nn.Module):
         axes = schedules.axes
         self.of_column = self.schedule  # for a table that is prepared
         if isinstance(self.schedule, summa.Gather):
-            self.of_column = summa.Gather(replace(axes, row=Axis("row")), self.schedule.end)
+            self.of_column = summa.Gather(replace(axes, row=Axis("row")), self.schedule.boundary)
         if plain.bias is not None:
             lies = Placement(("col",), copies="row", partial=True, pad=vocabulary_multiple(axes))
             place(self, "bias", lies, axes)
@@ -154,13 +160,13 @@ class GridTiedHead(nn.Module):
     def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
         schedule, keep = self.schedule, self.keep
         if prepared:  # a part of a loss, whose gradient is taken at once
-            schedule, keep = self.of_column, summa.Keep(input=True)
+            schedule, keep = self.of_column, summa.KeepGathered(input=True)
         if self.output_stays:
             return summa.product_ab(x_BSH, table_VH.t(), schedule, self.bias, keep)
         return summa.product_abt(x_BSH, table_VH, schedule, self.bias, keep)
 
 
-class CutLabelHead(nn.Module):
+class RowParallelLabelHead(nn.Module):
     """Logits [b, n_labels] = x W + b, x [b, h/c]: terms over the columns are added up.
 
     W [h/c, n_labels]. The bias exists on column 0 alone, which adds it to its terms.
@@ -184,7 +190,7 @@ class CutLabelHead(nn.Module):
         return autograd.allreduce_identity(terms, self.col)
 
 
-class CutChosenToken(nn.Module):
+class SequenceParallelChosenToken(nn.Module):
     """One token's vector of each sequence where s is cut over columns; every column gets it."""
 
     def __init__(self, axes: Axes) -> None:
@@ -207,12 +213,14 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     Where they lie cut over replicas they are gathered inside it, layer by layer.
     """
     keeps = [getattr(module, "keep", None) for module in model.modules()]
-    cells = [keep.weight for keep in keeps if isinstance(keep, summa.Keep) and keep.weight]
-    for cell in cells:
-        cell.open()
+    weights = [
+        keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight
+    ]
+    for weight in weights:
+        weight.open()
     try:
         with gathered(model):
             yield
     finally:
-        for cell in cells:
-            cell.close()
+        for weight in weights:
+            weight.close()

@@ -18,7 +18,7 @@ from gridformer.models.blocks import IGNORE
 _LABEL = "loss"
 
 
-class CutCrossEntropy(nn.Module):
+class VocabParallelCrossEntropy(nn.Module):
     """Sum of the cross entropy of logits [b, s, V/size], V the vocabulary padded to divide.
 
     Rank k of `axis` holds the logits of words k*V/size and up; columns beyond the true vocabulary
@@ -32,7 +32,7 @@ class CutCrossEntropy(nn.Module):
 
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         width = logits_BSV.shape[-1]
-        out: Tensor = _CutCrossEntropy.apply(
+        out: Tensor = _VocabParallelCrossEntropy.apply(
             logits_BSV.reshape(-1, width),
             targets_BS.flatten(),
             self.axis,
@@ -42,7 +42,7 @@ class CutCrossEntropy(nn.Module):
         return out
 
 
-class _CutCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -4,8 +4,8 @@ form (Korthikanti et al. 2022).
 A section (attention, feed-forward) opens with weights cut by columns and closes with weights cut
 by rows; in between everything is local. This is the grid of one row: products as in Optimus'
 `gather` schedule, where the weights are whole already. All that differs is how activations lie
-between sections, which is a section's two ends (gridformer.parallel.ends). Backward, the sum over
-the devices where a section was entered travels while the weight's gradient is multiplied.
+between sections, which is a section's boundary (gridformer.parallel.boundary). Backward, the sum
+over the devices where a section was entered travels while the weight's gradient is multiplied.
 
 Sequence parallel: norms, dropout, the embedding's result and the head's input are cut over s.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.parallel.choices import Choices, Product
 from gridformer.parallel.scheme import (
-    Boundary,
+    BoundarySpec,
     Changes,
     Cuts,
     ModuleTable,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from gridformer.comm import Axes
     from gridformer.models import Model, blocks
-    from gridformer.models.blocks import Share
+    from gridformer.models.blocks import ActivationPartition
     from gridformer.parallel.placement import Placement
 
 
@@ -42,8 +42,8 @@ class Megatron(SchemeSpec):
     axes = ("cols",)
     keys = ("sequence_parallel",)
 
-    def boundary(self, layout: LayoutConfig) -> Boundary:
-        return Boundary("col", "s" if layout.sequence_parallel else "replicated")
+    def boundary(self, layout: LayoutConfig) -> BoundarySpec:
+        return BoundarySpec("col", "s" if layout.sequence_parallel else "replicated")
 
     def cuts(self, run: RunConfig) -> Cuts:
         model = run.model
@@ -81,46 +81,46 @@ class Megatron(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.kept import OverAxis
+        from gridformer.parallel.partitioned import PartitionedActivations
         from gridformer.parallel.placement import Placement
 
         cuts_sequence = layout.sequence_parallel
-        share = None if cuts_sequence else OverAxis(axes.col)
+        partition = None if cuts_sequence else PartitionedActivations(axes.col)
         # Between sections every device holds these; it has seen all tokens, or its part.
         closing = Placement((None,), copies="col", partial=cuts_sequence)
-        return one_dimensional(model, axes, choices, self.boundary(layout), closing, share)
+        return one_dimensional(model, axes, choices, self.boundary(layout), closing, partition)
 
 
 def one_dimensional(
     model: Model,
     axes: Axes,
     choices: Choices,
-    boundary: Boundary,
+    boundary: BoundarySpec,
     whole: Placement,
-    share: Share | None = None,
+    partition: ActivationPartition | None = None,
 ) -> ModuleTable:
     """The table of every scheme that cuts sections by columns and whose norms are local.
 
     whole: how a vector lies that every device needs whole between sections.
     """
-    from gridformer.parallel.ends import Replicated, end_of
+    from gridformer.parallel.boundary import Replicated, boundary_of
     from gridformer.parallel.grid import (
-        CutChosenToken,
-        CutLabelHead,
         GridLinear,
         GridTiedHead,
         GridTokenEmbedding,
+        RowParallelLabelHead,
         Schedules,
-        keep_of,
+        SequenceParallelChosenToken,
+        keep_gathered_of,
     )
-    from gridformer.parallel.loss import CutCrossEntropy
+    from gridformer.parallel.loss import VocabParallelCrossEntropy
     from gridformer.parallel.placement import Placement, place
 
     col, cuts_sequence = axes.col, boundary.lies == "s"
-    schedules = Schedules(axes, end_of(boundary, axes))
+    schedules = Schedules(axes, boundary_of(boundary, axes))
     of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
     opening = Placement(("col",), copies="row", partial=True)
-    head, table = choices["head"], keep_of(choices["head"])
+    head, table = choices["head"], keep_gathered_of(choices["head"])
     part = (col.index, col.size) if cuts_sequence else (0, 1)
 
     def everywhere(parameter: nn.Parameter) -> Placement:
@@ -156,11 +156,14 @@ def one_dimensional(
         "relative_bias": relative_bias,
         "attention": attention,
         "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
-        "label_head": lambda plain: CutLabelHead(plain, "row", axes),
-        "cross_entropy": lambda plain: CutCrossEntropy(
+        "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
+        "cross_entropy": lambda plain: VocabParallelCrossEntropy(
             col, model.config.vocab_size, plain.smoothing
         ),
     }
     if cuts_sequence:
-        roles |= {"dropout": dropout, "chosen_token": lambda plain: CutChosenToken(axes)}
-    return ModuleTable(roles, rest=everywhere, share=share)
+        roles |= {
+            "dropout": dropout,
+            "chosen_token": lambda plain: SequenceParallelChosenToken(axes),
+        }
+    return ModuleTable(roles, rest=everywhere, partition=partition)

@@ -3,7 +3,7 @@
 Activations [b, s, h] are cut b over rows and h over columns; weights are cut both ways. Every
 product is a SUMMA product, attention is local (a device holds b/r sequences and n/c heads, all s).
 A norm adds up its statistics along a row, unless the product that reads it gathers whole rows: then
-these are normalised, and the norm sends nothing.
+these are normalized, and the norm sends nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.parallel.choices import Choices, Product, Stays
 from gridformer.parallel.scheme import (
     HEADS_WIDTH,
-    Boundary,
+    BoundarySpec,
     Changes,
     Cuts,
     LayoutAxis,
@@ -35,8 +35,8 @@ class Optimus(SchemeSpec):
     axes = ("rows", "cols")
     keys = ("schedule", "stationary")
 
-    def boundary(self, layout: LayoutConfig) -> Boundary:
-        return Boundary("col", "h")
+    def boundary(self, layout: LayoutConfig) -> BoundarySpec:
+        return BoundarySpec("col", "h")
 
     def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
         return "rows"
@@ -73,21 +73,21 @@ class Optimus(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.ends import end_of
+        from gridformer.parallel.boundary import boundary_of
         from gridformer.parallel.grid import (
-            CutLabelHead,
             GridLinear,
             GridTiedHead,
             GridTokenEmbedding,
+            RowParallelLabelHead,
             Schedules,
-            keep_of,
+            keep_gathered_of,
         )
-        from gridformer.parallel.loss import CutCrossEntropy
+        from gridformer.parallel.loss import VocabParallelCrossEntropy
         from gridformer.parallel.norms import VECTOR, DeferredNorm, grid_norm
         from gridformer.parallel.placement import Placement, place
 
-        schedules = Schedules(axes, end_of(self.boundary(layout), axes))
-        head, table = choices["head"], keep_of(choices["head"])
+        schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
+        head, table = choices["head"], keep_gathered_of(choices["head"])
         inside = {name for name, choice in choices.products.items() if choice.norm_inside}
         # Tables that are looked up locally, positions and biases of scores, lie over the columns,
         # too: they are small, and no device needs another's columns of them.
@@ -126,8 +126,8 @@ class Optimus(SchemeSpec):
                 "dropout": dropout,
                 "attention": attention,
                 "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
-                "label_head": lambda plain: CutLabelHead(plain, "row", axes),
-                "cross_entropy": lambda plain: CutCrossEntropy(
+                "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
+                "cross_entropy": lambda plain: VocabParallelCrossEntropy(
                     axes.col, model.config.vocab_size, plain.smoothing
                 ),
             }

@@ -18,11 +18,11 @@ from gridformer.utils.units import format_bytes
 
 # Gathered operands below this are always taken all at once: so few bytes do not matter.
 SMALL_BYTES = 64 << 20
-# Activations are gathered in parts of about this share of what a device holds, or this size: while
-# one part is multiplied there are three to six others, on their way, normalised or summed.
-PART_SHARE = 1 / 256
-PART_BYTES = 16 << 20
-MOST_PARTS = 32  # products stay large, and messages few
+# Activations are gathered in chunks of about this share of what a device holds, or this size: while
+# one chunk is multiplied there are three to six others, on their way, normalized or summed.
+CHUNK_SHARE = 1 / 256
+CHUNK_BYTES = 16 << 20
+MOST_CHUNKS = 32  # products stay large, and messages few
 
 _BETWEEN: dict[str, Literal["cut", "replicated", "first"]] = {
     "replicated": "replicated",
@@ -53,7 +53,7 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
     chosen.reasons.extend(spec.reasons(chosen, layout))
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
-    chosen = _schedules(_in_parts(chosen, layout), layout)
+    chosen = _schedules(_chunked(chosen, layout), layout)
     return _at_once(_kept(chosen, layout))
 
 
@@ -97,47 +97,47 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
     return choices
 
 
-def _in_parts(choices: Choices, layout: LayoutConfig) -> Choices:
-    """No more of an activation lies gathered than a part of it, however long the micro-batch."""
-    limit = max(PART_BYTES, choices.held_bytes * PART_SHARE)
+def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
+    """No more of an activation lies gathered than a chunk of it, however long the micro-batch."""
+    limit = max(CHUNK_BYTES, choices.held_bytes * CHUNK_SHARE)
     work, lies = choices.work, spec_of(layout).boundary(layout).lies
 
     def lines(product: Product) -> int:
-        if lies == "s":  # parts of whole sequences
+        if lies == "s":  # chunks of whole sequences
             return work.sequences // choices.rows
-        if lies == "b":  # parts of all sequences
+        if lies == "b":  # chunks of all sequences
             return work.rows_of(product) // max(1, work.sequences)
         return work.rows_of(product) // choices.rows
 
     def cut(choice: Choice) -> Choice:
         if not _saves_memory(choices, choice):
             return choice
-        parts = math.ceil(choices.activation_bytes(choice) / limit)
-        return replace(choice, parts=max(1, min(parts, MOST_PARTS, lines(choice.product))))
+        n_chunks = math.ceil(choices.activation_bytes(choice) / limit)
+        return replace(choice, n_chunks=max(1, min(n_chunks, MOST_CHUNKS, lines(choice.product))))
 
     return _each(choices, cut)
 
 
 def _saves_memory(choices: Choices, choice: Choice) -> bool:
-    """Of parts, terms of the weight's gradient are added up, in float32, before they travel."""
+    """Of chunks, terms of the weight's gradient are added up, in float32, before they travel."""
     product = choice.product
     terms = product.n_in * product.n_out / choices.cols * 4 * (choices.rows > 1)
     return choices.activation_bytes(choice) > max(SMALL_BYTES, terms)
 
 
 def _at_once(choices: Choices) -> Choices:
-    """Only `gather` has parts; and what is kept whole for the backward pass is gathered at once."""
+    """Only `gather` has chunks; what is kept whole for the backward pass is gathered at once."""
 
     def mend(choice: Choice) -> Choice:
         gathered = choice.schedule == "gather" and not choice.keep_input
-        return choice if gathered else replace(choice, parts=1)
+        return choice if gathered else replace(choice, n_chunks=1)
 
     choices = _each(choices, mend)
-    if several := [c for c in choices.products.values() if c.parts > 1]:
-        each = ", ".join(f"{c.product.name} {c.parts}" for c in several)
-        largest = max(choices.activation_bytes(c) / c.parts for c in several)
+    if several := [c for c in choices.products.values() if c.n_chunks > 1]:
+        each = ", ".join(f"{c.product.name} {c.n_chunks}" for c in several)
+        largest = max(choices.activation_bytes(c) / c.n_chunks for c in several)
         choices.reasons.append(
-            "parts: activations are gathered and summed in parts of up to "
+            "chunks: activations are gathered and summed in chunks of up to "
             f"{format_bytes(largest)}, so that no more lies whole at a time: {each}"
         )
     return choices

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from gridformer.comm import Axes
     from gridformer.models import Model
-    from gridformer.models.blocks import Share
+    from gridformer.models.blocks import ActivationPartition
     from gridformer.parallel.placement import Placement
 
 LayoutAxis = Literal["rows", "cols", "branches"]  # keys of a layout
@@ -38,10 +38,10 @@ HEADS_WIDTH = "model.n_heads x model.head_dim"  # all heads side by side
 
 
 @dataclass(frozen=True)
-class Boundary:
+class BoundarySpec:
     """How activations [b, s, h] lie between sections over one axis of the mesh.
 
-    axis: the mesh axis over which sections are entered and left (gridformer.parallel.ends).
+    axis: the mesh axis over which sections are entered and left (gridformer.parallel.boundary).
     lies: the dimension that is cut over it, or `replicated`: every device holds all of it, or
         `first`: the first device alone holds it.
     """
@@ -57,13 +57,13 @@ class ModuleTable:
     roles: a function of the plain module which returns what takes its place, or None where it
         stays, perhaps changed. Roles without an entry stay as they are.
     rest: where every parameter lies that no role has placed; None leaves them to be whole.
-    share: how devices share the inputs of blocks that are recomputed, where each would hold them
+    partition: how devices share the inputs of blocks that are recomputed, where each would hold them
         whole. stops_early: see `gridformer.models.blocks.Recompute`.
     """
 
     roles: Mapping[str, Callable[[Any], nn.Module | None]]
     rest: Callable[[nn.Parameter], Placement] | None = None
-    share: Share | None = None
+    partition: ActivationPartition | None = None
     stops_early: bool = True
 
 
@@ -87,9 +87,9 @@ class SchemeSpec:
 
     # ------------------------------------------------------------------ where things lie
 
-    def boundary(self, layout: LayoutConfig) -> Boundary:
+    def boundary(self, layout: LayoutConfig) -> BoundarySpec:
         """How activations lie between sections."""
-        return Boundary("col", "replicated")
+        return BoundarySpec("col", "replicated")
 
     def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
         """The axis over which the samples of one replica's micro-batch are cut between sections."""

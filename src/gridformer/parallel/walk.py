@@ -46,8 +46,8 @@ def role_of(module: nn.Module) -> str | None:
 
 def apply_table(model: Model, table: ModuleTable, axes: Axes) -> None:
     """Put what a scheme makes of a plain model's modules in their places."""
-    if table.share is not None:
-        model.recompute.share = table.share
+    if table.partition is not None:
+        model.recompute.partition = table.partition
     model.recompute.stops_early = table.stops_early
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

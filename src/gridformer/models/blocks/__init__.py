@@ -34,11 +34,12 @@ from gridformer.models.blocks.linear import (
 )
 from gridformer.models.blocks.loss import CrossEntropy, LabelLoss, chunked_loss, places_per_chunk
 from gridformer.models.blocks.norm import LayerNorm, RMSNorm, new_norm
+from gridformer.models.blocks.recompute import ActivationPartition, Recompute
 from gridformer.models.blocks.recompute import Mode as RecomputeMode
-from gridformer.models.blocks.recompute import Recompute, Share
 
 __all__ = [
     "IGNORE",
+    "ActivationPartition",
     "Attention",
     "ChosenToken",
     "Classifier",
@@ -63,7 +64,6 @@ __all__ = [
     "RelativeBias",
     "Role",
     "SegmentEmbedding",
-    "Share",
     "SinusoidalPositions",
     "Spread",
     "Style",

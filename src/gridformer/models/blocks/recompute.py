@@ -28,7 +28,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Share(Protocol):
+class ActivationPartition(Protocol):
     """How several devices share what each of them would hold."""
 
     def part(self, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Share(Protocol):
         """x again, of this shape, from all parts."""
 
 
-class Alone:
+class Unpartitioned:
     """Nobody else holds it."""
 
     def part(self, x: Tensor) -> Tensor:
@@ -55,14 +55,14 @@ class _Input:
         self._x: Tensor | None = x
         self._shape, self._wanted = x.shape, x.requires_grad
 
-    def keep(self, share: Share) -> None:
+    def keep(self, partition: ActivationPartition) -> None:
         assert self._x is not None
-        self._part, self._share, self._x = share.part(self._x.detach()), share, None
+        self._part, self._partition, self._x = partition.part(self._x.detach()), partition, None
 
     def take(self) -> Tensor:
         if self._x is not None:
             return self._x
-        whole = self._share.whole(self._part, self._shape)
+        whole = self._partition.whole(self._part, self._shape)
         return whole.detach().requires_grad_(self._wanted)
 
 
@@ -85,12 +85,12 @@ class _Begin(torch.autograd.Function):
 class Recompute:
     """What a model does about its blocks.
 
-    share: of each block's input. stops_early: whether computing again may begin when this device
-    first needs something, and end as soon as it needs no more; not so where others wait for it.
+    partition: of each block's input. stops_early: whether computing again may begin when this
+    device first needs something, and end as soon as it needs no more; not where others wait for it.
     """
 
     mode: Mode = "none"
-    share: Share = field(default_factory=Alone)
+    partition: ActivationPartition = field(default_factory=Unpartitioned)
     stops_early: bool = True
     _hooks: dict[nn.Module, list[Callable[[Tensor], None]]] = field(default_factory=dict)
 
@@ -125,7 +125,7 @@ class Recompute:
 
         with set_checkpoint_early_stop(self.stops_early):
             out = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
-        entering.keep(self.share)
+        entering.keep(self.partition)
         return out
 
     def attention(self, run: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -1,16 +1,16 @@
 """Pipelines: successive stages of a model on successive ranks (Narayanan et al. 2021).
 
 partition    where the model is cut
-holding      what a rank holds of it, and what several hold
+stage_params what a rank holds of it, and what several hold
 order        who does what when, and what is sent
-border       what is sent from stage to stage
+stage_io     what is sent from stage to stage
 executor     doing it
 timeline     how long it took
 """
 
 from gridformer.parallel.pipeline.executor import Executor
-from gridformer.parallel.pipeline.holding import keep_stages, mark_shared
 from gridformer.parallel.pipeline.partition import stages_of
+from gridformer.parallel.pipeline.stage_params import keep_stages, mark_shared
 from gridformer.parallel.pipeline.timeline import Event, OnAction, idle_fraction, timed
 
 __all__ = [

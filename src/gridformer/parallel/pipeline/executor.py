@@ -22,13 +22,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from gridformer.batch import Batch, MicroBatch
 from gridformer.comm import Axes, Pending
-from gridformer.comm.p2p import Wires
+from gridformer.comm.p2p import P2PChannel
 from gridformer.config import LayoutConfig
 from gridformer.models import Activations, Model
 from gridformer.parallel.gradients import GradientSums
-from gridformer.parallel.pipeline.border import LABEL, Border
-from gridformer.parallel.pipeline.holding import shared_sets
 from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards
+from gridformer.parallel.pipeline.stage_io import LABEL, StageIO
+from gridformer.parallel.pipeline.stage_params import shared_sets
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 
 # By the last backward pass of each stage, the parameters that no later one of this rank touches. A
@@ -63,8 +63,8 @@ class Executor:
         self.sums, self.on_action = sums, on_action
         self.links = model.links()
         self._on_gpu = axes.device_type == "cuda"
-        self.border = Border(model, layout, axes)
-        self.wires = Wires(axes, ring=layout.stages_per_rank > 1)
+        self.stage_io = StageIO(model, layout, axes)
+        self.channel = P2PChannel(axes, ring=layout.stages_per_rank > 1)
         axes.make_holders(shared_sets(model, axes.pp.size))
         self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
         self._parameters = {
@@ -123,7 +123,7 @@ class _Run:
         itinerary, complete = executor.itinerary(len(work), training)
         self.executor, self.itinerary, self.work = executor, itinerary, work
         self.finish, self.training = finish, training
-        self.model, self.border = executor.model, executor.border
+        self.model, self.stage_io = executor.model, executor.stage_io
         self.complete = complete
         self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], list[Any]]] = {}
         self._queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
@@ -132,7 +132,7 @@ class _Run:
         self._sent: dict[Action, list[Pending]] = {}
 
     def go(self) -> None:
-        if not self.border.absent:
+        if not self.stage_io.absent:
             for peer in self._queues:
                 self._ask(peer)
         for action in self.itinerary.actions:
@@ -163,7 +163,7 @@ class _Run:
         if last:
             roots: list[Any] = [loss]
         else:
-            made = [getattr(leaving, name) for name in self.border.names(stage + 1)]
+            made = [getattr(leaving, name) for name in self.stage_io.names(stage + 1)]
             self._send(action, made)
             # Backward begins at these edges, and needs no tensor that was sent.
             roots = [get_gradient_edge(x) for x in made] if self.training else []
@@ -189,17 +189,17 @@ class _Run:
     # ------------------------------------------------------------------ messages
 
     def _send(self, action: Action, made: Sequence[Tensor]) -> None:
-        if self.border.absent:
+        if self.stage_io.absent:
             return
         message, to = self.itinerary.sends[action]
         with self.executor.timed("send", action):
             self._sent[message] = [
-                self.executor.wires.send(self.border.slice(x), to, LABEL) for x in made
+                self.executor.channel.send(self.stage_io.slice(x), to, LABEL) for x in made
             ]
 
     def _receive(self, action: Action) -> dict[str, Tensor]:
         """What an action reads, by its name in `Activations`."""
-        if self.border.absent:
+        if self.stage_io.absent:
             return self._room(action)
         peer = self._sender[action]
         while action not in self._coming:
@@ -208,7 +208,7 @@ class _Run:
         entering, pending = self._coming.pop(action)
         with self.executor.timed("recv", action):
             for x, message in zip(entering.values(), pending):
-                self.border.fill(x, message.wait())
+                self.stage_io.fill(x, message.wait())
             for through in self.itinerary.taken[action]:
                 self._let_go(through)
         return entering
@@ -219,8 +219,8 @@ class _Run:
             return
         action = self._queues[peer].popleft()
         entering = self._room(action)
-        wires = self.executor.wires
-        pending = [wires.receive(self.border.room(x), peer, LABEL) for x in entering.values()]
+        channel = self.executor.channel
+        pending = [channel.receive(self.stage_io.room(x), peer, LABEL) for x in entering.values()]
         self._coming[action] = entering, pending
 
     def _room(self, action: Action) -> dict[str, Tensor]:
@@ -228,7 +228,7 @@ class _Run:
         forward = action.kind == "forward"
         stage = action.stage if forward else action.stage + 1
         batch = self.work[action.micro].batch
-        return self.border.entering(stage, batch)
+        return self.stage_io.entering(stage, batch)
 
     def _let_go(self, message: Action) -> None:
         """Wait for a message of this rank, whose reader has it, and free its memory."""

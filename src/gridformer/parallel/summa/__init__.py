@@ -22,20 +22,20 @@ from gridformer.parallel.summa.chunked import ChunkedGather
 from gridformer.parallel.summa.fused_norm import Norm, Normed, rms_norm_backward
 from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.panels import Panel, panels
-from gridformer.parallel.summa.prefetch import Keep, WeightCell
+from gridformer.parallel.summa.prefetch import KeepGathered, WeightPrefetcher
 from gridformer.parallel.summa.products import Broadcast, Pipelined, Schedule
 
 __all__ = [
     "Broadcast",
     "ChunkedGather",
     "Gather",
-    "Keep",
+    "KeepGathered",
     "Norm",
     "Normed",
     "Panel",
     "Pipelined",
     "Schedule",
-    "WeightCell",
+    "WeightPrefetcher",
     "lookup",
     "panels",
     "product_ab",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm import Axes, Pending
-from gridformer.parallel.ends import LABEL
+from gridformer.parallel.boundary import LABEL
 from gridformer.parallel.summa.fused_norm import Normed, product_of_norm
 from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.operands import (
@@ -28,7 +28,7 @@ from gridformer.parallel.summa.operands import (
     bias_gradient,
     type_of,
 )
-from gridformer.parallel.summa.prefetch import NOTHING, Keep
+from gridformer.parallel.summa.prefetch import NOTHING, KeepGathered
 from gridformer.parallel.summa.products import Schedule
 
 
@@ -37,12 +37,12 @@ def product_ab(
     b: Tensor,
     schedule: Schedule,
     bias: Tensor | None = None,
-    keep: Keep = NOTHING,
+    keep: KeepGathered = NOTHING,
 ) -> Tensor:
     """Differentiable C = A B + bias. a [.., K/c], b [K/r, N/c], bias [N/c]; result [.., N/c].
 
     The input stays behind; A travels along the rows. A `Normed` a needs the schedule `Gather`: the
-    rows are gathered first and normalised whole, so that the norm itself sends nothing.
+    rows are gathered first and normalized whole, so that the norm itself sends nothing.
     """
     if isinstance(a, Normed):
         return product_of_norm(a, b, schedule, bias, keep)
@@ -50,8 +50,8 @@ def product_ab(
 
     def compute() -> Tensor:
         weight = keep.weight_operand(b, a.dtype)
-        schedule.ahead(operand, weight)
-        keep.fetch_after(a.dtype)
+        schedule.prefetch(operand, weight)
+        keep.prefetch_next(a.dtype)
         c = schedule.ab(operand, weight).wait()
         if bias is not None:
             c += bias.to(c.dtype)
@@ -63,7 +63,11 @@ def product_ab(
 
 
 def product_abt(
-    a: Tensor, b: Tensor, schedule: Schedule, bias: Tensor | None = None, keep: Keep = NOTHING
+    a: Tensor,
+    b: Tensor,
+    schedule: Schedule,
+    bias: Tensor | None = None,
+    keep: KeepGathered = NOTHING,
 ) -> Tensor:
     """Differentiable C = A Bᵀ + bias. a [.., K/c], b [N/r, K/c], bias [N/c]; result [.., N/c].
 
@@ -72,8 +76,8 @@ def product_abt(
 
     def compute() -> Tensor:
         weight = keep.weight_operand(b, a.dtype)
-        schedule.ahead(None, weight)
-        keep.fetch_after(a.dtype)
+        schedule.prefetch(None, weight)
+        keep.prefetch_next(a.dtype)
         c = schedule.abt(Operand(a), weight).wait()
         if bias is not None:
             c += bias.to(c.dtype)
@@ -96,7 +100,7 @@ def lookup(
     schedule: Schedule,
     axes: Axes,
     output_stays: bool,
-    keep: Keep = NOTHING,
+    keep: KeepGathered = NOTHING,
 ) -> Tensor:
     """Differentiable rows of a table for tokens [...] that are equal along a row: [..., h/c].
 
@@ -107,7 +111,9 @@ def lookup(
     return out
 
 
-def whole_column(b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep = NOTHING) -> Tensor:
+def whole_column(
+    b: Tensor, dtype: torch.dtype, schedule: Gather, keep: KeepGathered = NOTHING
+) -> Tensor:
     """Differentiable: all of a weight's column in `dtype`, [K/r, N/c] to [K, N/c].
 
     For several products in turn, on a grid of one row: the weight travels once for all of them, and
@@ -119,7 +125,9 @@ def whole_column(b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep = N
 
 class _WholeColumn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, b: Tensor, dtype: torch.dtype, schedule: Gather, keep: Keep) -> Tensor:
+    def forward(
+        ctx: Any, b: Tensor, dtype: torch.dtype, schedule: Gather, keep: KeepGathered
+    ) -> Tensor:
         ctx.row, ctx.dtype = schedule.row, b.dtype
         return schedule.whole_column(keep.weight_operand(b, dtype)).detach()
 
@@ -144,15 +152,15 @@ class _AB(torch.autograd.Function):
         b: Tensor,
         bias: Tensor | None,
         schedule: Schedule,
-        keep: Keep,
+        keep: KeepGathered,
         operand: Operand,
     ) -> Tensor:
         if keep.input:
-            schedule.ahead(operand, None)
+            schedule.prefetch(operand, None)
         ctx.whole = keep.input and operand.whole is not None
         ctx.save_for_backward(operand.whole.wait() if ctx.whole else a, b)  # type: ignore[union-attr]
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
-        return schedule.ab_stand_in(a, b.shape[1])
+        return schedule.empty_ab_like(a, b.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -161,8 +169,8 @@ class _AB(torch.autograd.Function):
         wants_a, wants_b = ctx.needs_input_grad[:2]
         operand = Operand(a, Pending(a) if ctx.whole else None)
         weight = ctx.keep.weight_operand(b, a.dtype)
-        schedule.ahead(operand if wants_b else None, weight if wants_a else None)
-        ctx.keep.fetch_before(a.dtype)
+        schedule.prefetch(operand if wants_b else None, weight if wants_a else None)
+        ctx.keep.prefetch_previous(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
         del weight  # and what was gathered of it
         grad_b = schedule.atb(operand, grad) if wants_b else None
@@ -182,11 +190,11 @@ class _ABt(torch.autograd.Function):
         b: Tensor,
         bias: Tensor | None,
         schedule: Schedule,
-        keep: Keep,
+        keep: KeepGathered,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
-        return schedule.abt_stand_in(a, b.shape[0])
+        return schedule.empty_abt_like(a, b.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -194,8 +202,8 @@ class _ABt(torch.autograd.Function):
         schedule, grad = ctx.schedule, Operand(grads[0])
         wants_a, wants_b = ctx.needs_input_grad[:2]
         weight = ctx.keep.weight_operand(b, a.dtype)
-        schedule.ahead(grad, weight if wants_a else None)
-        ctx.keep.fetch_before(a.dtype)
+        schedule.prefetch(grad, weight if wants_a else None)
+        ctx.keep.prefetch_previous(a.dtype)
         grad_a: Pending | None
         grad_b: Pending | None
         if isinstance(schedule, Gather) and wants_a and wants_b:  # whole lines serve both
@@ -245,7 +253,7 @@ class _Lookup(torch.autograd.Function):
         schedule: Schedule,
         axes: Axes,
         output_stays: bool,
-        keep: Keep,
+        keep: KeepGathered,
     ) -> Tensor:
         ctx.save_for_backward(tokens)
         v = table.shape[0] * axes.row.size if output_stays else table.shape[1] * axes.col.size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import Axes, Pending
-from gridformer.parallel.ends import End
+from gridformer.parallel.boundary import Boundary
 from gridformer.parallel.summa.chunks import (
     ALL,
     ChunkedResult,
@@ -40,8 +40,8 @@ class ChunkedGather(Gather):
         split: the chunks of so many lines, for at most so many chunks.
     """
 
-    def __init__(self, axes: Axes, end: End, n_chunks: int) -> None:
-        super().__init__(axes, end)
+    def __init__(self, axes: Axes, boundary: Boundary, n_chunks: int) -> None:
+        super().__init__(axes, boundary)
         self.n_chunks = n_chunks
         self.split: Callable[[int, int], list[slice]] = even_chunks
 
@@ -89,15 +89,15 @@ class ChunkedGather(Gather):
             del whole
         return Pending(result.all()), terms.pending()
 
-    def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
+    def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
         """Activations are sent when their turn comes."""
-        super().ahead(activation if self.n_chunks == 1 else None, weight)
+        super().prefetch(activation if self.n_chunks == 1 else None, weight)
 
     def chunks(self, shape: torch.Size) -> list[slice]:
         """Of an activation of that shape, the lines of each chunk."""
         if self.n_chunks == 1:
             return [ALL]
-        return self.split(self.end.in_lines(shape), self.n_chunks)
+        return self.split(self.boundary.n_lines(shape), self.n_chunks)
 
     def arriving(self, a: Operand) -> Iterator[tuple[slice, Pending]]:
         """The chunks of an activation, whole, one after the other.
@@ -111,7 +111,7 @@ class ChunkedGather(Gather):
         chunks = self.chunks(local.shape)
         coming: list[Pending] = []
         for number, chunk in enumerate(chunks):
-            coming.append(self.end.whole(self.end.stretch(local, chunk)))
+            coming.append(self.boundary.gather(self.boundary.chunk(local, chunk)))
             if number:
                 yield chunks[number - 1], coming.pop(0)
         yield chunks[-1], coming.pop()
@@ -125,11 +125,13 @@ class ChunkedGather(Gather):
         return a.whole is not None or len(self.chunks(a.local.shape)) == 1
 
     def _result(self, a: Operand, width: int) -> ChunkedResult:
-        return ChunkedResult(self.end, self.end.whole_stand_in(tensor_of(a), width).shape)
+        return ChunkedResult(
+            self.boundary, self.boundary.empty_gathered_like(tensor_of(a), width).shape
+        )
 
     def _lines_of(self, x: Matrix, chunk: slice) -> Matrix:
         """Some lines of an activation, of a part of it or of all."""
         if isinstance(x, OneHot):
-            tokens = self.end.stretch(x.tokens.unsqueeze(-1), chunk).squeeze(-1)
+            tokens = self.boundary.chunk(x.tokens.unsqueeze(-1), chunk).squeeze(-1)
             return OneHot(tokens, x.first, x.size)
-        return self.end.stretch(x, chunk)
+        return self.boundary.chunk(x, chunk)

@@ -1,7 +1,7 @@
 """Results that are made chunk by chunk: a chunk is some lines of an activation [b, s, h].
 
 Which dimension lines are counted along is up to the boundary of a section, see
-`gridformer.parallel.ends.End`: any of them can be gathered, or reduce-scattered, by itself.
+`gridformer.parallel.boundary`: any chunk of them can be gathered, or reduce-scattered, by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm import Axis, Pending
-from gridformer.parallel.ends import LABEL, End
+from gridformer.parallel.boundary import LABEL, Boundary
 from gridformer.parallel.summa.operands import Matrix, times, transposed_times
 
 ALL = slice(None)
@@ -30,8 +30,8 @@ def even_chunks(n: int, n_chunks: int) -> list[slice]:
 class ChunkedResult:
     """An activation that is made chunk by chunk."""
 
-    def __init__(self, end: End, shape: torch.Size) -> None:
-        self._end, self._shape = end, shape
+    def __init__(self, boundary: Boundary, shape: torch.Size) -> None:
+        self._boundary, self._shape = boundary, shape
         self._made: Tensor | None = None
 
     def put(self, chunk: slice, lines: Tensor) -> None:
@@ -55,21 +55,21 @@ class ChunkedResult:
     def _place(self, chunk: slice, like: Tensor) -> Tensor:
         if self._made is None:
             self._made = like.new_empty(self._shape)
-        return self._end.stretch(self._made, chunk)
+        return self._boundary.chunk(self._made, chunk)
 
 
 class ChunkedSum:
     """A sum over a row of devices, of which each keeps its part; terms come chunk by chunk."""
 
-    def __init__(self, end: End, shape: torch.Size, like: Tensor) -> None:
-        self._end = end
-        self._result = ChunkedResult(end, end.stand_in(like, shape).shape)
+    def __init__(self, boundary: Boundary, shape: torch.Size, like: Tensor) -> None:
+        self._boundary = boundary
+        self._result = ChunkedResult(boundary, boundary.empty_result_like(like, shape).shape)
         self._coming: tuple[slice, Pending] | None = None
 
     def start(self, chunk: slice, terms: Tensor) -> None:
         """The sum of these lines, on its way while those of the next chunk are multiplied."""
         self._land()
-        self._coming = chunk, self._end.cut(terms)
+        self._coming = chunk, self._boundary.reduce_scatter(terms)
 
     def pending(self) -> Pending:
         assert self._coming is not None

@@ -16,7 +16,7 @@ from gridformer.comm import Pending
 from gridformer.parallel.summa.chunks import ALL
 from gridformer.parallel.summa.gather import Gather
 from gridformer.parallel.summa.operands import Operand, arrived, bias_gradient, type_of
-from gridformer.parallel.summa.prefetch import NOTHING, Keep
+from gridformer.parallel.summa.prefetch import NOTHING, KeepGathered
 from gridformer.parallel.summa.products import Schedule
 
 
@@ -45,7 +45,11 @@ class Normed:
 
 
 def product_of_norm(
-    a: Normed, b: Tensor, schedule: Schedule, bias: Tensor | None = None, keep: Keep = NOTHING
+    a: Normed,
+    b: Tensor,
+    schedule: Schedule,
+    bias: Tensor | None = None,
+    keep: KeepGathered = NOTHING,
 ) -> Tensor:
     """Differentiable C = norm(X) B + bias. X [.., K/c], b [K/r, N/c], bias [N/c], C [.., N/c]."""
     assert isinstance(schedule, Gather), "a product panel by panel never has whole rows"
@@ -65,15 +69,15 @@ class _NormedAB(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         schedule: Gather,
-        keep: Keep,
+        keep: KeepGathered,
     ) -> Tensor:
         weight = keep.weight_operand(b, x.dtype)
         operand = Operand(x)
-        schedule.ahead(operand, weight)
-        keep.fetch_after(x.dtype)
+        schedule.prefetch(operand, weight)
+        keep.prefetch_next(x.dtype)
 
         def normed(whole: Tensor) -> Tensor:
-            return normalise(whole, norm_weight, norm_bias, eps)[0]
+            return normalize(whole, norm_weight, norm_bias, eps)[0]
 
         kept = schedule.whole_row(operand) if keep.input else x
         c = schedule.ab(operand, weight, normed).wait()
@@ -89,8 +93,8 @@ class _NormedAB(torch.autograd.Function):
         schedule = ctx.schedule
         weight = ctx.keep.weight_operand(b, x.dtype)
         operand = Operand(x, Pending(x) if ctx.keep.input else None)
-        schedule.ahead(operand, weight)
-        ctx.keep.fetch_before(x.dtype)
+        schedule.prefetch(operand, weight)
+        ctx.keep.prefetch_previous(x.dtype)
         column = schedule.whole_column(weight).t()
         del weight
         shape = torch.Size((*grads[0].shape[:-1], column.shape[1]))
@@ -98,16 +102,16 @@ class _NormedAB(torch.autograd.Function):
         terms_b = schedule.weight_gradient(operand)
         of_norm: list[tuple[Tensor, Tensor | None]] = []
         for chunk, arriving in schedule.arriving(operand):
-            grad = grads[0] if chunk == ALL else schedule.end.stretch(grads[0], chunk)
+            grad = grads[0] if chunk == ALL else schedule.boundary.chunk(grads[0], chunk)
             # Terms of the norm's gradient: this device's columns of B have seen all of a row. A
             # norm's gradient is linear in its output's, so they pass through it and are summed.
             terms = grad @ column
-            if chunk == ALL or chunk.stop == schedule.end.in_lines(shape):
+            if chunk == ALL or chunk.stop == schedule.boundary.n_lines(shape):
                 del column  # what was gathered of the weight
             x_whole = arriving.wait()
             del arriving
-            normed, statistics = normalise(x_whole, norm_weight, norm_bias, ctx.eps)
-            terms_x, terms_weight, terms_bias = normalise_backward(
+            normed, statistics = normalize(x_whole, norm_weight, norm_bias, ctx.eps)
+            terms_x, terms_weight, terms_bias = normalize_backward(
                 terms, x_whole, norm_weight, norm_bias, statistics
             )
             del terms, x_whole
@@ -139,7 +143,7 @@ def _added_up(terms: list[Tensor]) -> Tensor:
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
-def normalise(
+def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """A norm in the parameters' precision: result in x's, and its statistics."""
@@ -151,7 +155,7 @@ def normalise(
     return normed.to(x.dtype), (mean, rstd)
 
 
-def normalise_backward(
+def normalize_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,

@@ -2,7 +2,7 @@
 
 The three products once more (see `products`), all panels at once. A weight is gathered down its
 column; an activation is gathered along its row, and a sum of activations reduce-scattered, as the
-section's boundary says (gridformer.parallel.ends):
+section's boundary says (gridformer.parallel.boundary):
 
     product    along row i of devices        down column j of devices
     C = A B    gather A_i                    all-gather B_j              C_ij = A_i B_j
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm import Axes, Pending
-from gridformer.parallel.ends import LABEL, End
+from gridformer.parallel.boundary import LABEL, Boundary
 from gridformer.parallel.summa.chunks import ALL, ChunkedSum, WeightGradient
 from gridformer.parallel.summa.operands import (
     Matrix,
@@ -42,8 +42,8 @@ class Gather:
     Megatron, whose grid has one row.
     """
 
-    def __init__(self, axes: Axes, end: End) -> None:
-        self.row, self.end = axes.row, end
+    def __init__(self, axes: Axes, boundary: Boundary) -> None:
+        self.row, self.boundary = axes.row, boundary
 
     # ------------------------------------------------------------------ the products
 
@@ -51,7 +51,7 @@ class Gather:
         self, a: Operand, b: Operand, of: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> Pending:
         """C = A B. of: what is done to whole lines of A before they are multiplied (a norm)."""
-        self.ahead(a, b)
+        self.prefetch(a, b)
         weight = self.whole_column(b)
         if isinstance(a, OneHotOperand):
             return Pending(times(a.all, weight))
@@ -59,7 +59,7 @@ class Gather:
 
     def abt(self, a: Operand, b: Operand) -> Pending:
         """C = A Bᵀ."""
-        return self.end.cut(times(a.local, self.whole_column(b).t()))
+        return self.boundary.reduce_scatter(times(a.local, self.whole_column(b).t()))
 
     def atb(self, a: Operand, b: Operand) -> Pending:
         """C = Aᵀ B."""
@@ -85,15 +85,17 @@ class Gather:
 
         return comm.start_sum_of_parts(block, self.row, LABEL)
 
-    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
-        return self.end.whole_stand_in(a, b_columns)
+    def empty_ab_like(self, a: Tensor, b_columns: int) -> Tensor:
+        return self.boundary.empty_gathered_like(a, b_columns)
 
-    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
-        return self.end.stand_in(a, torch.Size((*a.shape[:-1], b_rows * self.row.size)))
+    def empty_abt_like(self, a: Tensor, b_rows: int) -> Tensor:
+        return self.boundary.empty_result_like(
+            a, torch.Size((*a.shape[:-1], b_rows * self.row.size))
+        )
 
     # ------------------------------------------------------------------ whole operands
 
-    def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
+    def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
         """Start to gather these; the products above and below wait for them."""
         if weight is not None and weight.whole is None:
             weight.whole = comm.start_all_gather(tensor_of(weight), self.row, 0, LABEL)
@@ -108,7 +110,7 @@ class Gather:
 
     def whole_column(self, b: Operand) -> Tensor:
         """All of a weight's column, which stays with the operand."""
-        Gather.ahead(self, None, b)
+        Gather.prefetch(self, None, b)
         assert b.whole is not None
         return b.whole.wait()
 
@@ -116,7 +118,7 @@ class Gather:
         if isinstance(activation.local, OneHot):
             return  # every device of a row knows the tokens
         if activation.whole is None:
-            activation.whole = self.end.whole(tensor_of(activation))
+            activation.whole = self.boundary.gather(tensor_of(activation))
 
     def _taken(self, a: Operand) -> Pending:
         """All of an activation's row, which is freed when its taker no longer holds it."""
@@ -133,7 +135,7 @@ class Gather:
 
     def sum_of(self, shape: torch.Size, like: Tensor) -> ChunkedSum:
         """Of terms of an activation, whole and of that shape: what this device keeps of it."""
-        return ChunkedSum(self.end, shape, like)
+        return ChunkedSum(self.boundary, shape, like)
 
     def weight_gradient(self, a: Operand) -> WeightGradient:
         """Aᵀ B, for the chunks of A as they come."""

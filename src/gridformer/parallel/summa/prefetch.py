@@ -16,19 +16,19 @@ from gridformer.parallel.summa.operands import Operand
 from gridformer.parallel.summa.products import Schedule
 
 
-class WeightCell:
+class WeightPrefetcher:
     """What is gathered of one product's weight beyond one use of it, between `open` and `close`.
 
     keeps: the whole of the weight's column, from the first product with it until `close`. Without,
-    it may be asked for early, by the product before (`fetch`), and is let go of when it is used.
-    Nothing outlasts `close`: only who knows that weights do not change opens a cell.
+    it may be asked for early, by the product before (`prefetch`), and is let go of when it is used.
+    Nothing outlasts `close`: only who knows that weights do not change opens one.
     """
 
     def __init__(self, keeps: bool = True) -> None:
         self.keeps = keeps
-        self.source: Callable[[], tuple[Tensor, Schedule]] | None = None  # for `fetch`
-        self.after: WeightCell | None = None  # the next product's, in forward order
-        self.before: WeightCell | None = None
+        self.source: Callable[[], tuple[Tensor, Schedule]] | None = None  # for `prefetch`
+        self.after: WeightPrefetcher | None = None  # the next product's, in forward order
+        self.before: WeightPrefetcher | None = None
         self.ends_block = False  # the next product is of another block
         self._open = False
         self._operands: dict[torch.dtype, Operand] = {}
@@ -42,13 +42,13 @@ class WeightCell:
             self._operands[dtype] = Operand(weight.to(dtype))
         return self._operands[dtype]
 
-    def fetch(self, dtype: torch.dtype) -> None:
+    def prefetch(self, dtype: torch.dtype) -> None:
         """Start to gather the weight: the product before this one is about to multiply."""
         if not self._open or self.source is None or dtype in self._operands:
             return
         weight, schedule = self.source()
         self._operands[dtype] = Operand(weight.to(dtype))
-        schedule.ahead(None, self._operands[dtype])
+        schedule.prefetch(None, self._operands[dtype])
 
     def open(self) -> None:
         self._open = True
@@ -59,30 +59,30 @@ class WeightCell:
 
 
 @dataclass
-class Keep:
+class KeepGathered:
     """What of a product's gathered operands is kept: its input for the backward pass, its weight
     for the whole step. What is not kept is gathered again when it is needed again."""
 
     input: bool = False
-    weight: WeightCell | None = None
+    weight: WeightPrefetcher | None = None
 
     def weight_operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
         if self.weight is None:
             return Operand(weight.to(dtype))
         return self.weight.operand(weight, dtype)
 
-    def fetch_after(self, dtype: torch.dtype) -> None:
+    def prefetch_next(self, dtype: torch.dtype) -> None:
         """While this product multiplies, the next one's weight may travel. Not that of the next
         block where this one is computed again: backward has left that behind."""
         if self.weight is None or self.weight.after is None:
             return
         if not (self.weight.ends_block and in_backward()):
-            self.weight.after.fetch(dtype)
+            self.weight.after.prefetch(dtype)
 
-    def fetch_before(self, dtype: torch.dtype) -> None:
+    def prefetch_previous(self, dtype: torch.dtype) -> None:
         """The same in the backward pass, where the product before this one is the next."""
         if self.weight is not None and self.weight.before is not None:
-            self.weight.before.fetch(dtype)
+            self.weight.before.prefetch(dtype)
 
 
-NOTHING = Keep()
+NOTHING = KeepGathered()

@@ -1,6 +1,6 @@
 """The three matrix products of SUMMA, panel by panel: C = A B, C = A Bᵀ and C = Aᵀ B.
 
-These are algorithms 1 to 3 of Optimus (Xu, Li, Gong, You 2021, section 2), after van de Geijn and
+These are algorithms 1 to 3 of Optimus (Xu, Li, Gong, You 2021), after van de Geijn and
 Watts 1997. A matrix [M, K] lies with M cut over the rows of the grid and K over its columns: device
 (i, j) holds the block [M/r, K/c]. A loop runs over panels l of the dimension that the operands cut
 differently:
@@ -49,13 +49,13 @@ class Schedule(Protocol):
     def atb(self, a: Operand, b: Operand) -> Pending:
         """C = Aᵀ B. a [.., M/c], b [.., N/c], leading dimensions alike; result [M/r, N/c]."""
 
-    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
+    def empty_ab_like(self, a: Tensor, b_columns: int) -> Tensor:
         """For A B, b having so many columns: its shape and type without its memory."""
 
-    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
+    def empty_abt_like(self, a: Tensor, b_rows: int) -> Tensor:
         """The same of A Bᵀ, b having so many rows."""
 
-    def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
+    def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
         """A hint: these will be needed whole. A schedule may start to gather them."""
 
 
@@ -63,14 +63,14 @@ class Broadcast:
     """The paper's schedule: a panel is broadcast just before it is multiplied, a sum is reduced
     just after.
 
-    `ahead_by` panels are on their way while one is multiplied: 0 here, 1 in `Pipelined`.
+    `in_flight` panels are on their way while one is multiplied: 0 here, 1 in `Pipelined`.
     """
 
-    ahead_by = 0
+    in_flight = 0
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self.transport = PanelTransport(axes, self.ahead_by)
+        self.transport = PanelTransport(axes, self.in_flight)
 
     def ab(self, a: Operand, b: Operand) -> Pending:
         """Algorithm 1: for every l, C_ij += A_il B_lj."""
@@ -107,18 +107,18 @@ class Broadcast:
         sums.finish()
         return Pending(c)
 
-    def ab_stand_in(self, a: Tensor, b_columns: int) -> Tensor:
+    def empty_ab_like(self, a: Tensor, b_columns: int) -> Tensor:
         return a.new_empty(()).expand(*a.shape[:-1], b_columns)
 
-    def abt_stand_in(self, a: Tensor, b_rows: int) -> Tensor:
+    def empty_abt_like(self, a: Tensor, b_rows: int) -> Tensor:
         width = b_rows * self.axes.row.size // self.axes.col.size
         return a.new_empty(()).expand(*a.shape[:-1], width)
 
-    def ahead(self, activation: Operand | None, weight: Operand | None) -> None:
+    def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
         pass  # panels are sent when their turn comes
 
 
 class Pipelined(Broadcast):
     """Panel l+1 travels, and the sum of panel l-1 returns, while panel l multiplies."""
 
-    ahead_by = 1
+    in_flight = 1

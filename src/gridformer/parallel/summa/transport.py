@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm import Axes, Axis, Pending
-from gridformer.parallel.ends import LABEL
+from gridformer.parallel.boundary import LABEL
 from gridformer.parallel.summa.operands import OneHot, OneHotOperand, Operand, tensor_of
 from gridformer.parallel.summa.panels import Panel, panels
 
@@ -40,20 +40,20 @@ class Workspace:
 
 
 class PanelTransport:
-    """Broadcasts panels and reduces sums, `ahead_by` of each at a time while one is multiplied.
+    """Broadcasts panels and reduces sums, `in_flight` of each at a time while one is multiplied.
 
-    Each of `ahead_by + 1` panels in flight has its own turn in the workspace.
+    Each of `in_flight + 1` panels in flight has its own turn in the workspace.
     """
 
-    def __init__(self, axes: Axes, ahead_by: int) -> None:
-        self.axes, self.ahead_by = axes, ahead_by
+    def __init__(self, axes: Axes, in_flight: int) -> None:
+        self.axes, self.in_flight = axes, in_flight
         self.workspace = Workspace()
 
     def broadcast(
         self, size: int, along_rows: Operand | None = None, down_columns: Operand | None = None
     ) -> Iterator[Arrived]:
         """The panels of a dimension in order, each when its parts of the operands are here."""
-        turns = self.ahead_by + 1
+        turns = self.in_flight + 1
         coming: deque[Callable[[], Arrived]] = deque()
         for number, panel in enumerate(panels(size, self.axes.row.size, self.axes.col.size)):
             turn = number % turns
@@ -67,7 +67,7 @@ class PanelTransport:
 
     def reduce(self, axis: Axis) -> PanelSums:
         """Sums of a product's panels over an axis."""
-        return PanelSums(axis, self.ahead_by, self.workspace)
+        return PanelSums(axis, self.in_flight, self.workspace)
 
     def _send_columns(self, a: Operand, panel: Panel, turn: int) -> Pending | OneHot:
         """Columns of an activation, from their owner to the other devices of its row."""
@@ -94,28 +94,28 @@ class PanelTransport:
         return self._start_broadcast(part, axis, panel.row)
 
     def _start_broadcast(self, part: Tensor, axis: Axis, root: int) -> Pending:
-        if self.ahead_by:
+        if self.in_flight:
             return comm.start_broadcast(part, axis, root, LABEL)
         return Pending(comm.broadcast(part, axis, root, LABEL))
 
 
 class PanelSums:
-    """Sums over an axis, each kept by its owner; `ahead_by` of them may be on their way."""
+    """Sums over an axis, each kept by its owner; `in_flight` of them may be on their way."""
 
-    def __init__(self, axis: Axis, ahead_by: int, workspace: Workspace) -> None:
-        self.axis, self.ahead_by, self.workspace = axis, ahead_by, workspace
+    def __init__(self, axis: Axis, in_flight: int, workspace: Workspace) -> None:
+        self.axis, self.in_flight, self.workspace = axis, in_flight, workspace
         self._number = 0
         self._coming: deque[Callable[[], None]] = deque()
 
     def room(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Where the terms of the next sum are put."""
-        turn = self._number % (self.ahead_by + 1)
+        turn = self._number % (self.in_flight + 1)
         self._number += 1
         return self.workspace.take(f"sum {turn}", shape, like)
 
     def start(self, terms: Tensor, owner: int, place: Tensor) -> None:
         """Add up every rank's `terms`; on the owner the sum goes to `place`."""
-        if self.ahead_by:
+        if self.in_flight:
             pending = comm.start_reduce(terms, self.axis, owner, LABEL)
         else:
             pending = Pending(comm.reduce(terms, self.axis, owner, LABEL))
@@ -126,7 +126,7 @@ class PanelSums:
                 place.copy_(total)
 
         self._coming.append(land)
-        while len(self._coming) > self.ahead_by:
+        while len(self._coming) > self.in_flight:
             self._coming.popleft()()
 
     def finish(self) -> None:

@@ -19,7 +19,7 @@ LABEL = "kept"
 
 
 @dataclass(frozen=True)
-class OverAxis:
+class PartitionedActivations:
     """All devices of an axis have x: each keeps an equal part, and all gather it (Megatron)."""
 
     axis: Axis
@@ -33,7 +33,7 @@ class OverAxis:
 
 
 @dataclass(frozen=True)
-class FromFirst:
+class PartitionedFromFirst:
     """The first device of an axis has x: it gives each an equal part, and gets them back (cSub).
 
     On the others x is on the meta device. device: where their parts are.

@@ -30,7 +30,7 @@ from gridformer.parallel.registry import spec_of
 LABEL = "pipeline"
 
 
-class Border:
+class StageIO:
     """The borders between a model's stages, as one device sees them."""
 
     def __init__(self, model: Model, layout: LayoutConfig, axes: Axes) -> None:
