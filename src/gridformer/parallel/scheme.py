@@ -57,8 +57,8 @@ class ModuleTable:
     roles: a function of the plain module which returns what takes its place, or None where it
         stays, perhaps changed. Roles without an entry stay as they are.
     rest: where every parameter lies that no role has placed; None leaves them to be whole.
-    partition: how devices share the inputs of blocks that are recomputed, where each would hold them
-        whole. stops_early: see `gridformer.models.blocks.Recompute`.
+    partition: how devices share the inputs of blocks that are recomputed, where each would hold
+        them whole. stops_early: see `gridformer.models.blocks.Recompute`.
     """
 
     roles: Mapping[str, Callable[[Any], nn.Module | None]]
