@@ -9,13 +9,15 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.comm import Axis, Pending
+from gridformer.comm import Axis, Pending, collectives
 from gridformer.config import LayoutConfig
 from gridformer.parallel.gradients import _checksum
 from tests.choosing import full_unless
@@ -61,7 +63,7 @@ def everyones(n: int, make: Callable[..., Tensor], *shape: int) -> list[Tensor]:
 Collective = tuple[str, Callable[[], Tensor | Pending], Tensor]
 
 
-def collectives(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
+def of_any_tensor(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
     """Every collective of one tensor that lies anyhow, and what it is to give here."""
     here, n, mine = axis.index, axis.size, xs[axis.index]
     total = torch.stack(xs).sum(0)
@@ -85,7 +87,7 @@ def collectives(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
         yield f"sum of parts {dim}", summed, block
 
 
-def contiguous_collectives(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
+def of_contiguous_ones(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
     """Those in place, which ask for contiguous memory."""
     mine, total = xs[axis.index], torch.stack(xs).sum(0)
     for root in range(axis.size):
@@ -104,7 +106,7 @@ def _forgotten(reduce: Callable[..., Tensor | Pending], *args: Any) -> Tensor:
     return (out.wait() if isinstance(out, Pending) else out).to("meta")
 
 
-def with_pieces(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
+def of_pieces(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
     """Collectives whose messages differ: pieces of each rank's tensor, of unequal width."""
     here, n = axis.index, axis.size
 
@@ -145,12 +147,12 @@ def with_pieces(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
 def all_collectives() -> int:
     """Each with its result; how many they were."""
     n_done = 0
-    axis = grid_axes(1, torch.distributed.get_world_size()).col
+    axis = grid_axes(1, dist.get_world_size()).col
     for make, shape in itertools.product(LIES, shapes(axis.size)):
         xs = everyones(axis.size, make, *shape)
-        found = [*collectives(axis, xs), *with_pieces(axis, xs)]
+        found = [*of_any_tensor(axis, xs), *of_pieces(axis, xs)]
         if make is contiguous:
-            found += contiguous_collectives(axis, xs)
+            found += of_contiguous_ones(axis, xs)
         for name, collective, want in found:
             case = f"{name} of {make.__name__} {shape}"
             try:
@@ -171,12 +173,34 @@ def test_a_collective_serves_any_tensor(pool: WorkerPool, n: int, way: str) -> N
     assert min(done) > 500
 
 
+def called(function: Callable[[], None]) -> tuple[bool, bool, bool]:
+    """Whether a function calls torch's all-gather, its reduce-scatter, and its all-to-all."""
+    with (
+        patch.object(collectives, "_all_gather", wraps=collectives._all_gather) as gathered,
+        patch.object(collectives, "_reduce_scatter", wraps=collectives._reduce_scatter) as cut,
+        patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged,
+    ):
+        function()
+    return gathered.called, cut.called, exchanged.called
+
+
+def one_of_each() -> None:
+    axis, x = grid_axes(1, 2).col, contiguous(4, 4)
+    comm.all_gather(x, axis, 0)
+    comm.reduce_scatter(x, axis, 0)
+
+
+def test_the_two_ways_differ(pool: WorkerPool) -> None:
+    assert pool.run(2, on_nccl, called, one_of_each) == [(True, True, False)] * 2
+    assert pool.run(2, called, one_of_each) == [(False, False, True)] * 2
+
+
 def started_at_once() -> None:
     """Several collectives under way together, waited for in another order."""
-    axis = grid_axes(1, torch.distributed.get_world_size()).col
+    axis = grid_axes(1, dist.get_world_size()).col
     xs = everyones(axis.size, transposed, 6, 6)
     under_way = []
-    for name, collective, want in collectives(axis, xs):
+    for name, collective, want in of_any_tensor(axis, xs):
         if name.startswith(("start", "sum")) or name.endswith("True"):
             under_way.append((name, collective(), want))
     assert len(under_way) > 8

@@ -26,6 +26,7 @@ from gridformer.parallel.norms import GridLayerNorm
 from tests.choosing import full_unless
 from tests.multirank.collective_cases import COL, EACH, ROW, CaseMaker, collectives_of
 from tests.multirank.cutting import Case, Dims, check, cut, grid_axes, join
+from tests.multirank.nccl_path import on_nccl
 from tests.multirank.pool import WorkerPool
 
 GRIDS = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 4)]
@@ -391,3 +392,41 @@ def test_gradients_equal_finite_differences(
 ) -> None:
     grid, name = case
     pool.run(math.prod(grid), check_on_rank, grid, name)
+
+
+# --------------------------------------------------------------------------- as over NCCL
+
+
+def makers_on_nccl(rows: int, cols: int) -> dict[str, CaseMaker]:
+    found = {**products_of(rows, cols), **collectives_of(rows, cols)}
+    return found | (sections() if rows == 1 else {})
+
+
+GRIDS_ON_NCCL = [(2, 1), (1, 2), (2, 2), (2, 3)]
+QUICK_ON_NCCL = {
+    "product_ab-gather-bias",
+    "product_abt-gather-keep_weight-bias",
+    "product_atb-gather",
+    "product_atb-gather-parts",
+    "lookup-output_stays-gather",
+    "lookup-input_stays-gather",
+    "normed_ab-gather-keep_all",
+}
+ON_NCCL = [(grid, name) for grid in GRIDS_ON_NCCL for name in makers_on_nccl(*grid)]
+
+
+def check_on_rank_on_nccl(grid: tuple[int, int], name: str) -> None:
+    on_nccl(check, makers_on_nccl(*grid)[name](grid_axes(*grid)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    full_unless(lambda case: case[1] in QUICK_ON_NCCL, ON_NCCL),
+    ids=[f"{r}x{c}-{name}" for (r, c), name in ON_NCCL],
+)
+def test_gradients_over_nccl_equal_finite_differences(
+    pool: WorkerPool, case: tuple[tuple[int, int], str]
+) -> None:
+    """Whole operands and sums come another way there (tests/multirank/nccl_path.py)."""
+    grid, name = case
+    pool.run(math.prod(grid), check_on_rank_on_nccl, grid, name)

@@ -21,6 +21,7 @@ from gridformer.errors import ConfigError
 from tests.choosing import full_unless
 from tests.multirank.exactness import TOLERANCE, compare, tiny
 from tests.multirank.matrix import CELLS, Cell, quick, remember, write
+from tests.multirank.nccl_path import on_nccl
 from tests.multirank.pool import WorkerPool
 from tests.multirank.test_branches import compare as compare_network
 from tests.multirank.test_exactness import TRAIN
@@ -28,6 +29,17 @@ from tests.multirank.test_exactness import TRAIN
 STEPS = 5  # of the table; without one fewer
 SETTINGS: dict[str, Any] = {**TRAIN, "global_batch": 32, "dtype": "float64"}
 QUICK = quick()
+# Also as over NCCL: every value of every dimension.
+QUICK_ON_NCCL = {
+    Cell("GPT-2", "Optimus", 1, "none", True),
+    Cell("T5", "Optimus", 2, "none", False),
+    Cell("BERT", "Optimus", 1, "fsdp", True),
+    Cell("Transformer", "Megatron, sequence parallel", 1, "zero1", True),
+    Cell("GPT-2", "Megatron", 4, "none", False),
+    Cell("BERT", "D&SP", 2, "replicate", False),
+    Cell("T5", "D&SP-cSub", 1, "fsdp", True),
+    Cell("Transformer", "single", 4, "none", True),
+}
 
 
 def n_of(cell: Cell) -> int:
@@ -91,15 +103,30 @@ def test_equals_one_device(
     if why:
         assert ": use " in why, "a refusal says what to use instead"
         return
-    worst, steps = 0.0, STEPS if request.config.getoption("--exactness-table") else 3
-    for rank, one in enumerate(
-        pool.run(n_of(cell), compare, cell.layout, cell.config, SETTINGS, steps)
-    ):
+    steps = STEPS if request.config.getoption("--exactness-table") else 3
+    found[cell] = worst_of(pool.run(n_of(cell), compare, cell.layout, cell.config, SETTINGS, steps))
+
+
+def worst_of(ranks: list[dict[str, float]]) -> float:
+    """The largest difference on any rank, all of which must be small."""
+    for rank, one in enumerate(ranks):
         assert one["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
         wrong = {k: v for k, v in one.items() if not v <= TOLERANCE["float64"]}
         assert not wrong, f"rank {rank}: {wrong}"
-        worst = max(worst, *one.values())
-    found[cell] = worst
+    return max(value for one in ranks for value in one.values())
+
+
+@pytest.mark.parametrize(
+    "cell",
+    full_unless(
+        lambda cell: cell in QUICK_ON_NCCL,
+        [cell for cell in sorted(CELLS, key=n_of) if n_of(cell) > 1 and not refusal(cell)],
+    ),
+    ids=lambda cell: cell.title,
+)
+def test_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
+    """What differs there is run over gloo, see tests/multirank/nccl_path.py."""
+    worst_of(pool.run(n_of(cell), on_nccl, compare, cell.layout, cell.config, SETTINGS, 3))
 
 
 RESNEXT: dict[str, tuple[int, dict[str, Any]]] = {
@@ -121,6 +148,11 @@ def test_a_resnext_equals_one_device(
         worst = max(worst, *one.values())
     assert worst < TOLERANCE["float64"]
     found[name] = worst
+
+
+def test_quick_cells_over_nccl_show_every_value() -> None:
+    for i in range(len(Cell._fields)):
+        assert {cell[i] for cell in QUICK_ON_NCCL} == {cell[i] for cell in CELLS}
 
 
 def test_quick_cells_show_every_two_values_together() -> None:
