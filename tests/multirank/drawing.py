@@ -1,18 +1,20 @@
 """Random valid runs, drawn from the schema of a run's own settings.
 
 Every setting is drawn by its type: a choice of its words, on or off, a number. So an option that
-is added to the schema is drawn from then on, without a change here. What `gridformer.layout.check`
-or the schema refuses is mended: by one of the values that the refusal offers, or by drawing one
-of the settings again that the refusal names. Each setting has random numbers of its own, so that
-a new one does not change what is drawn for the others.
+is added to the schema is drawn from then on, without a change here. What `gridformer.layout`
+or the schema refuses is mended: by a change that the broken rule proposes, or by drawing one of the
+settings again that the refusal names. Each setting has random numbers of its own, so that a new one
+does not change what is drawn for the others.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -21,8 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from gridformer.config import Config, DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from gridformer.errors import ConfigError
-from gridformer.layout import check
+from gridformer.layout import broken_rules
 
 Sections = dict[str, dict[str, Any]]
 SECTIONS: dict[str, type[Config]] = {
@@ -135,26 +136,27 @@ class Chooser:
     def draw(self, key: str) -> Any:
         return self.stream(key).choice(values_of(key, self.keys[key]))
 
-    def mend(self, problem: str, section: str) -> tuple[str, Any] | None:
-        """One changed setting (of None: left out) that may solve a problem of a section's."""
-        named = [found if "." in found else f"{section}.{found}" for found in _words(problem)]
-        named = [key for key in named if key in self.keys and key not in self.held]
-        chooser = self.stream("mending")
-        if ": leave it out" in problem and named:
-            return named[0], None
-        if chooser.random() < 0.5:
-            offered = [
-                (key, value)
-                for offer in _offers(problem)
-                for key, value in offer.items()
-                if key in self.keys and key not in self.held and len(offer) == 1
-            ]
-            if offered:
-                return chooser.choice(offered)
-        if not named:
+    def mend(self, sections: Sections) -> bool | None:
+        """Change settings so that one reason less may stand against a run. None: there is none;
+        False: none can be changed."""
+        against = refusals(sections)
+        if not against:
             return None
-        key = chooser.choice(named)
-        return key, self.draw(key)
+        chooser = self.stream("mending")
+        refusal = chooser.choice(against)
+        changes = [*itertools.islice(refusal.changes, 8)]
+        changes = [each for each in changes if all(self._may_change(key) for key in each)]
+        if changes and chooser.random() < 0.5:
+            _set(sections, chooser.choice(changes))
+            return True
+        named = [key for key in refusal.keys if self._may_change(key)]
+        if named:
+            key = chooser.choice(named)
+            _set(sections, {key: self.draw(key)})
+        return bool(named)
+
+    def _may_change(self, key: str) -> bool:
+        return key in self.keys and key not in self.held
 
 
 def values_of(key: str, field: FieldInfo) -> tuple[Any, ...]:
@@ -203,19 +205,11 @@ def draw_run(
 def _mended(sections: Sections, chooser: Chooser) -> RunConfig | None:
     """The run that sections describe once they are changed so that it is valid, if it can be."""
     for _ in range(40):
-        problems = problems_of(sections)
-        if not problems:
+        changed = chooser.mend(sections)
+        if changed is None:
             return run_of(sections)
-        section, problem = chooser.stream("mending").choice(problems)
-        change = chooser.mend(problem, section)
-        if change is None:
+        if not changed:
             return None
-        key, value = change
-        of, name = key.split(".")
-        if value is None:
-            sections[of].pop(name, None)
-        else:
-            sections[of][name] = _parsed(value)
     return None
 
 
@@ -228,60 +222,54 @@ def run_of(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     return RunConfig.model_validate({"name": "fuzz", **filled})
 
 
-def problems_of(sections: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Why that is no valid run: sections, and sentences of theirs."""
+@dataclass(frozen=True)
+class Refusal:
+    """Why a run is refused: the settings that the sentence names, and changes that may mend it."""
+
+    keys: list[str]
+    changes: Iterable[Mapping[str, Any]] = ()
+
+
+def refusals(sections: Mapping[str, Mapping[str, Any]]) -> list[Refusal]:
+    """All reasons against a run; none if it is valid."""
     try:
         run = run_of(sections)
     except ValidationError as error:
-        return [
-            (str((*each["loc"], "model")[0]), f"{'.'.join(map(str, each['loc']))}: {part}")
-            for each in error.errors()
-            for part in each["msg"].split("; ")
-        ]
-    try:
-        check(run)
-    except ConfigError as error:
-        return [("layout", problem) for problem in error.problems]
-    return []
+        return [_of_schema([*map(str, each["loc"])], each["msg"]) for each in error.errors()]
+    return [
+        Refusal(_settings_in(broken.text), (each for way in broken.ways for each in way.changes()))
+        for broken in broken_rules(run)
+    ]
 
 
-def _words(problem: str) -> list[str]:
-    """All that may be the name of a setting, in order."""
-    return re.findall(r"[a-z_]+[a-z0-9_]*(?:\.[a-z_]+[a-z0-9_]*)?", problem)
+def _of_schema(where: list[str], message: str) -> Refusal:
+    """What a section says of its own settings, or the run of several sections'."""
+    section = where[0] if where else ""
+    keys = [".".join(where), *_settings_in(message, section)]
+    alone = re.findall(r"([a-z_]+)=[^;]*: leave it out", message)
+    return Refusal([*filter(_is_setting, keys)], [{f"{section}.{key}": None} for key in alone])
 
 
-def _offers(problem: str) -> list[dict[str, str]]:
-    """Every alternative of a sentence that ends in `use a=1 and b=2, or c=3, 4 or 5`."""
-    remedies = re.split(r"[:;] use ", problem)
-    if len(remedies) < 2:
-        return []
-    remedy = re.sub(r" \(.*?\)", "", remedies[1])
-    found: list[dict[str, str]] = []
-    for alternative in re.split(r",? or (?=[a-z_.]+=)", remedy):
-        pairs = [part.split("=") for part in alternative.split(" and ")]
-        if any(len(pair) != 2 for pair in pairs):
-            return []  # a sentence of another form
-        keys = [key if "." in key else f"layout.{key}" for key, _ in pairs]
-        if len(pairs) == 1:
-            values = [v for v in re.split(r", | or ", pairs[0][1]) if v != "..."]
-            found += [{keys[0]: value} for value in values]
+def _settings_in(sentence: str, section: str = "") -> list[str]:
+    """Those that a sentence names, with their section or as `section`'s."""
+    words = re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)?", sentence)
+    keys = [word if "." in word else f"{section}.{word}" for word in words]
+    return [key for key in keys if _is_setting(key)]
+
+
+def _is_setting(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return section in SECTIONS and name in SECTIONS[section].model_fields
+
+
+def _set(sections: Sections, changes: Mapping[str, Any]) -> None:
+    """Change settings; None leaves one out."""
+    for key, value in changes.items():
+        section, name = key.split(".")
+        if value is None:
+            sections[section].pop(name, None)
         else:
-            found.append(dict(zip(keys, (value for _, value in pairs))))
-    return found
-
-
-def _parsed(value: Any) -> Any:
-    """Of a word in a sentence: the number that it is, if it is one."""
-    if not isinstance(value, str):
-        return value
-    if re.fullmatch(r"-?\d+", value):
-        return int(value)
-    if value in ("true", "false"):
-        return value == "true"
-    try:
-        return float(value)
-    except ValueError:
-        return value
+            sections[section][name] = value
 
 
 def shortened(sections: Mapping[str, Mapping[str, Any]]) -> Sections:

@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gridformer.parallel.registry import describe
-from tests.multirank.drawing import Sections, problems_of
+from tests.multirank.drawing import Sections, refusals
 from tests.multirank.fuzz_case import Case, case_of
 from tests.multirank.fuzz_ranks import LIMIT, Found, train
 from tests.multirank.pool import RankFailed, WorkerPool
@@ -80,7 +80,7 @@ def shrunk(pool: WorkerPool, case: Case, kind: str) -> Case:
 
     def still(smaller: Case) -> bool:
         try:
-            if any(problems_of(sections) for sections in (smaller.run, smaller.after)):
+            if any(refusals(sections) for sections in (smaller.run, smaller.after)):
                 return False
             with tempfile.TemporaryDirectory() as folder:
                 check_case(pool, smaller, Path(folder))
