@@ -21,6 +21,7 @@ help:
 
 demo: $(VENV)/.ready
 	@$(BIN)/gridformer demo --out $(RUN)
+	@echo 'To type `gridformer` as it is, in this shell: source $(BIN)/activate'
 
 test: $(VENV)/.ready lint
 	$(BIN)/python -m pytest $(TWO)

@@ -85,3 +85,23 @@ def test_from_the_command_line(command: str, score: str, enough: tuple[float, fl
     found = re.search(score, done.stdout)
     assert found, done.stdout
     assert enough[0] <= float(found[1]) <= enough[1]
+
+
+def test_the_script_of_the_how_to_is_complete(tmp_path: Path) -> None:
+    """Saved as it stands and run, on the processes that it says and on one: the same losses."""
+    text = (ROOT / "docs" / "how-to-branches.md").read_text(encoding="utf-8")
+    (script,) = (s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "launch(" in s)
+    found = []
+    for name, source in (
+        ("many.py", script),
+        ("one.py", script.replace("PROCESSES = 4", "PROCESSES = 1")),
+    ):
+        (tmp_path / name).write_text(source, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, tmp_path / name], capture_output=True, text=True, timeout=200
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        found.append([float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)])
+        assert f"{'2 sub-grids' if name == 'many.py' else '1 sub-grid'}\n" in done.stdout
+    assert found[0] == pytest.approx(found[1], abs=0.01)
+    assert found[0][-1] < found[0][0]

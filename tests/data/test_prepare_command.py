@@ -1,6 +1,7 @@
 """`gridformer prepare` as it is typed."""
 
 import json
+import shlex
 import shutil
 import sysconfig
 from pathlib import Path
@@ -45,7 +46,9 @@ def test_summary(corpus: Path, tmp_path: Path) -> None:
     assert f"{index.train.tokens:,} train, {index.val.tokens:,} val" in output
     assert "280 (byte-level BPE" in output
     assert "1 files with NUL bytes" in output
-    assert output.rstrip().endswith(f"data.path={out}")
+    command = output.rstrip().splitlines()[-1].removeprefix("next: ")
+    words = ["gridformer", "train", "demo", f"data.path={out}", "--out", "runs/[tokens]"]
+    assert shlex.split(command) == words, "brackets are quoted"
     assert index.train.documents + index.val.documents == 40
 
 
@@ -135,7 +138,7 @@ def test_labels(tmp_path: Path) -> None:
             (tmp_path / "in" / label / f"{number}.txt").write_text(f"{label} {number}")
     output = run(tmp_path / "in", "--out", tmp_path / "t", "--labels-from-folders")
     assert "2: bad, good" in output
-    assert output.rstrip().endswith(f"data.path={tmp_path / 't'} model.n_labels=2")
+    assert output.rstrip().endswith(f"data.path={tmp_path / 't'} model.n_labels=2 --out runs/t")
     records = [{"text": f"text {i}", "kind": i % 3} for i in range(30)]
     (tmp_path / "l.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     output = run(tmp_path / "l.jsonl", "--out", tmp_path / "u", "--label-key", "kind")

@@ -26,6 +26,12 @@ from tests.multirank.test_memory import a_run
 WIDE = {"hidden_size": 96, "n_layers": 4}
 
 
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found must not depend on how fast the machine is."""
+    monkeypatch.setattr(fits, "SEARCH_S", 1e6)
+
+
 def peak(run: RunConfig) -> int:
     return foretell_rank(run, 0).peak
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -196,13 +197,13 @@ def _summarise(folder: TokenFolder, out: Path, console: Console) -> None:
 
 def _next(folder: TokenFolder, out: Path) -> str:
     """A command that trains on the folder."""
-    command = f"gridformer train configs/runs/demo.yaml data.path={out}"
+    words = ["gridformer", "train", "translate" if folder.kind == "pairs" else "demo"]
+    words.append(f"data.path={out}")
     if folder.kind == "labelled":
-        return f"{command} model.n_labels={len(folder.index.labels)}"
-    if folder.kind == "pairs":
-        values = " ".join(f"{key}={n}" for key, n in _usual_lengths(folder).items())
-        return f"gridformer train configs/runs/translate.yaml data.path={out} {values}"
-    return command
+        words.append(f"model.n_labels={len(folder.index.labels)}")
+    words += [f"{key}={n}" for key, n in _usual_lengths(folder).items()]
+    # A run directory of its own: the one of the run file may hold a model of other data.
+    return shlex.join([*words, "--out", f"runs/{out.resolve().name}"])
 
 
 def _usual_lengths(folder: TokenFolder) -> dict[str, int]:
