@@ -105,7 +105,9 @@ def pair(dtype: torch.dtype, **changes: Any) -> tuple[BERT, Any]:
 
 @DTYPES
 @pytest.mark.parametrize(
-    "changes", [{}, {"n_heads": 1}, {"ffn_size": 80}, {"n_layers": 1}], ids=str
+    "changes",
+    [{}, {"n_heads": 1}, {"ffn_size": 80}, {"n_layers": 1}, {"norm_eps": 0.1}],
+    ids=str,
 )
 def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     """Of words, and of the pair of sentences; with padding, and sentence B of any length."""

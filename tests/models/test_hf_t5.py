@@ -111,6 +111,7 @@ def pair(dtype: torch.dtype, **changes: Any) -> tuple[T5, Any]:
         {"head_dim": 16},
         {"ffn_size": 80},
         {"relative_buckets": 8, "relative_max_distance": 20},
+        {"norm_eps": 0.1},
     ],
     ids=str,
 )

@@ -87,9 +87,10 @@ def torchs(ours: Transformer) -> nn.Transformer:
     return theirs.eval()
 
 
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
 @pytest.mark.parametrize("position", ["post", "pre"])
-def test_logits(position: str) -> None:
-    ours = model_of(norm_position=position)
+def test_logits(position: str, eps: float) -> None:
+    ours = model_of(norm_position=position, norm_eps=eps)
     theirs = torchs(ours)
     source, tokens = tokens_of(V, 3, 20), tokens_of(V, 3, 11, seed=2)
     valid = lengths_mask([20, 7, 1], 20)

@@ -1,0 +1,107 @@
+"""The classification branch and padding, against Hugging Face's hidden states and plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gridformer.models import Model
+from gridformer.models.blocks import IGNORE
+from tests.models import test_hf, test_hf_bert
+from tests.models.hf import assert_close, lengths_mask, plain, randomise, tokens_of
+
+N_LABELS = 5
+S = 12
+
+
+def labelled(family: str) -> tuple[Model, Any]:
+    """Ours with a branch of labels, its weights random; theirs, which has none."""
+    pair = test_hf.pair if family == "gpt2" else test_hf_bert.pair
+    changes = {} if family == "gpt2" else {"sentence_pair": False}
+    _, theirs = pair(torch.float64, max_seq_len=S, n_layers=2)
+    module: Any = test_hf if family == "gpt2" else test_hf_bert
+    values = {"max_seq_len": S, "n_layers": 2, "n_labels": N_LABELS, "vocab_size": 211, **changes}
+    base = {"hidden_size": 48, "n_heads": 4} if family == "gpt2" else {}
+    config = (
+        test_hf_bert.config_of(**values)
+        if family == "bert"
+        else test_hf.ModelConfig(**{**base, **values})
+    )
+    state = module.from_hugging_face(theirs.state_dict(), config)
+    branch = randomise(torch.nn.ModuleDict({"pooler": torch.nn.Linear(48, 48)}), torch.float64)
+    labels = randomise(torch.nn.Linear(48, N_LABELS), torch.float64)
+    state = {name: value for name, value in state.items() if not name.startswith("pair.")}
+    state |= {
+        "classifier.pooler.weight": branch["pooler"].weight.detach().t(),
+        "classifier.pooler.bias": branch["pooler"].bias.detach(),
+        "classifier.labels.weight": labels.weight.detach().t(),
+        "classifier.labels.bias": labels.bias.detach(),
+    }
+    return plain(config, torch.float64, state), theirs
+
+
+def hidden_of(theirs: Any, tokens: Tensor, valid: Tensor) -> Tensor:
+    """Theirs, behind the last norm."""
+    base = theirs.transformer if hasattr(theirs, "transformer") else theirs.bert
+    hidden: Tensor = base(tokens, attention_mask=valid.long()).last_hidden_state
+    return hidden
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_a_chosen_token_of_a_padded_document_is_classified(family: str) -> None:
+    """Words' logits where text is real: no padding is seen and, by GPT-2, nothing that comes later.
+    Labels: the hidden vector at `at`, a product, tanh, another product."""
+    ours, theirs = labelled(family)
+    tokens, valid = tokens_of(211, 4, S), lengths_mask([12, 7, 1, 5], S)
+    at = torch.tensor([11, 3, 0, 4])
+    branch: Any = ours.classifier
+    with torch.no_grad():
+        got = ours.outputs({"tokens": tokens, "valid": valid, "at": at})
+        hidden = hidden_of(theirs, tokens, valid)
+        out = theirs(tokens, attention_mask=valid.long())
+        words = out.logits if family == "gpt2" else out.prediction_logits
+        assert_close(got["tokens"][valid], words[valid])
+        chosen = torch.stack([hidden[row, place] for row, place in enumerate(at.tolist())])
+        pooled = torch.tanh(chosen @ branch.pooler.weight + branch.pooler.bias)
+        assert_close(got["labels"], pooled @ branch.labels.weight + branch.labels.bias)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_losses_of_labels_and_words_are_sums_over_those_that_count(family: str) -> None:
+    ours, _ = labelled(family)
+    tokens, valid = tokens_of(211, 4, S), lengths_mask([12, 7, 1, 5], S)
+    batch = {
+        "tokens": tokens,
+        "valid": valid,
+        "targets": tokens_of(211, 4, S, seed=2).masked_fill(~valid, IGNORE),
+        "at": torch.tensor([11, 3, 0, 4]),
+        "labels": torch.tensor([0, 4, IGNORE, 2]),
+    }
+    with torch.no_grad():
+        logits, losses = ours.outputs(batch), ours.losses(batch)
+        for name, key in (("tokens", "targets"), ("labels", "labels")):
+            rows, wanted = logits[name].flatten(0, -2), batch[key].flatten()
+            each = [
+                -row.log_softmax(-1)[want]
+                for row, want in zip(rows, wanted.tolist())
+                if want != IGNORE
+            ]
+            assert_close(losses[name], torch.stack(each).sum())
+            assert int(ours.counts(batch)[name]) == len(each)
+    assert int(ours.n_tokens(batch)) == 12 + 7 + 1 + 5
+
+
+def test_smoothing_and_labels_do_not_mix() -> None:
+    """The share of label smoothing is of words; a branch's labels are taken as they are."""
+    ours, _ = labelled("gpt2")
+    ours.loss.smoothing = 0.1
+    batch = {"tokens": tokens_of(211, 2, S), "at": torch.tensor([3, 11])}
+    batch["labels"], batch["targets"] = torch.tensor([1, 3]), tokens_of(211, 2, S, seed=2)
+    with torch.no_grad():
+        logits, losses = ours.outputs(batch), ours.train().losses(batch)
+    want = F.cross_entropy(logits["labels"], batch["labels"], reduction="sum")
+    assert_close(losses["labels"], want)
