@@ -28,7 +28,7 @@ def layouts(
     ] = 0,
     scheme: Annotated[
         list[str] | None,
-        typer.Option("--scheme", help="single, megatron, optimus or subgraph; repeatable."),
+        typer.Option("--scheme", help="single, megatron, optimus, ...; repeatable."),
     ] = None,
 ) -> None:
     """List all layouts of a model on a number of processes; of those that do not work, say why.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gridformer.config import RunConfig
+from gridformer.decisions import Decisions, decide_run
 from gridformer.hardware import GIB, free_memory
 from gridformer.launch import joined
 from gridformer.layout import broken_rules
@@ -53,10 +54,11 @@ def room_of(run: RunConfig) -> Room | None:
     return Room(share, f"{in_gib(share)} each are left, with {in_gib(free)} free here and {own}")
 
 
-def fit_problems(run: RunConfig) -> list[str]:
+def fit_problems(run: RunConfig, decisions: Decisions | None = None) -> list[str]:
     """Why a checked run cannot fit on this machine, with settings that do; mostly none.
 
     The account is only taken where a bound that costs nothing does not already say that it fits.
+    decisions: what `decide_run` said of the run; it is asked if they are not given.
     """
     place = joined()
     if place and place.local_rank > 0:  # the first process of a machine speaks for all of them
@@ -64,7 +66,9 @@ def fit_problems(run: RunConfig) -> list[str]:
     room = room_of(run)
     if room is None or at_most(run) <= room.n_bytes:
         return []
-    worst = max(foretell(run, [*largest_ranks(run)]), key=lambda account: account.peak)
+    decisions = decisions or decide_run(run)
+    accounts = foretell(run, [*largest_ranks(run, decisions)], decisions)
+    worst = max(accounts, key=lambda account: account.peak)
     if worst.peak <= room.n_bytes:
         return []
     return [refusal(run, worst, room)]
@@ -105,10 +109,12 @@ def nearest(run: RunConfig, worst: Account, n_bytes: int, at_most: int = 3) -> l
         other = changed(run, changes)
         if other is None:
             return None
-        found = foretell(other, [worst.rank])[0].peak
+        decisions = decide_run(other)
+        found = foretell(other, [worst.rank], decisions)[0].peak
         if found > n_bytes or run.layout.pp == 1:
             return found
-        return max(account.peak for account in foretell(other, [*largest_ranks(other)]))
+        ranks = [*largest_ranks(other, decisions)]
+        return max(account.peak for account in foretell(other, ranks, decisions))
 
     parameters = worst.by_kind.get("parameters", 0)
     if run.layout.dp_mode != "fsdp" and parameters / run.layout.dp > n_bytes:
