@@ -85,6 +85,7 @@ def schemes(processes: int) -> dict[str, LayoutConfig]:
     found = {
         "megatron": megatron,
         "megatron, sequence parallel": {**megatron, "sequence_parallel": True},
+        "megatron 2-D": {**grid, "scheme": "megatron_2d"},
         "optimus, auto": grid,
         "optimus, pipelined": {**grid, "schedule": "pipelined"},
         "optimus, broadcast (the paper's)": {**grid, "schedule": "broadcast"},

@@ -14,6 +14,7 @@ from gridformer.memory.account import Account
 from gridformer.memory.foretell import foretell_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
+from gridformer.parallel.registry import spec_of
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
     """Peaks rise by the same with every unit, once activations count: so a few are enough."""
     scaling = SCALINGS[scaling_name]
     layout = schemes(processes)[title]
-    spread = layout.branches if layout.common == "all" else 1
-    unit = layout.rows if layout.scheme == "optimus" else spread
+    axis = spec_of(layout).samples_over(layout)
+    unit = getattr(layout, axis) if axis else 1
     found: dict[int, Account] = {}
 
     def peak(units: int) -> int:

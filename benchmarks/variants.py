@@ -29,6 +29,7 @@ from gridformer.parallel.choices import Work
 from gridformer.parallel.gradients import reduce_gradients
 from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.placement import shard_of
+from gridformer.parallel.registry import spec_of
 from gridformer.parallel.rules import decide
 
 CPU = torch.device("cpu")
@@ -193,18 +194,18 @@ class GridformerVariant(Variant):
     parts: int = 1  # in which activations are gathered: these sizes have too few to be cut up
 
     def obstacles(self, size: Size) -> list[str]:
-        layout = self.layout
+        layout, spec = self.layout, spec_of(self.layout)
         return indivisible(
             size,
             layout.rows,
             layout.cols,
-            cuts_hidden=layout.scheme == "optimus",
-            cuts_sequence=layout.sequence_parallel,
+            cuts_hidden="rows" in spec.axes,
+            cuts_sequence=spec.boundary(layout).lies == "s",
         )
 
     def volume(self, size: Size, recompute: bool) -> traffic.Volume:
         rows, cols = self.layout.rows, self.layout.cols
-        if self.layout.scheme == "optimus":
+        if "rows" in spec_of(self.layout).axes:
             output_stays = self.layout.stationary == "output"
             return traffic.two_dimensional(size, rows, cols, recompute, output_stays)
         return traffic.one_dimensional(size, cols, recompute)
@@ -238,12 +239,9 @@ class GridformerVariant(Variant):
                     yield name, grad, shard.block_of(whole[name], grad.shape)
 
         def cut(x_BSH: Tensor) -> Tensor:
-            if layout.scheme == "optimus":
-                x_BSH = x_BSH.chunk(axes.row.size)[axes.row.index]
-                return x_BSH.chunk(axes.col.size, -1)[axes.col.index]
-            if layout.sequence_parallel:
-                return x_BSH.chunk(axes.col.size, 1)[axes.col.index]
-            return x_BSH
+            x_BSH = x_BSH.chunk(axes.row.size)[axes.row.index]
+            dim = {"s": 1, "h": 2}.get(spec_of(layout).boundary(layout).lies)
+            return x_BSH if dim is None else x_BSH.chunk(axes.col.size, dim)[axes.col.index]
 
         return Built(
             stack=stack,
@@ -283,6 +281,11 @@ def gridformer_variants(processes: int) -> list[Variant]:
             "megatron-sp",
             f"megatron {line}, sequence parallel",
             LayoutConfig(scheme="megatron", cols=processes, sequence_parallel=True),
+        ),
+        GridformerVariant(
+            "megatron-2d",
+            f"megatron 2-D {grid}",
+            LayoutConfig(scheme="megatron_2d", rows=side, cols=side),
         ),
         # The paper's algorithm and its overlapped form: the output of each product stays.
         two_d("broadcast", "broadcast", schedule="broadcast", stationary="output", **none),

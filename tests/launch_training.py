@@ -16,6 +16,7 @@ from gridformer.config import (
     TrainConfig,
     shipped_model,
 )
+from gridformer.decisions import decide_run
 from gridformer.launch import World
 from gridformer.train import runner
 from gridformer.train.plan import Plan
@@ -53,4 +54,4 @@ def one_fails_in_training(folder: Path, n: int) -> None:
         patch.object(runner, "Trainer", Failing),
         patch.object(dist, "destroy_process_group", leave),
     ):
-        runner.worker(Plan(run, folder, None, 0))
+        runner.worker(Plan(run, folder, None, 0, decide_run(run)))

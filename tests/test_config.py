@@ -76,8 +76,8 @@ def test_all_problems_at_once() -> None:
     found = problems(raw)
     for text in (
         "unknown key trian",
-        "layout.scheme=optmus: input should be 'single', 'megatron', 'optimus' or 'subgraph': "
-        "did you mean 'optimus'?",
+        "layout.scheme=optmus: input should be 'single', 'megatron', 'megatron_2d', 'optimus' or "
+        "'subgraph': did you mean 'optimus'?",
         "layout.rows=0: input should be greater than or equal to 1",
         "train.lr=-1: input should be greater than 0",
         "train.steps=many: input should be a valid integer",
@@ -252,6 +252,7 @@ def test_closest() -> None:
             {"scheme": "megatron", "cols": 4, "sequence_parallel": True, "dp": 2},
             "megatron 1x4, sequence parallel, dp=2",
         ),
+        ({"scheme": "megatron_2d", "rows": 2, "cols": 3}, "megatron_2d 2x3"),
         ({"scheme": "optimus", "rows": 2, "cols": 3}, "optimus 2x3"),
         ({"pp": 2, "dp": 2}, "single device, dp=2, pp=2"),
         (

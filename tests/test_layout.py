@@ -101,12 +101,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"layout.cols": 2},
         "layout.scheme=single cuts over nothing, and not over layout.cols=2: use layout.cols=1, or "
-        "layout.scheme=megatron or optimus",
+        "layout.scheme=megatron, megatron_2d or optimus",
     ),
     (
         {"layout.scheme": "megatron", "layout.rows": 2, "layout.cols": 3},
         "layout.scheme=megatron cuts over layout.cols, and not over layout.rows=2: use "
-        "layout.rows=1 and layout.cols=6, or layout.rows=1, or layout.scheme=optimus",
+        "layout.rows=1 and layout.cols=6, or layout.rows=1, or "
+        "layout.scheme=megatron_2d or optimus",
     ),
     (
         {"layout.scheme": "optimus", "layout.sequence_parallel": True},
@@ -138,7 +139,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"layout.scheme": "subgraph", "layout.branches": 2, "layout.rows": 2, "layout.cols": 3},
         "layout.scheme=subgraph cuts over layout.branches, and not over layout.rows=2 and "
         "layout.cols=3: use layout.rows=1 and layout.cols=1 and layout.branches=12, or "
-        "layout.rows=1 and layout.cols=1, or layout.scheme=optimus and layout.branches=1",
+        "layout.rows=1 and layout.cols=1, or "
+        "layout.scheme=megatron_2d and layout.branches=1, or "
+        "layout.scheme=optimus and layout.branches=1",
     ),
     (
         {"layout.branches": 2},

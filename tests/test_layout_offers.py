@@ -128,7 +128,8 @@ def test_what_passes_really_divides(run: RunConfig) -> None:
     if rules(run):
         return
     plan, model = run.layout, run.model
-    grid_rows = plan.rows if plan.scheme == "optimus" else 1
+    both_ways = plan.scheme in ("optimus", "megatron_2d")
+    grid_rows = plan.rows if both_ways else 1
     over_branches = plan.branches if plan.common == "all" else 1
     parts = plan.dp * grid_rows * over_branches * plan.micro_batches
     assert run.train.global_batch % parts == 0
@@ -143,15 +144,16 @@ def test_what_passes_really_divides(run: RunConfig) -> None:
         assert model.hidden_size % plan.cols == 0
     assert model.ffn_size % plan.cols == 0
     assert model.hidden_size % grid_rows == 0
-    assert model.n_heads * model.head_width % grid_rows == 0
-    assert model.ffn_size % grid_rows == 0
+    if plan.scheme == "optimus":
+        assert model.n_heads * model.head_width % grid_rows == 0
+        assert model.ffn_size % grid_rows == 0
     assert plan.rows == grid_rows
     assert run.seq_len <= model.max_seq_len or model.two_stacks
     assert plan.n_stages <= model.n_links
     assert plan.pp > 1 or (plan.stages_per_rank, plan.pipeline) == (1, "auto")
     assert plan.pp == 1 or (plan.pipeline_order == "interleaved") == (plan.stages_per_rank > 1)
     assert plan.pp == 1 or plan.pipeline_order != "1f1b" or plan.micro_batches >= plan.pp
-    if plan.sequence_parallel:
-        assert plan.scheme == "megatron"
+    assert not plan.sequence_parallel or plan.scheme == "megatron"
+    if plan.sequence_parallel or plan.scheme == "megatron_2d":
         assert run.seq_len % plan.cols == 0
         assert run.source_len % plan.cols == 0

@@ -41,6 +41,8 @@ def test_candidates_of_four_processes() -> None:
         "megatron 1x4",
         "megatron 1x2, sequence parallel, dp=2",
         "optimus 2x2",
+        "megatron_2d 2x2",
+        "megatron_2d 2x1, dp=2",
         "optimus 4x1",
         "optimus 2x1, pp=2",
         "subgraph, 4 branches",

@@ -10,15 +10,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from gridformer import decisions
 from gridformer.cli.app import app
 from gridformer.config import RunConfig, load_run
 from gridformer.errors import ConfigError
 from gridformer.layout import check
 from gridformer.memory import fits
 from gridformer.memory.account import KINDS, Account
-from gridformer.memory.fits import Room, changed, fit_problems, nearest, room_of
+from gridformer.memory.fits import Room, at_most, changed, fit_problems, nearest, room_of
 from gridformer.memory.foretell import foretell_rank
 from gridformer.memory.ranks import chosen_ranks
+from gridformer.parallel.choices import Choices
 from gridformer.train.plan import plan_run
 from gridformer.utils.units import GIB
 from tests.multirank.test_memory import a_run
@@ -66,6 +68,24 @@ def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not nearest(run, worst, worst.between // 2), "parameters and moments alone are more"
 
 
+def test_every_stage_of_a_pipeline_fits_with_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputing empties the first stage, which held the most, and leaves the last its logits:
+    then that one holds the most."""
+    stages, model = {"pp": 2, "micro_batches": 4}, {"n_layers": 4, "hidden_size": 96}
+    run = a_run(stages, {**model, "vocab_size": 3000}, {"loss_tokens": 0})
+    again = changed(run, {"train.recompute": "full"})
+    assert again is not None
+    before, after = ([foretell_rank(each, rank) for rank in (0, 1)] for each in (run, again))
+    assert before[0].peak > before[1].peak > after[1].peak > after[0].peak
+    monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter([{"train.recompute": "full"}]))
+    monkeypatch.setattr(fits, "_smaller_batches", lambda run: iter([]))
+    one_by_one = lambda run, ranks, made: [foretell_rank(run, r, made) for r in ranks]  # noqa: E731
+    monkeypatch.setattr(fits, "foretell", one_by_one)
+    (offer,) = nearest(run, before[0], after[1].peak)
+    assert offer.peak == after[1].peak
+    assert nearest(run, before[0], after[1].peak - 1) == []
+
+
 def test_at_last_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, WIDE, {})
     worst = foretell_rank(run, 0)
@@ -79,7 +99,7 @@ def test_at_last_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refusal_says_what_there_is_and_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, WIDE, {"loss_tokens": 0})
     monkeypatch.setattr(fits, "room_of", lambda run: Room(10**12, "plenty"))
-    monkeypatch.setattr(fits, "foretell", lambda run, ranks: pytest.fail("the bound said enough"))
+    monkeypatch.setattr(fits, "foretell", lambda *_: pytest.fail("the bound said enough"))
     assert fit_problems(run) == []
     monkeypatch.undo()
     size = peak(run)
@@ -168,6 +188,31 @@ def test_train_refuses_before_any_process_starts(
     plan = plan_run(path, [offered[1]], out=tmp_path / "out")
     assert plan.n_processes == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_decides_once(
+    token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is also estimated what the run holds: the bound says more than there is room."""
+    path = tmp_path / "mine.yaml"
+    decided: list[Choices] = []
+    sections: dict[str, Any] = {
+        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(token_folder)},
+        "train": {"steps": 1, "global_batch": 8, "memory_gib": 0.002},
+    }
+    path.write_text(yaml.safe_dump(sections))
+    wanted = load_run(path)
+    assert at_most(wanted) > wanted.train.memory_gib * GIB
+    decide = decisions.decide
+
+    def counted(*args: Any) -> Choices:
+        decided.append(decide(*args))
+        return decided[-1]
+
+    monkeypatch.setattr(decisions, "decide", counted)
+    plan = plan_run(path, out=tmp_path / "out")
+    assert [plan.decisions.choices] == decided
 
 
 def invoke(*words: str) -> tuple[int, str]:

@@ -25,7 +25,7 @@ def labelled(family: str) -> tuple[Model, Any]:
     _, theirs = pair(torch.float64, max_seq_len=S, n_layers=2)
     module: Any = test_hf if family == "gpt2" else test_hf_bert
     values = {"max_seq_len": S, "n_layers": 2, "n_labels": N_LABELS, "vocab_size": 211, **changes}
-    base = {"hidden_size": 48, "n_heads": 4} if family == "gpt2" else {}
+    base: dict[str, Any] = {"hidden_size": 48, "n_heads": 4} if family == "gpt2" else {}
     config = (
         test_hf_bert.config_of(**values)
         if family == "bert"
@@ -60,7 +60,7 @@ def test_a_chosen_token_of_a_padded_document_is_classified(family: str) -> None:
     at = torch.tensor([11, 3, 0, 4])
     branch: Any = ours.classifier
     with torch.no_grad():
-        got = ours.outputs({"tokens": tokens, "valid": valid, "at": at})
+        got = ours.logits({"tokens": tokens, "valid": valid, "at": at})
         hidden = hidden_of(theirs, tokens, valid)
         out = theirs(tokens, attention_mask=valid.long())
         words = out.logits if family == "gpt2" else out.prediction_logits
@@ -82,7 +82,7 @@ def test_losses_of_labels_and_words_are_sums_over_those_that_count(family: str) 
         "labels": torch.tensor([0, 4, IGNORE, 2]),
     }
     with torch.no_grad():
-        logits, losses = ours.outputs(batch), ours.losses(batch)
+        logits, losses = ours.logits(batch), ours.losses(batch)
         for name, key in (("tokens", "targets"), ("labels", "labels")):
             rows, wanted = logits[name].flatten(0, -2), batch[key].flatten()
             each = [
@@ -102,6 +102,6 @@ def test_smoothing_and_labels_do_not_mix() -> None:
     batch = {"tokens": tokens_of(211, 2, S), "at": torch.tensor([3, 11])}
     batch["labels"], batch["targets"] = torch.tensor([1, 3]), tokens_of(211, 2, S, seed=2)
     with torch.no_grad():
-        logits, losses = ours.outputs(batch), ours.train().losses(batch)
+        logits, losses = ours.logits(batch), ours.train().losses(batch)
     want = F.cross_entropy(logits["labels"], batch["labels"], reduction="sum")
     assert_close(losses["labels"], want)

@@ -29,6 +29,10 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Megatron": ({"scheme": "megatron", "cols": 2},) * 2,
     "Megatron, sequence parallel": ({"scheme": "megatron", "cols": 2, "sequence_parallel": True},)
     * 2,
+    "Megatron 2-D": (
+        {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+        {"scheme": "megatron_2d", "rows": 2, "cols": 1},
+    ),
     "Optimus": (
         {"scheme": "optimus", "rows": 2, "cols": 2},
         {"scheme": "optimus", "rows": 2, "cols": 1},

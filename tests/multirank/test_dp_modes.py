@@ -34,11 +34,13 @@ SEQUENCE: Layout = {**MEGATRON, "sequence_parallel": True}
 OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 2, "dp": 2}
 SUPER: Layout = {"scheme": "subgraph", "branches": 2, "dp": 2}
 FIRST: Layout = {**SUPER, "common": "first"}
+WEIGHTS_NOT_KEPT: Layout = {**OPTIMUS, "schedule": "gather", "keep_gathered": "none"}
 SCHEMES = [
     SINGLE,
     THREE,
     MEGATRON,
     SEQUENCE,
+    {"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 2},
     SUPER,
     {**SUPER, "dp": 1},  # common layers have replicas, branches have none
     {**SUPER, "attention": "outside", "feed_forward": "common"},
@@ -46,7 +48,7 @@ SCHEMES = [
     # Processes of the second sub-grid hold nothing.
     {**FIRST, "attention": "outside", "feed_forward": "common"},
     OPTIMUS,
-    {**OPTIMUS, "schedule": "gather", "keep_gathered": "none"},
+    WEIGHTS_NOT_KEPT,
     {**OPTIMUS, "schedule": "gather", "keep_gathered": "all", "stationary": "input"},
     {**OPTIMUS, "schedule": "pipelined"},
     {**OPTIMUS, "schedule": "broadcast", "stationary": "output"},
@@ -86,7 +88,7 @@ def quick(layout: Layout) -> bool:
     micro_batches = {"fsdp": 3, "zero1": 1}
     mode = layout["dp_mode"]
     plain = {k: v for k, v in layout.items() if k not in ("dp_mode", "micro_batches")}
-    if plain == SCHEMES[10]:
+    if plain == WEIGHTS_NOT_KEPT:
         return mode == "fsdp" and layout["micro_batches"] == 1
     return plain in schemes[mode] and layout["micro_batches"] == micro_batches[mode]
 

@@ -24,6 +24,9 @@ GRIDS: list[Layout] = [
     {"scheme": "megatron", "cols": 2},
     {"scheme": "megatron", "cols": 4},
     {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+    {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    {"scheme": "megatron_2d", "rows": 3, "cols": 2},
+    {"scheme": "megatron_2d", "rows": 4, "cols": 1},
     {"scheme": "optimus", "rows": 2, "cols": 2},
     {"scheme": "optimus", "rows": 1, "cols": 4},
     {"scheme": "optimus", "rows": 4, "cols": 1},
@@ -68,6 +71,7 @@ PRODUCTS = by_size(
     ]
 )
 TWO_BY_TWO: Layout = {"scheme": "optimus", "rows": 2, "cols": 2}
+WEIGHTS_TOO: Layout = {"scheme": "megatron_2d", "rows": 2, "cols": 2}
 TWO_BY_THREE: Layout = {"scheme": "optimus", "rows": 2, "cols": 3}
 SEQUENCE: Layout = {"scheme": "megatron", "cols": 4, "sequence_parallel": True}
 KEPT = by_size(
@@ -78,6 +82,7 @@ KEPT = by_size(
         for keep in ("none", "inputs", "weights", "all")
     ]
     + [{**SEQUENCE, "keep_gathered": keep} for keep in ("none", "inputs")]
+    + [{**WEIGHTS_TOO, "keep_gathered": keep} for keep in ("none", "inputs", "weights", "all")]
 )
 # `output` in which a product's operands are others than with `auto`; what is kept is the same.
 KEPT_ALSO = [layout for layout in KEPT if layout["cols"] == 2] + [
@@ -184,7 +189,7 @@ def test_schedules_in_float32(pool: WorkerPool, layout: Layout) -> None:
     "layout",
     full_unless(
         lambda layout: layout in (SEQUENCE, TWO_BY_THREE),
-        [{"scheme": "megatron", "cols": 2}, SEQUENCE, TWO_BY_TWO, TWO_BY_THREE],
+        [{"scheme": "megatron", "cols": 2}, SEQUENCE, WEIGHTS_TOO, TWO_BY_TWO, TWO_BY_THREE],
     ),
     ids=name_of,
 )
@@ -230,7 +235,7 @@ def test_unequal_copies_are_found(pool: WorkerPool, layout: Layout, name: str, a
     "layout",
     full_unless(
         lambda layout: layout in (SEQUENCE, TWO_BY_TWO, SOME_PRODUCTS[0]),
-        [SEQUENCE, {"scheme": "megatron", "cols": 2}, *SOME_PRODUCTS, TWO_BY_TWO],
+        [SEQUENCE, {"scheme": "megatron", "cols": 2}, WEIGHTS_TOO, *SOME_PRODUCTS, TWO_BY_TWO],
     ),
     ids=name_of,
 )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from benchmarks.precision import BOUND, HALVES, LAYOUTS, MODEL, TRAIN, largest_gap, smoothed
 
-from gridformer.config import LayoutConfig, parse_run
+from gridformer.config import parse_run
+from gridformer.decisions import decide_run
 from gridformer.layout import check
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
@@ -48,7 +49,8 @@ def curve(
     )
     check(run)
     with pool.limit(900.0):
-        pool.run(LayoutConfig(**layout).n_processes, train, Plan(run, out, None, 0))
+        plan = Plan(run, out, None, 0, decide_run(run))
+        pool.run(plan.n_processes, train, plan)
     return [line for line in read_metrics(out) if "loss" in line]
 
 

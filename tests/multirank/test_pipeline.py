@@ -67,6 +67,7 @@ SCHEMES: list[Layout] = [
     {"scheme": "megatron", "cols": 2},
     {"scheme": "megatron", "cols": 2, "dp": 2},
     SEQUENCE,
+    {"scheme": "megatron_2d", "rows": 2, "cols": 2},
     OPTIMUS,
     PANELS,
     KEPT,

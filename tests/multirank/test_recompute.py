@@ -51,6 +51,7 @@ SCHEMES: dict[str, Layout] = {
     "single": SINGLE,
     "megatron": MEGATRON,
     "sequence": SEQUENCE,
+    "both ways": {"scheme": "megatron_2d", "rows": 2, "cols": 2},
     **OPTIMUS,
     "D&SP": SUPER,
     "cSub": FIRST,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from gridformer.config import LayoutConfig, parse_run
+from gridformer.decisions import decide_run
 from gridformer.errors import CheckpointError
 from gridformer.launch import World
 from gridformer.layout import check
@@ -65,7 +66,7 @@ def plan_of(data: Path, out: Path, layout: dict[str, Any], **train: Any) -> Plan
     check(run)
     resume = checkpoint.latest(out)
     step = checkpoint.read_manifest(resume).step if resume else 0
-    return Plan(run, out, resume, step)
+    return Plan(run, out, resume, step, decide_run(run))
 
 
 def train(plan: Plan) -> None:
@@ -319,4 +320,4 @@ def test_another_models_checkpoint_is_refused(
     with pytest.raises(CheckpointError, match=r"model.hidden_size is 36, there 24.*--out"):
         checkpoint.check_same_run(manifest, other, plan.resume)
     with pytest.raises(RankFailed, match="is of another model"):
-        pool.run(1, train, Plan(other, tmp_path, plan.resume, MIDDLE))
+        pool.run(1, train, Plan(other, tmp_path, plan.resume, MIDDLE, decide_run(other)))

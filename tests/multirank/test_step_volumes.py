@@ -86,6 +86,8 @@ def _copied(model: Model, axes: Axes) -> dict[str, tuple[int, int]]:
 WHOLE_STEPS = [
     ({"scheme": "megatron", "cols": 2, "keep_gathered": "none"}, 1),
     ({"scheme": "megatron", "cols": 4, "sequence_parallel": True, "keep_gathered": "inputs"}, 3),
+    ({"scheme": "megatron_2d", "rows": 2, "cols": 2, "keep_gathered": "none"}, 2),
+    ({"scheme": "megatron_2d", "rows": 2, "cols": 3, "keep_gathered": "weights"}, 3),
     (optimus((2, 2), keep_gathered="none"), 2),
     (optimus((2, 2), keep_gathered="weights"), 1),
     (optimus((2, 2), keep_gathered="weights"), 3),
@@ -155,6 +157,10 @@ STEPS: list[tuple[dict[str, Any], dict[str, int]]] = [
         {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
         {"col": NORMS + CLOSING + POSITIONS},
     ),
+    (
+        {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+        {"row": (BIASES - CLOSING) // 2, "grid": NORMS + CLOSING + POSITIONS},
+    ),
     (optimus((2, 2)), {"row": (BIASES + POSITIONS) // 2, "grid": NORMS}),
     (optimus((2, 2), stationary="input"), {"row": (BIASES + POSITIONS + NORMS) // 2}),
     (optimus((2, 2), schedule="pipelined"), {"row": (BIASES + POSITIONS + NORMS) // 2}),
@@ -175,7 +181,7 @@ def test_one_message_a_step_and_purpose(
     """Copies' gradients and values travel in one message a step and axis that has copies, not in
     one a layer or micro-batch."""
     rows, cols, dp = (layout.get(name, 1) for name in ("rows", "cols", "dp"))
-    partial = layout["scheme"] == "optimus" or "sequence_parallel" in layout
+    partial = layout["scheme"] in ("optimus", "megatron_2d") or "sequence_parallel" in layout
     traffic = pool.run(rows * cols * dp, one_step, layout, micro_batches, LARGE)
     for rank, one in enumerate(traffic):
         places = {"row": rank // cols % rows, "col": rank % cols, "grid": rank % (rows * cols)}

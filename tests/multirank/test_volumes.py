@@ -84,6 +84,30 @@ def test_megatron_layer(pool: WorkerPool, cols: int, sequence: bool, keep: str) 
         assert (forward.count, backward.count) == tuple({"product": count} for count in counts)
 
 
+@pytest.mark.parametrize("keep", ["none", "inputs", "weights", "all"])
+@pytest.mark.parametrize("grid", full_unless(SOME_GRIDS.__contains__, GRIDS), ids=str)
+def test_megatron_2d_layer(pool: WorkerPool, grid: tuple[int, int], keep: str) -> None:
+    """Forward (c-1)/(rc) 4bsh + (r-1)/(rc) 12h², and norms send nothing. Backward as much again for
+    gradients, and what was gathered once more where it was not kept."""
+    rows, cols = grid
+    layout = {"scheme": "megatron_2d", "rows": rows, "cols": cols, "keep_gathered": keep}
+    unit = Fraction(cols - 1, rows * cols) * BSH
+    weights = Fraction(rows - 1, rows * cols) * 12 * H**2
+    inputs_again = 0 if keep in ("inputs", "all") else 2  # of the two that open a section
+    weights_again = 0 if keep in ("weights", "all") else 1
+    col, row = int(cols > 1), int(rows > 1)
+    for forward, backward in pool.run(rows * cols, one_layer, layout):
+        assert forward.by_axis == along(grid, 4 * unit, weights)
+        assert backward.by_axis == along(
+            grid, (4 + inputs_again) * unit, (1 + weights_again) * weights
+        )
+        counts = Counter(all_gather=2 * col + 4 * row, reduce_scatter=2 * col)
+        assert forward.count == {"product": +counts}
+        gathered = (2 + inputs_again) * col + 4 * weights_again * row
+        counts = Counter(all_gather=gathered, reduce_scatter=2 * col + 4 * row)
+        assert backward.count == {"product": +counts}
+
+
 @pytest.mark.parametrize(
     ("grid", "schedule", "stationary"),
     full_unless(
@@ -173,6 +197,11 @@ SAID: list[dict[str, Any]] = [
         for keep in ("none", "inputs", "weights", "all")
     ),
     *(
+        {"scheme": "megatron_2d", "rows": rows, "cols": cols, "keep_gathered": keep}
+        for rows, cols in GRIDS
+        for keep in ("none", "inputs", "weights", "all")
+    ),
+    *(
         optimus(grid, stationary=stationary, keep_gathered=keep)
         for grid in GRIDS
         for stationary in ("auto", "output", "input")
@@ -255,6 +284,7 @@ def test_ends_of_megatron(pool: WorkerPool, cols: int, sequence: bool) -> None:
     [
         {"scheme": "megatron", "cols": 2},
         {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+        {"scheme": "megatron_2d", "rows": 2, "cols": 2},
         {"scheme": "optimus", "rows": 1, "cols": 4},
         {"scheme": "optimus", "rows": 2, "cols": 3},
         {"scheme": "optimus", "rows": 2, "cols": 3, "schedule": "broadcast", "stationary": "input"},

@@ -12,6 +12,8 @@ LAYOUTS = [
     LayoutConfig(scheme="single"),
     LayoutConfig(scheme="megatron", cols=3),
     LayoutConfig(scheme="megatron", cols=4, sequence_parallel=True),
+    LayoutConfig(scheme="megatron_2d", rows=2, cols=3),
+    LayoutConfig(scheme="megatron_2d", rows=4, cols=1),
     LayoutConfig(scheme="optimus", rows=1, cols=4),
     LayoutConfig(scheme="optimus", rows=4, cols=1),
     LayoutConfig(scheme="optimus", rows=2, cols=2),

@@ -80,7 +80,14 @@ ONE_ROW = st.builds(
     sequence=st.booleans(),
     keep=st.sampled_from(["auto", "none", "inputs", "weights", "all"]),
 )
-LAYOUTS = st.builds(lambda grid, how: optimus(*grid, **how), GRIDS, HOW) | ONE_ROW
+BOTH_WAYS = st.builds(
+    lambda grid, keep: LayoutConfig(
+        scheme="megatron_2d", rows=grid[0], cols=grid[1], keep_gathered=keep
+    ),
+    grid=GRIDS,
+    keep=st.sampled_from(["auto", "none", "inputs", "weights", "all"]),
+)
+LAYOUTS = st.builds(lambda grid, how: optimus(*grid, **how), GRIDS, HOW) | ONE_ROW | BOTH_WAYS
 
 
 # --------------------------------------------------------------------------- what travels
@@ -103,7 +110,7 @@ def test_the_narrower_activation_travels_whichever_it_is() -> None:
     assert stays(decide(model, optimus(2, 2))) == want
 
 
-@given(model=MODELS, layout=ONE_ROW)
+@given(model=MODELS, layout=ONE_ROW | BOTH_WAYS)
 def test_megatron_cuts_what_opens_by_columns_and_what_closes_by_rows(
     model: ModelConfig, layout: LayoutConfig
 ) -> None:

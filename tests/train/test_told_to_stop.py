@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gridformer.config import parse_run
 from gridformer.data import TokenFolder, resolve
+from gridformer.decisions import decide_run
 from gridformer.launch import World, stopping
 from gridformer.train import checkpoint
 from gridformer.train.plan import Plan
@@ -34,7 +35,8 @@ def train(folder: Path, out: Path, told: int) -> tuple[int, bool]:
     stop = stopping.install(grace_s=600.0)
     try:
         trainer = Trainer(
-            Plan(run, out, None, 0), World(rank, rank, 2, torch.device("cpu"), "gloo", "")
+            Plan(run, out, None, 0, decide_run(run)),
+            World(rank, rank, 2, torch.device("cpu"), "gloo", ""),
         )
         run_step = trainer._step
 

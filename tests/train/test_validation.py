@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.data import TokenFolder
+from gridformer.decisions import decide_run
 from gridformer.launch import World
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
@@ -64,7 +65,7 @@ def test_a_run_is_judged_by_all_of_the_text_that_is_held_out(
     n_batches = len(windows) // rows
     assert n_batches > 3
     run = run_of(token_folder, global_batch=rows, eval_batches=n_batches, steps=1)
-    pool.run(1, fit, Plan(run, tmp_path, None, 0))
+    pool.run(1, fit, Plan(run, tmp_path, None, 0, decide_run(run)))
     plain = run.model.model_copy(update={"dropout": 0.0})
     model = build_parallel(plain, LayoutConfig(), Axes(), 3, torch.device("cpu"), "float64").eval()
     assert isinstance(model, GPT2)
@@ -99,7 +100,7 @@ def test_metrics_are_of_their_own_step(
 ) -> None:
     """Learning rate by its formula; tokens add up, and their speed is that of one step."""
     run = run_of(token_folder, global_batch=2, eval_batches=1, lr=0.01, warmup_steps=2)
-    pool.run(1, fit, Plan(run, tmp_path, None, 0))
+    pool.run(1, fit, Plan(run, tmp_path, None, 0, decide_run(run)))
     first, *lines = read_metrics(tmp_path)
     assert (first["step"], first["tokens"]) == (0, 0)
     # Warm-up: half, whole. Then a cosine's start, and its end: a tenth.

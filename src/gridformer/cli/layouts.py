@@ -31,7 +31,7 @@ def layouts(
     ] = 0,
     scheme: Annotated[
         list[str] | None,
-        typer.Option("--scheme", help="single, megatron, optimus or subgraph; repeatable."),
+        typer.Option("--scheme", help="single, megatron, optimus, ...; repeatable."),
     ] = None,
     settings: Annotated[
         bool,

@@ -48,6 +48,7 @@ def memory(
     from rich.console import Console
 
     from gridformer.cli.waiting import waiting
+    from gridformer.decisions import decide_run
     from gridformer.memory.fits import Room, refusal
     from gridformer.memory.foretell import foretell
     from gridformer.memory.ranks import chosen_ranks
@@ -59,10 +60,11 @@ def memory(
     if html is not None:
         require("plotly", "--html", "html")
     checked = read_run_without_data(run, overrides or [])
-    chosen = chosen_ranks(checked, ranks)
+    decisions = decide_run(checked)
+    chosen = chosen_ranks(checked, ranks, decisions)
     console = Console(highlight=False)
     with console.status(f"running a step of {len(chosen)} rank{'s' * (len(chosen) > 1)}"):
-        accounts = foretell(checked, [*chosen])
+        accounts = foretell(checked, [*chosen], decisions)
     print_accounts(checked, accounts, chosen, console)
     if html is not None:
         write_page(checked, accounts, chosen, html)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from gridformer.config.base import Config
 
-Scheme = Literal["single", "megatron", "optimus", "subgraph"]
+Scheme = Literal["single", "megatron", "megatron_2d", "optimus", "subgraph"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)  # described in gridformer.parallel.registry
 PipelineOrder = Literal["gpipe", "1f1b", "interleaved"]
 

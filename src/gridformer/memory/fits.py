@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gridformer.config import RunConfig
+from gridformer.decisions import Decisions, decide_run
 from gridformer.hardware import free_memory
 from gridformer.launch import joined
 from gridformer.layout import broken_rules
@@ -71,11 +72,14 @@ def room_of(run: RunConfig) -> Room | None:
     )
 
 
-def fit_problems(run: RunConfig, tell: Tell = silent) -> list[str]:
+def fit_problems(
+    run: RunConfig, tell: Tell = silent, decisions: Decisions | None = None
+) -> list[str]:
     """Why a checked run cannot fit on this machine, with settings that do; mostly none.
 
     The account is only taken where bounds that cost nothing do not already answer. tell: is told at
-    once what is found and what goes on, for settings that fit may take a while to find.
+    once what is found and what goes on, for settings that fit may take a while to find. decisions:
+    what `decide_run` said of the run; it is asked if they are not given.
     """
     place = joined()
     if place and place.local_rank > 0:  # the first process of a machine speaks for all of them
@@ -87,7 +91,9 @@ def fit_problems(run: RunConfig, tell: Tell = silent) -> list[str]:
         return [refusal(run, None, room, tell)]
     tell("", "looking whether it fits into memory")
     began = time.monotonic()
-    worst = max(foretell(run, [*largest_ranks(run)]), key=lambda account: account.peak)
+    decisions = decisions or decide_run(run)
+    accounts = foretell(run, [*largest_ranks(run, decisions)], decisions)
+    worst = max(accounts, key=lambda account: account.peak)
     if worst.peak <= room.n_bytes:
         return []
     return [refusal(run, worst, room, tell, time.monotonic() - began)]
@@ -199,12 +205,14 @@ def nearest(
             return bound
         if patience.ends():
             return None
+        decisions = decide_run(other)
         if worst is not None:
-            found = foretell(other, [worst.rank])[0].peak
+            found = foretell(other, [worst.rank], decisions)[0].peak
             if found > n_bytes or run.layout.pp == 1:
                 return found
         # Stages may change places as the largest.
-        return max(account.peak for account in foretell(other, [*largest_ranks(other)]))
+        ranks = [*largest_ranks(other, decisions)]
+        return max(account.peak for account in foretell(other, ranks, decisions))
 
     found: list[Offer] = []
     saves: list[Changes] = []

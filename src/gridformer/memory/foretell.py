@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gridformer.batch import Batch
 from gridformer.config import RunConfig
-from gridformer.decisions import decide_run
+from gridformer.decisions import Decisions, decide_run
 from gridformer.hardware import n_cores
 from gridformer.launch import warm_up
 from gridformer.layout import build_axes
@@ -37,22 +37,29 @@ DEVICE = torch.device("cpu")
 _FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg")
 
 
-def foretell(run: RunConfig, ranks: Sequence[int]) -> list[Account]:
-    """The accounts of some ranks of a checked run; several are taken at a time."""
+def foretell(
+    run: RunConfig, ranks: Sequence[int], decisions: Decisions | None = None
+) -> list[Account]:
+    """The accounts of some ranks of a checked run; several are taken at a time.
+
+    decisions: what `decide_run` said of the run; it is asked if they are not given.
+    """
+    decisions = decisions or decide_run(run)
     if len(ranks) == 1:
-        return [foretell_rank(run, ranks[0])]
+        return [foretell_rank(run, ranks[0], decisions)]
     warm_up(__name__, *_FAKES)  # unless there is a server already from which processes are forked
     workers = min(len(ranks), n_cores())
     with ProcessPoolExecutor(workers, get_context("forkserver")) as pool:
-        return [*pool.map(partial(foretell_rank, run), ranks)]
+        return [*pool.map(partial(foretell_rank, run, decisions=decisions), ranks)]
 
 
-def foretell_rank(run: RunConfig, rank: int) -> Account:
+def foretell_rank(run: RunConfig, rank: int, decisions: Decisions | None = None) -> Account:
     """The account of one rank, over one optimizer step.
 
     Not in a process that belongs to a process group already.
     """
-    decisions = decide_run(run)  # before the step is made shorter: they look at its length
+    # Before the step is made shorter: they look at its length.
+    decisions = decisions or decide_run(run)
     rows = run.train.global_batch // run.layout.dp
     run = shortened(run)
     layout, train = run.layout, run.train

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from gridformer.config import RunConfig
-from gridformer.decisions import decide_run
+from gridformer.decisions import Decisions, decide_run
 from gridformer.errors import ConfigError
 from gridformer.layout import mesh_ranks
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import spec_of
 
 
-def largest_ranks(run: RunConfig) -> dict[int, str]:
+def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[int, str]:
     """Ranks that hold as much as any, and which each of them stands for.
 
     The first of a grid owns its vectors besides its part of everything else, and the first replica
@@ -20,10 +20,10 @@ def largest_ranks(run: RunConfig) -> dict[int, str]:
     others are told apart. Of pipeline stages with the same layers the first has the most
     micro-batches under way.
     """
-    layout = run.layout
-    ranks = mesh_ranks(layout, decide_run(run).block)
+    layout, decisions = run.layout, decisions or decide_run(run)
+    ranks = mesh_ranks(layout, decisions.block)
     found: dict[int, str] = {}
-    for pp, stages in _stages(run).items():
+    for pp, stages in _stages(run, decisions).items():
         here = ranks[pp]
         if spec_of(layout).boundary(layout).lies == "first":
             found[int(here[0, 0])] = _join(stages, "first sub-grid")
@@ -35,12 +35,12 @@ def largest_ranks(run: RunConfig) -> dict[int, str]:
     return found
 
 
-def _stages(run: RunConfig) -> dict[int, str]:
+def _stages(run: RunConfig, decisions: Decisions) -> dict[int, str]:
     """Indices along pp: of those that hold the same kinds of links the first; and their names."""
     layout = run.layout
     if layout.pp == 1:
         return {0: ""}
-    stages = stages_of(run.model, layout.n_stages, decide_run(run).choices.work)
+    stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
     names = [name.rstrip("0123456789. ") for name in link_names(run.model)]
     alike: dict[frozenset[tuple[str, int]], list[int]] = {}
     for pp in range(layout.pp):
@@ -68,11 +68,11 @@ def _join(*parts: str) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def chosen_ranks(run: RunConfig, wanted: str) -> dict[int, str]:
+def chosen_ranks(run: RunConfig, wanted: str, decisions: Decisions | None = None) -> dict[int, str]:
     """`0,5,7`, `all`, or nothing for those that hold most. Raises ConfigError."""
     n = run.layout.n_processes
     if not wanted:
-        return largest_ranks(run)
+        return largest_ranks(run, decisions)
     if wanted == "all":
         return dict.fromkeys(range(n), "")
     try:

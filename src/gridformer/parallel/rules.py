@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Literal
 
 from gridformer.config import LayoutConfig, ModelConfig
@@ -166,7 +167,7 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
             f"keep_gathered: {name} {'are' if fits else 'are not'} kept: that holds "
             f"{format_bytes(price)} more and receives {format_bytes(saved)} less a step; "
             f"{format_bytes(budget)} of room"
-            + (f", 1/{1 / share:g} of what a device holds" if share < 1 else "")
+            + (f", {Fraction(share)} of what a device holds" if share < 1 else "")
         )
         if fits:
             choices = _with_inputs(choices) if name == "inputs" else _with_weights(choices)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gridformer.config import RunConfig, load_run, model_names, parse_run
 from gridformer.data import TokenFolder, resolve
+from gridformer.decisions import Decisions, decide_run
 from gridformer.errors import CheckpointError, ConfigError, DataError
 from gridformer.launch import check_devices
 from gridformer.layout import check
@@ -17,12 +18,16 @@ from gridformer.train.compile import compile_problems
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can start: everything was checked. `resume` is the checkpoint to go on from."""
+    """A run that can start: everything was checked, and what `auto` leaves open was decided.
+
+    resume: the checkpoint to go on from.
+    """
 
     run: RunConfig
     out: Path
     resume: Path | None
     resume_step: int
+    decisions: Decisions
 
     @property
     def n_processes(self) -> int:
@@ -51,7 +56,10 @@ def plan_run(
     run, problems = _read(path, overrides)
     problems += check_devices(run.train.device, run.layout.n_processes, nproc)
     problems += compile_problems(run)
-    problems = problems or fit_problems(run, tell)
+    if problems:
+        raise ConfigError(problems)
+    decisions = decide_run(run)
+    problems = fit_problems(run, tell, decisions)
     if problems:
         raise ConfigError(problems)
     out = out or Path("runs") / run.name
@@ -59,10 +67,10 @@ def plan_run(
         raise ConfigError([f"--out {out} is a file: name a folder"])
     resume = checkpoint.latest(out)
     if resume is None:
-        return Plan(run, out, None, 0)
+        return Plan(run, out, None, 0, decisions)
     manifest = checkpoint.verify(resume, contents=False)
     checkpoint.check_same_run(manifest, run, resume)
-    return Plan(run, out, resume, manifest.step)
+    return Plan(run, out, resume, manifest.step, decisions)
 
 
 def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:

@@ -11,7 +11,6 @@ import torch
 
 from gridformer.batch import Batch
 from gridformer.data import Batches, TokenFolder, open_batches
-from gridformer.decisions import decide_run
 from gridformer.launch import World
 from gridformer.launch.stopping import install
 from gridformer.layout import build_axes
@@ -33,7 +32,7 @@ class Trainer:
         run = plan.run
         self.plan, self.run, self.world = plan, run, world
         self.stop = install()
-        decisions = decide_run(run)
+        decisions = plan.decisions
         self.axes = build_axes(run.layout, world.device.type, decisions.block)
         folder = TokenFolder.open(run.data.path)
         self.batches = open_batches(run, folder, "train")
