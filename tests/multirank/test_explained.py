@@ -61,7 +61,7 @@ def run_of(layout: Layout, family: str, recompute: str, n_layers: int) -> RunCon
     )
     return RunConfig(
         model=model,
-        data=DataConfig(path=Path("none"), **lengths),
+        data=DataConfig(path=Path("none"), **lengths),  # type: ignore[arg-type]
         layout=LayoutConfig(**layout),
         train=TrainConfig(global_batch=B, recompute=recompute),  # type: ignore[arg-type]
     )
