@@ -24,8 +24,8 @@ import typer
 from benchmarks import gpu_ceiling, gpu_schemes, gpu_single, gpu_single_report
 from benchmarks.gpu_report import Report, choose_device
 from gridformer.config import ModelConfig, shipped_model
-from gridformer.errors import UserError
 from gridformer.train.compile import toolchain_problems
+from gridformer.utils.errors import UserError
 
 app = typer.Typer(help=(__doc__ or "").splitlines()[0], add_completion=False)
 

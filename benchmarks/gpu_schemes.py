@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_report import Report, phrase, table
 from gridformer import comm
-from gridformer.batch import next_words
-from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
-from gridformer.layout import build_axes
+from gridformer.mesh import Axes, Axis
 from gridformer.parallel import build_parallel
-from gridformer.parallel.placement import shard_of
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import next_words
 
 N = 4  # processes
 TOLERANCE = {"float32": 1e-5, "float64": 1e-9}  # specification, section 6

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.batch import next_words
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
+from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.compile import compile_model
+from gridformer.train.optimizer import Updates
 from gridformer.train.step import Stepper, learning_rate
-from gridformer.train.updates import Updates
+from gridformer.utils.batch import next_words
 
 HFCompile = Literal["blocks", "whole"]
 

@@ -26,8 +26,8 @@ from benchmarks.cases import Case
 from benchmarks.torch_variants import torch_variants
 from benchmarks.traffic import Traffic
 from benchmarks.variants import Built, Problem, Variant, Whole, gridformer_variants, make_problem
-from gridformer.hardware import n_cores
-from gridformer.launch import close_world, init_world
+from gridformer.mesh.process_group import close_world, init_world
+from gridformer.utils.hardware import n_cores
 
 TOLERANCE = 1e-4  # of the largest element; float32
 

@@ -25,8 +25,8 @@ import typer
 from benchmarks import results
 from benchmarks.memory_cases import PRICE_LAYOUTS, SCALINGS, schemes
 from benchmarks.memory_report import plot, report
-from gridformer.errors import ConfigError
-from gridformer.layout import check
+from gridformer.parallel.validation import check
+from gridformer.utils.errors import ConfigError
 
 PARTS = ("limits", "shares", "price")
 SHARES = (("small", 4), ("small", 9), ("paper", 4), ("paper", 9), ("paper", 16), ("paper", 64))

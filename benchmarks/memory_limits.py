@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.memory_cases import SCALINGS, schemes
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.launch import close_world, init_world
-from gridformer.memory.account import Account
-from gridformer.memory.foretell import foretell_rank
+from gridformer.memory.breakdown import Account
+from gridformer.memory.estimate import foretell_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
+from gridformer.mesh.process_group import close_world, init_world
 from gridformer.parallel.registry import spec_of
 
 

@@ -23,11 +23,12 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.memory_cases import METHODS, PRICE_BATCH, PRICE_LAYOUTS, PRICE_MODEL
 from gridformer import comm
 from gridformer.config import DataConfig, RunConfig, TrainConfig
-from gridformer.decisions import decide_run
-from gridformer.launch import close_world, init_world
-from gridformer.layout import build_axes
-from gridformer.memory.foretell import DEVICE
+from gridformer.memory.estimate import DEVICE
+from gridformer.mesh import Axes
+from gridformer.mesh.process_group import close_world, init_world
 from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.axes import build_axes
 from gridformer.train.step import Stepper
 
 
@@ -104,7 +105,7 @@ def measure(layout: str, rounds: int, warmups: int, out: Path) -> None:
     close_world()
 
 
-def _stepper(run: RunConfig, axes: comm.Axes) -> Stepper:
+def _stepper(run: RunConfig, axes: Axes) -> Stepper:
     choices = decide_run(run).choices
     model = build_parallel(run.model, run.layout, axes, 1, DEVICE, run.train.dtype, choices)
     return Stepper(model, run.train, axes, run.layout)

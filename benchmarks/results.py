@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case
-from gridformer.hardware import n_cores
+from gridformer.utils.hardware import n_cores
 
 
 @dataclass(frozen=True)

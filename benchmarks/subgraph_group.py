@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from benchmarks.live_memory import LiveMemory, n_bytes
 from benchmarks.subgraph_cases import Case, Variant, variants
 from gridformer import comm
-from gridformer.comm import Axes
-from gridformer.launch import close_world, init_world
-from gridformer.layout import build_axes
+from gridformer.mesh import Axes
+from gridformer.mesh.process_group import close_world, init_world
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import GradientSums, owned, reduce_gradients
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.gradients import GradientSums, owned, reduce_gradients
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4

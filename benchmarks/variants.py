@@ -20,17 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import traffic
 from benchmarks.cases import Case, Size
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig
-from gridformer.layout import build_axes
+from gridformer.mesh import Axes
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
-from gridformer.parallel.choices import Work
-from gridformer.parallel.gradients import reduce_gradients
-from gridformer.parallel.grid import weights_kept
-from gridformer.parallel.placement import shard_of
+from gridformer.parallel.auto.cost import Work
+from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.gradients import reduce_gradients
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.rules import decide
+from gridformer.parallel.sharding import shard_of
+from gridformer.parallel.tensor.linear import weights_kept
 
 CPU = torch.device("cpu")
 Whole = dict[str, Tensor]  # by name, for instance `0.attention.qkv.weight` of layer 0

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.launch import close_world, init_world, launch
+from gridformer.launch import launch
+from gridformer.mesh.process_group import close_world, init_world
 from gridformer.models.resnext import ResNeXt
-from gridformer.parallel.subgraph import parallelize
+from gridformer.parallel.branches import parallelize
 
 Common = Literal["all", "first"]
 BATCH = 32  # the training images do not divide by it: an epoch ends with a smaller batch

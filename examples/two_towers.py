@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.launch import close_world, init_world, launch
+from gridformer.launch import launch
+from gridformer.mesh.process_group import close_world, init_world
 from gridformer.models.branches import Branches
-from gridformer.parallel.subgraph import parallelize
+from gridformer.parallel.branches import parallelize
 
 USER, ITEM, HIDDEN = 24, 12, 4  # features of each, and of the vectors behind a score
 N, HELD_OUT, BATCH = 9192, 1000, 120  # 8192 do not divide by 120: a smaller batch ends an epoch

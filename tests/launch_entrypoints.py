@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gridformer.errors import ConfigError
-from gridformer.launch import close_world, init_world, stopping
-from gridformer.launch.joining import STORE_FILE
+from gridformer.mesh.launch_env import STORE_FILE
+from gridformer.mesh.process_group import close_world, init_world
+from gridformer.utils import signals as stopping
+from gridformer.utils.errors import ConfigError
 
 
 def note(folder: Path, name: str, text: str = "") -> None:

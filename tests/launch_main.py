@@ -7,11 +7,14 @@ import importlib
 import sys
 from pathlib import Path
 
-from gridformer.errors import UserError
-from gridformer.launch import joined, launch, local, warm_up
+from gridformer.launch import launch
+from gridformer.mesh.launch_env import joined
+from gridformer.utils import forkserver
+from gridformer.utils.errors import UserError
+from gridformer.utils.forkserver import warm_up
 
-local.PRELOAD.remove("torch._dynamo")  # seconds, and nothing is trained here
-local.PRELOAD.remove("torch.distributed.checkpoint")
+forkserver.PRELOAD.remove("torch._dynamo")  # seconds, and nothing is trained here
+forkserver.PRELOAD.remove("torch.distributed.checkpoint")
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from gridformer.config import (
     TrainConfig,
     shipped_model,
 )
-from gridformer.decisions import decide_run
-from gridformer.launch import World
-from gridformer.train import runner
+from gridformer.launch import run as runner
+from gridformer.mesh.process_group import World
+from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from tests.launch_entrypoints import note
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gridformer.config import RunConfig
-from gridformer.layout import broken_rules
+from gridformer.parallel.validation import broken_rules
 
 Offer = Mapping[str, Any]  # keys to set together, with their values
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gridformer.cli import app as cli
-from gridformer.errors import ConfigError, UserError
+from gridformer.utils.errors import ConfigError, UserError
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -22,8 +22,8 @@ from gridformer.config import (
     parse_run,
     shipped_model,
 )
-from gridformer.errors import ConfigError
 from gridformer.parallel.registry import describe
+from gridformer.utils.errors import ConfigError
 
 RUN_FILES = sorted((configs_dir() / "runs").glob("*.yaml"))
 BASE: dict[str, Any] = {"model": "demo-4m", "data": {"path": "somewhere"}}

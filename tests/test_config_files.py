@@ -12,7 +12,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer import layout
 from gridformer.config import (
     DataConfig,
     LayoutConfig,
@@ -24,8 +23,9 @@ from gridformer.config import (
     model_names,
     parse_run,
 )
-from gridformer.errors import ConfigError
 from gridformer.models import build_model
+from gridformer.parallel import validation as layout
+from gridformer.utils.errors import ConfigError
 
 RUN_FILES = sorted((configs_dir() / "runs").glob("*.yaml"))
 BASE: dict[str, Any] = {"model": "demo-4m", "data": {"path": "somewhere"}}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gridformer.cli.app import app
 from gridformer.config import RunConfig
-from gridformer.decisions import decide_run, print_decisions
+from gridformer.parallel.auto.decisions import decide_run, print_decisions
 
 
 def run_of(layout: dict[str, Any], **train: Any) -> RunConfig:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gridformer import demo
+from gridformer.checkpoint import checkpoint
+from gridformer.cli import demo_run as demo
 from gridformer.config import load_run
 from gridformer.data import TokenFolder
-from gridformer.train import checkpoint
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from gridformer import doctor
 from gridformer.cli import doctor as command
-from gridformer.doctor import Finding
-from gridformer.probe import grid
+from gridformer.doctor import checks as doctor
+from gridformer.doctor.checks import Finding
+from gridformer.doctor.connectivity import grid
 
 
 def levels(findings: Iterable[Finding]) -> list[str]:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.data.prepare import prepare_corpus
-from gridformer.data.sources import open_sources
-from gridformer.errors import UserError
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.sources import open_sources
 from gridformer.evaluate.decode import Search
 from gridformer.evaluate.fill import spans_of
 from gridformer.evaluate.generate import Sampling, Trained, answer, load_model
+from gridformer.launch.plan import plan_run
 from gridformer.train.metrics import read_metrics
-from gridformer.train.plan import plan_run
+from gridformer.utils.errors import UserError
 from tests.multirank.pool import WorkerPool
 from tests.multirank.test_resume import train
 

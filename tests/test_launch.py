@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.errors import UserError
-from gridformer.hardware import n_cores
-from gridformer.launch import check_devices, init_world
-from gridformer.launch.joining import expand_counts, expand_nodes, joined
+from gridformer.mesh.launch_env import expand_counts, expand_nodes, joined
+from gridformer.mesh.process_group import check_devices, init_world
+from gridformer.utils.errors import UserError
+from gridformer.utils.hardware import n_cores
 from tests.launching import Start, assert_gone, finish, wait_for
 
 SRUN = {

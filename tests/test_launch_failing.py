@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gridformer.launch import abandon_world, working
+from gridformer.launch import worker_process as working
 from gridformer.launch.local import Failure
+from gridformer.mesh.process_group import abandon_world
 from tests.launching import TORCHRUN, Start, assert_gone, finish, wait_for
 
 FAILING = "launch_training:one_fails_in_training"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from gridformer.config import SCHEMES, LayoutConfig, RunConfig
-from gridformer.errors import ConfigError
-from gridformer.layout import build_axes, check, problems
+from gridformer.parallel.axes import build_axes
 from gridformer.parallel.registry import SPECS
+from gridformer.parallel.validation import check, problems
+from gridformer.utils.errors import ConfigError
 from tests.offers import changed, rules, run_of
 
 # --------------------------------------------------------------------------- each rule
@@ -302,7 +303,7 @@ def test_axes_of_one_process() -> None:
 
 def test_schemes_are_read_without_torch() -> None:
     """Validation runs in the command line, where importing torch takes longer than all else."""
-    code = "import sys, gridformer.listing; sys.exit('torch' in sys.modules)"
+    code = "import sys, gridformer.memory.layouts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gridformer.config import SCHEMES, Family, LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from gridformer.layout import problems
+from gridformer.parallel.validation import problems
 from tests.offers import changed, rules, run_of
 
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from gridformer.cli.app import app
 from gridformer.config import RunConfig, parse_run
-from gridformer.errors import ConfigError
-from gridformer.layout import check
-from gridformer.listing import candidates, list_layouts, reasons
+from gridformer.memory.layouts import candidates, list_layouts, reasons
 from gridformer.parallel.registry import describe
+from gridformer.parallel.validation import check
+from gridformer.utils.errors import ConfigError
 
 MODEL: dict[str, Any] = {"n_layers": 2, "hidden_size": 24, "n_heads": 6, "vocab_size": 50}
 

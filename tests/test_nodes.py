@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
-from gridformer.layout import problems
-from gridformer.nodes import (
+from gridformer.mesh.node_placement import (
     MESH_AXES,
     Candidate,
     NodeBlock,
@@ -28,7 +27,8 @@ from gridformer.nodes import (
     search,
     sizes_of,
 )
-from gridformer.offers import Problem
+from gridformer.parallel.offers import Problem
+from gridformer.parallel.validation import problems
 
 Traffic = dict[str, int]
 MIB = 2**20

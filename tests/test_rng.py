@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gridformer import rng
 from gridformer.models.blocks import Dropout, DropoutClock
+from gridformer.utils import rng
 
 KEY = rng.key(1234, "tokens.weight")
 N = 1024

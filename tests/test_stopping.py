@@ -5,7 +5,7 @@ import sys
 
 STUCK = """
 import os, signal, threading, time
-from gridformer.launch import stopping
+from gridformer.utils import signals as stopping
 
 stopping.install(grace_s=1.0)
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from gridformer.config import RunConfig
-from gridformer.decisions import decide_run, print_decisions
-from gridformer.layout import check
+from gridformer.parallel.auto.decisions import decide_run, print_decisions
+from gridformer.parallel.validation import check
 
 
 def run_of(layout: dict[str, Any], **train: Any) -> RunConfig:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gridformer.train import checkpoint
+from gridformer.checkpoint import checkpoint
 from gridformer.train.metrics import read_metrics
 from tests.choosing import full_unless
 from tests.commands import gridformer_here

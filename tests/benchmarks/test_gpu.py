@@ -27,10 +27,10 @@ from benchmarks import (
     gpu_single,
     gpu_single_report,
 )
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig, shipped_model
-from gridformer.errors import UserError
+from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
+from gridformer.utils.errors import UserError
 from tests.choosing import full_unless
 from tests.models.test_hf import from_hugging_face
 

@@ -11,7 +11,7 @@ from benchmarks.memory_limits import largest_batch
 from benchmarks.memory_report import plot, report
 
 from benchmarks import memory
-from gridformer.memory.foretell import foretell_rank
+from gridformer.memory.estimate import foretell_rank
 
 MACHINE = dict.fromkeys(("date", "cpu", "cores", "torch", "commit", "command"), "-")
 

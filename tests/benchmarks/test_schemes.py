@@ -30,7 +30,7 @@ from benchmarks import (
     variants,
 )
 from gridformer import comm
-from gridformer.comm import Axis
+from gridformer.mesh import Axis
 from tests.choosing import full_unless
 from tests.multirank.pool import WorkerPool
 

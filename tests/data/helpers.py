@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from gridformer.config import RunConfig
-from gridformer.data.pieces import Piece, labelled, pieces
-from gridformer.data.sources import Source
+from gridformer.data.prepare.sources import Source
+from gridformer.data.prepare.text_chunks import Piece, labelled, pieces
 from gridformer.data.tokenfolder import Kind, PartEntry, TokenFolder, TokenSplit
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")

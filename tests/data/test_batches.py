@@ -18,7 +18,7 @@ from gridformer.data import (
     resolve,
     special_ids,
 )
-from gridformer.data.batches import CausalBatches
+from gridformer.data.samples.batches import CausalBatches
 from tests.data.helpers import a_run, counting_split
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -8,10 +8,10 @@ from typing import Any
 import polib
 import pytest
 
-from gridformer.data import catalogues
-from gridformer.data.catalogues import CatalogueSource, catalogue_source, system_folders
-from gridformer.data.sources import open_sources
-from gridformer.errors import DataError, UserError
+from gridformer.data.prepare import gettext as catalogues
+from gridformer.data.prepare.gettext import CatalogueSource, catalogue_source, system_folders
+from gridformer.data.prepare.sources import open_sources
+from gridformer.utils.errors import DataError, UserError
 from tests.data.helpers import texts
 
 

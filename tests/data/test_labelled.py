@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gridformer.batch import IGNORE
 from gridformer.data import TokenFolder
-from gridformer.data.labelled import LabelledForDecoder, LabelledForEncoder
-from gridformer.data.special import SpecialIds
+from gridformer.data.samples.labeled import LabelledForDecoder, LabelledForEncoder
+from gridformer.data.samples.special import SpecialIds
+from gridformer.utils.batch import IGNORE
 
 DRAW = np.random.default_rng(0)
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.batch import IGNORE
-from gridformer.data.masked import MaskedSamples, Masking
-from gridformer.data.special import SpecialIds
-from gridformer.errors import DataError
+from gridformer.data.samples.masked import MaskedSamples, Masking
+from gridformer.data.samples.special import SpecialIds
+from gridformer.utils.batch import IGNORE
+from gridformer.utils.errors import DataError
 from tests.data.helpers import counting_split
 
 N = 20_000

@@ -6,7 +6,7 @@ from pathlib import Path
 import polib
 import pytest
 
-from gridformer.data.messages import Pair, cleaned, without_mnemonics
+from gridformer.data.prepare.gettext_messages import Pair, cleaned, without_mnemonics
 
 
 def catalogue(*entries: polib.POEntry) -> polib.POFile:

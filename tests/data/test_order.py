@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gridformer.data.order import Order
+from gridformer.data.samples.order import Order
 
 
 def test_random_numbers_are_of_a_place() -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.data.pieces import pieces
+from gridformer.data.prepare.text_chunks import pieces
 from gridformer.data.tokenizer import Tokenizer
 from tests.data.helpers import sentences
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.data import TokenFolder, Tokenizer
-from gridformer.data import prepare as preparing
-from gridformer.data.prepare import Progress, prepare_corpus, sample
-from gridformer.errors import DataError, UserError
+from gridformer.data.prepare import prepare as preparing
+from gridformer.data.prepare.prepare import Progress, prepare_corpus, sample
+from gridformer.utils.errors import DataError, UserError
 from tests.data.helpers import (
     ListSource,
     documents,
@@ -200,7 +200,8 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import os, signal, sys
         from pathlib import Path
-        from gridformer.data import Tokenizer, prepare as preparing
+        from gridformer.data import Tokenizer
+        from gridformer.data.prepare import prepare as preparing
         from tests.data.helpers import ListSource, sentences
 
         preparing._BATCH_CHARS = 10

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from gridformer.cli.prepare import prepare
 from gridformer.data import TokenFolder
-from gridformer.errors import DataError, UserError
+from gridformer.utils.errors import DataError, UserError
 from tests.data.helpers import documents, sentences
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gridformer.data.records import Fields
-from gridformer.data.sources import Source, open_sources
-from gridformer.errors import DataError, UserError
+from gridformer.data.prepare.records import Fields
+from gridformer.data.prepare.sources import Source, open_sources
+from gridformer.utils.errors import DataError, UserError
 from tests.data.helpers import texts
 
 PAIRS: list[dict[str, Any]] = [

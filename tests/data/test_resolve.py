@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from gridformer.data import TokenFolder, resolve, special_ids
-from gridformer.data.spans import target_length
-from gridformer.errors import ConfigError
+from gridformer.data.samples.spans import target_length
+from gridformer.utils.errors import ConfigError
 from tests.data.helpers import a_run
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer.data import BatchSampler
-from gridformer.errors import DataError
+from gridformer.utils.errors import DataError
 from tests.data.helpers import counting_split
 
 sizes = st.tuples(st.integers(1, 400), st.integers(1, 12), st.integers(1, 40)).filter(

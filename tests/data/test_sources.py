@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gridformer.data import files, records
-from gridformer.data.sources import FileSource, open_sources, python_stdlib
-from gridformer.errors import DataError, UserError
+from gridformer.data.prepare import files, records
+from gridformer.data.prepare.sources import FileSource, open_sources, python_stdlib
+from gridformer.utils.errors import DataError, UserError
 from tests.data.helpers import texts
 
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.batch import IGNORE
-from gridformer.data.spans import (
+from gridformer.data.samples.spans import (
     SpanSamples,
     corrupted,
     noise_of,
@@ -16,8 +15,9 @@ from gridformer.data.spans import (
     target_length,
     window_length,
 )
-from gridformer.data.special import SpecialIds
-from gridformer.errors import DataError
+from gridformer.data.samples.special import SpecialIds
+from gridformer.utils.batch import IGNORE
+from gridformer.utils.errors import DataError
 from tests.data.helpers import counting_split
 
 N = 10_000

@@ -3,7 +3,7 @@
 import tokenizers
 from tokenizers import models
 
-from gridformer.data.special import SENTINELS, SpecialIds
+from gridformer.data.samples.special import SENTINELS, SpecialIds
 from gridformer.data.tokenizer import Tokenizer
 from tests.data.helpers import sentences
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gridformer.data import splitting
-from gridformer.data.splitting import SplitWriter, split_of
+from gridformer.data.prepare import splitting
+from gridformer.data.prepare.splitting import SplitWriter, split_of
 from gridformer.data.tokenfolder import SPLITS, Kind
-from gridformer.errors import DataError
+from gridformer.utils.errors import DataError
 
 EOS = 9
 _ids = st.lists(st.integers(0, 8), min_size=1, max_size=6)

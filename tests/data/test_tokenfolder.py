@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gridformer.data import BatchSampler, TokenFolder, Tokenizer
-from gridformer.data.prepare import prepare_corpus
-from gridformer.errors import DataError
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.utils.errors import DataError
 from tests.data.helpers import listed, sentences
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import models, processors
 
 from gridformer.data.tokenizer import EOS_NAMES, SMALLEST_VOCAB, Tokenizer
-from gridformer.errors import DataError, UserError
+from gridformer.utils.errors import DataError, UserError
 from tests.data.helpers import sentences
 
 TRAINED = Tokenizer.train(sentences(200), 300)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from gridformer.batch import IGNORE
 from gridformer.data import TokenFolder
-from gridformer.data.special import SpecialIds
-from gridformer.data.translation import PairSamples
-from gridformer.errors import DataError
+from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.translation import PairSamples
+from gridformer.utils.batch import IGNORE
+from gridformer.utils.errors import DataError
 
 DRAW = np.random.default_rng(0)
 

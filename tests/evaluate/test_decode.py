@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.errors import ConfigError
 from gridformer.evaluate.decode import Search, search
 from gridformer.models import T5
+from gridformer.utils.errors import ConfigError
 from tests.models.hf import plain, tokens_of
 from tests.models.test_hf_t5 import config_of, from_hugging_face, hugging_face
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from gridformer.config import Task
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.errors import UserError
 from gridformer.evaluate.decode import Search
 from gridformer.evaluate.fill import fill_spans, fill_words
 from gridformer.evaluate.generate import translate
 from gridformer.models import BERT, EncoderDecoder
+from gridformer.utils.errors import UserError
 from tests.data.helpers import sentences
 
 # Its vocabulary has 300 words at most, of which the end of text is one; other special ids follow.

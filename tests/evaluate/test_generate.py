@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer.comm import Axes
+from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, parse_run
 from gridformer.data import TokenFolder
 from gridformer.evaluate.generate import Sampling, choose, load_model, sample, stream
+from gridformer.mesh import Axes
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
-from gridformer.train import checkpoint
 from gridformer.train.step import Stepper
 from tests.models.hf import tokens_of, transformers
 from tests.models.test_hf import pair

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gridformer.config import Family, ModelConfig
-from gridformer.errors import ConfigError
 from gridformer.evaluate.generate import check_options
+from gridformer.utils.errors import ConfigError
 
 SAMPLING = {"temperature", "top_k", "top_p", "seed"}
 SEARCH = {"beams", "length_penalty"}

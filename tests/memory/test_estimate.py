@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gridformer.memory.estimate import estimate, states_of
-from gridformer.memory.foretell import foretell_rank
+from gridformer.memory.analytic import estimate, states_of
+from gridformer.memory.estimate import foretell_rank
 from gridformer.memory.ranks import largest_ranks
 from tests.multirank.test_memory import a_run
 

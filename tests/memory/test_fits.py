@@ -10,18 +10,18 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from gridformer import decisions
 from gridformer.cli.app import app
 from gridformer.config import RunConfig, load_run
-from gridformer.errors import ConfigError
-from gridformer.layout import check
-from gridformer.memory import fits
-from gridformer.memory.account import KINDS, Account
-from gridformer.memory.fits import Room, at_most, changed, fit_problems, nearest, room_of
-from gridformer.memory.foretell import foretell_rank
+from gridformer.launch.plan import plan_run
+from gridformer.memory import budget as fits
+from gridformer.memory.breakdown import KINDS, Account
+from gridformer.memory.budget import Room, at_most, changed, fit_problems, nearest, room_of
+from gridformer.memory.estimate import foretell_rank
 from gridformer.memory.ranks import chosen_ranks
-from gridformer.parallel.choices import Choices
-from gridformer.train.plan import plan_run
+from gridformer.parallel.auto import decisions
+from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.validation import check
+from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import GIB
 from tests.multirank.test_memory import a_run
 
@@ -178,7 +178,7 @@ def test_train_refuses_before_any_process_starts(
     }
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(sections))
-    monkeypatch.setattr("gridformer.train.runner.launch", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr("gridformer.launch.run.launch", lambda *_: pytest.fail("it was started"))
     with pytest.raises(ConfigError) as error:
         plan_run(path, out=tmp_path / "out")
     (text,) = error.value.problems

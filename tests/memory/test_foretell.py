@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder, open_batches, resolve
-from gridformer.data.prepare import prepare_corpus
-from gridformer.data.sources import open_sources
-from gridformer.memory import foretell as module
-from gridformer.memory.account import KINDS, STATES
-from gridformer.memory.fits import at_most
-from gridformer.memory.foretell import foretell, foretell_rank, rows_like, shortened
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.sources import open_sources
+from gridformer.memory import estimate as module
+from gridformer.memory.breakdown import KINDS, STATES
+from gridformer.memory.budget import at_most
+from gridformer.memory.estimate import foretell, foretell_rank, rows_like, shortened
 from gridformer.memory.ranks import largest_ranks
 from tests.multirank.test_memory import a_run
 

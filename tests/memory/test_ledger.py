@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gridformer.memory.ledger import Ledger
+from gridformer.memory.tracker import Ledger
 
 
 def test_storages_count_once_and_until_nothing_holds_them() -> None:

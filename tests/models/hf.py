@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.batch import Batch
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks.attention import _Heads
 from gridformer.parallel import build_parallel
+from gridformer.utils.batch import Batch
 
 B, S, SOURCE = 3, 13, 17  # lengths that no other dimension has
 LAYERS = 3

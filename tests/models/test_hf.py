@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
 from gridformer.models import GPT2
 from gridformer.models.blocks import IGNORE, KVCache
 from gridformer.parallel import build_parallel

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gridformer.memory.ledger import Ledger
+from gridformer.memory.tracker import Ledger
 from gridformer.models.blocks import IGNORE, CrossEntropy, chunked_loss, places_per_chunk
 
 H = 6

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from tests.models import test_hf, test_hf_bert, test_hf_t5
 

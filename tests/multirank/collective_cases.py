@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gridformer.comm import Axes, autograd
+from gridformer.comm import autograd
+from gridformer.mesh import Axes
 from tests.multirank.cutting import Case, Dims, cut, join
 
 ROW, COL = "row", "col"

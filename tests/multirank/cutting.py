@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig
-from gridformer.layout import build_axes
+from gridformer.mesh import Axes
+from gridformer.parallel.axes import build_axes
 from tests.multirank.pool import group_cache
 
 Dims = tuple[str | None, ...]

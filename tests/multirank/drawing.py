@@ -1,7 +1,7 @@
 """Random valid runs, drawn from the schema of a run's own settings.
 
 Every setting is drawn by its type: a choice of its words, on or off, a number. So an option that
-is added to the schema is drawn from then on, without a change here. What `gridformer.layout`
+is added to the schema is drawn from then on, without a change here. What `gridformer.parallel.validation`
 or the schema refuses is mended: by a change that the broken rule proposes, or by drawing one of the
 settings again that the refusal names. Each setting has random numbers of its own, so that a new one
 does not change what is drawn for the others.
@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from gridformer.config import Config, DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from gridformer.layout import broken_rules
+from gridformer.parallel.validation import broken_rules
 
 Sections = dict[str, dict[str, Any]]
 SECTIONS: dict[str, type[Config]] = {

@@ -11,22 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.batch import IGNORE, Batch, MicroBatch, next_words
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
-from gridformer.layout import build_axes
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import (
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.gradients import (
     assert_copies_equal,
     clear_gradients,
     owned,
     reduce_gradients,
 )
-from gridformer.parallel.grid import weights_kept
-from gridformer.parallel.placement import Shard, shard_of
-from gridformer.parallel.sharding import part_of, stored
+from gridformer.parallel.data.zero import part_of, stored
+from gridformer.parallel.sharding import Shard, shard_of
+from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import ReadRows, Stepper
+from gridformer.utils.batch import IGNORE, Batch, MicroBatch, next_words
 from tests.multirank.pool import group_cache
 
 CPU = torch.device("cpu")

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gridformer.batch import IGNORE, Batch, next_words
-from gridformer.comm import Axes
+from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.decisions import decide_run
-from gridformer.layout import build_axes
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import assert_copies_equal
-from gridformer.train import checkpoint
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.gradients import assert_copies_equal
 from gridformer.train.step import ReadRows, Stepper
+from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.multirank.exactness import (
     CPU,
     Tensors,

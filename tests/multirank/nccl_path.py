@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from gridformer.comm import groups
+from gridformer.mesh import groups
 
 Result = TypeVar("Result")
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from gridformer.batch import IGNORE, Batch
-from gridformer.comm import Axes
 from gridformer.config import Family, LayoutConfig, ModelConfig, TrainConfig
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import assert_copies_equal, reduce_gradients
-from gridformer.parallel.grid import weights_kept
+from gridformer.parallel.data.gradients import assert_copies_equal, reduce_gradients
+from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import ReadRows, Stepper
+from gridformer.utils.batch import IGNORE, Batch
 from tests.multirank.exactness import (
     CPU,
     Tensors,

@@ -10,7 +10,7 @@ for name in (
     "pytest",
     "hypothesis",
     "torch.distributed.checkpoint",
-    "gridformer.train.runner",
+    "gridformer.launch.run",
     "gridformer.memory.measure",
     "tests.multirank.exactness",
 ):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gridformer import comm
-from gridformer.comm import Axis
+from gridformer.mesh import Axis
+from gridformer.mesh.node_placement import split_messages
 from gridformer.models.branches import Branches
-from gridformer.nodes import split_messages
-from gridformer.parallel.subgraph import Placed, parallelize
-from gridformer.parallel.subgraph.grids import Grid
-from gridformer.parallel.subgraph.section import Columns, Section
+from gridformer.parallel.branches import Placed, parallelize
+from gridformer.parallel.branches.grids import Grid
+from gridformer.parallel.branches.section import Columns, Section
 from tests.multirank.exactness import CPU
 from tests.multirank.pool import WorkerPool
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from gridformer.models.branches import Branches
 from gridformer.models.resnext import ResNeXt
-from gridformer.parallel.subgraph import parallelize
-from gridformer.parallel.subgraph.grids import assign
+from gridformer.parallel.branches import parallelize
+from gridformer.parallel.branches.grids import assign
 from tests.multirank.pool import RankFailed, WorkerPool
 
 # --------------------------------------------------------------------------- networks

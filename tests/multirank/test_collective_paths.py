@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.comm import Axis, Pending, collectives
+from gridformer.comm import Pending, collectives
 from gridformer.config import LayoutConfig
-from gridformer.parallel.gradients import _checksum
+from gridformer.mesh import Axis
+from gridformer.parallel.data.gradients import _checksum
 from tests.choosing import full_unless
 from tests.multirank.cutting import grid_axes
 from tests.multirank.exactness import TOLERANCE, compare

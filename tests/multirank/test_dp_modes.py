@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gridformer.batch import next_words
-from gridformer.comm import Axes, record
+from gridformer.comm import record
 from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.errors import DivergedError
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
-from gridformer.parallel.placement import shard_of
-from gridformer.parallel.sharding import part_of, stored
+from gridformer.parallel.data.zero import part_of, stored
+from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import ReadRows, Stepper
+from gridformer.utils.batch import next_words
+from gridformer.utils.errors import DivergedError
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
 from tests.multirank.pool import WorkerPool

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.batch import Batch
 from gridformer.comm import record
 from gridformer.config import DataConfig, LayoutConfig, RunConfig, TrainConfig
-from gridformer.decisions import decide_run
 from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import Batch
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batches_of, tiny
 from tests.multirank.matrix import MODELS
@@ -61,7 +61,7 @@ def run_of(layout: Layout, family: str, recompute: str, n_layers: int) -> RunCon
     )
     return RunConfig(
         model=model,
-        data=DataConfig(path=Path("none"), **lengths),  # type: ignore[arg-type]
+        data=DataConfig(path=Path("none"), **lengths),
         layout=LayoutConfig(**layout),
         train=TrainConfig(global_batch=B, recompute=recompute),  # type: ignore[arg-type]
     )

@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.batch import next_words
+from gridformer.checkpoint import checkpoint
 from gridformer.comm import record
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.models import Model
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import owned
-from gridformer.parallel.sharding import stored
-from gridformer.train import checkpoint
+from gridformer.parallel.data.gradients import owned
+from gridformer.parallel.data.zero import stored
+from gridformer.train.loss_scale import FIRST_SCALE
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
-from gridformer.train.precision import FIRST_SCALE
 from gridformer.train.step import Stepper
 from gridformer.train.trainer import Trainer
+from gridformer.utils.batch import next_words
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batch_of, compare, tiny
 from tests.multirank.matrix import MODELS

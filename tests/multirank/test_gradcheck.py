@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.comm import Axes
+from gridformer.mesh import Axes
 from gridformer.models.blocks import IGNORE, LayerNorm
-from gridformer.parallel import summa
-from gridformer.parallel.boundary import Replicated, Sharded
-from gridformer.parallel.loss import VocabParallelCrossEntropy
-from gridformer.parallel.norms import GridLayerNorm
+from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.boundary import Replicated, Sharded
+from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
+from gridformer.parallel.tensor.norm import GridLayerNorm
 from tests.choosing import full_unless
 from tests.multirank.collective_cases import COL, EACH, ROW, CaseMaker, collectives_of
 from tests.multirank.cutting import Case, Dims, check, cut, grid_axes, join

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gridformer.batch import next_words
-from gridformer.comm import Axes, Axis, record
+from gridformer.comm import record
 from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.parallel import gradients as reductions
-from gridformer.parallel.gradients import GradientSums, reduce_gradients
+from gridformer.parallel.data import gradients as reductions
+from gridformer.parallel.data.gradients import GradientSums, reduce_gradients
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import next_words
 from tests.multirank.exactness import CPU, axes_of, batch_of, gradients, tiny
 from tests.multirank.pool import WorkerPool
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gridformer import comm
-from gridformer.comm import Axes, P2PChannel, groups
+from gridformer.comm import P2PChannel
 from gridformer.comm.p2p import _pairs_apart
 from gridformer.config import LayoutConfig
-from gridformer.layout import build_axes
+from gridformer.mesh import Axes, groups
+from gridformer.parallel.axes import build_axes
 from tests.multirank.nccl_path import on_nccl
 from tests.multirank.pool import WorkerPool
 

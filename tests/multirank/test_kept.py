@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from gridformer.config import LayoutConfig
-from gridformer.parallel import build_parallel, summa
-from gridformer.parallel.choices import Work
-from gridformer.parallel.grid import weights_kept
-from gridformer.parallel.rules import decide
+from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.cost import Work
+from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.linear import weights_kept
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.precision import BOUND, HALVES, LAYOUTS, MODEL, TRAIN, largest_gap, smoothed
 
 from gridformer.config import parse_run
-from gridformer.decisions import decide_run
-from gridformer.layout import check
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.validation import check
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from tests.choosing import full_unless
@@ -24,8 +24,8 @@ FULL = 200  # steps; shorter runs have fewer tokens a step, too
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some of the Python standard library, prepared."""
-    from gridformer.data.prepare import prepare_corpus
-    from gridformer.data.sources import open_sources
+    from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.sources import open_sources
 
     library = Path(sysconfig.get_paths()["stdlib"])
     out = tmp_path_factory.mktemp("text") / "tokens"

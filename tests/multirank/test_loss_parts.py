@@ -10,9 +10,9 @@ import torch
 
 from gridformer.comm import record
 from gridformer.config import LayoutConfig
-from gridformer.memory.ledger import Ledger
+from gridformer.memory.tracker import Ledger
 from gridformer.parallel import build_parallel
-from gridformer.parallel.grid import weights_kept
+from gridformer.parallel.tensor.linear import weights_kept
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batches_of, tiny
 from tests.multirank.pool import WorkerPool

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer import layout
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.errors import ConfigError
+from gridformer.parallel import validation as layout
+from gridformer.utils.errors import ConfigError
 from tests.choosing import full_unless
 from tests.multirank.exactness import TOLERANCE, compare, tiny
 from tests.multirank.matrix import CELLS, Cell, quick, remember, write

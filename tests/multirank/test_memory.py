@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
-from gridformer.layout import check
-from gridformer.memory.fits import at_most
-from gridformer.memory.foretell import foretell_rank
+from gridformer.memory.budget import at_most
+from gridformer.memory.estimate import foretell_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
+from gridformer.parallel.validation import check
 from tests.choosing import full_unless
 from tests.multirank.exactness import tiny
 from tests.multirank.matrix import CELLS, Cell, quick

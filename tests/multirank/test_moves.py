@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from gridformer.config import LayoutConfig
-from gridformer.data.prepare import prepare_corpus
-from gridformer.data.sources import open_sources
-from gridformer.train.plan import Plan, plan_run
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.sources import open_sources
+from gridformer.launch.plan import plan_run
+from gridformer.train.plan import Plan
 from tests.choosing import full_unless
 from tests.multirank.matrix import CELLS, MODELS, Cell
 from tests.multirank.pool import WorkerPool

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gridformer.comm import Axes
-from gridformer.nodes import MESH_AXES, NodeBlock, Sizes, rank_grid
+from gridformer.mesh import Axes
+from gridformer.mesh.node_placement import MESH_AXES, NodeBlock, Sizes, rank_grid
 from tests.multirank.pool import WorkerPool
 
 Seen = dict[str, tuple[int, list[int]]]

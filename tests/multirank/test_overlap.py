@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import Pending, collectives
-from gridformer.parallel import boundary, summa
-from gridformer.parallel.summa import gather, products, transport
+from gridformer.parallel.tensor import boundary, summa
+from gridformer.parallel.tensor.summa import gather, products, transport
 from tests.multirank.cutting import cut, grid_axes
 from tests.multirank.pool import WorkerPool
 

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.batch import next_words
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
 from gridformer.parallel import build_parallel
-from gridformer.parallel.loss import VocabParallelCrossEntropy
-from gridformer.parallel.placement import shard_of
+from gridformer.parallel.sharding import shard_of
+from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import next_words
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool

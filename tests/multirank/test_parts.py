@@ -16,13 +16,15 @@ import pytest
 import torch
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from gridformer.memory import foretell
-from gridformer.memory.foretell import foretell_rank
+from gridformer.memory import estimate as foretell
+from gridformer.memory.estimate import foretell_rank
 from gridformer.models import Model
-from gridformer.parallel import build_parallel, rules, summa
-from gridformer.parallel.choices import Choices, Work
-from gridformer.parallel.grid import GridLinear, weights_kept
-from gridformer.parallel.rules import decide
+from gridformer.parallel import build_parallel
+from gridformer.parallel.auto import heuristics as rules
+from gridformer.parallel.auto.cost import Choices, Work
+from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.linear import GridLinear, weights_kept
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
 from tests.multirank.matrix import MODELS

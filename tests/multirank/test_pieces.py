@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.comm import Axes, Axis, Recorder, autograd, record
+from gridformer.comm import Recorder, autograd, record
+from gridformer.mesh import Axes, Axis
 from tests.multirank.cutting import Case, Dims, check, cut, grid_axes, join
 from tests.multirank.pool import WorkerPool
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gridformer.comm import Axes
 from gridformer.config import ENCODER_DECODER, Family, LayoutConfig
+from gridformer.mesh import Axes
 from gridformer.parallel.registry import describe
 from tests.choosing import full_unless
 from tests.multirank.exactness import axes_of

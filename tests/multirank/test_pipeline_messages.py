@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.batch import Batch, MicroBatch
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.models import Activations, Link, Model
 from gridformer.models.blocks import KVCache
-from gridformer.parallel.gradients import GradientSums, assert_copies_equal
+from gridformer.parallel.data.gradients import GradientSums, assert_copies_equal
 from gridformer.parallel.pipeline import Event, Executor, idle_fraction
+from gridformer.utils.batch import Batch, MicroBatch
 from tests.choosing import full_unless
 from tests.multirank.exactness import axes_of
 from tests.multirank.pipelines import LENGTH, ROWS, SOURCE, Layout, family, reads_of, stepper_of

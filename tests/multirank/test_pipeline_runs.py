@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.registry import describe
-from gridformer.train import checkpoint
 from gridformer.train.compile import compile_model
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, distance, values

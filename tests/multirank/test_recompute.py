@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.batch import Batch
 from gridformer.comm import record
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
-from gridformer.memory.ledger import Ledger
+from gridformer.memory.tracker import Ledger
 from gridformer.models import Model, build_model
 from gridformer.models.blocks import Layer, Linear, RecomputeMode
 from gridformer.parallel import build_parallel
-from gridformer.parallel.fsdp import Gathering, Unit
-from gridformer.parallel.grid import weights_kept
+from gridformer.parallel.data.fsdp import Gathering, Unit
 from gridformer.parallel.pipeline.stage_io import StageIO
+from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import Batch
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batches_of, tiny
 from tests.multirank.matrix import MODELS
@@ -323,7 +323,7 @@ def gathered(
     layout: Layout, family: str, recompute: RecomputeMode
 ) -> tuple[float, float, list[tuple[int, bool]]]:
     """Of one step: elements of parameters that travel to this rank, those of the formula in
-    gridformer.parallel.fsdp, and the layers that were gathered, with whether they were on their
+    gridformer.parallel.data.fsdp, and the layers that were gathered, with whether they were on their
     way before."""
     torch.set_num_threads(1)
     config, plan = config_of(family), LayoutConfig(**layout)

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from gridformer.checkpoint import blocks_io, checkpoint
 from gridformer.config import LayoutConfig, parse_run
-from gridformer.decisions import decide_run
-from gridformer.errors import CheckpointError
-from gridformer.launch import World
-from gridformer.layout import check
-from gridformer.train import blocks_io, checkpoint
+from gridformer.mesh.process_group import World
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.validation import check
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
+from gridformer.utils.errors import CheckpointError
 from tests.choosing import full_unless
 from tests.multirank.pool import RankFailed, WorkerPool
 from tests.multirank.test_exactness import GRIDS, name_of

@@ -12,16 +12,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gridformer.batch import Batch, next_words
-from gridformer.comm import Axes, Recorder, record
+from gridformer.comm import Recorder, record
 from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.parallel import gradients as reductions
-from gridformer.parallel.choices import Choices, Traffic, Work
-from gridformer.parallel.placement import shard_of
-from gridformer.parallel.rules import decide
+from gridformer.parallel.auto.cost import Choices, Traffic, Work
+from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.data import gradients as reductions
+from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import Batch, next_words
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool
 from tests.multirank.volumes import CONFIG, B, H, S, V, Volume, agrees, optimus, short, volume_of

@@ -13,11 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig
+from gridformer.mesh import Axes
 from gridformer.models import Model, build_model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import assert_copies_equal, owned, reduce_gradients, share_copies
+from gridformer.parallel.data.gradients import (
+    assert_copies_equal,
+    owned,
+    reduce_gradients,
+    share_copies,
+)
 from tests.choosing import full_unless
 from tests.multirank.exactness import (
     CPU,

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.batch import Batch, next_words
 from gridformer.comm import Recorder, record
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
-from gridformer.decisions import decide_run
+from gridformer.mesh.node_placement import split_messages
 from gridformer.models import build_model
-from gridformer.nodes import split_messages
 from gridformer.parallel import build_parallel
-from gridformer.parallel.choices import Traffic, Work
-from gridformer.parallel.rules import decide
+from gridformer.parallel.auto.cost import Traffic, Work
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.auto.heuristics import decide
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import Batch, next_words
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool

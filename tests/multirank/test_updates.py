@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer.batch import next_words
 from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.memory.ledger import Entry, Ledger
+from gridformer.memory.tracker import Entry, Ledger
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
-from gridformer.parallel.sharding import part_of
+from gridformer.parallel.data.zero import part_of
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import next_words
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
 from tests.multirank.matrix import Cell

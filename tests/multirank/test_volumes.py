@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gridformer.config import LayoutConfig
-from gridformer.parallel.choices import Work
-from gridformer.parallel.rules import decide
+from gridformer.parallel.auto.cost import Work
+from gridformer.parallel.auto.heuristics import decide
 from tests.choosing import full_unless
 from tests.multirank.exactness import tiny
 from tests.multirank.pool import WorkerPool

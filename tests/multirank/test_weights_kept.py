@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer.comm import Axes, record
+from gridformer.comm import record
 from gridformer.config import LayoutConfig
-from gridformer.parallel import build_parallel, summa
-from gridformer.parallel.boundary import Sharded
-from gridformer.parallel.grid import weights_kept
+from gridformer.mesh import Axes
+from gridformer.parallel import build_parallel
+from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.boundary import Sharded
+from gridformer.parallel.tensor.linear import weights_kept
 from tests.multirank.cutting import cut, grid_axes
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 from tests.multirank.pool import WorkerPool

@@ -18,8 +18,8 @@ import torch
 from gridformer.comm import Recorder, record
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel import build_parallel
-from gridformer.parallel.choices import Choices, Traffic
-from gridformer.parallel.grid import weights_kept
+from gridformer.parallel.auto.cost import Choices, Traffic
+from gridformer.parallel.tensor.linear import weights_kept
 from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
 
 B = 12  # sequences, divides over 1, 2, 3 and 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig
+from gridformer.mesh import Axes, Axis
 from gridformer.parallel.registry import describe
 
 LAYOUTS = [

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer import rng
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
 from gridformer.models.blocks import Init, new_parameter
 from gridformer.parallel import build_parallel
-from gridformer.parallel.initialise import initialise
-from gridformer.parallel.placement import Placement, place, shard_of
+from gridformer.parallel.initialization import initialise
+from gridformer.parallel.sharding import Placement, place, shard_of
+from gridformer.utils import rng
 from tests.parallel.grids import LAYOUTS, name_of, ranks
 
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def test_bfloat16_computes_so_but_keeps_float32_parameters() -> None:
 
 def test_filling_in_chunks_changes_nothing() -> None:
     want = values()
-    with patch("gridformer.parallel.initialise._CHUNK", 100):
+    with patch("gridformer.parallel.initialization._CHUNK", 100):
         assert all(torch.equal(v, want[name]) for name, v in values().items())
 
 

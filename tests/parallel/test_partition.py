@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gridformer.comm import Axes, Axis
 from gridformer.config import Family, LayoutConfig, ModelConfig
+from gridformer.mesh import Axes, Axis
 from gridformer.models import build_model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.choices import Work
+from gridformer.parallel.auto.cost import Work
 from gridformer.parallel.pipeline.partition import link_costs, partition, stages_of
-from gridformer.parallel.placement import shard_of
+from gridformer.parallel.sharding import shard_of
 
 FAMILIES: tuple[Family, ...] = ("gpt2", "bert", "t5", "transformer")
 

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.config import PipelineOrder
-from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards, reader_of
+from gridformer.parallel.pipeline.schedules import (
+    Action,
+    Itinerary,
+    actions_of,
+    forwards,
+    reader_of,
+)
 from gridformer.parallel.pipeline.timeline import Event, idle_fraction
 
 TORCH = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}

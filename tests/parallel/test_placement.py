@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
 from gridformer.models import Model, build_model
 from gridformer.models.blocks import Init, new_parameter
 from gridformer.parallel import parallelize
-from gridformer.parallel.placement import (
+from gridformer.parallel.sharding import (
     Placement,
     Shard,
     place,

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer import rng
-from gridformer.batch import IGNORE, Batch, next_words
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.train.step import Stepper
+from gridformer.utils import rng
+from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.models import test_hf, test_hf_bert, test_hf_t5, test_transformer
 from tests.models.hf import lengths_mask, plain, tokens_of
 

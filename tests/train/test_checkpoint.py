@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.batch import next_words
-from gridformer.comm import Axes
+from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
-from gridformer.errors import CheckpointError
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.train import checkpoint
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import next_words
+from gridformer.utils.errors import CheckpointError
 
 MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
 CPU = torch.device("cpu")

@@ -14,20 +14,20 @@ import yaml
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from gridformer.batch import next_words
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig, parse_run
-from gridformer.errors import ConfigError
-from gridformer.layout import build_axes
+from gridformer.launch.plan import plan_run
+from gridformer.launch.run import execute
+from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
+from gridformer.parallel.axes import build_axes
 from gridformer.train import compile as compiling
 from gridformer.train import trainer
 from gridformer.train.compile import compile_model, compile_problems
 from gridformer.train.metrics import read_metrics
-from gridformer.train.plan import plan_run
-from gridformer.train.runner import execute
 from gridformer.train.step import Stepper, StepResult
+from gridformer.utils.batch import next_words
+from gridformer.utils.errors import ConfigError
 from tests.choosing import full_unless
 from tests.multirank.pool import WorkerPool
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gridformer.batch import next_words
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
-from gridformer.errors import DivergedError
+from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
-from gridformer.train import precision
-from gridformer.train.precision import FIRST_SCALE, GROWS_AFTER, LARGEST_SCALE, LossScale
+from gridformer.train import loss_scale as precision
+from gridformer.train.loss_scale import FIRST_SCALE, GROWS_AFTER, LARGEST_SCALE, LossScale
 from gridformer.train.step import Stepper, StepResult
+from gridformer.utils.batch import next_words
+from gridformer.utils.errors import DivergedError
 
 MODEL = ModelConfig(n_layers=2, hidden_size=16, n_heads=2, vocab_size=11, max_seq_len=4)
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gridformer.batch import next_words
-from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
-from gridformer.errors import DivergedError
+from gridformer.mesh import Axes, Axis
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import counted_square
+from gridformer.parallel.data.gradients import counted_square
 from gridformer.train.step import Stepper, learning_rate
+from gridformer.utils.batch import next_words
+from gridformer.utils.errors import DivergedError
 
 MODEL = ModelConfig(n_layers=1, hidden_size=8, n_heads=2, vocab_size=11, max_seq_len=4)
 CPU = torch.device("cpu")

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gridformer.checkpoint import checkpoint
 from gridformer.config import parse_run
 from gridformer.data import TokenFolder, resolve
-from gridformer.decisions import decide_run
-from gridformer.launch import World, stopping
-from gridformer.train import checkpoint
+from gridformer.mesh.process_group import World
+from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
+from gridformer.utils import signals as stopping
 from tests.multirank.pool import WorkerPool
 
 

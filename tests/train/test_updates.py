@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.batch import next_words
-from gridformer.comm import Axes
+from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, TrainConfig, parse_run
-from gridformer.decisions import decide_run
-from gridformer.errors import ConfigError, DivergedError
+from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
-from gridformer.train import checkpoint
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.train.optimizer import Unit
 from gridformer.train.step import Stepper
-from gridformer.train.updates import Unit
+from gridformer.utils.batch import next_words
+from gridformer.utils.errors import ConfigError, DivergedError
 
 MODEL = {"n_layers": 3, "hidden_size": 16, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
 RUN = parse_run({"model": MODEL, "data": {"path": "unused"}, "train": {"global_batch": 2}})

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.data import TokenFolder
-from gridformer.decisions import decide_run
-from gridformer.launch import World
+from gridformer.mesh import Axes
+from gridformer.mesh.process_group import World
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer

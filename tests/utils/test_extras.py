@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from gridformer.data.sources import open_sources
-from gridformer.errors import UserError
+from gridformer.data.prepare.sources import open_sources
+from gridformer.utils.errors import UserError
 from tests.commands import gridformer_here
 
 
@@ -36,7 +36,7 @@ def test_nothing_else_loads_them() -> None:
     program = (
         "import sys\n"
         "sys.modules |= dict.fromkeys(('datasets', 'plotly', 'polib'))\n"
-        "import gridformer.train.runner, gridformer.data.sources, gridformer.memory.show\n"
-        "import gridformer.evaluate.generate, gridformer.demo\n"
+        "import gridformer.launch.run, gridformer.data.prepare.sources, gridformer.memory.show\n"
+        "import gridformer.evaluate.generate, gridformer.cli.demo_run\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -18,7 +18,7 @@ from gridformer.cli.layouts import layouts
 from gridformer.cli.memory import memory
 from gridformer.cli.prepare import prepare
 from gridformer.cli.train import train
-from gridformer.errors import ConfigError, UserError
+from gridformer.utils.errors import ConfigError, UserError
 
 _EPILOG = (
     "[bold]From text to text:[/bold]\n\n"

@@ -16,6 +16,6 @@ def demo(
     Needs no download: the text is the Python standard library's own source. Run again to go on
     from where it was stopped.
     """
-    from gridformer.demo import run_demo
+    from gridformer.cli.demo_run import run_demo
 
     run_demo(out)

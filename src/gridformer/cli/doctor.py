@@ -22,7 +22,7 @@ def doctor(
 
     Try: gridformer doctor --nproc 8
     """
-    from gridformer.doctor import examine
+    from gridformer.doctor.checks import examine
 
     marks = {
         "ok": typer.style("✓", fg=typer.colors.GREEN),

@@ -67,9 +67,9 @@ def generate(
 
     import torch
 
-    from gridformer.errors import ConfigError
     from gridformer.evaluate.decode import Search
     from gridformer.evaluate.generate import Sampling, answer, check_options, load_model
+    from gridformer.utils.errors import ConfigError
 
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     sampled: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}

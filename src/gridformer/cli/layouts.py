@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gridformer.config import ModelConfig
-    from gridformer.listing import Listed
+    from gridformer.memory.layouts import Listed
 
 
 def layouts(
@@ -47,8 +47,8 @@ def layouts(
     from rich.console import Console
 
     from gridformer.config import SCHEMES, load_run, parse_run
-    from gridformer.errors import ConfigError
-    from gridformer.listing import list_layouts
+    from gridformer.memory.layouts import list_layouts
+    from gridformer.utils.errors import ConfigError
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
     if wrong:
@@ -71,7 +71,7 @@ def _print(model: ModelConfig, processes: int, found: Sequence[Listed], console:
     from rich.table import Table
     from rich.text import Text
 
-    from gridformer.listing import reasons
+    from gridformer.memory.layouts import reasons
     from gridformer.utils.units import byte_unit
 
     fitting = [one for one in found if not one.problems]

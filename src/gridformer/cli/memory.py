@@ -48,12 +48,12 @@ def memory(
     from rich.console import Console
 
     from gridformer.cli.waiting import waiting
-    from gridformer.decisions import decide_run
-    from gridformer.memory.fits import Room, refusal
-    from gridformer.memory.foretell import foretell
+    from gridformer.launch.plan import read_run_without_data
+    from gridformer.memory.budget import Room, refusal
+    from gridformer.memory.estimate import foretell
     from gridformer.memory.ranks import chosen_ranks
     from gridformer.memory.show import print_accounts, write_page
-    from gridformer.train.plan import read_run_without_data
+    from gridformer.parallel.auto.decisions import decide_run
     from gridformer.utils.extras import require
     from gridformer.utils.units import GIB
 

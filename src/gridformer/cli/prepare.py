@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from gridformer.errors import UserError
+from gridformer.utils.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gridformer.data.prepare import Progress
+    from gridformer.data.prepare.prepare import Progress
     from gridformer.data.tokenfolder import TokenFolder
 
 
@@ -90,8 +90,8 @@ def prepare(
 
     from rich.console import Console
 
-    from gridformer.data.prepare import prepare_corpus
-    from gridformer.data.sources import open_sources
+    from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.sources import open_sources
     from gridformer.data.tokenizer import Tokenizer
 
     with _Bar(Console(stderr=True)) as bar:

@@ -49,23 +49,24 @@ def train(
     """
     from gridformer.cli.waiting import waiting
     from gridformer.config import load_run
-    from gridformer.launch import joined, warm_up
+    from gridformer.mesh.launch_env import joined
+    from gridformer.utils.forkserver import warm_up
 
     overrides = overrides or []
     if explain:
         from rich.console import Console
 
-        from gridformer.decisions import decide_run, print_decisions
-        from gridformer.train.plan import read_run
+        from gridformer.launch.plan import read_run
+        from gridformer.parallel.auto.decisions import decide_run, print_decisions
 
         checked = read_run(run, overrides)
         print_decisions(checked, decide_run(checked), Console())
         return
     if not joined() and load_run(run, overrides).layout.n_processes > 1:
-        warm_up("gridformer.train.runner")  # loads beside this process's own imports
+        warm_up("gridformer.launch.run")  # loads beside this process's own imports
 
-    from gridformer.train.plan import plan_run
-    from gridformer.train.runner import execute
+    from gridformer.launch.plan import plan_run
+    from gridformer.launch.run import execute
 
     with waiting() as tell:
         plan = plan_run(run, overrides, nproc, out, tell)

@@ -1,6 +1,5 @@
 """All communication: raw collectives, their autograd pairs, and the recorder that counts them."""
 
-from gridformer.comm.axis import Axes, Axis
 from gridformer.comm.collectives import (
     Pending,
     all_gather,
@@ -16,13 +15,11 @@ from gridformer.comm.collectives import (
     start_reduce_scatter,
     start_sum_of_parts,
 )
+from gridformer.comm.irregular import all_to_all, exchange, gather, scatter
 from gridformer.comm.p2p import P2PChannel
-from gridformer.comm.pieces import all_to_all, exchange, gather, scatter
 from gridformer.comm.recorder import Record, Recorder, record
 
 __all__ = [
-    "Axes",
-    "Axis",
     "P2PChannel",
     "Pending",
     "Record",

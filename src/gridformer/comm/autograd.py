@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import collectives as comm
-from gridformer.comm import pieces
-from gridformer.comm.axis import Axis
+from gridformer.comm import irregular as pieces
+from gridformer.mesh.axes import Axis
 
 
 def one_thread() -> AbstractContextManager[object]:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm import groups
-from gridformer.comm.axis import Axis
 from gridformer.comm.recorder import Targets, Timing, note
+from gridformer.mesh import groups
+from gridformer.mesh.axes import Axis
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,

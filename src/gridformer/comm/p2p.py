@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm import groups
-from gridformer.comm.axis import Axes
 from gridformer.comm.collectives import Pending
 from gridformer.comm.recorder import note
+from gridformer.mesh import groups
+from gridformer.mesh.axes import Axes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
-from gridformer.comm.axis import Axis
+from gridformer.mesh.axes import Axis
 
 Targets = Literal["all"] | Iterable[int]
 

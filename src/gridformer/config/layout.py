@@ -20,7 +20,7 @@ class LayoutConfig(Config):
 
     `schedule`, `stationary` and `keep_gathered` say how products communicate; `auto` decides for
     each product from message sizes and memory, and `gridformer train --explain` prints what and
-    why (gridformer.parallel.choices).
+    why (gridformer.parallel.auto.cost).
     """
 
     scheme: Scheme = "single"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gridformer.config.run import RunConfig
-from gridformer.errors import ConfigError
+from gridformer.utils.errors import ConfigError
 
 
 def configs_dir() -> Path:

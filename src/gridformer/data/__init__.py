@@ -4,11 +4,11 @@
 `open_batches` gives the run's batches.
 """
 
-from gridformer.data.batches import open_batches, special_ids
 from gridformer.data.resolve import resolve
-from gridformer.data.sampler import BatchSampler
-from gridformer.data.samples import Batches
-from gridformer.data.special import SpecialIds
+from gridformer.data.samples.batches import open_batches, special_ids
+from gridformer.data.samples.sampler import BatchSampler
+from gridformer.data.samples.samples import Batches
+from gridformer.data.samples.special import SpecialIds
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 

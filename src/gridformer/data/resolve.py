@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gridformer.config import RunConfig
-from gridformer.data.batches import open_batches, special_ids
-from gridformer.data.spans import SHORTEST_SOURCE, target_length
+from gridformer.data.samples.batches import open_batches, special_ids
+from gridformer.data.samples.spans import SHORTEST_SOURCE, target_length
 from gridformer.data.tokenfolder import SPLITS, TokenFolder
-from gridformer.errors import ConfigError, DataError
+from gridformer.utils.errors import ConfigError, DataError
 
 
 def resolve(run: RunConfig, folder: TokenFolder) -> RunConfig:

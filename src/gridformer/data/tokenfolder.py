@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 
 from gridformer.config import Config
 from gridformer.data.tokenizer import Tokenizer
-from gridformer.errors import DataError
+from gridformer.utils.errors import DataError
 
 FORMAT: Final = "gridformer-tokens"
 VERSION: Final = 2

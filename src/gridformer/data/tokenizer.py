@@ -9,7 +9,7 @@ from typing import Self
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from gridformer.errors import DataError, UserError
+from gridformer.utils.errors import DataError, UserError
 
 END_OF_TEXT = "<|endoftext|>"
 # What other families call the end of a text, looked up in this order when a tokenizer is loaded.

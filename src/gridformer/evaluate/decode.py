@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from gridformer.errors import ConfigError
 from gridformer.models import EncoderDecoder
 from gridformer.models.blocks import KVCache
+from gridformer.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)

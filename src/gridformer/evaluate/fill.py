@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.errors import UserError
 from gridformer.evaluate.decode import Search, search
 from gridformer.models import BERT, EncoderDecoder
+from gridformer.utils.errors import UserError
 
 BLANK = "___"  # three underscores
 

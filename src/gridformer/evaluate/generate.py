@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gridformer.comm import Axes
+from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig
 from gridformer.data import SpecialIds, Tokenizer, special_ids
-from gridformer.errors import ConfigError
 from gridformer.evaluate.decode import Search, search
 from gridformer.evaluate.fill import fill_spans, fill_words, parts_of
+from gridformer.evaluate.loading import load_for_inference
+from gridformer.mesh import Axes
 from gridformer.models import BERT, GPT2, EncoderDecoder, Model
 from gridformer.models.blocks import KVCache
 from gridformer.parallel import build_parallel
-from gridformer.train import checkpoint
-from gridformer.train.plan import load_for_inference
+from gridformer.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)

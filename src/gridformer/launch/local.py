@@ -34,20 +34,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from gridformer.errors import ConfigError, UserError
-from gridformer.hardware import n_cores
-from gridformer.launch import stopping
-from gridformer.launch.joining import joined
-from gridformer.launch.working import Meeting, print_last, print_stopped, work, work_here
+from gridformer.launch.worker_process import Meeting, print_last, print_stopped, work, work_here
+from gridformer.mesh.launch_env import joined
+from gridformer.utils import signals as stopping
+from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.forkserver import warm_up
+from gridformer.utils.hardware import n_cores
 
-# What every worker that trains would import by itself.
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.distributed.checkpoint",
-    "torch._dynamo",  # by every optimizer
-    "gridformer.cli.app",  # by __main__
-]
 # Workers end themselves stopping.GRACE_S after a stop signal; later than this they are killed.
 _PATIENCE_S = stopping.GRACE_S + 0.5
 # How long after workers whose peer broke the connection that peer itself is waited for.
@@ -89,19 +82,6 @@ def launch(entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: 
     if signals.first:
         print_stopped(signal.Signals(signals.first).name)
         raise SystemExit(128 + signals.first)
-
-
-def warm_up(*modules: str) -> None:
-    """Start loading torch and `modules` for workers to come, in the background.
-
-    Worker processes are forked from a server that has them loaded, which saves seconds. Calling
-    this is optional; the earlier, the more of the loading happens beside the caller's own.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *modules])
-    from multiprocessing.forkserver import ensure_running
-
-    ensure_running()
 
 
 # --------------------------------------------------------------------------- the workers

@@ -1,106 +1,156 @@
-"""About what a device of a run holds, by formulas: at once, where `foretell` takes seconds.
+"""What a rank of a run will hold, before anything is allocated: its own code, run on fake tensors.
 
-Of parameters there are the matrices alone, and of activations what any layer keeps. What a device
-really holds, to the byte, `gridformer memory` finds by running the code (memory/foretell.py).
+One process plays one rank. Its tensors have shapes and no memory, its process group has all the
+ranks and sends nothing; all else is what the rank would do. So the answer holds whatever the scheme
+and the settings, and for any number of ranks.
+
+It is what torch's CPU kernels hold. On CUDA attention may differ: there a kernel takes a learned
+bias of scores that on a CPU keeps the probabilities.
 """
 
 from __future__ import annotations
 
-import math
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from gridformer.config import RunConfig
-from gridformer.decisions import state_bytes, work_of
-from gridformer.parallel.choices import Choices
-from gridformer.parallel.rules import decide
+from gridformer.memory.breakdown import Account, take_account
+from gridformer.memory.fake import fake_tensors, skip_middle_chunks
+from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.axes import build_axes
+from gridformer.train.step import Stepper
+from gridformer.utils.batch import Batch
+from gridformer.utils.forkserver import warm_up
+from gridformer.utils.hardware import n_cores
+
+DEVICE = torch.device("cpu")
+# What takes time to import, and only who foretells needs.
+_FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg")
 
 
-def states_of(run: RunConfig) -> float:
-    """Bytes of parameters, gradients and optimizer on a device: a bound from below of what the
-    fullest one holds, whatever its batch."""
-    choices = decide(run.model, run.layout, work_of(run))
-    return sum(_states(run, choices)) / run.layout.pp
+def foretell(
+    run: RunConfig, ranks: Sequence[int], decisions: Decisions | None = None
+) -> list[Account]:
+    """The accounts of some ranks of a checked run; several are taken at a time.
 
-
-def total_states(run: RunConfig) -> float:
-    """The same of one replica's devices together."""
-    choices = decide(run.model, run.layout, work_of(run))
-    return float(choices.parameters) * choices.work.state_bytes
-
-
-def estimate(run: RunConfig) -> float:
-    """About the most bytes that a device holds at a time."""
-    choices, pp = decide(run.model, run.layout, work_of(run)), run.layout.pp
-    in_layers, head = _states(run, choices)
-    n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
-    # Of the layers, in the fullest stage: the head's multiplications are worth some.
-    head_layers = run.model.vocab_size / (4 * run.model.hidden_size + 2 * run.model.ffn_size)
-    share = min(1.0, math.ceil((n_layers + head_layers) / pp) / n_layers)
-    states = in_layers * share + head
-    activations = (_kept(run, choices) + _kept_inputs(choices)) * share
-    logits = _logits(run, choices)
-    if pp == 1:
-        return states + activations + logits
-    # The first stage has most micro-batches under way, the last one the logits.
-    under_way = run.layout.micro_batches
-    if run.layout.pipeline_order != "gpipe":
-        under_way = min(pp, under_way)
-    return states + max(under_way * activations, activations + logits)
-
-
-def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
-    """Bytes of all layers' matrices with their gradients and moments, and of those outside layers,
-    on a device that has both."""
-    layout, grid, layers, head = run.layout, choices.rows * choices.cols, 0.0, 0.0
-    everywhere = layout.branches if choices.between == "cut" else 1  # replicas of common layers
-    each, of_common = choices.work.state_bytes, state_bytes(run, layout.dp * everywhere)
-    for choice in choices.products.values():
-        product = choice.product
-        held = product.n_in * product.n_out * product.count
-        held_bytes = held * of_common if choice.common else held * each / grid
-        if product.section == "head":
-            head += held_bytes
-        else:
-            layers += held_bytes
-    return layers, head
-
-
-def _kept(run: RunConfig, choices: Choices) -> float:
-    """Bytes that all layers keep of one micro-batch for its backward pass.
-
-    A product that opens a section keeps the input and the result of its norm, and makes what the
-    section works on; one that closes it keeps its input.
+    decisions: what `decide_run` said of the run; it is asked if they are not given.
     """
-    work, h, grid = choices.work, run.model.hidden_size, choices.rows * choices.cols
-    between = 1 / grid if choices.between == "cut" else 1.0  # of a whole activation, on a device
-    kept = 0.0
-    for choice in choices.products.values():
-        product = choice.product
-        if product.section == "head":
-            continue
-        rows = work.rows_of(product)
-        inside = rows * (between if choice.common else 1 / grid)
-        around = 0.0 if product.closes else 2 * rows * h * between
-        width = product.n_in if product.closes else product.n_out
-        kept += (around + inside * width) * product.count
-    n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
-    if work.recompute == "full":  # inputs of all layers, and one layer
-        rows = max(work.tokens, work.source)
-        kept = rows * h * between * n_layers + kept / n_layers
-    return kept * work.itemsize
+    decisions = decisions or decide_run(run)
+    if len(ranks) == 1:
+        return [foretell_rank(run, ranks[0], decisions)]
+    warm_up(__name__, *_FAKES)  # unless there is a server already from which processes are forked
+    workers = min(len(ranks), n_cores())
+    with ProcessPoolExecutor(workers, get_context("forkserver")) as pool:
+        return [*pool.map(partial(foretell_rank, run, decisions=decisions), ranks)]
 
 
-def _kept_inputs(choices: Choices) -> float:
-    return sum(choices.kept_bytes(choice) for choice in choices.products.values())
+def foretell_rank(run: RunConfig, rank: int, decisions: Decisions | None = None) -> Account:
+    """The account of one rank, over one optimizer step.
+
+    Not in a process that belongs to a process group already.
+    """
+    # Before the step is made shorter: they look at its length.
+    decisions = decisions or decide_run(run)
+    rows = run.train.global_batch // run.layout.dp
+    run = shortened(run)
+    layout, train = run.layout, run.train
+    left_out = rows - train.global_batch // layout.dp
+    with playing(rank, layout.n_processes):
+        axes = build_axes(layout, DEVICE.type, decisions.block)
+        with fake_tensors():
+            model = build_parallel(
+                run.model,
+                layout,
+                axes,
+                train.seed,
+                DEVICE,
+                train.dtype,
+                decisions.choices,
+                filled=False,
+            )
+            skip_middle_chunks(model)
+            stepper = Stepper(model, train, axes, layout)
+            stepper.updates.allocate(0)
+
+            def step() -> None:
+                rest = rows_like(run, slice(0, left_out // axes.batch.size))
+                stepper(0, partial(rows_like, run))
+                del rest  # micro-batches are read at the step's beginning, all of them
+
+            host: list[Tensor] = []
+            if train.offload == "optimizer" and on_gpu(run):
+                host = [t for state in stepper.updates.state.values() for t in state.values()]
+            return take_account(stepper, rank, step, host)
 
 
-def _logits(run: RunConfig, choices: Choices) -> float:
-    """Logits, probabilities and gradients, of as many tokens as there are at a time."""
-    work = choices.work
-    replicated = choices.between != "cut"
-    rows = work.tokens if replicated else work.tokens / choices.rows
-    width: float = run.model.vocab_size
-    if choices["head"].common:
-        rows = work.tokens if replicated else work.tokens / choices.cols
-    else:
-        width /= choices.cols
-    return 3 * min(rows, work.loss_tokens or rows) * width * 4
+def on_gpu(run: RunConfig) -> bool:
+    """Whether the run's tensors lie on GPUs, as far as can be told here."""
+    if run.train.device == "auto":
+        return torch.cuda.is_available()
+    return run.train.device == "cuda"
+
+
+@contextmanager
+def playing(rank: int, n_processes: int) -> Iterator[None]:
+    """Be one rank of a process group in which nothing is sent."""
+    if n_processes == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # into which torch puts the rank's number
+    dist.init_process_group("fake", rank=rank, world_size=n_processes, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def shortened(run: RunConfig) -> RunConfig:
+    """A step of as many micro-batches as it takes until it repeats itself: they are as large, and
+    as many are under way at a time."""
+    layout = run.layout
+    enough = {"gpipe": layout.micro_batches, "1f1b": layout.pp + 2, "interleaved": 3 * layout.pp}
+    n = min(layout.micro_batches, enough[layout.pipeline_order] if layout.pp > 1 else 2)
+    batch = run.train.global_batch // layout.micro_batches * n
+    return run.model_copy(
+        update={
+            "layout": layout.model_copy(update={"micro_batches": n}),
+            "train": run.train.model_copy(update={"global_batch": batch}),
+        }
+    )
+
+
+def rows_like(run: RunConfig, rows: slice) -> Batch:
+    """A batch with the keys, shapes and types of the run's own, and no content."""
+    n = rows.stop - rows.start
+
+    def ids(*shape: int) -> Tensor:
+        return torch.zeros(n, *shape, dtype=torch.int64)
+
+    def real(*shape: int) -> Tensor:
+        return torch.ones(n, *shape, dtype=torch.bool)
+
+    model, s, source = run.model, run.seq_len, run.source_len
+    batch = {"tokens": ids(s), "targets": ids(s)}
+    if model.two_stacks:
+        batch |= {"source": ids(source)}
+        if run.task == "pairs":
+            batch |= {"source_valid": real(source)}
+    if model.family == "bert":
+        batch |= {"segments": ids(s)}
+        if model.sentence_pair and not model.n_labels:
+            batch |= {"pair": ids()}
+    if model.n_labels:
+        batch |= {"valid": real(s), "at": ids(), "labels": ids()}
+    return batch

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from gridformer.parallel.summa import ChunkedGather
-from gridformer.parallel.summa.chunks import even_chunks
+from gridformer.parallel.tensor.summa import ChunkedGather
+from gridformer.parallel.tensor.summa.chunks import even_chunks
 
 
 @contextmanager

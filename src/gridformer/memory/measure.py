@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from gridformer.config import RunConfig
-from gridformer.decisions import decide_run
-from gridformer.layout import build_axes
-from gridformer.memory.foretell import DEVICE, rows_like
+from gridformer.memory.estimate import DEVICE, rows_like
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import clear_gradients
-from gridformer.parallel.sharding import stored
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.gradients import clear_gradients
+from gridformer.parallel.data.zero import stored
 from gridformer.train.step import Stepper
 
 _LET_GO_S = 0.02  # for threads of gloo, which hold what was sent a moment longer

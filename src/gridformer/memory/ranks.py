@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from gridformer.config import RunConfig
-from gridformer.decisions import Decisions, decide_run
-from gridformer.errors import ConfigError
-from gridformer.layout import mesh_ranks
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import spec_of
+from gridformer.utils.errors import ConfigError
 
 
 def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[int, str]:

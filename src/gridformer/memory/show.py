@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gridformer.config import RunConfig
-from gridformer.memory.account import KINDS, Account
+from gridformer.memory.breakdown import KINDS, Account
 from gridformer.parallel.registry import describe
 from gridformer.utils.units import byte_unit
 

@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from gridformer.batch import Batch
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
     Classifier,
@@ -33,6 +32,7 @@ from gridformer.models.blocks import (
     added_to_scores,
 )
 from gridformer.models.model import Activations, Link, Model
+from gridformer.utils.batch import Batch
 
 
 class BERT(Model):

@@ -3,7 +3,7 @@
     self.paths = Branches([Path(c) for _ in range(32)])            # y = sum of path_i(x)
     self.towers = Branches([user, item], "slice", "concat", sizes=(24, 40))
 
-On one device all branches run one after the other. `gridformer.parallel.subgraph.parallelize` puts
+On one device all branches run one after the other. `gridformer.parallel.branches.parallelize` puts
 them on sub-grids of processes; the network around them stays as it is.
 """
 

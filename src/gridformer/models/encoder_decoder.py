@@ -7,7 +7,6 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from gridformer.batch import Batch
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
     Dropout,
@@ -24,6 +23,7 @@ from gridformer.models.blocks import (
     new_norm,
 )
 from gridformer.models.model import Activations, Link, Model
+from gridformer.utils.batch import Batch
 
 StackName = Literal["encoder", "decoder"]
 

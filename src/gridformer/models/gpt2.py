@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
-from gridformer.batch import Batch
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
     Classifier,
@@ -24,6 +23,7 @@ from gridformer.models.blocks import (
     added_to_scores,
 )
 from gridformer.models.model import Activations, Link, Model
+from gridformer.utils.batch import Batch
 
 
 class GPT2(Model):

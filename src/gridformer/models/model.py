@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gridformer.batch import IGNORE, Batch
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
     Attention,
@@ -31,6 +30,7 @@ from gridformer.models.blocks import (
     chunked_loss,
     places_per_chunk,
 )
+from gridformer.utils.batch import IGNORE, Batch
 
 # A model's losses, and the keys of a batch that hold their targets.
 LOSSES = {"tokens": "targets", "pair": "pair", "labels": "labels"}

@@ -11,7 +11,7 @@
 | SUPER, D&SP-cSub  | cut over branch  | on the first branch  | broadcast, reduce                |
 
 Each composes with replicas (dp), which may share out what they would all hold
-(gridformer.parallel.sharding), and with pipelines (pp, gridformer.parallel.pipeline): a rank then
+(gridformer.parallel.data.zero), and with pipelines (pp, gridformer.parallel.pipeline): a rank then
 holds the layers of its own stages, cut as its scheme says.
 """
 

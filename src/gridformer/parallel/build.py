@@ -6,15 +6,16 @@ from functools import partial
 
 import torch
 
-from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
 from gridformer.models import FAMILIES, Model, build_model
-from gridformer.parallel import fsdp, pipeline
-from gridformer.parallel.choices import Choices
-from gridformer.parallel.initialise import initialise
+from gridformer.parallel import pipeline
+from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.data import fsdp
+from gridformer.parallel.data.zero import cut_over_replicas
+from gridformer.parallel.initialization import initialise
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.rules import decide
-from gridformer.parallel.sharding import cut_over_replicas
 from gridformer.parallel.walk import apply_table
 
 PARAMETER_DTYPE = {
@@ -30,7 +31,7 @@ def parallelize(
 ) -> Model:
     """Cut a plain model (on the meta device) as `layout` says, in place; returns it.
 
-    choices: how each product is carried out, from `gridformer.parallel.rules.decide`, which is
+    choices: how each product is carried out, from `gridformer.parallel.auto.heuristics.decide`, which is
     asked if there are none. Parameter names never change. The result is unallocated: `initialise`
     fills it.
 
@@ -42,7 +43,7 @@ def parallelize(
             f"({', '.join(FAMILIES)}), not a {type(model).__name__}: build one with "
             "build_parallel, or put the branches of your own network into "
             "gridformer.models.branches.Branches and call "
-            "gridformer.parallel.subgraph.parallelize(network, g)"
+            "gridformer.parallel.branches.parallelize(network, g)"
         )
     choices = choices or decide(model.config, layout)
     table = spec_of(layout).table(model, axes, choices, layout)

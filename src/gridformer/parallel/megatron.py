@@ -4,7 +4,7 @@ form (Korthikanti et al. 2022).
 A section (attention, feed-forward) opens with weights cut by columns and closes with weights cut
 by rows; in between everything is local. This is the grid of one row: products as in Optimus'
 `gather` schedule, where the weights are whole already. All that differs is how activations lie
-between sections, which is a section's boundary (gridformer.parallel.boundary). Backward, the sum
+between sections, which is a section's boundary (gridformer.parallel.tensor.boundary). Backward, the sum
 over the devices where a section was entered travels while the weight's gradient is multiplied.
 
 Sequence parallel: norms, dropout, the embedding's result and the head's input are cut over s.
@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.parallel.choices import Choices, Product
+from gridformer.parallel.auto.cost import Choices, Product
 from gridformer.parallel.scheme import (
     BoundarySpec,
     Changes,
@@ -31,10 +31,10 @@ from gridformer.parallel.scheme import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from gridformer.comm import Axes
+    from gridformer.mesh import Axes
     from gridformer.models import Model, blocks
     from gridformer.models.blocks import ActivationPartition
-    from gridformer.parallel.placement import Placement
+    from gridformer.parallel.sharding import Placement
 
 
 class Megatron(SchemeSpec):
@@ -81,8 +81,8 @@ class Megatron(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.partitioned import PartitionedActivations
-        from gridformer.parallel.placement import Placement
+        from gridformer.parallel.sharding import Placement
+        from gridformer.parallel.tensor.partitioned_activations import PartitionedActivations
 
         cuts_sequence = layout.sequence_parallel
         partition = None if cuts_sequence else PartitionedActivations(axes.col)
@@ -103,8 +103,9 @@ def one_dimensional(
 
     whole: how a vector lies that every device needs whole between sections.
     """
-    from gridformer.parallel.boundary import Replicated, boundary_of
-    from gridformer.parallel.grid import (
+    from gridformer.parallel.sharding import Placement, place
+    from gridformer.parallel.tensor.boundary import Replicated, boundary_of
+    from gridformer.parallel.tensor.linear import (
         GridLinear,
         GridTiedHead,
         GridTokenEmbedding,
@@ -113,8 +114,7 @@ def one_dimensional(
         SequenceParallelChosenToken,
         keep_gathered_of,
     )
-    from gridformer.parallel.loss import VocabParallelCrossEntropy
-    from gridformer.parallel.placement import Placement, place
+    from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 
     col, cuts_sequence = axes.col, boundary.lies == "s"
     schedules = Schedules(axes, boundary_of(boundary, axes))

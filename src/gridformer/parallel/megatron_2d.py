@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
-from gridformer.parallel.choices import Choices, Product
+from gridformer.parallel.auto.cost import Choices, Product
 from gridformer.parallel.megatron import one_dimensional
 from gridformer.parallel.scheme import (
     BoundarySpec,
@@ -38,7 +38,7 @@ from gridformer.parallel.scheme import (
 )
 
 if TYPE_CHECKING:
-    from gridformer.comm import Axes
+    from gridformer.mesh import Axes
     from gridformer.models import Model
 
 
@@ -73,7 +73,7 @@ class Megatron2D(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.placement import Placement
+        from gridformer.parallel.sharding import Placement
 
         whole = Placement((None,), copies="grid", partial=True)
         return one_dimensional(model, axes, choices, self.boundary(layout), whole)

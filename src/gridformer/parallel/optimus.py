@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
-from gridformer.parallel.choices import Choices, Product, Stays
+from gridformer.parallel.auto.cost import Choices, Product, Stays
 from gridformer.parallel.scheme import (
     HEADS_WIDTH,
     BoundarySpec,
@@ -26,7 +26,7 @@ from gridformer.parallel.scheme import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from gridformer.comm import Axes
+    from gridformer.mesh import Axes
     from gridformer.models import Model, blocks
 
 
@@ -73,8 +73,9 @@ class Optimus(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.boundary import boundary_of
-        from gridformer.parallel.grid import (
+        from gridformer.parallel.sharding import Placement, place
+        from gridformer.parallel.tensor.boundary import boundary_of
+        from gridformer.parallel.tensor.linear import (
             GridLinear,
             GridTiedHead,
             GridTokenEmbedding,
@@ -82,9 +83,8 @@ class Optimus(SchemeSpec):
             Schedules,
             keep_gathered_of,
         )
-        from gridformer.parallel.loss import VocabParallelCrossEntropy
-        from gridformer.parallel.norms import VECTOR, DeferredNorm, grid_norm
-        from gridformer.parallel.placement import Placement, place
+        from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
+        from gridformer.parallel.tensor.norm import VECTOR, DeferredNorm, grid_norm
 
         schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
         head, table = choices["head"], keep_gathered_of(choices["head"])

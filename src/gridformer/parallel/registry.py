@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from gridformer.config import LayoutConfig, Scheme
-from gridformer.parallel.branched import Branched
 from gridformer.parallel.megatron import Megatron
 from gridformer.parallel.megatron_2d import Megatron2D
 from gridformer.parallel.optimus import Optimus
 from gridformer.parallel.scheme import SchemeSpec
 from gridformer.parallel.single import Single
+from gridformer.parallel.subgraph import Branched
 
 SPECS: dict[Scheme, SchemeSpec] = {
     spec.name: spec for spec in (Single(), Megatron(), Megatron2D(), Optimus(), Branched())

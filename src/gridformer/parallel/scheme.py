@@ -2,7 +2,7 @@
 
 A scheme says where weights lie and how activations are cut between sections (specification,
 section 5). Whatever depends on the scheme asks its spec: validation and its offers
-(gridformer.layout), `gridformer layouts`, `auto` (gridformer.parallel.rules), pipelines, memory
+(gridformer.parallel.validation), `gridformer layouts`, `auto` (gridformer.parallel.auto.heuristics), pipelines, memory
 estimates, descriptions, and the walk over a model's modules (gridformer.parallel.walk). Nobody
 compares names of schemes. A new scheme is one file with a subclass, a line in
 gridformer.parallel.registry, and a name in gridformer.config.layout.
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, Scheme
-from gridformer.nodes import NodeBlock, rank_grid, sizes_of
-from gridformer.parallel.choices import Choices, Product, Stays
+from gridformer.mesh.node_placement import NodeBlock, rank_grid, sizes_of
+from gridformer.parallel.auto.cost import Choices, Product, Stays
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gridformer.comm import Axes
+    from gridformer.mesh import Axes
     from gridformer.models import Model
     from gridformer.models.blocks import ActivationPartition
-    from gridformer.parallel.placement import Placement
+    from gridformer.parallel.sharding import Placement
 
 LayoutAxis = Literal["rows", "cols", "branches"]  # keys of a layout
 MESH_AXIS: dict[LayoutAxis, str] = {"rows": "row", "cols": "col", "branches": "branch"}
@@ -41,7 +41,7 @@ HEADS_WIDTH = "model.n_heads x model.head_dim"  # all heads side by side
 class BoundarySpec:
     """How activations [b, s, h] lie between sections over one axis of the mesh.
 
-    axis: the mesh axis over which sections are entered and left (gridformer.parallel.boundary).
+    axis: the mesh axis over which sections are entered and left (gridformer.parallel.tensor.boundary).
     lies: the dimension that is cut over it, or `replicated`: every device holds all of it, or
         `first`: the first device alone holds it.
     """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from gridformer.comm import Axes
+from gridformer.mesh import Axes
 from gridformer.models import Model, blocks
-from gridformer.parallel.placement import is_placed, place
 from gridformer.parallel.scheme import ModuleTable
+from gridformer.parallel.sharding import is_placed, place
 
 _ROLES: dict[type[nn.Module], str] = {
     blocks.LayerNorm: "norm",

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gridformer.config import RunConfig
-from gridformer.launch import joined
+from gridformer.mesh.launch_env import joined
 from gridformer.models import Model
 from gridformer.models.blocks import (
     Attention,
@@ -57,7 +57,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
 def compile_problems(run: RunConfig) -> list[str]:
     """Why this machine cannot compile, one sentence each with its remedy; none when it is off.
 
-    Which layouts cannot be compiled `gridformer.layout.check` says.
+    Which layouts cannot be compiled `gridformer.parallel.validation.check` says.
     """
     if not run.train.compile:
         return []

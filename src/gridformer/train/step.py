@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.batch import Batch, MicroBatch
-from gridformer.comm import Axes
 from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.errors import DivergedError
+from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.parallel.gradients import (
+from gridformer.parallel.data.gradients import (
     clear_gradients,
     reduce_gradients,
     share_copies,
     share_parts,
 )
-from gridformer.parallel.grid import weights_kept
 from gridformer.parallel.pipeline import Executor, timed
-from gridformer.train.passes import Passes, Pipeline, WholeModel
-from gridformer.train.precision import LossScale
-from gridformer.train.updates import Updates
+from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.train.forward_backward import Passes, Pipeline, WholeModel
+from gridformer.train.loss_scale import LossScale
+from gridformer.train.optimizer import Updates
+from gridformer.utils.batch import Batch, MicroBatch
+from gridformer.utils.errors import DivergedError
 
-# Reads the given rows of a step's global batch; see gridformer.batch.
+# Reads the given rows of a step's global batch; see gridformer.utils.batch.
 ReadRows = Callable[[slice], Batch]
 
 
@@ -87,7 +87,7 @@ class Stepper:
         n_rows, n_micro = self.train.global_batch, self.micro_batches
         batch = self.axes.batch
         size, rest = divmod(n_rows, self.axes.dp.size * n_micro * batch.size)
-        assert not rest, "gridformer.layout.check was not called"
+        assert not rest, "gridformer.parallel.validation.check was not called"
         part = (self.axes.dp.index * n_micro + micro) * batch.size + batch.index
         return slice(part * size, (part + 1) * size)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gridformer import comm
-from gridformer.comm import Axes, Record, Recorder
+from gridformer.comm import Record, Recorder
+from gridformer.mesh import Axes
 from gridformer.parallel.pipeline import Event, OnAction, idle_fraction
 
 _PASSES = ("forward", "backward")

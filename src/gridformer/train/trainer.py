@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from gridformer.batch import Batch
+from gridformer.checkpoint import checkpoint
 from gridformer.data import Batches, TokenFolder, open_batches
-from gridformer.launch import World
-from gridformer.launch.stopping import install
-from gridformer.layout import build_axes
+from gridformer.mesh.process_group import World
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import assert_copies_equal
-from gridformer.train import checkpoint
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.gradients import assert_copies_equal
 from gridformer.train.compile import compile_model
+from gridformer.train.console import Reporter, title_of
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
-from gridformer.train.report import Reporter, title_of
 from gridformer.train.step import ReadRows, Stepper, StepResult
 from gridformer.train.trace import StepTrace
+from gridformer.utils.batch import Batch
+from gridformer.utils.signals import install
 
 
 class Trainer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from gridformer.errors import UserError
+from gridformer.utils.errors import UserError
 
 
 def require(package: str, what: str, extra: str) -> None:

@@ -6,7 +6,6 @@ source), h hidden size, n heads, d head size, f feed-forward size, v vocabulary.
 are cut.
 """
 
-from gridformer.batch import IGNORE
 from gridformer.models.blocks.attention import (
     Attention,
     CrossAttention,
@@ -36,6 +35,7 @@ from gridformer.models.blocks.loss import CrossEntropy, LabelLoss, chunked_loss,
 from gridformer.models.blocks.norm import LayerNorm, RMSNorm, new_norm
 from gridformer.models.blocks.recompute import ActivationPartition, Recompute
 from gridformer.models.blocks.recompute import Mode as RecomputeMode
+from gridformer.utils.batch import IGNORE
 
 __all__ = [
     "IGNORE",

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer import rng
 from gridformer.models.blocks.dropout import Clock, indices
 from gridformer.models.blocks.linear import Init, Linear, new_parameter
 from gridformer.models.blocks.recompute import Recompute
+from gridformer.utils import rng
 
 
 class KVCache:

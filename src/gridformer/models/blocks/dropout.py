@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gridformer import rng
+from gridformer.utils import rng
 
 
 class Clock(Protocol):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.batch import IGNORE
+from gridformer.utils.batch import IGNORE
 
 
 class CrossEntropy(nn.Module):

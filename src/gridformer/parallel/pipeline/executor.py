@@ -20,16 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gridformer.batch import Batch, MicroBatch
-from gridformer.comm import Axes, Pending
+from gridformer.comm import Pending
 from gridformer.comm.p2p import P2PChannel
 from gridformer.config import LayoutConfig
+from gridformer.mesh import Axes
 from gridformer.models import Activations, Model
-from gridformer.parallel.gradients import GradientSums
-from gridformer.parallel.pipeline.order import Action, Itinerary, actions_of, forwards
+from gridformer.parallel.data.gradients import GradientSums
+from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.stage_io import LABEL, StageIO
 from gridformer.parallel.pipeline.stage_params import shared_sets
 from gridformer.parallel.pipeline.timeline import OnAction, timed
+from gridformer.utils.batch import Batch, MicroBatch
 
 # By the last backward pass of each stage, the parameters that no later one of this rank touches. A
 # stage may have none here (of D&SP-cSub's other sub-grids) and still ends with its last pass.

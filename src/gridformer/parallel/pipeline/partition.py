@@ -17,7 +17,7 @@ from torch import nn
 
 from gridformer.config import ModelConfig
 from gridformer.models import Model, blocks, build_model
-from gridformer.parallel.choices import Work
+from gridformer.parallel.auto.cost import Work
 
 
 @lru_cache(maxsize=32)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.batch import Batch
-from gridformer.comm import Axes, Axis
 from gridformer.config import LayoutConfig
+from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
 from gridformer.parallel.registry import spec_of
+from gridformer.utils.batch import Batch
 
 LABEL = "pipeline"
 

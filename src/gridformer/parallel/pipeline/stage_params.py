@@ -2,7 +2,7 @@
 
 A parameter that links of several ranks read (the tied embedding, t5's biases of scores) lies on all
 of these ranks. Each has gradients from its own stages; they are added up over exactly these ranks
-(gridformer.parallel.gradients), and then all update their copies alike.
+(gridformer.parallel.data.gradients), and then all update their copies alike.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from gridformer.comm import Axes
+from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.parallel.placement import shard_of
+from gridformer.parallel.sharding import shard_of
 
 
 def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints that do not know the layout."""

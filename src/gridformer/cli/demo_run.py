@@ -1,0 +1,128 @@
+"""The demo: real text, a small GPT-2 on a 2x2 grid, and a summary of what came out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from gridformer.checkpoint import checkpoint
+from gridformer.config import load_run
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.sources import open_sources
+from gridformer.data.tokenfolder import TokenFolder
+from gridformer.evaluate.decode import Search
+from gridformer.evaluate.generate import Sampling, answer, load_model
+from gridformer.launch.plan import plan_run
+from gridformer.launch.run import execute
+from gridformer.train.console import perplexity
+from gridformer.train.metrics import EVENTS, PLOT, read_metrics
+from gridformer.utils.errors import DataError
+from gridformer.utils.forkserver import warm_up
+from gridformer.utils.units import format_count
+
+RUN_FILE = "demo"
+CORPUS = "python-stdlib"
+VOCABULARY = 512
+PROMPT = 'class Reader:\n    """'
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=2)
+
+
+def run_demo(out: Path, run_file: Path | str = RUN_FILE) -> None:
+    """Prepare the corpus if need be, train (or go on training) into `out`, and show the result."""
+    console = Console(highlight=False)
+    warm_up("gridformer.launch.run")
+    data = load_run(run_file).data.path
+    console.rule("1. text", align="left")
+    _prepare(data, console)
+    console.rule("2. training", align="left")
+    plan = plan_run(run_file, out=out)
+    execute(plan)
+    console.rule("3. what came of it", align="left")
+    show_summary(out, console)
+
+
+def show_summary(out: Path, console: Console) -> None:
+    """Losses, speed, a sample, and where everything lies."""
+    metrics = read_metrics(out)
+    steps = [m for m in metrics if "loss" in m]
+    evaluations = [m for m in metrics if "val_loss" in m]
+    first, last = evaluations[0]["val_loss"], evaluations[-1]["val_loss"]
+    recent = [m["loss"] for m in steps[-20:]]
+    train_loss = sum(recent) / len(recent)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")  # a path is shown whole, whatever the width
+    for name, value in (
+        (
+            "validation loss",
+            f"{first:.2f} -> {last:.2f}  (perplexity {perplexity(first):,.0f} -> "
+            f"{perplexity(last):.1f})",
+        ),
+        (
+            "training loss",
+            f"{train_loss:.2f}  (perplexity {perplexity(train_loss):.1f}; mean of the "
+            f"last {len(recent)} steps)",
+        ),
+        ("speed", _speed(steps)),
+        ("loss curve", str(out / PLOT)),
+        ("checkpoint", str(checkpoint.latest(out))),
+        ("TensorBoard", f"{_command('tensorboard')} --logdir {out / EVENTS}"),
+    ):
+        table.add_row(name, value)
+    trained = load_model(out, torch.device("cpu"))
+    sample = "".join(answer(trained, PROMPT, SAMPLING, Search(max_tokens=160)))
+    console.print(table)
+    title = f"what the model makes of 'class Reader:' at temperature {SAMPLING.temperature}"
+    console.print(Panel(Text(sample.rstrip()), title=title, title_align="left"))
+    later = metrics[-1]["step"] + 100
+    console.print(
+        Text.assemble(
+            ("try next\n", "bold"),
+            "  more text:     ",
+            (f'{_command()} generate {out} --prompt "import "\n', "cyan"),
+            "  train on, under another layout, from the same checkpoint:\n                 ",
+            (f"{_command()} train {RUN_FILE} --out {out} train.steps={later} ", "cyan"),
+            ("layout.scheme=megatron layout.rows=1 layout.cols=4", "cyan"),
+        ),
+        soft_wrap=True,
+    )
+
+
+def _command(name: str = "gridformer") -> str:
+    """How a person calls a command of this environment: by its path, when it is not on theirs."""
+    return name if shutil.which(name) else os.path.relpath(Path(sys.executable).with_name(name))
+
+
+def _prepare(path: Path, console: Console) -> None:
+    try:
+        folder = TokenFolder.open(path)
+    except DataError:
+        sources = open_sources([CORPUS])
+        with console.status("reading the Python standard library's own source code"):
+            folder = prepare_corpus(sources, path, vocab_size=VOCABULARY)
+    index = folder.index
+    source = index.sources[0]
+    console.print(
+        f"{source.source}: {format_count(folder.train.n_tokens)} tokens for training, "
+        f"{format_count(folder.val.n_tokens)} held out, vocabulary {folder.vocab_size:,} ({path})",
+        soft_wrap=True,
+    )
+
+
+def _speed(steps: list[dict[str, Any]]) -> str:
+    median = statistics.median(m["tokens_per_s"] for m in steps)
+    seconds = sum(m["step_time_s"] for m in steps)
+    return (
+        f"{median:,.0f} tokens/s (median step); {format_count(steps[-1]['tokens'])} tokens in "
+        f"{seconds:.0f} s of steps"
+    )

@@ -1,0 +1,122 @@
+"""Collectives whose messages differ: each rank sends every other its own piece, of any shape.
+
+Part of the one door (see gridformer.comm.collectives). Nothing is gathered that is dropped again:
+what a rank receives is what it keeps. A piece that stays on its rank is not sent. Shapes are known
+on both sides beforehand; pieces of no elements are not sent either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gridformer.comm.recorder import Targets, Timing, note
+from gridformer.mesh.axes import Axis
+
+
+def all_to_all(
+    pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: Axis, label: str = ""
+) -> list[Tensor]:
+    """Piece i goes to rank i; from rank i comes one of shape `shapes[i]`."""
+    if axis.size == 1:
+        return [*pieces]
+    here = axis.index
+    sent = [0 if i == here else piece.numel() for i, piece in enumerate(pieces)]
+    sizes = [0 if i == here else torch.Size(shape).numel() for i, shape in enumerate(shapes)]
+    like = pieces[here]
+    timing = _note("all_to_all", axis, max(sum(sent), sum(sizes)), like, label)
+    others = [piece.reshape(-1) for i, piece in enumerate(pieces) if i != here]
+    out = torch.cat(others)
+    received = like.new_empty(sum(sizes))
+    dist.all_to_all_single(received, out, sizes, sent, group=axis.group)
+    _ended(timing)
+    return [
+        pieces[here] if i == here else part.view(torch.Size(shape))
+        for i, (part, shape) in enumerate(zip(received.split(sizes), shapes))
+    ]
+
+
+def scatter(
+    pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, root: int, label: str = ""
+) -> Tensor:
+    """Piece i of rank `root` goes to rank i, into `out`, which is contiguous. Returns out."""
+    if axis.index == root:
+        assert pieces is not None
+        n_sent = sum(piece.numel() for i, piece in enumerate(pieces) if i != root)
+        timing = _note("scatter", axis, n_sent, out, label)
+        out.copy_(pieces[root])
+        _post([(i, piece) for i, piece in enumerate(pieces) if i != root], [], axis)
+    else:
+        timing = _note("scatter", axis, out.numel(), out, label, ())
+        _post([], [(root, out)], axis)
+    _ended(timing)
+    return out
+
+
+def gather(
+    x: Tensor, shapes: Sequence[Sequence[int]], axis: Axis, root: int, label: str = ""
+) -> list[Tensor] | None:
+    """Rank i's x, of shape `shapes[i]`, comes to rank `root`: all of them there, None elsewhere."""
+    if axis.index != root:
+        timing = _note("gather", axis, x.numel(), x, label, (root,))
+        _post([(root, x)], [], axis)
+        _ended(timing)
+        return None
+    parts = [x if i == root else x.new_empty(shape) for i, shape in enumerate(shapes)]
+    n_received = sum(part.numel() for i, part in enumerate(parts) if i != root)
+    timing = _note("gather", axis, n_received, x, label, (root,))
+    _post([], [(i, part) for i, part in enumerate(parts) if i != root], axis)
+    _ended(timing)
+    return parts
+
+
+def exchange(
+    sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], axis: Axis, label: str = ""
+) -> None:
+    """Any messages between members of an axis, at most one each way between two: index to tensor.
+
+    All are posted before any is waited for, so no order of ranks can block. Tensors that are
+    received into are contiguous. A message to oneself is a copy. Ranks with nothing to send or
+    receive need not call.
+    """
+    here = axis.index
+    if here in sends:
+        receives[here].copy_(sends[here])
+    out = [(i, x) for i, x in sends.items() if i != here]
+    into = [(i, x) for i, x in receives.items() if i != here]
+    some = next(iter([*sends.values(), *receives.values()]), None)
+    if some is None:
+        return
+    moved = max(sum(x.numel() for _, x in out), sum(x.numel() for _, x in into))
+    timing = _note("exchange", axis, moved, some, label, tuple(sends))
+    _post(out, into, axis)
+    _ended(timing)
+
+
+def _post(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], axis: Axis
+) -> None:
+    """Messages to and from members by index, all on their way together, until all are through."""
+    held = [(i, x.contiguous()) for i, x in sends if x.numel()]
+    ops = [dist.P2POp(dist.isend, x, group=axis.group, group_peer=i) for i, x in held]
+    ops += [
+        dist.P2POp(dist.irecv, x, group=axis.group, group_peer=i) for i, x in receives if x.numel()
+    ]
+    works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
+    for work in works:
+        work.wait()
+
+
+def _note(
+    op: str, axis: Axis, moved: float, x: Tensor, label: str, targets: Targets = "all"
+) -> Timing | None:
+    return note(op, axis, moved, x.element_size(), label, targets)
+
+
+def _ended(timing: Timing | None) -> None:
+    if timing is not None:
+        timing.end()

@@ -1,0 +1,99 @@
+"""Text out of one file, whatever its format: plain text, JSON lines, Arrow or Parquet tables."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from gridformer.data.prepare.records import Fields, record_pieces
+from gridformer.data.prepare.text_chunks import Piece, pieces
+from gridformer.utils.errors import DataError
+
+JSON_LINES = (".jsonl", ".jsonl.gz")
+TABLES = (".parquet", ".arrow")
+RECORDS = (*JSON_LINES, *TABLES)
+TEXT_SUFFIXES = (
+    *(".txt", ".txt.gz", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp"),
+    *(".hpp", ".java", ".js", ".ts", ".go", ".rs", ".sh"),
+)
+DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *RECORDS)
+_INSTEAD = {"pairs": "", "labels": ": put it into folders, and use --labels-from-folders"}
+BINARY = "files with NUL bytes"
+_CHUNK = 1 << 20
+
+
+def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+    """The documents of a file: one of a text file, one a line or row of the other formats.
+
+    Counts in `skipped` what is left out. Raises DataError where the file cannot be read, or is
+    plain text where pairs or labels are wanted.
+    """
+    try:
+        if path.name.endswith(JSON_LINES):
+            yield from _json_lines(path, fields, skipped)
+        elif path.name.endswith(TABLES):
+            from gridformer.data.prepare.hf import table_pieces
+
+            yield from table_pieces(path, fields, skipped)
+        elif fields.kind == "text":
+            yield from _text(path, skipped)
+        else:
+            what = "pairs" if fields.pair else "labels"
+            raise DataError(
+                f"{path}: {what} are read out of the records of {', '.join(RECORDS)} files, and "
+                f"this is plain text" + _INSTEAD[what]
+            )
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read ({reason})") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with _open(path) as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+def _text(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
+    # A first pass looks for NUL bytes, since tokens cannot be taken back. It costs a file of up
+    # to one chunk nothing; of others the second pass mostly finds the page cache warm.
+    first, rest = b"", False
+    for chunk in _chunks(path):
+        if b"\0" in chunk:
+            skipped[BINARY] += 1
+            return
+        first, rest = first or chunk, bool(first)
+    # "utf-8-sig" drops a byte order mark; line ends stay as they are.
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+
+    def decoded() -> Iterator[str]:
+        for chunk in _chunks(path) if rest else (first,):
+            yield decoder.decode(chunk)
+        yield decoder.decode(b"", final=True)
+
+    yield from pieces(decoded())
+
+
+def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                record = json.loads(line.decode("utf-8", "replace"))
+            except ValueError as error:
+                raise DataError(f"{where}: is not JSON ({error})") from None
+            if not isinstance(record, dict):
+                raise DataError(f"{where}: is {type(record).__name__}, not an object with keys")
+            yield from record_pieces(record, fields, where, skipped)

@@ -1,0 +1,219 @@
+"""Translated sentences out of gettext catalogues: what programs on this machine say.
+
+Catalogues are read with polib. Python's own gettext module compiles and runs the formula for plural
+forms that a catalogue brings along; nothing here does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gridformer.data.prepare.gettext_licenses import DJANGO, licence_of
+from gridformer.data.prepare.gettext_messages import Pair, cleaned
+from gridformer.data.prepare.text_chunks import Piece, pieces
+from gridformer.data.tokenfolder import Kind, PartEntry
+from gridformer.utils.errors import DataError, UserError
+from gridformer.utils.extras import require
+
+if TYPE_CHECKING:
+    import polib
+
+PREFIX = "gettext:"
+ENGLISH = "en"
+MIN_WORDS = 4  # of the English text: shorter ones are mostly menus, and names of places
+_SUFFIXES = (".mo", ".po")
+_LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Z]{2})?(@[a-z]+)?")
+_DAMAGED = "catalogues that cannot be read"
+
+
+@dataclass(frozen=True)
+class CatalogueSource:
+    """English sentences and their translations; see `gridformer.data.prepare.sources.Source`.
+
+    Every English sentence is there once, with the first translation found, so that none is both
+    trained on and held out. All of it is held in memory: a whole system has a few megabytes.
+    """
+
+    name: str
+    language: str
+    paths: tuple[Path, ...]
+    kind: Kind = "pairs"
+
+    @property
+    def languages(self) -> tuple[str, str]:
+        return ENGLISH, self.language
+
+    @cached_property
+    def _read(self) -> tuple[dict[str, list[Pair]], Counter[str]]:
+        """Pairs of each catalogue, and what was left out."""
+        found: dict[str, list[Pair]] = {}
+        skipped: Counter[str] = Counter()
+        seen: set[str] = set()
+        for path in self.paths:
+            try:
+                catalogue = read_catalogue(path)
+            except DataError:
+                if len(self.paths) == 1:
+                    raise
+                skipped[_DAMAGED] += 1
+                continue
+            said = catalogue.metadata.get("Language", "").strip()
+            if said and said.partition("_")[0] != self.language.partition("_")[0]:
+                skipped[f"catalogues in other languages than {self.language}"] += 1
+                continue
+            licence = licence_of(path, catalogue)
+            name = path.stem if licence != DJANGO else _django_name(path)
+            pairs = found.setdefault(f"{name}\n{licence or ''}", [])
+            for pair in cleaned(catalogue, MIN_WORDS, skipped):
+                if pair.source in seen:
+                    skipped["messages seen before"] += 1
+                else:
+                    seen.add(pair.source)
+                    pairs.append(pair)
+        return {name: pairs for name, pairs in found.items() if pairs}, skipped
+
+    @property
+    def parts(self) -> tuple[PartEntry, ...]:
+        """The catalogues that gave something; documents are two a pair."""
+        return tuple(
+            PartEntry(
+                name=key.partition("\n")[0],
+                license=key.partition("\n")[2] or None,
+                documents=2 * len(pairs),
+            )
+            for key, pairs in self._read[0].items()
+        )
+
+    @property
+    def license(self) -> str:
+        """Pairs under each licence, most first."""
+        counts: Counter[str] = Counter()
+        for part in self.parts:
+            counts[part.license or "not stated, GPL for the most part"] += part.documents // 2
+        return ", ".join(f"{name} ({n:,})" for name, n in counts.most_common())
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(len(text.encode()) for pair in self._pairs() for text in pair)
+
+    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+        skipped.update(self._read[1])
+        return _documents(self._pairs())
+
+    def sample(self) -> Iterator[Piece]:
+        pairs = self._pairs()
+        random.Random(0).shuffle(pairs)
+        return _documents(pairs)
+
+    def _pairs(self) -> list[Pair]:
+        return [pair for pairs in self._read[0].values() for pair in pairs]
+
+
+def catalogue_source(spec: str) -> CatalogueSource:
+    """`gettext:de`, the catalogues of this machine, or `gettext:de:PATH`, those below a folder.
+
+    Raises UserError, with what to install, where there are none.
+    """
+    language, _, place = spec.removeprefix(PREFIX).partition(":")
+    if not _LANGUAGE.fullmatch(language):
+        raise UserError(
+            f"{spec}: '{language}' is no code of a language; write {PREFIX}de for German, or "
+            f"{PREFIX}de:PATH for catalogues below a folder"
+        )
+    if language == ENGLISH:
+        raise UserError(f"{spec}: catalogues translate from English; name another language")
+    require("polib", spec, "gettext")
+    root = Path(place).expanduser() if place else None
+    if root is None:
+        folders = system_folders(language)
+        paths = [path for folder in folders for path in _walk(folder)]
+        where = f"the locale folders of this system and this Python ({folders[0]} and others)"
+        remedy = (
+            f"install programs that bring some (Debian: apt install git gnupg-l10n; its slim "
+            f"images leave translations out, there and elsewhere: pip install django), or name a "
+            f"folder that has them: {PREFIX}{language}:PATH"
+        )
+    else:
+        if not root.exists():
+            raise UserError(f"{spec}: there is no {root}; name a folder or a .mo or .po file")
+        paths = [root] if root.is_file() else _of_language(root, language)
+        where = str(root)
+        remedy = f"name a folder with */{language}/LC_MESSAGES/*.mo, {language}.po, or such files"
+    if not paths:
+        raise UserError(f"{spec}: no catalogues for '{language}' in {where}: {remedy}")
+    return CatalogueSource(spec, language, _without_twins(paths))
+
+
+def system_folders(language: str) -> list[Path]:
+    """Where the catalogues of a language lie: of the system, of this Python, of Django."""
+    share = (Path("/usr/share"), Path("/usr/local/share"), Path(sys.prefix) / "share")
+    folders = [
+        base / name / language / "LC_MESSAGES"
+        for base in dict.fromkeys(share)
+        for name in ("locale", "locale-langpack")
+    ]
+    django = importlib.util.find_spec("django")  # looks for it, does not import it
+    for place in (django.submodule_search_locations or ()) if django else ():
+        folders += sorted(Path(place).glob(f"**/locale/{language}/LC_MESSAGES"))
+    return folders
+
+
+def read_catalogue(path: Path) -> polib.MOFile | polib.POFile:
+    """A .mo or .po file. Raises DataError where it is damaged or neither."""
+    import polib
+
+    try:
+        with path.open("rb"):  # polib takes a path that it cannot open for a catalogue's text
+            pass
+        return polib.pofile(str(path)) if path.suffix == ".po" else polib.mofile(str(path))
+    # polib raises struct.error, IndexError and more for what it cannot parse.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path}: is no catalogue that can be read ({reason})") from None
+
+
+def _of_language(root: Path, language: str) -> list[Path]:
+    found = _walk(root)
+    own = [p for p in found if language in (*p.relative_to(root).parts[:-1], p.stem)]
+    # A folder of this language itself, for instance .../de/LC_MESSAGES.
+    return own or (found if language in root.resolve().parts else [])
+
+
+def _walk(root: Path) -> list[Path]:
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders.sort()
+        found += [Path(folder, name) for name in sorted(files) if name.endswith(_SUFFIXES)]
+    return found
+
+
+def _without_twins(paths: list[Path]) -> tuple[Path, ...]:
+    """One path for links to the same file, and .po alone where .mo is made of it."""
+    real: dict[Path, Path] = {}
+    for path in paths:
+        real.setdefault(path.resolve(), path)
+    kept = set(real.values())
+    return tuple(p for p in real.values() if p.suffix == ".po" or p.with_suffix(".po") not in kept)
+
+
+def _django_name(path: Path) -> str:
+    """`django.contrib.admin` of .../django/contrib/admin/locale/de/LC_MESSAGES/django.po."""
+    parts = path.parts[: len(path.parts) - 1 - path.parts[::-1].index("locale")]
+    start = len(parts) - 1 - parts[::-1].index("django")
+    return ".".join(part for part in (*parts[start:], path.stem) if part != "conf")
+
+
+def _documents(pairs: list[Pair]) -> Iterator[Piece]:
+    for pair in pairs:
+        for text in pair:
+            yield from pieces([text])

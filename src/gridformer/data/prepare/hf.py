@@ -1,0 +1,159 @@
+"""Hugging Face data sets, by name or from disk, through the optional `datasets` library."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gridformer.data.prepare.records import Fields, record_pieces
+from gridformer.data.prepare.text_chunks import Piece
+from gridformer.data.tokenfolder import Kind, PartEntry
+from gridformer.utils.errors import DataError, UserError
+from gridformer.utils.extras import require
+
+_ROWS = 64  # read at a time
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """A data set's rows, one document each; see `gridformer.data.prepare.sources.Source`."""
+
+    name: str
+    license: str | None
+    table: Any
+    fields: Fields
+    n_bytes: int | None = None
+    parts: tuple[PartEntry, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return self.fields.kind
+
+    @property
+    def languages(self) -> tuple[str, str] | None:
+        return self.fields.languages
+
+    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+        return _rows(self.name, self.table, self.fields, skipped)
+
+    def sample(self) -> Iterator[Piece]:
+        return self.pieces(Counter())
+
+
+def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
+    """`hf:NAME` or `hf:NAME/CONFIG`, streamed; NAME may be a hub name or a local folder.
+
+    Raises UserError where `datasets` is missing or finds no such data set, configuration, split.
+    """
+    datasets = _library(spec)
+    name = spec.removeprefix("hf:").rstrip("/")
+    parts = name.split("/")
+    # `a/b` is an owner's data set first, then the configuration b of a.
+    tries: list[tuple[str, str | None]] = [(name, None)]
+    if len(parts) > 1 and not Path(name).exists():
+        tries = [(name, None)] if len(parts) == 2 else []
+        tries.append(("/".join(parts[:-1]), parts[-1]))
+    problems = []
+    for path, config in tries:
+        try:
+            # Releases before 4 can run a data set's own Python; newer ones ignore the argument.
+            table = datasets.load_dataset(
+                path, config, split=split, streaming=True, trust_remote_code=False
+            )
+        # Its errors have no common base: not found, offline, no such configuration, no such split.
+        except Exception as error:
+            problems.append(_reason(error))
+            continue
+        return TableSource(spec, _license(table), table, fields)
+    raise UserError(f"{spec}: {'; '.join(dict.fromkeys(problems))}")
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote a folder."""
+    one = all((folder / name).is_file() for name in ("dataset_info.json", "state.json"))
+    return one or (folder / "dataset_dict.json").is_file()
+
+
+def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSource:
+    """A folder that `save_to_disk` wrote. Raises UserError where it has no such split."""
+    datasets = _library(name)
+    try:
+        table = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise DataError(
+            f"{folder}: is no data set that can be loaded ({_reason(error)})"
+        ) from error
+    if isinstance(table, dict):
+        if split not in table:
+            raise UserError(f"{name}: has no split '{split}'; use --split {' or '.join(table)}")
+        table = table[split]
+    return TableSource(name, _license(table), table, fields)
+
+
+def table_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+    """The rows of one .parquet or .arrow file. Raises DataError if it cannot be read."""
+    datasets = _library(str(path))
+    try:
+        table = datasets.load_dataset(
+            path.suffix[1:], data_files=[str(path)], split="train", streaming=True
+        )
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read ({_reason(error)})") from error
+    return _rows(str(path), table, fields, skipped)
+
+
+def _rows(name: str, table: Any, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+    columns = table.column_names
+    if columns is not None:
+        # The other columns are not even read.
+        table = table.select_columns(fields.columns(columns, name))
+    names = _label_names(table, fields.label)
+    batches = iter(table.iter(batch_size=_ROWS))
+    done = 0
+    while True:
+        try:
+            batch = next(batches, None)
+        # A network that fails, a damaged file: again, no common base.
+        except Exception as error:
+            raise DataError(
+                f"{name}: reading failed after {done} rows ({_reason(error)})"
+            ) from error
+        if batch is None:
+            return
+        keys = list(batch)
+        for values in zip(*batch.values()):
+            record = dict(zip(keys, values))
+            label = record.get(fields.label) if fields.label and names else None
+            if isinstance(label, int):
+                # A number below 0 is how data sets without labels write None.
+                record[fields.label] = names[label] if 0 <= label < len(names) else None
+            yield from record_pieces(record, fields, f"{name}, row {done}", skipped)
+            done += 1
+
+
+def _label_names(table: Any, label: str | None) -> list[str]:
+    """What the numbers of a label mean, where the data set says so."""
+    feature = (table.features or {}).get(label) if label else None
+    return list(getattr(feature, "names", None) or [])
+
+
+def _license(table: Any) -> str | None:
+    """What the data set says of itself; some cards list several."""
+    found = table.info.license
+    return (found if isinstance(found, str) else ", ".join(found or ())) or None
+
+
+def _library(what: str) -> Any:
+    require("datasets", what, "hf")
+    import datasets
+
+    return datasets
+
+
+def _reason(error: Exception) -> str:
+    """The beginning of somebody else's exception, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "..."

@@ -1,0 +1,130 @@
+"""What the keys of records mean, whatever file they come from: text, pairs of texts, labels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gridformer.data.prepare.text_chunks import Piece, labelled, pieces
+from gridformer.data.tokenfolder import Kind
+from gridformer.utils.errors import DataError
+
+NO_TEXT = "records without text"
+NO_PAIR = "pairs without one of the texts"
+NO_LABEL = "records without a label"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which keys of a record hold what. `a.b` is b inside of a, where no key is called that.
+
+    text: the document, unless pair names its two texts; label: of the document, if it has one.
+    """
+
+    text: str = "text"
+    pair: tuple[str, str] | None = None
+    label: str | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return "pairs" if self.pair else "labelled" if self.label else "text"
+
+    @property
+    def languages(self) -> tuple[str, str] | None:
+        """The names of a pair's two keys, which usually are those of languages."""
+        return (_last(self.pair[0]), _last(self.pair[1])) if self.pair else None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Every key that is read, and the option that named it."""
+        if self.pair:
+            return dict.fromkeys(self.pair, "--pair-keys")
+        label = {self.label: "--label-key"} if self.label else {}
+        return {self.text: "--text-key"} | label
+
+    def columns(self, present: Sequence[str], where: str) -> list[str]:
+        """The columns of a table that are needed. Raises DataError where one is missing."""
+        for key, option in self.options.items():
+            if key not in present and key.partition(".")[0] not in present:
+                raise missing_key(where, key, list(present), option)
+        return sorted({k if k in present else k.partition(".")[0] for k in self.options})
+
+
+def record_pieces(
+    record: Mapping[str, Any], fields: Fields, where: str, skipped: Counter[str]
+) -> Iterator[Piece]:
+    """The document, or the two of a pair, in one record; counts in `skipped` what is incomplete.
+
+    Raises DataError where a key is missing or holds something else than text.
+    """
+    if fields.pair:
+        texts = [
+            checked_text(_value(record, key, fields, where), where, key, "--pair-keys").strip()
+            for key in fields.pair
+        ]
+        if not all(texts):
+            skipped[NO_PAIR] += 1
+            return
+        for text in texts:
+            yield from pieces([text])
+        return
+    text = checked_text(_value(record, fields.text, fields, where), where, fields.text)
+    if not text:
+        skipped[NO_TEXT] += 1
+        return
+    label = None
+    if fields.label:
+        label = _checked_label(_value(record, fields.label, fields, where), where, fields.label)
+        if not label:
+            skipped[NO_LABEL] += 1
+            return
+    yield from labelled(pieces([text]), label)
+
+
+def checked_text(value: object, where: str, key: str, option: str = "--text-key") -> str:
+    """The text of a record; None counts as empty. Raises DataError for anything but text."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: '{key}' holds {type(value).__name__}, not text: choose another column "
+            f"with {option}"
+        )
+    return value
+
+
+def missing_key(where: str, key: str, present: list[str], option: str = "--text-key") -> DataError:
+    """The error for records that lack a column."""
+    what = {"--pair-keys": "the two texts", "--label-key": "the label"}.get(option, "the text")
+    return DataError(
+        f"{where}: has no '{key}'; name {what} with {option}, there are "
+        f"{', '.join(sorted(present)) or 'no keys at all'}"
+    )
+
+
+def _value(record: Mapping[str, Any], key: str, fields: Fields, where: str) -> object:
+    here: object = record
+    if key in record:
+        return record[key]
+    for part in key.split("."):
+        if not isinstance(here, Mapping) or part not in here:
+            raise missing_key(where, key, list(record), fields.options[key])
+        here = here[part]
+    return here
+
+
+def _checked_label(value: object, where: str, key: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str | int):
+        raise DataError(
+            f"{where}: '{key}' holds {type(value).__name__}; a label is a word or a whole number: "
+            f"choose another column with --label-key"
+        )
+    return str(value)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]

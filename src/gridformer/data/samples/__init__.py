@@ -1,0 +1,1 @@
+"""From token folders to batches."""

@@ -1,0 +1,67 @@
+"""Windows of running text, dealt out in global batches; a process takes its rows of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gridformer.data.samples.order import Order
+from gridformer.data.tokenfolder import TokenSplit
+from gridformer.utils.errors import DataError
+
+
+class BatchSampler:
+    """Cuts a split into windows of seq_len tokens and deals them out in global batches.
+
+    Sample i is tokens [i*seq_len, (i+1)*seq_len], one more than seq_len so that inputs and targets
+    are the same window shifted by one; neighbours share that one token. `n_samples` counts the
+    windows whose last target exists.
+
+    `Order` says which come when; `sequential` takes them as they lie.
+    """
+
+    def __init__(
+        self,
+        split: TokenSplit,
+        seq_len: int,
+        global_batch: int,
+        seed: int = 0,
+        *,
+        sequential: bool = False,
+    ) -> None:
+        """Raises DataError if the split is too short for a single sample."""
+        if seq_len < 1 or global_batch < 1:
+            raise ValueError(f"{seq_len=} and {global_batch=} must be at least 1")
+        self.split = split
+        self.seq_len = seq_len
+        self.global_batch = global_batch
+        self.n_samples = max(0, split.n_tokens - 1) // seq_len
+        if self.n_samples == 0:
+            raise DataError(_too_short(split, seq_len))
+        self.order = Order(self.n_samples, global_batch, seed, sequential)
+
+    def indices(self, step: int) -> NDArray[np.int64]:
+        """Sample numbers [global_batch] of a step >= 0; a batch may straddle epochs."""
+        return self.order.indices(step)
+
+    def batch(self, step: int, rows: slice | None = None) -> NDArray[np.int64]:
+        """Token ids [rows, seq_len + 1] int64 of some rows of a step's global batch (None: all).
+
+        Reads those rows only from the disk. Raises DataError at an id outside the vocabulary,
+        which only a damaged file can hold.
+        """
+        samples = self.indices(step)[rows if rows is not None else slice(None)]
+        batch = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)
+        for row, sample in zip(batch, samples.tolist()):
+            start = sample * self.seq_len
+            row[:] = self.split.window(start, start + self.seq_len + 1)
+        return batch
+
+
+def _too_short(split: TokenSplit, seq_len: int) -> str:
+    more = "more text" if split.name == "train" else "more text or a larger --val-fraction"
+    shorter = f"use data.seq_len of at most {split.n_tokens - 1}, or " if split.n_tokens > 1 else ""
+    return (
+        f"{split.path}: {split.n_tokens} tokens hold no sample of data.seq_len={seq_len}, which "
+        f"takes {seq_len + 1}: {shorter}prepare {more}"
+    )

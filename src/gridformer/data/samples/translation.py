@@ -1,0 +1,50 @@
+"""The second text of a pair from the first: samples of translation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gridformer.data.samples.samples import Arrays, first, padded
+from gridformer.data.samples.special import SpecialIds
+from gridformer.data.tokenfolder import TokenSplit
+from gridformer.utils.batch import IGNORE
+from gridformer.utils.errors import DataError
+
+
+class PairSamples:
+    """A pair each, of a folder whose documents alternate source and target.
+
+    Pairs whose source, with its end, is longer than source_len, or whose target than seq_len, are
+    left out; `n_left_out` says how many.
+    """
+
+    def __init__(
+        self, split: TokenSplit, source_len: int, seq_len: int, special: SpecialIds
+    ) -> None:
+        """Raises DataError if no pair fits."""
+        self.split, self.source_len, self.seq_len = split, source_len, seq_len
+        self.special = special
+        lengths = np.diff(split.offsets).reshape(-1, 2)
+        fits = (lengths[:, 0] <= source_len) & (lengths[:, 1] <= seq_len)
+        self.pairs = np.flatnonzero(fits)  # 8 bytes a pair, as the offsets are
+        self.n_samples = len(self.pairs)
+        self.n_left_out = len(lengths) - self.n_samples
+        if not self.n_samples:
+            shortest = lengths[lengths.sum(axis=1).argmin()]
+            raise DataError(
+                f"{split.path}: none of its {len(lengths)} pairs fits data.source_len={source_len} "
+                f"and data.seq_len={seq_len}: the shortest takes data.source_len={shortest[0]} and "
+                f"data.seq_len={shortest[1]}"
+            )
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        """source, source_valid [source_len]; tokens, targets [seq_len]."""
+        pair = 2 * int(self.pairs[number])
+        source, target = self.split.document(pair), self.split.document(pair + 1)
+        tokens = np.concatenate([[self.special.start], target[:-1]])
+        return {
+            "source": padded(source, self.source_len, self.special.pad),
+            "source_valid": first(len(source), self.source_len),
+            "tokens": padded(tokens, self.seq_len, self.special.pad),
+            "targets": padded(target, self.seq_len, IGNORE),
+        }

@@ -1,0 +1,279 @@
+"""Whether this machine can train: what is installed, what it has, and whether processes connect.
+
+Every check yields findings, one line each: good, a warning, or what must be mended and how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from gridformer import __version__
+from gridformer.utils.hardware import free_memory, n_cores
+from gridformer.utils.units import GIB
+
+_FIRST_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `remedy` says how to mend what is wrong."""
+
+    level: Literal["ok", "warn", "bad"]
+    text: str
+    remedy: str = ""
+
+
+def examine(n_processes: int, timeout_s: float, folder: Path = Path()) -> Iterator[Finding]:
+    """All checks, in an order that puts causes before effects; each finding as soon as it is known.
+
+    Args:
+        n_processes: how many local processes to connect.
+        timeout_s: after which connecting them counts as hanging.
+        folder: where runs would be written.
+    """
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "Python": check_python,
+        "packages": check_packages,
+        "CPU and memory": check_machine,
+        "GPUs": check_gpus,
+        "loopback network": check_loopback,
+        "shared memory": lambda: check_shared_memory(Path("/dev/shm"), n_processes),
+        "disk": lambda: check_disk(folder),
+        "processes": lambda: check_processes(n_processes, timeout_s),
+    }
+    for name, check in checks.items():
+        try:
+            yield from check()
+        except Exception as error:  # whatever it is, the other checks are still worth making
+            text = f"{name}: the check failed ({type(error).__name__}: {error})"
+            yield Finding("bad", text, "this may say why; else report it with this output")
+
+
+# --------------------------------------------------------------------------- software
+
+
+def check_python() -> Iterator[Finding]:
+    found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info < _FIRST_PYTHON:
+        yield Finding("bad", found, "gridformer needs Python 3.11 or newer")
+    else:
+        yield Finding("ok", found)
+
+
+def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
+    """Compare installed versions with what gridformer's package metadata requires."""
+    if requirements is None:
+        try:
+            requirements = metadata.requires("gridformer") or []
+        except metadata.PackageNotFoundError:
+            remedy = "run `pip install -e .` in the checkout, so that versions can be checked"
+            yield Finding("warn", "gridformer runs without being installed", remedy)
+            return
+    from packaging.requirements import Requirement
+
+    fitting = [f"gridformer {__version__}"]
+    for text in requirements:
+        wanted = Requirement(text)
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        spec = f"{wanted.name}{wanted.specifier}"
+        try:
+            version = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            yield Finding("bad", f"{wanted.name} is missing", f"pip install '{spec}'")
+            continue
+        if wanted.specifier.contains(version, prereleases=True):
+            fitting.append(f"{wanted.name} {version}")
+        else:
+            remedy = f"pip install '{spec}'"
+            yield Finding("bad", f"{wanted.name} {version} does not satisfy {spec}", remedy)
+    yield Finding("ok", ", ".join(fitting))
+
+
+# --------------------------------------------------------------------------- hardware
+
+
+def check_machine() -> Iterator[Finding]:
+    cores = n_cores()
+    text = f"{cores} CPU core{'s' * (cores != 1)}"
+    free = free_memory()
+    if free is None:
+        yield Finding("ok", text)
+        return
+    text += f", {free / GIB:.1f} GiB of memory free"
+    if free < 2 * GIB:
+        remedy = "close other programs: each process needs about 0.4 GiB before any model"
+        yield Finding("warn", text, remedy)
+    else:
+        yield Finding("ok", text)
+
+
+def check_gpus() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi"):
+            remedy = (
+                "this build of torch has no CUDA: install one from pytorch.org"
+                if torch.version.cuda is None
+                else f"torch's CUDA {torch.version.cuda} needs a newer driver: see nvidia-smi"
+            )
+            yield Finding("warn", "there is an NVIDIA driver, but torch finds no GPU", remedy)
+        else:
+            yield Finding("ok", "no GPU: training takes the CPU, with gloo between processes")
+        return
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_name(i)
+        yield Finding("ok", f"GPU {i}: {name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
+    if dist.is_nccl_available():
+        version = ".".join(str(part) for part in torch.cuda.nccl.version())
+        yield Finding("ok", f"NCCL {version} between GPUs")
+    else:
+        remedy = "install a CUDA build of torch for Linux to train on several GPUs"
+        yield Finding("warn", "this build of torch lacks NCCL", remedy)
+
+
+def check_loopback() -> Iterator[Finding]:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = server.getsockname()
+            with socket.create_connection(address, timeout=5.0):
+                pass
+    except OSError as error:
+        remedy = "allow TCP connections to 127.0.0.1: a firewall or a sandbox forbids them"
+        yield Finding("bad", f"the loopback network does not connect ({error})", remedy)
+    else:
+        yield Finding("ok", "the loopback network connects")
+
+
+def check_shared_memory(folder: Path, n_processes: int) -> Iterator[Finding]:
+    if not folder.is_dir():  # only Linux has it
+        return
+    free = shutil.disk_usage(folder).free
+    wanted = 64 * 2**20 * n_processes
+    text = f"shared memory ({folder}): {free / GIB:.2f} GiB free"
+    if not os.access(folder, os.W_OK):
+        remedy = f"make {folder} writable: chmod 1777 {folder}"
+        yield Finding("bad", f"shared memory ({folder}) cannot be written", remedy)
+    elif free < wanted:
+        remedy = "in a container: docker run --shm-size=8g (NCCL and data loaders use it)"
+        yield Finding("warn", text, remedy)
+    else:
+        yield Finding("ok", text)
+
+
+def check_disk(folder: Path) -> Iterator[Finding]:
+    folder = folder.absolute()
+    free = shutil.disk_usage(folder).free
+    text = f"disk: {free / GIB:.1f} GiB free in {folder}"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        remedy = "work in a folder of your own, or give --out one"
+        yield Finding("warn", f"{folder} cannot be written ({error.strerror})", remedy)
+        return
+    if free < 5 * GIB:
+        remedy = "free some, or give --out a folder elsewhere: a checkpoint takes 12 bytes a weight"
+        yield Finding("warn", text, remedy)
+    else:
+        yield Finding("ok", text)
+
+
+# --------------------------------------------------------------------------- processes
+
+_PROBE = """
+import sys
+from pathlib import Path
+from gridformer.launch import launch
+from gridformer.doctor.connectivity import probe
+if __name__ == "__main__":
+    n, timeout_s, answer = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
+    launch(probe, (n, timeout_s, answer), n)
+"""
+
+
+def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator[Finding]:
+    """Start n processes the way training does, in a child that can be given up."""
+    if n == 1:
+        yield Finding("ok", "one process: nothing to connect")
+        return
+    from gridformer.doctor.connectivity import BIG_BYTES, grid
+
+    layout = grid(n)
+    what = f"{n} processes as a {layout.rows}x{layout.cols} grid"
+    with tempfile.TemporaryDirectory(prefix="gridformer-doctor-") as folder:
+        answer = Path(folder) / "answer.json"
+        # The group's own timeout is shorter, so that a hanging collective can say where it hangs.
+        arguments = [str(n), str(0.7 * timeout_s), str(answer)]
+        code, errors = _run([sys.executable, "-c", program, *arguments], timeout_s)
+        if code is None:
+            yield Finding(
+                "bad",
+                f"{what}: no answer within {timeout_s:g} s",
+                "look for a firewall between local processes, try GLOO_SOCKET_IFNAME=lo (or "
+                "NCCL_P2P_DISABLE=1 on GPUs), or give a busy machine more with --timeout",
+            )
+            return
+        if code != 0 or not answer.exists():
+            last = errors.strip().splitlines()[-1:] or ["no message"]
+            remedy = "the whole message:\n" + errors.strip()
+            yield Finding("bad", f"{what}: failed ({last[0]})", remedy)
+            return
+        found = json.loads(answer.read_text())
+    if found["wrong"]:
+        remedy = "do not train on this: report it with this output; on GPUs try NCCL_P2P_DISABLE=1"
+        yield Finding("bad", f"{what}: wrong sums: {'; '.join(found['wrong'])}", remedy)
+        return
+    yield Finding("ok", f"{what}: sums along rows, columns and all are right")
+    yield Finding("ok", f"chosen: {found['why']}")
+    speed = BIG_BYTES / found["big_s"] / 1e9
+    yield Finding(
+        "ok",
+        f"all-reduce over {n} processes: 4 bytes in {1e3 * found['small_s']:.2f} ms, 16 MiB in "
+        f"{1e3 * found['big_s']:.0f} ms ({speed:.2f} GB/s)",
+    )
+
+
+def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
+    """Exit code (None for a timeout) and error output; leaves no process behind."""
+    inherited = {k: v for k, v in os.environ.items() if not _says_joined(k)}
+    process = subprocess.Popen(
+        command,
+        env=inherited,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, errors = process.communicate(timeout=timeout_s)
+        return process.returncode, errors
+    except BaseException as error:  # Ctrl-C too, which a new session does not get by itself
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return None, ""
+        raise
+
+
+def _says_joined(name: str) -> bool:
+    """Whether a variable would make the child believe that torchrun or srun started it."""
+    return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("SLURM_STEP_")

@@ -1,0 +1,106 @@
+"""About what a device of a run holds, by formulas: at once, where `foretell` takes seconds.
+
+Of parameters there are the matrices alone, and of activations what any layer keeps. What a device
+really holds, to the byte, `gridformer memory` finds by running the code (memory/foretell.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+from gridformer.config import RunConfig
+from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.auto.decisions import state_bytes, work_of
+from gridformer.parallel.auto.heuristics import decide
+
+
+def states_of(run: RunConfig) -> float:
+    """Bytes of parameters, gradients and optimizer on a device: a bound from below of what the
+    fullest one holds, whatever its batch."""
+    choices = decide(run.model, run.layout, work_of(run))
+    return sum(_states(run, choices)) / run.layout.pp
+
+
+def total_states(run: RunConfig) -> float:
+    """The same of one replica's devices together."""
+    choices = decide(run.model, run.layout, work_of(run))
+    return float(choices.parameters) * choices.work.state_bytes
+
+
+def estimate(run: RunConfig) -> float:
+    """About the most bytes that a device holds at a time."""
+    choices, pp = decide(run.model, run.layout, work_of(run)), run.layout.pp
+    in_layers, head = _states(run, choices)
+    n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
+    # Of the layers, in the fullest stage: the head's multiplications are worth some.
+    head_layers = run.model.vocab_size / (4 * run.model.hidden_size + 2 * run.model.ffn_size)
+    share = min(1.0, math.ceil((n_layers + head_layers) / pp) / n_layers)
+    states = in_layers * share + head
+    activations = (_kept(run, choices) + _kept_inputs(choices)) * share
+    logits = _logits(run, choices)
+    if pp == 1:
+        return states + activations + logits
+    # The first stage has most micro-batches under way, the last one the logits.
+    under_way = run.layout.micro_batches
+    if run.layout.pipeline_order != "gpipe":
+        under_way = min(pp, under_way)
+    return states + max(under_way * activations, activations + logits)
+
+
+def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
+    """Bytes of all layers' matrices with their gradients and moments, and of those outside layers,
+    on a device that has both."""
+    layout, grid, layers, head = run.layout, choices.rows * choices.cols, 0.0, 0.0
+    everywhere = layout.branches if choices.between == "cut" else 1  # replicas of common layers
+    each, of_common = choices.work.state_bytes, state_bytes(run, layout.dp * everywhere)
+    for choice in choices.products.values():
+        product = choice.product
+        held = product.n_in * product.n_out * product.count
+        held_bytes = held * of_common if choice.common else held * each / grid
+        if product.section == "head":
+            head += held_bytes
+        else:
+            layers += held_bytes
+    return layers, head
+
+
+def _kept(run: RunConfig, choices: Choices) -> float:
+    """Bytes that all layers keep of one micro-batch for its backward pass.
+
+    A product that opens a section keeps the input and the result of its norm, and makes what the
+    section works on; one that closes it keeps its input.
+    """
+    work, h, grid = choices.work, run.model.hidden_size, choices.rows * choices.cols
+    between = 1 / grid if choices.between == "cut" else 1.0  # of a whole activation, on a device
+    kept = 0.0
+    for choice in choices.products.values():
+        product = choice.product
+        if product.section == "head":
+            continue
+        rows = work.rows_of(product)
+        inside = rows * (between if choice.common else 1 / grid)
+        around = 0.0 if product.closes else 2 * rows * h * between
+        width = product.n_in if product.closes else product.n_out
+        kept += (around + inside * width) * product.count
+    n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
+    if work.recompute == "full":  # inputs of all layers, and one layer
+        rows = max(work.tokens, work.source)
+        kept = rows * h * between * n_layers + kept / n_layers
+    return kept * work.itemsize
+
+
+def _kept_inputs(choices: Choices) -> float:
+    return sum(choices.kept_bytes(choice) for choice in choices.products.values())
+
+
+def _logits(run: RunConfig, choices: Choices) -> float:
+    """Logits, probabilities and gradients, of as many tokens as there are at a time."""
+    work = choices.work
+    replicated = choices.between != "cut"
+    rows = work.tokens if replicated else work.tokens / choices.rows
+    width: float = run.model.vocab_size
+    if choices["head"].common:
+        rows = work.tokens if replicated else work.tokens / choices.cols
+    else:
+        width /= choices.cols
+    return 3 * min(rows, work.loss_tokens or rows) * width * 4

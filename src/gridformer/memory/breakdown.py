@@ -1,0 +1,213 @@
+"""What one rank of a run holds while it makes an optimizer step, by kind and over time.
+
+parameters, gradients, optimizer    what a rank keeps from step to step
+activations                         made in a forward pass and kept for its backward pass, by
+                                    the kind of module that made them
+recomputed                          activations that are computed again in a backward pass
+workspace                           all else: what lives within one pass, and messages
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gridformer.memory.tracker import Entry, Ledger
+from gridformer.models import blocks
+from gridformer.models.blocks.recompute import in_backward
+from gridformer.parallel.data.zero import part_of
+from gridformer.parallel.pipeline import Event
+from gridformer.parallel.tensor import norm as grid_norms
+from gridformer.train.step import Stepper
+
+STATES = ("parameters", "gradients", "optimizer")
+# Of modules, what is made in them; of several around each other, the innermost's counts.
+_MODULES: dict[str, tuple[type[nn.Module], ...]] = {
+    "attention": (blocks.Attention, blocks.CrossAttention),
+    "feed-forward": (blocks.FeedForward,),
+    "norms": (blocks.LayerNorm, blocks.RMSNorm, grid_norms.GridLayerNorm, grid_norms.GridRMSNorm),
+    "residuals": (blocks.Layer,),
+}
+_OUTSIDE = "embedding, loss"
+ACTIVATIONS = tuple(f"activations: {kind}" for kind in (*_MODULES, _OUTSIDE))
+KINDS = (*STATES, *ACTIVATIONS, "recomputed", "workspace")
+_POINTS = 1500  # of a timeline
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes over time, by kind. Time is counted in allocations and frees; of each stretch of it the
+    moment with the most bytes is kept. phases: (time, what was going on from then on)."""
+
+    times: list[int]
+    bytes_of: dict[str, list[int]]
+    phases: list[tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes of one rank over one optimizer step.
+
+    peak: the most it held at a time; moment: what was going on then; by_kind: what it was made of.
+    between: held between steps. host: of all that, what lies in the host's memory instead of the
+    device's (train.offload), which is in no other number.
+    """
+
+    rank: int
+    peak: int
+    moment: str
+    by_kind: dict[str, int]
+    between: int
+    host: int
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def activations(self) -> int:
+        """Of all kinds."""
+        return sum(self.by_kind.get(kind, 0) for kind in ACTIVATIONS)
+
+
+def take_account(
+    stepper: Stepper, rank: int, step: Callable[[], object], host: Sequence[Tensor] = ()
+) -> Account:
+    """Watch one optimizer step.
+
+    Args:
+        step: runs it. The optimizer's state exists already.
+        host: of that, what would lie in the host's memory and not in the device's.
+    """
+    ledger = Ledger()
+    model, updates = stepper.model, stepper.updates
+    held: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        part = part_of(parameter)
+        held |= {id(p): p for p in (parameter, part) if p is not None}
+    ledger.mark(held.values(), "parameters")
+    ledger.mark((t for state in updates.state.values() for t in state.values()), "optimizer")
+    in_host = ledger.leave_out(host)
+    between, start = ledger.live(), ledger.now
+    with _watching(stepper, ledger, [*held.values()]) as done, ledger:
+        step()
+    when, peak = ledger.peak()
+    by_kind = Counter[str]()
+    for entry in ledger.alive_at(when):
+        by_kind[_kind(entry)] += entry.n_bytes
+    return Account(
+        rank,
+        peak,
+        _moment(ledger, when, done),
+        {kind: by_kind[kind] for kind in KINDS if by_kind[kind]},
+        between,
+        in_host,
+        _timeline(ledger, start, done),
+    )
+
+
+@contextmanager
+def _watching(
+    stepper: Stepper, ledger: Ledger, held: list[Tensor]
+) -> Iterator[list[tuple[int, str]]]:
+    """Tell the ledger which module is run, forward and backward, and which tensors are gradients.
+
+    held: all that has gradients. Yields a list that fills with the parts of the step: when each was
+    done, and its name.
+    """
+    model = stepper.model
+    done: list[tuple[int, str]] = []
+    stack: list[str] = []
+    handles: list[Any] = []
+
+    def enters(kind: str, name: str) -> Callable[..., None]:
+        def before(*_: Any) -> None:
+            stack.append(ledger.place)
+            again = "again, " if in_backward() else ""
+            ledger.at(f"{kind}|{again}forward of {name}")
+
+        return before
+
+    def leaves(is_layer: bool, name: str) -> Callable[..., None]:
+        def after(_: nn.Module, __: Any, out: Any) -> None:
+            ledger.at(stack.pop())
+            if is_layer and isinstance(out, Tensor) and out.requires_grad:
+                out.register_hook(lambda _: ledger.at(f"|backward of {name}"))
+
+        return after
+
+    def marked(owner: nn.Parameter) -> None:
+        if owner.grad is not None:
+            ledger.mark([owner.grad], "gradients")
+
+    def was_done(event: Event) -> None:
+        ledger.at("")
+        ledger.mark((p.grad for p in held if p.grad is not None), "gradients")
+        done.append((ledger.now, event.kind))
+
+    for name, module in model.named_modules():
+        for kind, types in _MODULES.items():
+            if isinstance(module, types):
+                handles.append(module.register_forward_pre_hook(enters(kind, name), prepend=True))
+                after = leaves(isinstance(module, blocks.Layer), name)
+                handles.append(module.register_forward_hook(after, always_call=True))
+                break
+    for parameter in model.parameters():
+        handles.append(parameter.register_post_accumulate_grad_hook(marked))
+    stepper.passes.on_action = was_done
+    try:
+        yield done
+    finally:
+        stepper.passes.on_action = None
+        for handle in handles:
+            handle.remove()
+
+
+def _moment(ledger: Ledger, when: int, done: list[tuple[int, str]]) -> str:
+    """In words: the module that was run, or the part of the step."""
+    _, _, doing = ledger.place_at(when).partition("|")
+    if doing:
+        return doing
+    part = next((kind for end, kind in done if end >= when), "")
+    passes = {"forward": "forward, embedding or loss", "backward": "backward, embedding or loss"}
+    return passes.get(part, part or "between steps")
+
+
+def _kind(entry: Entry) -> str:
+    if entry.kind:
+        return entry.kind
+    made_in = entry.place.split("|")[0]
+    if entry.until_backward:
+        return f"activations: {made_in or _OUTSIDE}"
+    if entry.in_backward and made_in:
+        return "recomputed"
+    return "workspace"
+
+
+def _timeline(ledger: Ledger, start: int, done: list[tuple[int, str]]) -> Timeline:
+    end = ledger.now + 1
+    rows = {kind: np.zeros(end + 1, dtype=np.int64) for kind in KINDS}
+    for entry in ledger.entries:
+        row = rows[_kind(entry)]
+        row[entry.born] += entry.n_bytes
+        row[end if entry.died is None else entry.died] -= entry.n_bytes
+    curves = {kind: row.cumsum()[start:end] for kind, row in rows.items()}
+    total: NDArray[np.int64] = np.sum([*curves.values()], axis=0)
+    edges = np.unique(np.linspace(0, len(total), min(_POINTS, len(total)) + 1).astype(int))
+    kept = [a + int(total[a:b].argmax()) for a, b in itertools.pairwise(edges)]
+    phases: list[tuple[int, str]] = []
+    begins = 0
+    for ended, kind in done:
+        if not phases or phases[-1][1] != kind:
+            phases.append((begins, kind))
+        begins = max(0, ended - start)
+    return Timeline(
+        kept,
+        {kind: curve[kept].tolist() for kind, curve in curves.items() if curve.any()},
+        phases,
+    )

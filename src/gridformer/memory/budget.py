@@ -1,0 +1,307 @@
+"""Whether a run fits into its devices, and if not, the nearest settings that do."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from gridformer.config import RunConfig
+from gridformer.memory.analytic import states_of, total_states
+from gridformer.memory.breakdown import STATES, Account
+from gridformer.memory.estimate import foretell, on_gpu
+from gridformer.memory.ranks import largest_ranks
+from gridformer.mesh.launch_env import joined
+from gridformer.models import build_model
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.registry import spec_of
+from gridformer.parallel.validation import broken_rules
+from gridformer.utils.hardware import free_memory
+from gridformer.utils.units import GIB, format_bytes, format_setting
+
+Changes = dict[str, Any]  # dotted keys of a run, and their new values
+# What was found, if anything, and what goes on from now on.
+Tell = Callable[[str, str], None]
+
+SEARCH_S = 20.0  # for settings that fit; a user waits for it
+
+OWN_CPU = GIB * 2 // 5  # what a process holds before any tensor
+OWN_CUDA = GIB  # the driver's context, NCCL's buffers
+USABLE = 0.95  # of a GPU: what an allocator that caches and rounds can give out
+
+
+def silent(found: str, doing: str) -> None:
+    """For callers whom nobody watches."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that the tensors of one process may take, and where that is from."""
+
+    n_bytes: int
+    why: str
+
+
+def room_of(run: RunConfig) -> Room | None:
+    """What this machine has for each of its processes; None if it does not tell."""
+    if run.train.memory_gib:
+        gib = run.train.memory_gib
+        return Room(round(gib * GIB), f"train.memory_gib={gib:g}")
+    place = joined()
+    n_here = place.local_size if place else run.layout.n_processes
+    gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
+    if gpus >= n_here:
+        least = min(torch.cuda.get_device_properties(i).total_memory for i in range(n_here))
+        usable = round(least * USABLE) - OWN_CUDA
+        return Room(
+            usable,
+            f"{format_bytes(usable)} of a GPU's {format_bytes(least)} can be given to tensors",
+        )
+    free = free_memory()
+    if free is None:
+        return None
+    share = max(0, free // n_here - OWN_CPU)
+    own = f"{n_here} processes, which take {format_bytes(OWN_CPU)} each for themselves"
+    return Room(
+        share, f"{format_bytes(share)} each are left, with {format_bytes(free)} free here and {own}"
+    )
+
+
+def fit_problems(
+    run: RunConfig, tell: Tell = silent, decisions: Decisions | None = None
+) -> list[str]:
+    """Why a checked run cannot fit on this machine, with settings that do; mostly none.
+
+    The account is only taken where bounds that cost nothing do not already answer. tell: is told at
+    once what is found and what goes on, for settings that fit may take a while to find. decisions:
+    what `decide_run` said of the run; it is asked if they are not given.
+    """
+    place = joined()
+    if place and place.local_rank > 0:  # the first process of a machine speaks for all of them
+        return []
+    room = room_of(run)
+    if room is None or at_most(run) <= room.n_bytes:
+        return []
+    if states_of(run) > room.n_bytes:
+        return [refusal(run, None, room, tell)]
+    tell("", "looking whether it fits into memory")
+    began = time.monotonic()
+    decisions = decisions or decide_run(run)
+    accounts = foretell(run, [*largest_ranks(run, decisions)], decisions)
+    worst = max(accounts, key=lambda account: account.peak)
+    if worst.peak <= room.n_bytes:
+        return []
+    return [refusal(run, worst, room, tell, time.monotonic() - began)]
+
+
+def refusal(
+    run: RunConfig,
+    worst: Account | None,
+    room: Room,
+    tell: Tell = silent,
+    took: float = 0.0,
+) -> str:
+    """That it does not fit, of what it consists, and what would.
+
+    worst: the account of the rank that holds most; not needed where the room is too small for
+    parameters, gradients and optimizer alone. took: seconds that it took; settings of which each
+    would take longer than there is time are not tried.
+    """
+    if worst is None:
+        alone = format_bytes(states_of(run))
+        text = f"a rank would hold {alone} of parameters, gradients and optimizer alone"
+    else:
+        states = sum(worst.by_kind.get(kind, 0) for kind in STATES)
+        text = (
+            f"rank {worst.rank} would hold {format_bytes(worst.peak)} at a time ({worst.moment}): "
+            f"{format_bytes(states)} of parameters, gradients and optimizer, "
+            f"{format_bytes(worst.activations)} of activations, and more"
+        )
+    text += f"; but {room.why}: "
+    said = f"It does not fit: {text[:-2]}."
+    looking = partial(tell, said, f"looking for settings that do, {SEARCH_S:g} s at most")
+    patience = Patience(time.monotonic() + SEARCH_S, took, looking)
+    found = nearest(run, worst, room.n_bytes, patience=patience)
+    if found:
+        offers = (
+            f"{' '.join(format_setting(*change) for change in offer.changes.items())} "
+            f"({format_bytes(offer.peak)})"
+            for offer in found
+        )
+        return text + "use " + ", or ".join(offers)
+    if patience.is_over:
+        return text + (
+            f"no setting that fits was found within {SEARCH_S:g} s; use a layout of more devices, "
+            "or try settings with `gridformer memory`"
+        )
+    if worst is None:
+        devices = math.ceil(total_states(run) / max(1, room.n_bytes))
+        return text + (
+            f"no setting that saves memory is enough; use a layout of {devices:,} or more devices "
+            "of that size"
+        )
+    return text + "no setting that saves memory is enough; use a layout of more devices"
+
+
+@dataclass
+class Patience:
+    """Until when settings are tried, by time.monotonic.
+
+    longest: seconds that one of them took. begins: is called before the first is tried.
+    """
+
+    until: float = math.inf
+    longest: float = 0.0
+    begins: Callable[[], None] | None = None
+    is_over: bool = False
+    _last: float = field(default_factory=time.monotonic)
+
+    def ends(self) -> bool:
+        """Whether there is no time for another one. To be asked before each."""
+        if self.begins is not None:
+            self.begins()
+            self.begins = None
+        now = time.monotonic()
+        self.longest, self._last = max(self.longest, now - self._last), now
+        self.is_over = self.is_over or now + self.longest > self.until
+        return self.is_over
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Changes with which a run fits, and its peak then."""
+
+    changes: Changes
+    peak: int
+
+
+def nearest(
+    run: RunConfig,
+    worst: Account | None,
+    n_bytes: int,
+    at_most: int = 3,
+    patience: Patience | None = None,
+) -> list[Offer]:
+    """Settings of the same layout and batch with which a run fits: single ones, cheapest first; if
+    there is none, several together, and at last a smaller batch.
+
+    patience: how long settings are tried; without it, all of them.
+    """
+    patience = patience or Patience()
+    most = worst.peak if worst else math.inf
+
+    def peak(changes: Changes) -> float | None:
+        """Nothing where the run could not be; a bound where that is too much already."""
+        other = changed(run, changes)
+        if other is None:
+            return None
+        bound = states_of(other)
+        if bound > n_bytes:
+            return bound
+        if patience.ends():
+            return None
+        decisions = decide_run(other)
+        if worst is not None:
+            found = foretell(other, [worst.rank], decisions)[0].peak
+            if found > n_bytes or run.layout.pp == 1:
+                return found
+        # Stages may change places as the largest.
+        ranks = [*largest_ranks(other, decisions)]
+        return max(account.peak for account in foretell(other, ranks, decisions))
+
+    found: list[Offer] = []
+    saves: list[Changes] = []
+    for change in _cheapest_first(run):
+        if any(offer.changes.keys() == change.keys() for offer in found):
+            continue  # a milder value of the same will do
+        size = peak(change)
+        if size is not None and size <= n_bytes:
+            found.append(Offer(change, round(size)))
+            if len(found) == at_most:
+                return found
+        elif size is not None and size < most:
+            saves.append(change)
+    if found:
+        return found
+    together: Changes = {}
+    for change in saves:
+        together |= change
+        size = peak(together)
+        if size is not None and size <= n_bytes:
+            return [Offer(together, round(size))]
+    for batch in _smaller_batches(run):
+        size = peak(together | batch)
+        if size is not None and size <= n_bytes:
+            return [Offer(together | batch, round(size))]
+    return []
+
+
+def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
+    """What saves memory, by what it costs in time; of one kind the mildest first."""
+    layout, train = run.layout, run.train
+    if train.loss_tokens == 0 or train.loss_tokens > 256:
+        yield {"train.loss_tokens": 256}
+    free, slower = spec_of(layout).savings(layout)
+    yield from free
+    if layout.dp > 1 and layout.dp_mode == "replicate":
+        yield {"layout.dp_mode": "zero1"}
+    if train.recompute == "none":
+        yield {"train.recompute": "selective"}
+    if train.update == "after_backward" and layout.micro_batches == 1:
+        by_layer = {"train.clip_by": "layer"} if train.clip_norm else {}
+        yield {"train.update": "in_backward"} | by_layer
+    for factor in (2, 4, 8, 16):
+        yield {"layout.micro_batches": layout.micro_batches * factor}
+    yield from slower
+    if layout.dp > 1 and layout.dp_mode != "fsdp":
+        yield {"layout.dp_mode": "fsdp"}
+    if train.recompute != "full":
+        yield {"train.recompute": "full"}
+    if train.offload == "none" and on_gpu(run):
+        yield {"train.offload": "optimizer"}
+
+
+def _smaller_batches(run: RunConfig) -> Iterator[Changes]:
+    batch = run.train.global_batch // 2
+    while batch:
+        yield {"train.global_batch": batch}
+        batch //= 2
+
+
+def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
+    """The run with other values; None if it cannot be."""
+    values = run.model_dump()
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        values[section][name] = value
+    try:
+        other = RunConfig.model_validate(values)
+    except ValueError:
+        return None
+    return None if broken_rules(other) else other
+
+
+def at_most(run: RunConfig) -> int:
+    """More bytes than any rank of the run can hold at a time: as if nothing were cut over the grid,
+    with several times as many activations as any block keeps."""
+    model, layout, train = run.model, run.layout, run.train
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in build_model(model).parameters())
+    size = 8 if train.dtype == "float64" else 4
+    sequences = train.global_batch // (layout.dp * layout.micro_batches)
+    under_way = layout.micro_batches if layout.pp > 1 else 1
+    s, source = run.seq_len, run.source_len
+    wide = 40 * model.hidden_size + 20 * model.n_heads * model.head_width + 12 * model.ffn_size
+    scores = 16 * model.n_heads * (s * s + s * source + source * source)
+    stacks = 2 if model.two_stacks else 1
+    a_layer = sequences * (wide * (s + source) + scores) * stacks
+    logits = 12 * sequences * s * model.vocab_size
+    # Integers of dropout's masks take 8 bytes each, many a place.
+    masks = 16 * 8 * sequences * ((s + source) * max(model.hidden_size, model.ffn_size) + scores)
+    activations = (a_layer * (model.n_layers + 1) * under_way + logits) * size
+    return 10 * parameters * size + activations + masks

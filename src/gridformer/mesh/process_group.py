@@ -1,0 +1,242 @@
+"""The process group of a run: which device and backend, joining it, leaving it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+from gridformer.mesh.launch_env import Joined, joined
+from gridformer.utils.errors import UserError
+
+if TYPE_CHECKING:  # torch takes a second to import, and the command line imports this file
+    import torch
+    import torch.distributed as dist
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+_PRODUCT = "rows x cols x branches x dp x pp"
+_ABORT_S = 2.0  # an abort that takes longer hangs
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all processes of the run.
+
+    `backend` is "nccl", "gloo", or "none" for a run of one process, which has no process group.
+    `why` is a phrase for people that says how device and backend were chosen.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    backend: str
+    why: str
+
+
+def check_devices(device: DeviceChoice, n_processes: int, nproc: int | None = None) -> list[str]:
+    """Problems of starting `n_processes` processes from here, each with its remedy.
+
+    Args:
+        device: the run's train.device.
+        n_processes: what the layout needs.
+        nproc: what --nproc asks for, if given.
+    """
+    problems = []
+    place = joined()
+    if nproc is not None and nproc != n_processes:
+        problems.append(
+            f"--nproc={nproc}, but the layout needs {n_processes} processes ({_PRODUCT}): leave "
+            f"--nproc out, or change the layout"
+        )
+    if place and place.size != n_processes:
+        problems.append(
+            f"{place.by} started {place.size} processes, but the layout needs {n_processes} "
+            f"({_PRODUCT}): start {n_processes}, or change the layout"
+        )
+    if device == "cuda" and not problems:
+        problems += _too_few_gpus(place, place.local_size if place else n_processes)
+    return problems
+
+
+def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> World:
+    """Join the run's process group from inside a worker, and choose this process's device.
+
+    `auto` takes CUDA with NCCL if every machine has a GPU for each of its processes, else CPU with
+    gloo. A run of one process gets a device but no process group.
+
+    Args:
+        device: the run's train.device.
+        n_processes: what the layout needs.
+        timeout_s: a collective that waits longer raises.
+
+    Raises:
+        UserError: the wrong number of processes, or no GPUs where `cuda` asks for them.
+    """
+    import torch.distributed as dist
+
+    place = joined()
+    gpu = None if device == "cpu" else _gpu_of(place)
+    if (place.size if place else 1) != n_processes or (device == "cuda" and gpu is None):
+        problems = check_devices(device, n_processes) or [
+            f"the layout needs {n_processes} processes: start them with gridformer.launch.launch, "
+            "torchrun or srun"
+        ]
+        raise UserError("; ".join(problems))
+    if place is None or n_processes == 1:
+        return World(0, 0, 1, _take(gpu), "none", f"one process on {_why(gpu, device)}")
+
+    timeout = timedelta(seconds=timeout_s)
+    store = _store(place, timeout)
+    if not _all_agree(place, store, "gpu", gpu is not None):
+        gpu = None
+    backend = "gloo" if gpu is None else "nccl"
+    chosen = _take(gpu)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timeout,
+        device_id=None if gpu is None else chosen,
+    )
+    why = f"{place.size} processes over {backend} on {_why(gpu, device)}"
+    return World(place.rank, place.local_rank, place.size, chosen, backend, why)
+
+
+def close_world() -> None:
+    """Leave the process group, if there is one, at the end of a run that went well.
+
+    Never call this while an exception is on its way: see `abandon_world`.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abandon_world() -> None:
+    """Give the process group up after a failure, without waiting for anybody.
+
+    The peers may be inside a collective that this rank will never enter. Destroying an NCCL group
+    then waits until train.timeout_s is over, so NCCL is aborted instead, and left to itself if even
+    that takes long. Nothing is done about gloo: its sockets close with this process, which must
+    end soon, and its peers notice that at once.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or "nccl" not in dist.get_backend():
+        return
+
+    def abort() -> None:
+        with contextlib.suppress(Exception):  # the failure has been reported: nothing to add
+            dist.distributed_c10d._abort_process_group()
+
+    thread = threading.Thread(target=abort, name="abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_S)
+
+
+def _store(place: Joined, timeout: timedelta) -> dist.Store:
+    """The key-value store that processes meet in, empty at every attempt.
+
+    Workers that `launch` started meet in a file of a private folder: nothing listens. Those of
+    torchrun and srun meet at a TCP port, which is open on all interfaces and asks nobody who they
+    are.
+
+    After an elastic restart, torchrun's own store still holds the dead attempt's addresses under
+    the names that gloo uses, so each attempt gets a prefix of its own.
+    """
+    import torch.distributed as dist
+
+    if place.store_file:
+        # No number of workers: with one, the file would go when the first few have left.
+        file = dist.FileStore(place.store_file)
+        file.set_timeout(timeout)
+        return file
+    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        place.master_addr,
+        place.master_port,
+        place.size,
+        is_master=place.rank == 0 and not agent_has_it,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"gridformer/{attempt}", store)
+
+
+def _all_agree(place: Joined, store: dist.Store, name: str, vote: bool) -> bool:
+    """Whether every rank votes yes: backends must be the same everywhere, or the run hangs."""
+    store.set(f"{name}/{place.rank}", "yes" if vote else "no")
+    if place.rank == 0:
+        votes = [store.get(f"{name}/{rank}") for rank in range(place.size)]
+        store.set(name, "yes" if all(vote == b"yes" for vote in votes) else "no")
+    return bool(store.get(name) == b"yes")
+
+
+def _gpu_of(place: Joined | None) -> int | None:
+    """The GPU that this process takes; None when there is not one for each process here."""
+    import torch
+    import torch.distributed as dist
+
+    local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
+    if not torch.cuda.is_available() or (place and place.size > 1 and not dist.is_nccl_available()):
+        return None
+    if local_size <= torch.cuda.device_count():
+        return local_rank
+    return 0 if _bound_by_slurm(place) else None
+
+
+def _bound_by_slurm(place: Joined | None) -> bool:
+    """srun --gpus-per-task shows each process its own GPU only, as number 0."""
+    return place is not None and place.by == "srun" and "SLURM_GPUS_PER_TASK" in os.environ
+
+
+def _take(gpu: int | None) -> torch.device:
+    import torch
+
+    if gpu is None:
+        return torch.device("cpu")
+    torch.cuda.set_device(gpu)
+    return torch.device("cuda", gpu)
+
+
+def _too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
+    """The problem, if any, of giving each of `n_local` processes on this machine its own GPU."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        return [
+            "train.device=cuda, but torch finds no GPU on this machine: use train.device=auto or "
+            "cpu; `gridformer doctor` shows what torch finds"
+        ]
+    n_gpus = torch.cuda.device_count()
+    if n_local > n_gpus and not _bound_by_slurm(place):
+        return [
+            f"more processes than devices: {n_local} processes on this machine and {n_gpus} "
+            f"GPU{'s' * (n_gpus > 1)}: use a layout of at most {n_gpus}, or train.device=cpu"
+        ]
+    if n_local > 1 and not dist.is_nccl_available():
+        return [
+            "train.device=cuda with several processes needs NCCL, which this build of torch lacks: "
+            "use train.device=cpu, or install a CUDA build of torch for Linux"
+        ]
+    return []
+
+
+def _why(gpu: int | None, device: DeviceChoice) -> str:
+    import torch
+
+    if gpu is not None:
+        return f"CUDA ({torch.cuda.get_device_name(gpu)})"
+    if device == "cpu":
+        return "CPU (train.device=cpu)"
+    if not torch.cuda.is_available():
+        return "CPU (torch finds no GPU)"
+    return f"CPU ({torch.cuda.device_count()} GPU here: not one for each process)"

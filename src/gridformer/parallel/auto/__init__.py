@@ -1,0 +1,1 @@
+"""Which layouts there are, and how products communicate on one."""

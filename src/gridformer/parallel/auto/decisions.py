@@ -1,0 +1,226 @@
+"""Everything about a run that `auto` leaves open, decided before any process starts.
+
+The same function decides on every process from the run's config alone, so all agree.
+`gridformer train --explain` prints what it says.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gridformer.config import RunConfig
+from gridformer.mesh import node_placement as nodes
+from gridformer.mesh.node_placement import Candidate, NodeBlock
+from gridformer.parallel.auto.cost import Choice, Choices, Work
+from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.pipeline.partition import link_names, stages_of
+from gridformer.parallel.registry import describe, spec_of
+from gridformer.utils.units import MIB, three_digits
+
+_ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+_WIDE = 100  # characters of a terminal that has room for the sizes of products
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """choices: of every product. traffic: bytes one device receives over an axis in one step, by
+    products, by stages, and by gradients and cut parameters (`dp`), with ring collectives; of the
+    device that moves most, where they differ, pipeline stages being taken as equal.
+    candidates: blocks of the grid a node may hold, best first; none where the devices of a node
+    were not told."""
+
+    choices: Choices
+    traffic: dict[str, float]
+    candidates: list[Candidate]
+
+    @property
+    def block(self) -> NodeBlock | None:
+        return self.candidates[0].block if self.candidates else None
+
+
+def decide_run(run: RunConfig) -> Decisions:
+    """What a checked run's `auto` settings come to."""
+    layout, parameter_bytes, work = run.layout, _parameter_bytes(run), work_of(run)
+    choices = decide(run.model, layout, work)
+    steps = [choices.step(choice) for choice in choices.products.values()]
+    spec, again = spec_of(layout), _times_over_replicas(run)
+    activations = sum(step.col for step in steps) + work.micro_batches * choices.inputs_again()
+    over_boundary = activations * work.itemsize
+    traffic = {
+        "col": spec.boundary_bytes(choices, layout, over_boundary),
+        "row": sum(step.row for step in steps) * work.itemsize,
+        "dp": spec.replica_elements(choices, layout, again) * parameter_bytes,
+    }
+    if layout.pp > 1:
+        traffic = {axis: n_bytes / layout.pp for axis, n_bytes in traffic.items()}
+        traffic["pp"] = _between_stages(run, work)
+        choices.reasons.append(_why_these_stages(run, work))
+    choices.reasons.extend(notes(run))
+    candidates = []
+    if layout.devices_per_node and spec.node_blocks:
+        sizes = nodes.sizes_of(layout)
+        candidates = nodes.search(sizes, traffic, layout.devices_per_node)
+    return Decisions(choices, traffic, candidates)
+
+
+def work_of(run: RunConfig) -> Work:
+    """What `decide` goes by."""
+    layout, train = run.layout, run.train
+    sequences = train.global_batch // (layout.dp * layout.micro_batches)
+    return Work(
+        tokens=sequences * run.seq_len,
+        source=sequences * run.source_len,
+        sequences=sequences,
+        micro_batches=layout.micro_batches,
+        itemsize=_ITEMSIZE[train.dtype],
+        state_bytes=state_bytes(run, layout.dp),
+        recompute=train.recompute,
+        loss_tokens=train.loss_tokens,
+    )
+
+
+def _parameter_bytes(run: RunConfig) -> int:
+    return 8 if run.train.dtype == "float64" else 4
+
+
+def notes(run: RunConfig) -> list[str]:
+    """What a run's settings do not bring about, though one might expect it."""
+    micro_batches = run.layout.micro_batches
+    if run.train.update == "in_backward" and micro_batches > 1:
+        return [
+            "update=in_backward saves no memory here: gradients are summed up over "
+            f"layout.micro_batches={micro_batches}, so all layers' are held until the last one's "
+            "backward pass"
+        ]
+    return []
+
+
+def _between_stages(run: RunConfig, work: Work) -> float:
+    """Bytes that a device receives from the stages beside its own: activations and gradients.
+
+    A tensor that is alike on several devices comes once to all of them together. Where an encoder's
+    result rides through the decoder, it counts.
+    """
+    layout = run.layout
+    spec = spec_of(layout)
+    devices = 1 if spec.boundary(layout).lies == "first" else math.prod(spec.grid(layout))
+    border = (work.tokens + work.source) * run.model.hidden_size / devices * work.itemsize
+    return 2 * layout.stages_per_rank * work.micro_batches * border
+
+
+def _why_these_stages(run: RunConfig, work: Work) -> str:
+    layout = run.layout
+    model = run.model.model_copy(update={"vocab_size": max(1, run.model.vocab_size)})
+    names = link_names(model)
+    begins = [names[stage.start] for stage in stages_of(model, layout.n_stages, work)]
+    idle = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
+    return (
+        f"pipeline: {layout.pipeline_order}, whose ranks wait for {idle:.0%} of the time that they "
+        f"compute, with equal stages; these begin at {', '.join(begins)}"
+    )
+
+
+def state_bytes(run: RunConfig, replicas: int) -> int:
+    """Of one parameter's value, gradient and two moments, as many as one of its replicas holds.
+
+    Gradients of several micro-batches are summed whole (gridformer.parallel.data.zero).
+    """
+    layout, train = run.layout, run.train
+    part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
+    value = part if layout.dp_mode == "fsdp" else 1.0
+    gradient, moments = part, 2 * part
+    if layout.micro_batches > 1:
+        gradient = 1.0
+    elif train.update == "in_backward":
+        gradient /= run.model.n_layers
+    if train.offload == "optimizer" and train.device != "cpu":
+        moments = 0.0
+    return round((value + gradient + moments) * _parameter_bytes(run))
+
+
+def _times_over_replicas(run: RunConfig) -> int:
+    """How often a layer's parameters travel in a step: gathered, and their gradients summed."""
+    return 2 * run.layout.micro_batches + 1 if run.layout.dp_mode == "fsdp" else 2
+
+
+def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
+    """For people: how each product is carried out, what travels, what is kept, and why."""
+    choices, layout = decisions.choices, run.layout
+    work = choices.work
+    said = f"{run.model.name} on {describe(layout)}: {work.tokens:,} tokens a micro-batch"
+    console.print(Text(f"{said}, {work.micro_batches} a step, {run.train.dtype}"))
+    if choices.rows * choices.cols == 1:
+        holds = "a whole pipeline stage" if layout.pp > 1 else "the whole model"
+        console.print(f"One device holds {holds}: no product sends anything.")
+    else:
+        console.print(_products(choices, console.width))
+        again = ", and for computing the forward pass again" if _computes_again(choices) else ""
+        held = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
+        console.print(
+            "msgs, MiB: what a device receives for one such product in a micro-batch's forward and "
+            f"backward pass{again}."
+            + (" held: by what is kept for all such products together." if held else "")
+        )
+    total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
+    if total:
+        over_branches = spec_of(layout).boundary(layout).axis == "branch"
+        along = "over branches" if over_branches else "along rows"
+        replicas = "gradients" if layout.dp_mode == "replicate" else "gradients and parameters"
+        axes = {"col": f"activations {along}", "row": "weights down columns", "dp": replicas}
+        axes |= {"pp": "between stages"}
+        parts = [f"{axes[name]} {n_bytes / MIB:,.1f} MiB" for name, n_bytes in total.items()]
+        console.print(Text(f"A device moves in a step, at most: {', '.join(parts)}."))
+    for reason in choices.reasons:
+        console.print(Text(f"- {reason}"))
+    if decisions.candidates:
+        sizes = nodes.sizes_of(layout)
+        console.print(Text(nodes.explain(decisions.candidates, sizes, layout.devices_per_node)))
+        console.print(Text("Bytes are those of ring collectives."))
+
+
+def _products(choices: Choices, width: int) -> Table:
+    """What one device does for each product of one micro-batch, `width` characters wide at most."""
+    passes = ["fwd", "bwd", *["again"] * _computes_again(choices)]
+    keeps = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("\nproduct", no_wrap=True)
+    if width >= _WIDE:
+        table.add_column("\nin x out", no_wrap=True)
+    for name in ("stays", "schedule"):
+        table.add_column(f"\n{name}", no_wrap=True)
+    for what in ("msgs", "MiB"):
+        for number, name in enumerate(passes):
+            table.add_column(f"{'' if number else what}\n{name}", justify="right", no_wrap=True)
+    if keeps:
+        table.add_column("\nkept", no_wrap=True)
+        table.add_column("MiB\nheld", justify="right", no_wrap=True)
+    for choice in choices.products.values():
+        table.add_row(*_row(choices, choice, len(passes), keeps, width))
+    return table
+
+
+def _computes_again(choices: Choices) -> bool:
+    return choices.work.recompute == "full"
+
+
+def _row(choices: Choices, choice: Choice, passes: int, keeps: bool, width: int) -> list[str]:
+    product, mib = choice.product, choices.work.itemsize / MIB
+    cells = [product.name + (f" x{product.count}" if product.count > 1 else "")]
+    if width >= _WIDE:
+        cells.append(f"{product.n_in} x {product.n_out}")
+    if choice.common:
+        return [*cells, "-", "common", *"-" * (2 * passes + 2 * keeps)]
+    found = [choices.forward(choice), choices.backward(choice), choices.again(choice)][:passes]
+    cells += [choice.stays, choice.schedule, *(str(one.messages) for one in found)]
+    cells += [three_digits((one.col + one.row) * mib) for one in found]
+    if keeps:
+        kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
+        cells.append("both" if len(kept) > 1 else "".join(kept) or "-")
+        cells.append(three_digits(choices.kept_bytes(choice) / MIB) if kept else "-")
+    return cells

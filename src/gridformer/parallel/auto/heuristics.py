@@ -1,0 +1,227 @@
+"""`decide` turns a layout's `auto` into choices, by rules with numbers.
+
+Those are elements that travel and bytes that a device holds, see gridformer.parallel.auto.cost. Each
+rule takes the choices as the ones before left them, and adds a sentence to `Choices.reasons`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Literal
+
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.parallel.auto.cost import Choice, Choices, Product, Work, products_of
+from gridformer.parallel.registry import spec_of
+from gridformer.utils.units import format_bytes
+
+# Gathered operands below this are always taken all at once: so few bytes do not matter.
+SMALL_BYTES = 64 << 20
+# Activations are gathered in chunks of about this share of what a device holds, or this size: while
+# one chunk is multiplied there are three to six others, on their way, normalized or summed.
+CHUNK_SHARE = 1 / 256
+CHUNK_BYTES = 16 << 20
+MOST_CHUNKS = 32  # products stay large, and messages few
+
+_BETWEEN: dict[str, Literal["cut", "replicated", "first"]] = {
+    "replicated": "replicated",
+    "first": "first",
+}
+
+
+def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -> Choices:
+    """The choices for a model under a layout; see `Choices.reasons` for why.
+
+    Without `work` one sequence a row is assumed.
+    """
+    length = layout.rows * model.max_seq_len
+    work = work or Work(tokens=length, source=length * model.two_stacks, sequences=layout.rows)
+    spec = spec_of(layout)
+    rows, cols = spec.grid(layout)
+    products = {
+        product.name: Choice(product, common=spec.common(product, layout))
+        for product in products_of(model)
+    }
+    matrices = [choice.product for choice in products.values()]
+    parameters = sum(product.n_in * product.n_out * product.count for product in matrices)
+    between = _BETWEEN.get(spec.boundary(layout).lies, "cut")
+    read, written = (work.source, work.tokens) if model.two_stacks else (work.tokens, 0)
+    layers_read = model.n_layers * read + model.n_decoder_layers * written
+    inputs = float(layers_read * model.hidden_size)
+    chosen = Choices(rows, cols, work, products, between, parameters, block_inputs=inputs)
+    chosen.reasons.extend(spec.reasons(chosen, layout))
+    chosen = _stationary(chosen, layout)
+    chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
+    chosen = _schedules(_chunked(chosen, layout), layout)
+    return _at_once(_kept(chosen, layout))
+
+
+def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
+    """Which activation of each product travels."""
+    spec = spec_of(layout)
+    choices = _each(choices, lambda c: replace(c, stays=spec.stays(c.product, layout)))
+    if "stationary" in spec.keys and layout.stationary == "auto":
+        layers = [c.product for c in choices.products.values() if c.product.section != "head"]
+        paper = sum(product.n_in for product in layers)
+        layer = sum(min(product.n_in, product.n_out) for product in layers)
+        h = choices["head"].product.n_in
+        where = "a token and layer"
+        if any(product.reads == "source" for product in layers):
+            where = "a token, in a layer of each stack,"
+        choices.reasons.append(
+            f"stationary: the narrower activation of each product travels, {layer / h:g} h {where} "
+            f"instead of the paper's {paper / h:g} h"
+        )
+    return choices
+
+
+def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
+    if "schedule" not in spec_of(layout).keys:
+        return choices
+    if layout.schedule != "auto":
+        return _each(choices, lambda choice: replace(choice, schedule=layout.schedule))  # type: ignore[arg-type]
+    limit = max(SMALL_BYTES, choices.held_bytes / 8)
+
+    def by_size(choice: Choice) -> Choice:
+        small = choices.gathered_bytes(choice) <= limit
+        return replace(choice, schedule="gather" if small else "pipelined")
+
+    choices = _each(choices, by_size)
+    large = [c.product.name for c in choices.products.values() if c.schedule == "pipelined"]
+    sentence = f"schedule: gather where the gathered operands stay below {format_bytes(limit)}"
+    choices.reasons.append(
+        sentence
+        + (f"; above it, panel by panel: {', '.join(large)}" if large else ", which all do")
+    )
+    return choices
+
+
+def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
+    """No more of an activation lies gathered than a chunk of it, however long the micro-batch."""
+    limit = max(CHUNK_BYTES, choices.held_bytes * CHUNK_SHARE)
+    work, lies = choices.work, spec_of(layout).boundary(layout).lies
+
+    def lines(product: Product) -> int:
+        if lies == "s":  # chunks of whole sequences
+            return work.sequences // choices.rows
+        if lies == "b":  # chunks of all sequences
+            return work.rows_of(product) // max(1, work.sequences)
+        return work.rows_of(product) // choices.rows
+
+    def cut(choice: Choice) -> Choice:
+        if not _saves_memory(choices, choice):
+            return choice
+        n_chunks = math.ceil(choices.activation_bytes(choice) / limit)
+        return replace(choice, n_chunks=max(1, min(n_chunks, MOST_CHUNKS, lines(choice.product))))
+
+    return _each(choices, cut)
+
+
+def _saves_memory(choices: Choices, choice: Choice) -> bool:
+    """Of chunks, terms of the weight's gradient are added up, in float32, before they travel."""
+    product = choice.product
+    terms = product.n_in * product.n_out / choices.cols * 4 * (choices.rows > 1)
+    return choices.activation_bytes(choice) > max(SMALL_BYTES, terms)
+
+
+def _at_once(choices: Choices) -> Choices:
+    """Only `gather` has chunks; what is kept whole for the backward pass is gathered at once."""
+
+    def mend(choice: Choice) -> Choice:
+        gathered = choice.schedule == "gather" and not choice.keep_input
+        return choice if gathered else replace(choice, n_chunks=1)
+
+    choices = _each(choices, mend)
+    if several := [c for c in choices.products.values() if c.n_chunks > 1]:
+        each = ", ".join(f"{c.product.name} {c.n_chunks}" for c in several)
+        largest = max(choices.activation_bytes(c) / c.n_chunks for c in several)
+        choices.reasons.append(
+            "chunks: activations are gathered and summed in chunks of up to "
+            f"{format_bytes(largest)}, so that no more lies whole at a time: {each}"
+        )
+    return choices
+
+
+def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
+    """Explicit wishes as they are; `auto` keeps what saves most bytes for each byte held."""
+    wish = layout.keep_gathered
+    inputs, weights = _with_inputs(choices), _with_weights(choices)
+    if wish != "auto":
+        if wish in ("inputs", "all"):
+            choices = inputs
+        return _with_weights(choices) if wish in ("weights", "all") else choices
+    share = spec_of(layout).keep_share
+    budget = choices.held_bytes * share
+    offers = []
+    for name, changed in (("inputs", inputs), ("weights", weights)):
+        price = _kept_bytes(changed)
+        saved = _moved_bytes(choices) - _moved_bytes(changed)
+        if price > 0 and saved > 0:
+            offers.append((saved / price, name, price, saved))
+    offers.sort(key=lambda offer: -offer[0])  # alike: inputs, which are let go of sooner
+    for _, name, price, saved in offers:
+        fits = price <= budget
+        choices.reasons.append(
+            f"keep_gathered: {name} {'are' if fits else 'are not'} kept: that holds "
+            f"{format_bytes(price)} more and receives {format_bytes(saved)} less a step; "
+            f"{format_bytes(budget)} of room"
+            + (f", {Fraction(share)} of what a device holds" if share < 1 else "")
+        )
+        if fits:
+            choices = _with_inputs(choices) if name == "inputs" else _with_weights(choices)
+            budget -= price
+    return choices
+
+
+def _with_inputs(choices: Choices) -> Choices:
+    if choices.cols == 1 or choices.replicated:
+        return choices
+
+    def keep(choice: Choice) -> Choice:
+        gathered = choice.schedule == "gather" and choice.stays == "output" and not choice.common
+        return replace(choice, keep_input=gathered)
+
+    return _each(choices, keep)
+
+
+def _with_weights(choices: Choices) -> Choices:
+    if choices.rows == 1:
+        return choices
+    return _each(choices, lambda c: replace(c, keep_weight=c.schedule == "gather"))
+
+
+def _each(choices: Choices, change: Callable[[Choice], Choice]) -> Choices:
+    return replace(choices, products={k: change(c) for k, c in choices.products.items()})
+
+
+def _kept_bytes(choices: Choices) -> float:
+    return sum(choices.kept_bytes(choice) for choice in choices.products.values())
+
+
+def _moved_bytes(choices: Choices) -> float:
+    steps = [choices.step(choice) for choice in choices.products.values()]
+    return sum(step.col + step.row for step in steps) * choices.work.itemsize
+
+
+def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
+    """About what a device holds when nothing gathered is kept: states, activations, logits. Of a
+    pipeline's states it has 1/pp, and as many activations, for it has as many micro-batches.
+
+    A layer keeps the inputs of its products and the results of those that open a section: x twice,
+    q, k, v, the attention's result and both widths of the feed-forward. Recomputed, its input.
+    """
+    work, p = choices.work, choices.rows * choices.cols
+    layers = 0.0
+    for product in (choice.product for choice in choices.products.values()):
+        if product.section != "head":
+            width = product.n_in + (0 if product.closes else product.n_out)
+            layers += work.rows_of(product) * product.count * width
+    if work.recompute == "full":  # inputs of all blocks, and one block
+        blocks = (work.tokens + work.source) * model.hidden_size * model.n_layers
+        layers = blocks + layers / model.n_layers
+    with_logits = min(work.tokens, (work.loss_tokens or work.tokens) * choices.rows)
+    logits = with_logits * model.vocab_size * (work.itemsize + 4)
+    activations = layers * work.itemsize
+    return (choices.parameters * work.state_bytes / pp + activations + logits) / p

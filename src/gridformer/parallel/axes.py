@@ -1,0 +1,39 @@
+"""From a layout to the named axes of this process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gridformer.config import LayoutConfig
+from gridformer.mesh import Axes
+from gridformer.mesh.node_placement import NodeBlock
+from gridformer.parallel.registry import spec_of
+from gridformer.parallel.scheme import MESH_AXIS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None = None) -> Axes:
+    """The axes of this process. Needs a process group of layout.n_processes ranks, if more than 1.
+
+    Ranks are numbered with `col` innermost and `pp` outermost (Narayanan et al. 2021), within a
+    node's block if there is one, and the blocks likewise; sub-grids as `layout.order` says.
+    """
+    if layout.n_processes == 1:
+        return Axes(device_type=device_type)
+    spec = spec_of(layout)
+    names = ("pp", "dp", *spec.mesh)
+    axes = Axes.of(mesh_ranks(layout, block), names, device_type)
+    samples, boundary = spec.samples_over(layout), spec.boundary(layout)
+    if samples:
+        axes = replace(axes, batch=axes[MESH_AXIS[samples]])
+    if boundary.lies != "b":
+        axes = replace(axes, alike=axes[boundary.axis])
+    return axes
+
+
+def mesh_ranks(layout: LayoutConfig, block: NodeBlock | None = None) -> Tensor:
+    """The rank at each place of a layout's mesh, int64: [pp, dp, *mesh of the scheme]."""
+    return spec_of(layout).ranks(layout, block)

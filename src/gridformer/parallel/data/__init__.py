@@ -1,0 +1,1 @@
+"""Replicas: their gradients, and what they share out."""

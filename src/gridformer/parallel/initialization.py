@@ -1,0 +1,68 @@
+"""Allocate and fill what this device holds; values depend on (seed, name, global index) only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from gridformer.models.blocks import Init
+from gridformer.parallel.sharding import shard_of
+from gridformer.utils import rng
+
+_CHUNK = 1 << 20  # elements filled at a time, so that the float64 workspace stays small
+
+
+def initialise(
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    cut: Callable[[nn.Parameter], None] | None = None,
+    filled: bool = True,
+) -> None:
+    """Give every parameter of a meta model memory on `device` and its first values.
+
+    cut: is called with each as soon as it is filled, so that what it lets go of is never held of
+    two at once (gridformer.parallel.data.zero). filled: without, all values are 0.
+    """
+    for name, parameter in list(model.named_parameters()):
+        module_name, _, leaf = name.rpartition(".")
+        shard, init = shard_of(parameter), _init_of(parameter)
+        shape = parameter.shape[::-1] if shard.transposed else parameter.shape
+        local = torch.zeros(shape, dtype=dtype, device=device)
+        local = local.t() if shard.transposed else local
+        if filled:
+            _fill(shard.valid(local), init, rng.key(seed, name), shard.offset)
+        ours = nn.Parameter(local)
+        ours.shard, ours.init = shard, init  # type: ignore[attr-defined]
+        setattr(model.get_submodule(module_name), leaf, ours)
+        if cut is not None:
+            cut(ours)
+
+
+def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:
+    """Fill a block of a vector or matrix that begins at the global index `offset`."""
+    if init.std == 0.0 or part.numel() == 0:
+        part.fill_(init.mean)
+        return
+    rows = part if part.dim() == 2 else part.unsqueeze(0)
+    first_row, first_col = offset if part.dim() == 2 else (0, offset[0])
+    cols = torch.arange(first_col, first_col + rows.shape[1], device=part.device)
+    std: float | Tensor
+    if isinstance(init.std, tuple):
+        turns = torch.tensor(init.std, dtype=torch.float64, device=part.device)
+        std = turns[cols // init.width % len(turns)]
+    else:
+        std = init.std
+    step = max(1, _CHUNK // rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        chunk = rows[start : start + step]
+        index = torch.arange(first_row + start, first_row + start + len(chunk), device=part.device)
+        chunk.copy_(rng.normal(key, index, cols).mul_(std).add_(init.mean))
+
+
+def _init_of(parameter: Tensor) -> Init:
+    init: Init = parameter.init  # type: ignore[attr-defined]
+    return init

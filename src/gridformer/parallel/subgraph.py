@@ -1,0 +1,227 @@
+"""SUPER: sub-graph parallelism of transformers (Jain et al. 2021; specification, section 4).
+
+Heads, and slices of the feed-forward, are branches: g sub-grids hold 1/g of them each, for the
+samples of all. A branch section is entered and left by segmented collectives among the g processes
+that have the same place in their sub-grids:
+
+    D&SP        common layers on all processes, samples cut     all-gather, reduce-scatter of b
+    D&SP-cSub   common layers on the first sub-grid alone       broadcast, reduce
+
+So this is Megatron's cut of the weights with other ends (gridformer.parallel.tensor.boundary). With the
+projections outside the branches (`attention: outside`) what enters are slices of q, k and v and
+what leaves are the heads' results: all-to-all both ways, or scatter and gather.
+
+On the other sub-grids of D&SP-cSub the common layers do not exist. What lies between sections is
+there a tensor on the meta device, which has a shape, takes part in autograd and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.mesh.node_placement import NodeBlock, split_messages, sub_grids
+from gridformer.parallel.auto.cost import Choices, Product
+from gridformer.parallel.scheme import BoundarySpec, Cuts, LayoutAxis, ModuleTable, SchemeSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from gridformer.mesh import Axes
+    from gridformer.models import Model, blocks
+
+
+class Branched(SchemeSpec):
+    name = "subgraph"
+    axes = ("branches",)
+    keys = ("common", "attention", "feed_forward", "order")
+    mesh = ("branch",)
+    node_blocks = False  # `order` says where ranks lie
+    keep_share = 1.0  # a branch that has its input costs no more than the paper's
+
+    def boundary(self, layout: LayoutConfig) -> BoundarySpec:
+        return BoundarySpec("branch", "b" if layout.common == "all" else "first")
+
+    def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
+        return "branches" if layout.common == "all" else None
+
+    def ranks(self, layout: LayoutConfig, block: NodeBlock | None) -> Tensor:
+        return sub_grids(layout.pp, layout.dp, layout.branches, layout.order)
+
+    def cuts(self, run: RunConfig) -> Cuts:
+        cut = {"model.n_heads": run.model.n_heads}
+        if run.layout.feed_forward == "branched":
+            cut |= {"model.ffn_size": run.model.ffn_size}
+        return {"branches": cut}
+
+    def gathers(self, layout: LayoutConfig) -> tuple[str, ...]:
+        return ("none", "inputs")
+
+    def replicas(self, layout: LayoutConfig) -> int:
+        """Common layers that every sub-grid has are copies, too."""
+        return layout.dp * (layout.branches if layout.common == "all" else 1)
+
+    def describe(self, layout: LayoutConfig) -> str:
+        where = ", common layers on the first" if layout.common == "first" else ""
+        return f"{self.name}, {layout.branches} branches{where}"
+
+    def arrangements(self, devices: int) -> Iterator[dict[str, Any]]:
+        if devices > 1:
+            yield {"branches": devices}
+            yield {"branches": devices, "common": "first"}
+
+    def grid(self, layout: LayoutConfig) -> tuple[int, int]:
+        return 1, layout.branches
+
+    def common(self, product: Product, layout: LayoutConfig) -> bool:
+        inside = {
+            "attention": layout.attention == "inside",
+            "feed_forward": layout.feed_forward == "branched",
+        }
+        return not inside.get(product.section, False)
+
+    def reasons(self, choices: Choices, layout: LayoutConfig) -> list[str]:
+        branched = [name for name, choice in choices.products.items() if not choice.common]
+        share = choices.branched_parameters / choices.parameters
+        found = [
+            f"branches: {', '.join(branched) or 'no product'} in {layout.branches} branches, "
+            f"{share:.0%} of the parameters, whose gradients are summed over dp={layout.dp} "
+            "processes"
+        ]
+        if layout.attention == "outside":
+            found.append(
+                "attention: slices of q, k and v enter the branches, 3 h a token, and the heads' "
+                "results leave them, h a token"
+            )
+        if layout.devices_per_node:
+            n, k = layout.dp * layout.branches, layout.devices_per_node
+            within, between = split_messages(n, layout.branches, k, layout.order)
+            found.append(
+                f"order: {layout.order}, so that of the messages of one split {within} stay within "
+                f"nodes of {k} and {between} go between them"
+            )
+        return found
+
+    def replica_elements(self, choices: Choices, layout: LayoutConfig, again: int) -> float:
+        outside, inside = choices.head_parameters, choices.branched_parameters
+        common = (choices.parameters - outside - inside) * again + outside * 2
+        n = self.replicas(layout)
+        branches = (layout.dp - 1) / layout.dp * inside / layout.branches * again
+        return branches + (n - 1) / n * common
+
+    def boundary_bytes(self, choices: Choices, layout: LayoutConfig, products: float) -> float:
+        """Slices are what the products that open attention make, the heads' results what those that
+        close it read; both go there and back, and there once more where that is computed again. In
+        cSub the first sub-grid has them all, and has no part in what products send to the others.
+        """
+        if layout.attention == "inside":
+            return products
+        g, work = layout.branches, choices.work
+        every = 0.0
+        for product in (choice.product for choice in choices.products.values()):
+            if product.section == "attention":
+                width = product.n_in if product.closes else product.n_out
+                times = 3 if work.recompute == "full" else 2
+                every += times * width * product.count * work.rows_of(product)
+        every *= work.micro_batches * work.itemsize
+        if layout.common == "first":
+            inputs = work.micro_batches * choices.inputs_again() * work.itemsize
+            return max(products + every / g, (every / g + inputs) * (g - 1))
+        return products + every / g * (g - 1) / g
+
+    def table(
+        self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
+    ) -> ModuleTable | None:
+        import torch
+        from torch import nn
+
+        from gridformer.parallel.sharding import Placement, place
+        from gridformer.parallel.tensor.boundary import boundary_of
+        from gridformer.parallel.tensor.branched import (
+            ConcatLinear,
+            Elsewhere,
+            GatheredClock,
+            GatheredMask,
+            NoEmbedding,
+            NoPositions,
+            SliceLinear,
+        )
+        from gridformer.parallel.tensor.linear import GridLinear, Schedules
+        from gridformer.parallel.tensor.partitioned_activations import PartitionedFromFirst
+
+        branch = axes.branch
+        if branch.size == 1:
+            return None
+        first = layout.common == "first"
+        absent = first and branch.index > 0  # common layers are elsewhere
+        as_grid = replace(axes, col=branch)  # the grid of one row: g columns
+        schedules = Schedules(as_grid, boundary_of(self.boundary(layout), axes))
+        width = model.config.hidden_size
+
+        def common(parameter: nn.Parameter) -> Placement:
+            return Placement((None,) * parameter.dim(), replicas="dp" if first else "every")
+
+        def linear(plain: blocks.Linear) -> nn.Module | None:
+            choice = choices[plain.role.product]
+            if not choice.common:
+                bias = Placement(cut=("col",))
+                if not plain.role.opens:
+                    bias = Placement((None,), replicas="dp" if first else "every")
+                    if absent:
+                        plain.bias = None  # added where the sum arrives
+                return GridLinear(plain, choice, bias, schedules)
+            if plain.role.section == "attention":
+                slices = SliceLinear if plain.role.opens else ConcatLinear
+                return slices(plain, axes, first)
+            return nothing(plain) if absent else None  # those of a feed-forward go with it
+
+        def nothing(plain: nn.Module) -> nn.Module:
+            return nn.Identity()
+
+        def feed_forward(plain: blocks.FeedForward) -> nn.Module | None:
+            return nothing(plain) if choices[plain.up.role.product].common else None
+
+        def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
+            plain.head_block = branch.index
+            if not first:
+                plain.clock = GatheredClock(model.clock, branch)
+
+        def relative_bias(plain: blocks.RelativeBias) -> None:
+            place(plain, "weight", Placement(cut=(None, "col")), as_grid)
+
+        roles: dict[str, Any] = {
+            "opening": linear,
+            "closing": linear,
+            "pooler": linear,
+            "transform": linear,
+            "attention": attention,
+            "relative_bias": relative_bias,
+        }
+        if not first:
+            roles["padding_mask"] = lambda plain: GatheredMask(branch)
+        if absent:
+            roles |= {
+                "feed_forward": feed_forward,
+                "norm": nothing,
+                "dropout": nothing,
+                "token_embedding": lambda plain: NoEmbedding(width),
+                "segments": lambda plain: NoEmbedding(width),
+                "positions": lambda plain: NoPositions(width),
+                "sinusoidal_positions": lambda plain: NoPositions(width),
+                "tied_head": lambda plain: Elsewhere(),
+                "cross_entropy": lambda plain: Elsewhere(),
+                "label_loss": lambda plain: Elsewhere(),
+                "classifier": lambda plain: Elsewhere(),
+            }
+        # The first computes again until its last product, or to the end: the others go as far.
+        to_the_end = model.config.norm_position == "post" or layout.feed_forward == "common"
+        return ModuleTable(
+            roles,
+            rest=None if absent else common,
+            partition=PartitionedFromFirst(branch, torch.device(axes.device_type))
+            if first
+            else None,
+            stops_early=not (absent and to_the_end),
+        )

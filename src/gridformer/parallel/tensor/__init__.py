@@ -1,0 +1,1 @@
+"""Parallel forms of a model's modules."""

@@ -1,0 +1,156 @@
+"""The boundary of a section: how activations lie between sections, gathered inside, summed after.
+
+    between sections        gather (enter)   reduce_scatter   scheme
+    nothing cut             -                all-reduce       Megatron
+    s cut over columns      all-gather s     reduce-scatter   Megatron, sequence parallel
+    h cut over columns      all-gather h     reduce-scatter   Optimus, `gather` schedule
+    b cut over branches     all-gather b     reduce-scatter   SUPER, D&SP
+    on the first branch     broadcast        reduce           SUPER, D&SP-cSub
+
+The two are conjugate: backwards, gradients are reduce-scattered where activations were gathered,
+and gathered where activations were reduce-scattered (specification, section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.comm import Pending
+from gridformer.mesh import Axes, Axis
+from gridformer.parallel.scheme import BoundarySpec
+
+LABEL = "product"
+
+
+class Boundary(Protocol):
+    """How activations [b, s, h] lie between sections, over the devices of a row."""
+
+    def gather(self, x: Tensor) -> Pending:
+        """This device's part of an activation to all of it."""
+
+    def reduce_scatter(self, partial: Tensor) -> Pending:
+        """Terms of a sum, one on each device, to this device's part of the sum. May overwrite."""
+
+    def empty_gathered_like(self, x: Tensor, width: int) -> Tensor:
+        """For what a product makes of `gather(x)`: its type and shape, without its memory."""
+
+    def empty_result_like(self, like: Tensor, shape: torch.Size) -> Tensor:
+        """For what `reduce_scatter` makes of terms of that shape: type and shape without memory."""
+
+    def n_lines(self, shape: torch.Size) -> int:
+        """How many lines activations of that shape have: any chunk of them can be gathered, or
+        reduce-scattered, by itself. A part of an activation and all of it have as many."""
+
+    def chunk(self, x: Tensor, lines: slice) -> Tensor:
+        """A view of some lines of an activation, of a part of it or of all."""
+
+
+def boundary_of(spec: BoundarySpec, axes: Axes) -> Boundary:
+    """The boundary between sections where activations lie so."""
+    axis = axes[spec.axis]
+    if spec.lies == "replicated":
+        return Replicated(axis)
+    if spec.lies == "first":
+        return OnFirst(axis, torch.device(axes.device_type))
+    return Sharded(axis, {"b": 0, "s": 1, "h": -1}[spec.lies])
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every device holds all of an activation."""
+
+    col: Axis
+
+    def gather(self, x: Tensor) -> Pending:
+        return Pending(x)
+
+    def reduce_scatter(self, partial: Tensor) -> Pending:
+        return comm.start_all_reduce(partial, self.col, label=LABEL)
+
+    def empty_gathered_like(self, x: Tensor, width: int) -> Tensor:
+        return x.new_empty(()).expand(*x.shape[:-1], width)
+
+    def empty_result_like(self, like: Tensor, shape: torch.Size) -> Tensor:
+        return like.new_empty(()).expand(shape)
+
+    def n_lines(self, shape: torch.Size) -> int:
+        return shape[:-1].numel()
+
+    def chunk(self, x: Tensor, lines: slice) -> Tensor:
+        return x.flatten(0, -2)[lines]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Activations are cut along `dim`: 0 for b, 1 for s, 2 (or -1) for h."""
+
+    col: Axis
+    dim: int
+
+    def gather(self, x: Tensor) -> Pending:
+        return comm.start_all_gather(x, self.col, self.dim, LABEL)
+
+    def reduce_scatter(self, partial: Tensor) -> Pending:
+        return comm.start_reduce_scatter(partial, self.col, self.dim, LABEL)
+
+    def empty_gathered_like(self, x: Tensor, width: int) -> Tensor:
+        sizes = list(x.shape)
+        sizes[self.dim] *= self.col.size
+        return x.new_empty(()).expand(*sizes[:-1], width)
+
+    def empty_result_like(self, like: Tensor, shape: torch.Size) -> Tensor:
+        sizes = list(shape)
+        sizes[self.dim] //= self.col.size
+        return like.new_empty(()).expand(sizes)
+
+    def n_lines(self, shape: torch.Size) -> int:
+        if self.dim % len(shape) == len(shape) - 1:
+            return shape[:-1].numel()
+        return shape[self._other(len(shape))]
+
+    def chunk(self, x: Tensor, lines: slice) -> Tensor:
+        if self.dim % x.dim() == x.dim() - 1:
+            return x.flatten(0, -2)[lines]
+        return x[lines] if self._other(x.dim()) == 0 else x[:, lines]
+
+    def _other(self, dims: int) -> int:
+        """b where s is cut and s where b is."""
+        assert dims == 3, "an activation [b, s, h]"
+        return 1 - self.dim
+
+
+@dataclass(frozen=True)
+class OnFirst:
+    """The first device holds all of an activation; on the others it is on the meta device, which
+    gives its shape and takes neither memory nor arithmetic."""
+
+    col: Axis
+    device: torch.device
+
+    def gather(self, x: Tensor) -> Pending:
+        first = self.col.index == 0
+        real = x.contiguous() if first else torch.empty(x.shape, dtype=x.dtype, device=self.device)
+        return comm.start_broadcast(real, self.col, 0, LABEL)
+
+    def reduce_scatter(self, partial: Tensor) -> Pending:
+        total = comm.start_reduce(partial.contiguous(), self.col, 0, LABEL)
+        return total if self.col.index == 0 else total.then(lambda x: x.to("meta"))
+
+    def empty_gathered_like(self, x: Tensor, width: int) -> Tensor:
+        return torch.empty((), dtype=x.dtype, device=self.device).expand(*x.shape[:-1], width)
+
+    def empty_result_like(self, like: Tensor, shape: torch.Size) -> Tensor:
+        if self.col.index:
+            return like.new_empty(shape, device="meta")
+        return like.new_empty(()).expand(shape)
+
+    def n_lines(self, shape: torch.Size) -> int:
+        return shape[:-1].numel()
+
+    def chunk(self, x: Tensor, lines: slice) -> Tensor:
+        return x.flatten(0, -2)[lines]

@@ -1,0 +1,89 @@
+"""Cross entropy over logits whose vocabulary is cut over an axis; never a gather of them.
+
+Shoeybi et al. 2019, section 3; Optimus, section 3.2.3, with the row-wide maximum that the paper
+omits and the exponential that its gradient formula drops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridformer import comm
+from gridformer.mesh import Axis
+from gridformer.models.blocks import IGNORE
+
+_LABEL = "loss"
+
+
+class VocabParallelCrossEntropy(nn.Module):
+    """Sum of the cross entropy of logits [b, s, V/size], V the vocabulary padded to divide.
+
+    Rank k of `axis` holds the logits of words k*V/size and up; columns beyond the true vocabulary
+    do not count. Three all-reduces of b*s numbers: maximum, sum of exponentials, target's logit;
+    with label smoothing, the third is of the logits as the smoothed target weighs them.
+    """
+
+    def __init__(self, axis: Axis, vocab_size: int, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.axis, self.vocab_size, self.smoothing = axis, vocab_size, smoothing
+
+    def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        width = logits_BSV.shape[-1]
+        out: Tensor = _VocabParallelCrossEntropy.apply(
+            logits_BSV.reshape(-1, width),
+            targets_BS.flatten(),
+            self.axis,
+            self.vocab_size,
+            self.smoothing if self.training else 0.0,
+        )
+        return out
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        axis: Axis,
+        vocab_size: int,
+        smoothing: float,
+    ) -> Tensor:
+        first = axis.index * logits_TV.shape[1]
+        dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+        x_TV = logits_TV.to(dtype, copy=True)
+        n_words = min(max(0, vocab_size - first), x_TV.shape[1])  # the others are padding
+        x_TV[:, n_words:] = -torch.inf
+
+        top_T = comm.all_reduce(x_TV.amax(1), axis, "max", _LABEL)
+        x_TV -= top_T.unsqueeze(1)
+        counts = targets_T != IGNORE
+        here = counts & (targets_T >= first) & (targets_T < first + x_TV.shape[1])
+        column_T = torch.where(here, targets_T - first, 0)
+        target_T = x_TV.gather(1, column_T.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
+        if smoothing:
+            spread_T = x_TV[:, :n_words].sum(1) * (smoothing / vocab_size)
+            target_T = target_T * (1.0 - smoothing) + spread_T
+        exp_TV = x_TV.exp_()
+        sum_T = comm.all_reduce(exp_TV.sum(1), axis, label=_LABEL)
+        target_T = comm.all_reduce(target_T, axis, label=_LABEL)
+
+        softmax_TV = exp_TV.div_(sum_T.unsqueeze(1))
+        ctx.save_for_backward(softmax_TV, column_T, here, counts)
+        ctx.dtype, ctx.n_words = logits_TV.dtype, n_words
+        ctx.share, ctx.spread = 1.0 - smoothing, smoothing / vocab_size
+        return ((sum_T.log() - target_T) * counts).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        softmax_TV, column_T, here, counts = ctx.saved_tensors
+        grad_TV = softmax_TV.clone()
+        if ctx.spread:
+            grad_TV[:, : ctx.n_words] -= ctx.spread
+        at_target = here.to(grad_TV.dtype).mul_(-ctx.share).unsqueeze(1)
+        grad_TV.scatter_add_(1, column_T.unsqueeze(1), at_target)
+        grad_TV.mul_((counts * grads[0]).unsqueeze(1))
+        return grad_TV.to(ctx.dtype), None, None, None, None

@@ -1,0 +1,137 @@
+"""Norms over h where h is cut over the columns of a grid (Optimus)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridformer import comm
+from gridformer.mesh import Axes
+from gridformer.models import blocks
+from gridformer.parallel.sharding import Placement, place
+from gridformer.parallel.tensor import summa
+
+# Vectors lie over h like activations. Each row of the grid holds a copy and sees b/r sequences, so
+# gradients are partial; row 0 owns. The paper sends them along the columns in every layer; here
+# all travel once a step, in one message (gridformer.parallel.data.gradients).
+VECTOR = Placement(cut=("col",), copies="row", partial=True)
+LABEL = "norm"
+
+
+class DeferredNorm(nn.Module):
+    """A norm that is left to the product which reads it and gathers its rows anyway.
+
+    Weight and bias [h] are whole on every device of the grid. Nothing is computed here.
+    """
+
+    PLACE = Placement(cut=(None,), copies="grid", partial=True)
+
+    def __init__(self, plain: blocks.LayerNorm | blocks.RMSNorm, axes: Axes) -> None:
+        super().__init__()
+        self.eps, self.weight = plain.eps, plain.weight
+        self.scale = plain.scale if isinstance(plain, blocks.RMSNorm) else 1.0
+        place(self, "weight", self.PLACE, axes)
+        self.bias: nn.Parameter | None = None
+        if isinstance(plain, blocks.LayerNorm):
+            self.bias = plain.bias
+            place(self, "bias", self.PLACE, axes)
+
+    def forward(self, x_BSH: Tensor) -> summa.Normed:
+        weight = self.weight if self.scale == 1.0 else self.weight * self.scale
+        return summa.Normed(x_BSH, summa.Norm(weight, self.bias, self.eps))
+
+
+class GridLayerNorm(nn.Module):
+    """LayerNorm over h where h is cut over the columns.
+
+    One message each way: forward the devices of a row exchange (mean, variance) and combine them,
+    which does not cancel as E[x²]-E[x]² does; backward two sums a token are all-reduced.
+    """
+
+    def __init__(self, plain: blocks.LayerNorm, axes: Axes) -> None:
+        super().__init__()
+        self.eps, self.axes = plain.eps, axes
+        self.weight, self.bias = plain.weight, plain.bias
+        place(self, "weight", VECTOR, axes)
+        place(self, "bias", VECTOR, axes)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        y_BSH: Tensor = _GridLayerNorm.apply(x_BSH, self.weight, self.bias, self.eps, self.axes)
+        return y_BSH
+
+
+class _GridLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BSH: Tensor, weight_H: Tensor, bias_H: Tensor, eps: float, axes: Axes
+    ) -> Tensor:
+        x = x_BSH.to(weight_H.dtype)
+        width = x.shape[-1]
+        var, mean = torch.var_mean(x, -1, correction=0)
+        parts = comm.all_gather(torch.stack((mean, var))[None], axes.col, 0, LABEL)
+        # Chan, Golub, LeVeque 1979: within-part variances plus the variance of the parts' means.
+        mean = parts[:, 0].mean(0)
+        var = parts[:, 1].mean(0) + (parts[:, 0] - mean).square().mean(0)
+        rstd = torch.rsqrt(var + eps).unsqueeze(-1)
+        normed = (x - mean.unsqueeze(-1)).mul_(rstd)
+        ctx.save_for_backward(normed, rstd, weight_H)
+        ctx.axes, ctx.h, ctx.dtype = axes, width * axes.col.size, x_BSH.dtype
+        return torch.addcmul(bias_H, normed, weight_H).to(x_BSH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        normed, rstd, weight_H = ctx.saved_tensors
+        grad = grads[0].to(normed.dtype)
+        grad_normed = grad * weight_H
+        sums = torch.stack((grad_normed.sum(-1), (grad_normed * normed).sum(-1)))
+        sums = comm.all_reduce(sums, ctx.axes.col, label=LABEL).div_(ctx.h).unsqueeze(-1)
+        grad_x = (grad_normed - sums[0] - normed * sums[1]).mul_(rstd)
+        tokens = tuple(range(grad.dim() - 1))
+        grad_weight, grad_bias = (grad * normed).sum(tokens), grad.sum(tokens)
+        return grad_x.to(ctx.dtype), grad_weight, grad_bias, None, None
+
+
+class GridRMSNorm(nn.Module):
+    """RMSNorm over h where h is cut over the columns: one sum a token each way."""
+
+    def __init__(self, plain: blocks.RMSNorm, axes: Axes) -> None:
+        super().__init__()
+        self.eps, self.scale, self.axes = plain.eps, plain.scale, axes
+        self.weight = plain.weight
+        place(self, "weight", VECTOR, axes)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        weight = self.weight if self.scale == 1.0 else self.weight * self.scale
+        y_BSH: Tensor = _GridRMSNorm.apply(x_BSH, weight, self.eps, self.axes)
+        return y_BSH
+
+
+class _GridRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSH: Tensor, weight_H: Tensor, eps: float, axes: Axes) -> Tensor:
+        x = x_BSH.to(weight_H.dtype)
+        h = x.shape[-1] * axes.col.size
+        squares = comm.all_reduce(x.square().sum(-1, keepdim=True), axes.col, label=LABEL)
+        rstd = torch.rsqrt(squares / h + eps)
+        normed = x * rstd
+        ctx.save_for_backward(normed, rstd, weight_H)
+        ctx.axes, ctx.h, ctx.dtype = axes, h, x_BSH.dtype
+        return (normed * weight_H).to(x_BSH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        normed, rstd, weight_H = ctx.saved_tensors
+        grad = grads[0].to(normed.dtype)
+        sums = (grad * weight_H * normed).sum(-1, keepdim=True)
+        mean = comm.all_reduce(sums, ctx.axes.col, label=LABEL) / ctx.h
+        grad_x, grad_weight = summa.rms_norm_backward(grad, normed, weight_H, rstd, mean)
+        return grad_x.to(ctx.dtype), grad_weight, None, None
+
+
+def grid_norm(plain: blocks.LayerNorm | blocks.RMSNorm, axes: Axes) -> nn.Module:
+    """The form of a norm that sends its sums along the rows."""
+    if isinstance(plain, blocks.RMSNorm):
+        return GridRMSNorm(plain, axes)
+    return GridLayerNorm(plain, axes)

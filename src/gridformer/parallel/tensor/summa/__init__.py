@@ -1,0 +1,46 @@
+"""SUMMA: the three matrix products of 2-D tensor parallelism, their schedules and gradients.
+
+Read `products` first: the paper's three algorithms. Beside them:
+
+    panels, transport    which panels there are, and how they travel
+    gather               the same three products with all panels at once
+    chunks, chunked      that, with activations gathered chunk by chunk
+    operands             blocks of matrices, and the one-hot matrix of tokens
+    autograd             the products' gradients, and table lookup
+    prefetch             weights that are gathered early or kept
+    fused_norm           a norm inside the product that reads it
+"""
+
+from gridformer.parallel.tensor.summa.autograd import (
+    lookup,
+    product_ab,
+    product_abt,
+    product_atb,
+    whole_column,
+)
+from gridformer.parallel.tensor.summa.chunked import ChunkedGather
+from gridformer.parallel.tensor.summa.fused_norm import Norm, Normed, rms_norm_backward
+from gridformer.parallel.tensor.summa.gather import Gather
+from gridformer.parallel.tensor.summa.panels import Panel, panels
+from gridformer.parallel.tensor.summa.prefetch import KeepGathered, WeightPrefetcher
+from gridformer.parallel.tensor.summa.products import Broadcast, Pipelined, Schedule
+
+__all__ = [
+    "Broadcast",
+    "ChunkedGather",
+    "Gather",
+    "KeepGathered",
+    "Norm",
+    "Normed",
+    "Panel",
+    "Pipelined",
+    "Schedule",
+    "WeightPrefetcher",
+    "lookup",
+    "panels",
+    "product_ab",
+    "product_abt",
+    "product_atb",
+    "rms_norm_backward",
+    "whole_column",
+]

@@ -1,0 +1,138 @@
+"""`Gather` with activations that travel chunk by chunk.
+
+What lies gathered is then a chunk of an activation and not all of it, and the next one travels
+while this one is multiplied. What travels is the same, in more messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from gridformer.comm import Pending
+from gridformer.mesh import Axes
+from gridformer.parallel.tensor.boundary import Boundary
+from gridformer.parallel.tensor.summa.chunks import (
+    ALL,
+    ChunkedResult,
+    WeightGradient,
+    even_chunks,
+)
+from gridformer.parallel.tensor.summa.gather import Gather
+from gridformer.parallel.tensor.summa.operands import (
+    Matrix,
+    OneHot,
+    OneHotOperand,
+    Operand,
+    tensor_of,
+    times,
+)
+
+
+class ChunkedGather(Gather):
+    """See the module.
+
+    Args:
+        n_chunks: of each activation, if it has as many lines.
+
+    Attributes:
+        split: the chunks of so many lines, for at most so many chunks.
+    """
+
+    def __init__(self, axes: Axes, boundary: Boundary, n_chunks: int) -> None:
+        super().__init__(axes, boundary)
+        self.n_chunks = n_chunks
+        self.split: Callable[[int, int], list[slice]] = even_chunks
+
+    def ab(
+        self, a: Operand, b: Operand, of: Callable[[Tensor], Tensor] = lambda whole: whole
+    ) -> Pending:
+        if isinstance(a, OneHotOperand) or self._at_once(a):
+            return super().ab(a, b, of)
+        weight = self.whole_column(b)
+        result = self._result(a, weight.shape[1])
+        for chunk, arriving in self.arriving(a):
+            result.multiply(chunk, of(arriving.wait()), weight)
+            del arriving
+        return Pending(result.all())
+
+    def abt(self, a: Operand, b: Operand) -> Pending:
+        weight = self.whole_column(b).t()
+        shape = torch.Size((*a.local.shape[:-1], weight.shape[1]))
+        chunks = self.chunks(shape)
+        if len(chunks) == 1:
+            return super().abt(a, b)
+        sums = self.sum_of(shape, weight)
+        for chunk in chunks:
+            sums.start(chunk, times(self._lines_of(a.local, chunk), weight))
+        return sums.pending()
+
+    def atb(self, a: Operand, b: Operand) -> Pending:
+        if isinstance(a, OneHotOperand) or self._at_once(a):
+            return super().atb(a, b)
+        terms = self.weight_gradient(a)
+        for chunk, arriving in self.arriving(a):
+            terms.add(arriving.wait(), self._lines_of(b.local, chunk))
+            del arriving
+        return terms.pending()
+
+    def ab_and_atb(self, a: Operand, b: Operand, c: Tensor) -> tuple[Pending, Pending]:
+        if self._at_once(a):
+            return super().ab_and_atb(a, b, c)
+        result, terms = self._result(a, tensor_of(b).shape[1]), self.weight_gradient(a)
+        for chunk, arriving in self.arriving(a):
+            whole = arriving.wait()
+            del arriving
+            terms.add(whole, self._lines_of(c, chunk))
+            result.multiply(chunk, whole, self.whole_column(b))
+            del whole
+        return Pending(result.all()), terms.pending()
+
+    def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
+        """Activations are sent when their turn comes."""
+        super().prefetch(activation if self.n_chunks == 1 else None, weight)
+
+    def chunks(self, shape: torch.Size) -> list[slice]:
+        """Of an activation of that shape, the lines of each chunk."""
+        if self.n_chunks == 1:
+            return [ALL]
+        return self.split(self.boundary.n_lines(shape), self.n_chunks)
+
+    def arriving(self, a: Operand) -> Iterator[tuple[slice, Pending]]:
+        """The chunks of an activation, whole, one after the other.
+
+        Who takes a chunk has it alone, and lets go of it before asking for the next.
+        """
+        if self._at_once(a):
+            yield from super().arriving(a)
+            return
+        local = tensor_of(a)
+        chunks = self.chunks(local.shape)
+        coming: list[Pending] = []
+        for number, chunk in enumerate(chunks):
+            coming.append(self.boundary.gather(self.boundary.chunk(local, chunk)))
+            if number:
+                yield chunks[number - 1], coming.pop(0)
+        yield chunks[-1], coming.pop()
+
+    def weight_gradient(self, a: Operand) -> WeightGradient:
+        n_chunks = 1 if self._at_once(a) else len(self.chunks(a.local.shape))
+        return WeightGradient(self.sum_of_blocks, self.row, n_chunks)
+
+    def _at_once(self, a: Operand) -> bool:
+        """Whether it is whole already (kept for the backward pass), or one chunk is all of it."""
+        return a.whole is not None or len(self.chunks(a.local.shape)) == 1
+
+    def _result(self, a: Operand, width: int) -> ChunkedResult:
+        return ChunkedResult(
+            self.boundary, self.boundary.empty_gathered_like(tensor_of(a), width).shape
+        )
+
+    def _lines_of(self, x: Matrix, chunk: slice) -> Matrix:
+        """Some lines of an activation, of a part of it or of all."""
+        if isinstance(x, OneHot):
+            tokens = self.boundary.chunk(x.tokens.unsqueeze(-1), chunk).squeeze(-1)
+            return OneHot(tokens, x.first, x.size)
+        return self.boundary.chunk(x, chunk)

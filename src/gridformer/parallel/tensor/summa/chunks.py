@@ -1,0 +1,131 @@
+"""Results that are made chunk by chunk: a chunk is some lines of an activation [b, s, h].
+
+Which dimension lines are counted along is up to the boundary of a section, see
+`gridformer.parallel.tensor.boundary`: any chunk of them can be gathered, or reduce-scattered, by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.comm import Pending
+from gridformer.mesh import Axis
+from gridformer.parallel.tensor.boundary import LABEL, Boundary
+from gridformer.parallel.tensor.summa.operands import Matrix, times, transposed_times
+
+ALL = slice(None)
+
+
+def even_chunks(n: int, n_chunks: int) -> list[slice]:
+    """n lines in at most so many chunks; where n does not divide, the first ones are larger."""
+    n_chunks = min(n_chunks, n)
+    size, larger = divmod(n, n_chunks)
+    ends = [size * i + min(i, larger) for i in range(n_chunks + 1)]
+    return [slice(*ends[i : i + 2]) for i in range(n_chunks)]
+
+
+class ChunkedResult:
+    """An activation that is made chunk by chunk."""
+
+    def __init__(self, boundary: Boundary, shape: torch.Size) -> None:
+        self._boundary, self._shape = boundary, shape
+        self._made: Tensor | None = None
+
+    def put(self, chunk: slice, lines: Tensor) -> None:
+        if chunk == ALL:
+            self._made = lines
+            return
+        self._place(chunk, lines).copy_(lines)
+
+    def multiply(self, chunk: slice, a: Tensor, b: Tensor) -> None:
+        """Put a [.., K] times b [K, N] there."""
+        place = None if chunk == ALL else self._place(chunk, a)
+        if place is not None and place.is_contiguous():
+            torch.matmul(a, b, out=place)
+        else:
+            self.put(chunk, times(a, b))
+
+    def all(self) -> Tensor:
+        assert self._made is not None
+        return self._made
+
+    def _place(self, chunk: slice, like: Tensor) -> Tensor:
+        if self._made is None:
+            self._made = like.new_empty(self._shape)
+        return self._boundary.chunk(self._made, chunk)
+
+
+class ChunkedSum:
+    """A sum over a row of devices, of which each keeps its part; terms come chunk by chunk."""
+
+    def __init__(self, boundary: Boundary, shape: torch.Size, like: Tensor) -> None:
+        self._boundary = boundary
+        self._result = ChunkedResult(boundary, boundary.empty_result_like(like, shape).shape)
+        self._coming: tuple[slice, Pending] | None = None
+
+    def start(self, chunk: slice, terms: Tensor) -> None:
+        """The sum of these lines, on its way while those of the next chunk are multiplied."""
+        self._land()
+        self._coming = chunk, self._boundary.reduce_scatter(terms)
+
+    def pending(self) -> Pending:
+        assert self._coming is not None
+        chunk, last = self._coming
+        if chunk == ALL:
+            return last
+
+        def landed(lines: Tensor) -> Tensor:
+            self._result.put(chunk, lines)
+            return self._result.all()
+
+        return last.then(landed)
+
+    def _land(self) -> None:
+        if self._coming is not None:
+            chunk, pending = self._coming
+            self._coming = None
+            self._result.put(chunk, pending.wait())
+
+
+class WeightGradient:
+    """Aᵀ B summed down a column of devices, the lines of A and B coming chunk by chunk.
+
+    Chunks are added up in float32 at least, as one product would. at_once: how the sum is made of
+    one chunk that is all.
+    """
+
+    def __init__(
+        self, at_once: Callable[[Matrix, Matrix], Pending], row: Axis, n_chunks: int
+    ) -> None:
+        self._at_once, self._row, self._n_chunks = at_once, row, n_chunks
+        self._pending: Pending | None = None
+        self._terms: Tensor | None = None
+        self._dtype: torch.dtype | None = None
+
+    def add(self, a: Matrix, b: Matrix) -> None:
+        if self._n_chunks == 1:
+            self._pending = self._at_once(a, b)
+            return
+        if self._terms is None:
+            terms = transposed_times(a, b)
+            self._dtype = terms.dtype
+            self._terms = terms.to(torch.promote_types(terms.dtype, torch.float32))
+        elif isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == self._terms.dtype:
+            self._terms.addmm_(a.flatten(0, -2).t(), b.flatten(0, -2))
+        else:
+            self._terms += transposed_times(a, b)
+
+    def pending(self) -> Pending:
+        if self._pending is None:
+            assert self._terms is not None
+            row, terms = self._row, self._terms.to(self._dtype)
+            blocks = dict(enumerate(terms.chunk(row.size)))
+            blocks[row.index] = blocks[row.index].clone() if row.size > 1 else terms
+            self._terms = None
+            del terms  # and its memory, once the other blocks were copied to be sent
+            self._pending = comm.start_sum_of_parts(blocks.pop, row, LABEL)
+        return self._pending

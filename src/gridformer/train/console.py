@@ -1,0 +1,139 @@
+"""What a person sees on the terminal while a run trains. Rank 0 only."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gridformer.models import count_parameters
+from gridformer.parallel.auto.decisions import notes
+from gridformer.parallel.registry import describe
+from gridformer.utils.units import format_count
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gridformer.config import LayoutConfig, RunConfig
+    from gridformer.data import Batches
+    from gridformer.mesh.process_group import World
+    from gridformer.train.plan import Plan
+
+_LINE_EVERY_S = 5.0  # where the output is no terminal
+
+
+class Reporter:
+    """A progress bar on a terminal, a line now and then elsewhere, and lines at both ends."""
+
+    def __init__(self, plan: Plan, world: World, n_train_tokens: int, batches: Batches) -> None:
+        self.plan = plan
+        self.console = Console(highlight=False)
+        self._last_line = 0.0
+        run = plan.run
+        self._print(f"{title_of(run)}, vocabulary {run.model.vocab_size:,}")
+        self._print(f"  {world.why}; {run.train.dtype}")
+        self._print(
+            f"  {format_count(n_train_tokens)} tokens of text, {batches.n_samples:,} samples; "
+            f"batches of {run.train.global_batch} x {_lengths(run)} tokens"
+        )
+        for note in notes(run):
+            self._print(f"  {note}")
+        if batches.n_left_out:
+            self._print(f"  {batches.n_left_out:,} pairs are left out: they are longer than that")
+        if plan.resume is not None:
+            self._print(f"  resuming after step {plan.resume_step} from {plan.resume}")
+        self.progress = Progress(
+            TextColumn("  step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not sys.stdout.isatty(),
+        )
+        self._task = self.progress.add_task(
+            "starting", total=run.train.steps, completed=plan.resume_step
+        )
+        self.progress.start()
+
+    def say(self, what: str) -> None:
+        """Show what goes on between steps."""
+        self.progress.update(self._task, description=what)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """One line of metrics.jsonl has been written."""
+        step = metrics["step"]
+        parts = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
+        if "val_loss" in metrics:
+            val = metrics["val_loss"]
+            words = metrics.get("val_loss_tokens", val)
+            parts.append(f"val {val:.3f} (perplexity {perplexity(words):,.1f})")
+        if "tokens_per_s" in metrics:
+            parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+        text = "  ".join(parts)
+        self.progress.update(self._task, completed=step, description=text)
+        now = time.monotonic()
+        if "val_loss" in metrics or (
+            self.progress.disable and now - self._last_line > _LINE_EVERY_S
+        ):
+            self._last_line = now
+            self._print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
+
+    def skipped(self, step: int, scale: float) -> None:
+        """float16 gradients overflowed."""
+        self._print(
+            f"  step {step}: gradients overflowed float16; nothing was updated, and the loss is "
+            f"now scaled by {scale:g}"
+        )
+
+    def traced(self, path: Path, idle: float | None, layout: LayoutConfig) -> None:
+        """A step's timeline has been written."""
+        text = f"  timeline of this step: {path} (open it in ui.perfetto.dev)"
+        if layout.pp > 1 and idle is not None:
+            ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
+            text += f"; ranks waited {idle:.0%} of the time that they computed, with equal stages "
+            text += f"it would be {ideal:.0%}"
+        self._print(text)
+
+    def end(self, step: int, saved: int, stopped: bool) -> None:
+        """The run is over; say where it left off."""
+        self.close()
+        out = self.plan.out
+        if stopped:
+            self._print(
+                f"  stopped after step {step}; checkpoint of step {saved} saved: the same command "
+                "goes on from there"
+            )
+        else:
+            self._print(
+                f"  done: {out}/loss.png, metrics.jsonl, tensorboard/, checkpoints/\n"
+                f'  next: gridformer generate {out} --prompt "..."'
+            )
+
+    def close(self) -> None:
+        self.progress.stop()
+
+    def _print(self, text: str) -> None:
+        """A line as it is: one that is folded at 80 columns cannot be searched or copied."""
+        self.console.print(text, soft_wrap=True)
+
+
+def title_of(run: RunConfig) -> str:
+    """`demo: demo-4m (3.87M parameters) on optimus 2x2`."""
+    model = run.model.family if run.model.name == "custom" else run.model.name
+    size = format_count(count_parameters(run.model))  # a rank may hold some stages only
+    return f"{run.name}: {model} ({size} parameters) on {describe(run.layout)}"
+
+
+def _lengths(run: RunConfig) -> str:
+    """`128`, or `128 + 114` where samples have a source."""
+    return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), without overflowing on a diverged one."""
+    return math.exp(min(loss, 700.0))

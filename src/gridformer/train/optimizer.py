@@ -1,0 +1,248 @@
+"""The optimizer, unit by unit: what is clipped, updated and kept elsewhere together.
+
+A unit is the matrices of one layer; the last unit is all else: embeddings, heads, vectors. After
+the backward pass units are updated one after the other. With `update: in_backward` a layer is
+updated as soon as its gradients are there, summed over replicas, and they are let go of, so that
+memory for the gradients of one layer (two, where sums over replicas are on their way) serves all.
+
+Clipping. `global`: by the norm of all gradients, which nobody knows before the last of them: so not
+`in_backward`. `layer`: each unit by its own norm. Both are the same on every layout, and `layer` is
+the same whenever the update is.
+
+Gradients of several micro-batches are added up, so until the last one's backward pass those of all
+layers are held. They are let go of in it, one by one; but only one micro-batch saves memory.
+
+`offload: optimizer` keeps the moments in the host's memory; a copy of a unit's is on the device
+while it is updated, by the same arithmetic as without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridformer import comm
+from gridformer.config import TrainConfig
+from gridformer.mesh import Axes
+from gridformer.models import Model
+from gridformer.models.blocks import Layer
+from gridformer.parallel.data.gradients import (
+    GradientSums,
+    clipping,
+    counted_square,
+    scale_gradients,
+)
+from gridformer.parallel.data.zero import part_of
+from gridformer.parallel.sharding import shard_of
+
+LABEL = "norms"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Unit:
+    """Parameters of this rank that are updated together. updated: `parameters`, or their parts."""
+
+    parameters: list[nn.Parameter]
+    updated: list[nn.Parameter]
+    optimizer: torch.optim.AdamW
+
+    @staticmethod
+    def of(parameters: list[nn.Parameter], train: TrainConfig) -> Unit:
+        updated = []
+        for parameter in parameters:
+            part = part_of(parameter)
+            updated.append(parameter if part is None else part)
+        groups = [
+            {"params": [p for p in updated if p.dim() > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in updated if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]] or groups[:1],
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            eps=train.adam_eps,
+            fused=True,
+        )
+        return Unit(parameters, updated, optimizer)
+
+
+class Updates:
+    """See the module's text. Needs `sums`, whose messages it makes one or more a unit."""
+
+    def __init__(self, model: Model, train: TrainConfig, axes: Axes) -> None:
+        self.model, self.train, self.axes = model, train, axes
+        layers = [module for module in model.modules() if isinstance(module, Layer)]
+        self.in_backward = train.update == "in_backward"
+        apart = self.in_backward or train.clip_by == "layer" or train.offload == "optimizer"
+        held = {p: None for p in model.parameters() if shard_of(p).owned}
+        self.units: list[Unit] = []
+        if apart:
+            for layer in layers:
+                mine = [p for p in layer.parameters() if p in held and p.dim() > 1]
+                for parameter in mine:
+                    assert not shard_of(parameter).partial, "a matrix of a layer is whole here"
+                    del held[parameter]
+                self.units.append(Unit.of(mine, train))
+        self.units.append(Unit.of([*held], train))
+        self.sums = GradientSums.of(
+            model, axes, [unit.parameters for unit in self.units] if self.in_backward else None
+        )
+        self._finite = True
+        self._squares: list[Tensor] = []
+        self._reached: list[int] = []
+        self._updated: set[int] = set()
+        self._inside = False
+        in_layers = {p for unit in self.units[:-1] for p in unit.parameters}
+        # The norms of layers are all-reduced in the backward pass, so all ranks of a stage must lag
+        # alike: those, too, that hold no matrix of any layer (of D&SP-cSub's other sub-grids).
+        under_way = axes.dp.size > 1 or not in_layers.isdisjoint(self.sums.parameters)
+        self._lag = int(under_way)
+        if self.in_backward:
+            for number, layer in enumerate(layers):
+                model.recompute.before_backward(layer, partial(self._reach, number))
+            self.sums.around_last = self._around_last
+        if train.offload == "optimizer":
+            self.allocate(0)
+
+    @property
+    def done(self) -> set[nn.Parameter]:
+        """What a backward pass updates."""
+        layers = self.units[:-1] if self.in_backward else []
+        return {parameter for unit in layers for parameter in unit.parameters}
+
+    # ------------------------------------------------------------------ for checkpoints
+
+    @property
+    def state(self) -> Mapping[nn.Parameter, dict[str, Tensor]]:
+        """AdamW's, by what is updated. Moments are where they are kept."""
+        found: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for unit in self.units:
+            for parameter in unit.updated:
+                if parameter in unit.optimizer.state:
+                    found[parameter] = unit.optimizer.state[parameter]
+        return found
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for unit in self.units for group in unit.optimizer.param_groups]
+
+    def allocate(self, step: int) -> None:
+        """The state that AdamW has after `step` updates, its moments zero."""
+        for unit in self.units:
+            for parameter in unit.updated:
+                unit.optimizer.state[parameter] = {
+                    "step": torch.tensor(float(step), device=parameter.device),
+                    **{name: self._moment_of(parameter) for name in _MOMENTS},
+                }
+
+    def _moment_of(self, parameter: Tensor) -> Tensor:
+        """Zero, where it is kept. Pinned, so that a GPU copies it without going through the CPU."""
+        if self.train.offload != "optimizer":
+            return torch.zeros_like(parameter)
+        pinned = parameter.device.type == "cuda"
+        return torch.zeros_like(parameter, device="cpu", pin_memory=pinned)
+
+    # ------------------------------------------------------------------ a step
+
+    def begin(self, lr: float) -> None:
+        """Before the passes of a step, whose learning rate it is."""
+        self._finite, self._squares, self._updated = True, [], set()
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def squares(self) -> list[Tensor]:
+        """This rank's shares, to be added up over all ranks, of the squared norms (float64): of all
+        gradients, and of the last unit's. Call when gradients are complete."""
+        each = [counted_square(unit.updated, self.axes) for unit in self.units]
+        return [torch.stack([*each, *self._squares]).sum(), each[-1]]
+
+    def finish(self, norm: float, last_norm: float, scale: float = 1.0) -> None:
+        """Update what is not updated yet. norm: of all gradients; last_norm: of the last unit's.
+
+        scale: that gradients are multiplied with, the norms not.
+        """
+        clip = self.train.clip_norm
+        missed = {*range(len(self.units) - 1)} - self._updated if self.in_backward else ()
+        assert not any(self.units[number].parameters for number in missed), "gone back past a layer"
+        if self.train.clip_by == "global":
+            for unit in self.units[-1:] if self.in_backward else self.units:
+                self._update(unit, clipping(norm, clip) / scale)
+            return
+        *layers, last = self.units
+        if layers and not self.in_backward:  # a stage may have none
+            each = torch.stack([counted_square(unit.updated, self.axes) for unit in layers])
+            for unit, square in zip(layers, self._over_stage(each).tolist()):
+                self._update(unit, clipping(math.sqrt(square) / scale, clip) / scale)
+        self._update(last, clipping(last_norm, clip) / scale)
+
+    def _update(self, unit: Unit, factor: float) -> None:
+        scale_gradients(unit.updated, factor)
+        with self._brought(unit):
+            unit.optimizer.step()
+
+    @contextmanager
+    def _brought(self, unit: Unit) -> Iterator[None]:
+        """Copies of a unit's moments on its device, for as long as it is updated."""
+        if self.train.offload != "optimizer":
+            yield
+            return
+        kept = []
+        for parameter, state in unit.optimizer.state.items():
+            for name in _MOMENTS:
+                kept.append((state, name, state[name]))
+                state[name] = state[name].to(parameter.device, non_blocking=True, copy=True)
+        yield
+        for state, name, home in kept:
+            state[name] = home.copy_(state[name])
+
+    def _over_stage(self, squares: Tensor) -> Tensor:
+        """Added up over all ranks that hold parts of the same layers."""
+        for axis in (self.axes.grid, self.axes.every):
+            squares = comm.all_reduce(squares, axis, label=LABEL)
+        return squares
+
+    # ------------------------------------------------------------------ while backward goes on
+
+    @contextmanager
+    def _around_last(self) -> Iterator[None]:
+        """The last backward pass of a stage: each of its layers is updated in it, or at its end."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+        self._update_reached(0)
+
+    def _reach(self, number: int, _: Tensor) -> None:
+        """All that follows the layer has been gone back through."""
+        if self._inside:
+            self._update_reached(self._lag)
+            self._reached.append(number)
+
+    def _update_reached(self, but: int) -> None:
+        """Layers whose gradients are complete, but for so many that were reached last: their sums
+        over replicas are on their way."""
+        while len(self._reached) > but:
+            number = self._reached.pop(0)
+            unit = self.units[number]
+            self._updated.add(number)
+            self.sums.finish_of(unit.parameters)
+            square = counted_square(unit.updated, self.axes)
+            self._squares.append(square)
+            factor = 1.0
+            if self.train.clip_by == "layer":
+                (total,) = self._over_stage(square.clone()).view(1).tolist()
+                self._finite &= math.isfinite(total)
+                factor = clipping(math.sqrt(total), self.train.clip_norm) if self._finite else 1.0
+            if self._finite:
+                self._update(unit, factor)
+            for parameter in (*unit.parameters, *unit.updated):
+                parameter.grad = None
