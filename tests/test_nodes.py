@@ -285,10 +285,10 @@ def plan(n_rows: int, n_cols: int, dp: int, devices_per_node: int) -> LayoutConf
 
 
 def of_nodes(layout: LayoutConfig) -> list[Problem]:
-    """What is wrong with a layout's nodes, of a model and batch that any grid divides."""
-    size = {"n_layers": 1, "hidden_size": 5040, "n_heads": 2520}
-    run = {"model": size, "data": {"path": "x"}, "train": {"global_batch": 10080}}
-    return problems(RunConfig.model_validate({**run, "layout": layout}))
+    """What is wrong with a layout's nodes, whatever else is wrong."""
+    run = {"model": {"n_layers": 1, "hidden_size": 8, "n_heads": 2}, "data": {"path": "x"}}
+    found = problems(RunConfig.model_validate({**run, "layout": layout}))
+    return [problem for problem in found if problem.rule == "devices_per_node"]
 
 
 def test_a_node_that_does_not_come_out() -> None:
@@ -317,7 +317,6 @@ def test_a_layout_without_problems_has_a_block(
         assert devices_per_node == 0 or blocks(sizes_of(layout), devices_per_node)
         return
     assert not blocks(sizes_of(layout), devices_per_node)
-    assert {problem.rule for problem in found} == {"devices_per_node"}
     for offer in found[0].offers:
         assert offer.keys() == {"layout.devices_per_node"}
 
