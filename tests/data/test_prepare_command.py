@@ -110,7 +110,8 @@ def test_pairs_out_of_records(tmp_path: Path) -> None:
     assert f"{pairs} train, {40 - pairs} val" in output
     assert "en to de" in output
     last = output.rstrip().splitlines()[-1]
-    assert "translate.yaml" in last
+    assert last.startswith("next: gridformer train translate ")
+    assert last.endswith("--out runs/t")
     assert "data.source_len=8 data.seq_len=8" in last.replace("16", "8")
     for wrong in ("en", "en,de,fr", "en,", "en,en"):
         with pytest.raises(UserError, match="--pair-keys en,de"):
