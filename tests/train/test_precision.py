@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train import loss_scale as precision
 from gridformer.train.loss_scale import FIRST_SCALE, GROWS_AFTER, LARGEST_SCALE, LossScale
-from gridformer.train.step import Stepper, StepResult
+from gridformer.train.step import Stepper, StepResult, learning_rate
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import DivergedError
 
 MODEL = ModelConfig(n_layers=2, hidden_size=16, n_heads=2, vocab_size=11, max_seq_len=4)
 
 
-def stepper(dtype: str = "float16") -> Stepper:
+def stepper(dtype: str = "float16", **train: Any) -> Stepper:
     model = build_parallel(MODEL, LayoutConfig(), Axes(), 1, torch.device("cpu"), dtype)
-    return Stepper(model, TrainConfig(global_batch=2, dtype=dtype), Axes())  # type: ignore[arg-type]
+    return Stepper(model, TrainConfig(global_batch=2, dtype=dtype, **train), Axes())  # type: ignore[arg-type]
 
 
 def step(device: Stepper, number: int, poison: float = 1.0) -> StepResult:
@@ -133,6 +137,75 @@ def test_the_scale_changes_no_update() -> None:
     for half in found[1:]:
         assert float(half.norm()) == pytest.approx(1.0, rel=1e-4)
         assert float((half - found[0]).norm()) < 3e-3
+
+
+@pytest.mark.parametrize("clip_by", ["layer", "global"])
+def test_each_unit_is_clipped_by_its_norm_without_the_scale(clip_by: str) -> None:
+    """The reference is a loop by hand over the scaled gradients: torch's own clipping and AdamW.
+
+    Some layers' norms are above the bound and others below. AdamW forgets how large a gradient was,
+    its moments do not.
+    """
+    device = stepper(clip_norm=0.9, clip_by=clip_by)
+    device.scale.scale = 2.0**7
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in device.model.named_parameters()}
+    train = device.train
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in copies.values() if p.dim() == 2]},
+            {"params": [p for p in copies.values() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+    )
+    units: list[list[nn.Parameter]] = [[*copies.values()]]
+    if clip_by == "layer":
+        inside = [
+            [p for name, p in copies.items() if name.startswith(f"layers.{i}.") and p.dim() == 2]
+            for i in range(MODEL.n_layers)
+        ]
+        rest = {*copies.values()} - {p for each in inside for p in each}
+        units = [*inside, [*rest]]
+
+    clipped = []
+    for number in range(3):
+        scaled: dict[str, Tensor] = {}
+        with _told_of_gradients(device.model, scaled):
+            assert not step(device, number).skipped
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(number, train)
+        for name, copy in copies.items():
+            copy.grad = scaled[name] / 2.0**7
+        norms = [float(nn.utils.clip_grad_norm_(unit, 0.9)) for unit in units]
+        clipped += [norm > 0.9 for norm in norms]
+        optimizer.step()
+    assert set(clipped) == ({True, False} if clip_by == "layer" else {True})
+    state = device.updates.state
+    for name, parameter in device.model.named_parameters():
+        torch.testing.assert_close(parameter, copies[name], rtol=1e-5, atol=1e-7)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            wanted = optimizer.state[copies[name]][moment]
+            off = float((state[parameter][moment] - wanted).abs().max())
+            assert off <= 1e-5 * float(wanted.abs().max()), (name, moment)
+
+
+@contextmanager
+def _told_of_gradients(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
+    """Copies of the gradients that a backward pass leaves, by parameter."""
+
+    def remember(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        found[name] = parameter.grad.clone()
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(remember, name))
+        for name, parameter in model.named_parameters()
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def test_an_overflow_at_scale_one_ends_the_run() -> None:
