@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
+from gridformer.config import LayoutConfig, RunConfig, any_of, as_yaml, divisors
 from gridformer.errors import ConfigError
 from gridformer.nodes import NodeBlock
 from gridformer.offers import Broken, Changes, Problem, Way, with_offers
@@ -109,7 +109,7 @@ def _keys(run: RunConfig) -> Iterator[Broken]:
         if key in spec.keys or value == default:
             continue
         owners = any_of(other.name for other in SPECS.values() if key in other.keys)
-        text = f"layout.{key}={_yaml(value)} belongs to scheme={owners}, not {spec.name}"
+        text = f"layout.{key}={as_yaml(value)} belongs to scheme={owners}, not {spec.name}"
         yield Broken(f"key {key}", text, [_one(f"layout.{key}", [default])])
 
 
@@ -327,7 +327,3 @@ def _multiples_near(value: int, factor: int) -> list[int]:
     below = value // factor * factor
     found = [n for i in range(20) for n in (below - i * factor, below + (i + 1) * factor) if n > 0]
     return sorted(found, key=lambda n: abs(n - value))
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

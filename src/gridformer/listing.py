@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors
+from gridformer.config import LayoutConfig, RunConfig, Scheme, as_yaml, divisors
 from gridformer.errors import ConfigError
 from gridformer.layout import check
 from gridformer.parallel.registry import SPECS, spec_of
@@ -34,7 +34,7 @@ class Listed:
             for key, value in self.layout.model_dump(mode="json").items()
             if value != getattr(default, key)
         }
-        return " ".join(f"layout.{key}={_yaml(value)}" for key, value in changed.items())
+        return " ".join(f"layout.{key}={as_yaml(value)}" for key, value in changed.items())
 
 
 def list_layouts(
@@ -102,7 +102,3 @@ def _problems(
 def _smallest_batch(layout: LayoutConfig) -> int:
     axis = spec_of(layout).samples_over(layout)
     return layout.dp * (getattr(layout, axis) if axis else 1) * layout.micro_batches
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

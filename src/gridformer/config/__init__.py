@@ -6,7 +6,7 @@ reported all at once (`ConfigError`), each with a value that works. `gridformer.
 checks the layout against the model.
 """
 
-from gridformer.config.base import Config, any_of, divisors
+from gridformer.config.base import Config, any_of, as_yaml, divisors
 from gridformer.config.layout import SCHEMES, LayoutConfig, PipelineOrder, Scheme
 from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig
 from gridformer.config.reading import (
@@ -34,6 +34,7 @@ __all__ = [
     "Task",
     "TrainConfig",
     "any_of",
+    "as_yaml",
     "closest",
     "configs_dir",
     "divisors",

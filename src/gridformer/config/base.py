@@ -22,6 +22,11 @@ def divisors(value: int) -> list[int]:
     return sorted({*small, *(value // d for d in small)})
 
 
+def as_yaml(value: object) -> str:
+    """A value as run files and overrides have it: `true`, not `True`."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def any_of(values: Iterable[object]) -> str:
     """`1, 2, 4 or 8`: the end of a sentence that offers a choice; long lists keep both ends."""
     words = [str(v) for v in values]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gridformer.config import RunConfig
+from gridformer.config import RunConfig, as_yaml
 from gridformer.decisions import Decisions, decide_run
 from gridformer.hardware import GIB, free_memory
 from gridformer.launch import joined
@@ -17,9 +17,8 @@ from gridformer.memory.account import Account
 from gridformer.memory.foretell import foretell, on_gpu
 from gridformer.memory.ranks import largest_ranks
 from gridformer.models import build_model
+from gridformer.offers import Changes, with_changes
 from gridformer.parallel.registry import spec_of
-
-Changes = dict[str, Any]  # dotted keys of a run, and their new values
 
 OWN_CPU = GIB * 2 // 5  # what a process holds before any tensor
 OWN_CUDA = GIB  # the driver's context, NCCL's buffers
@@ -83,7 +82,7 @@ def refusal(run: RunConfig, worst: Account, room: Room) -> str:
         f"activations, and more; but {room.why}: "
     )
     offers = [
-        f"{' '.join(f'{key}={_yaml(value)}' for key, value in offer.changes.items())} "
+        f"{' '.join(f'{key}={as_yaml(value)}' for key, value in offer.changes.items())} "
         f"({in_gib(offer.peak)})"
         for offer in nearest(run, worst, room.n_bytes)
     ]
@@ -180,16 +179,9 @@ def _smaller_batches(run: RunConfig) -> Iterator[Changes]:
 
 
 def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """The run with other values; None if it cannot be."""
-    values = run.model_dump()
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        values[section][name] = value
-    try:
-        other = RunConfig.model_validate(values)
-    except ValueError:
-        return None
-    return None if broken_rules(other) else other
+    """The run with other values; None if no rule allows it."""
+    other = with_changes(run, changes)
+    return None if other is None or broken_rules(other) else other
 
 
 def at_most(run: RunConfig) -> int:
@@ -218,7 +210,3 @@ def in_gib(n_bytes: float) -> str:
     if n_bytes < GIB / 10:
         return f"{n_bytes / 2**20:.3g} MiB"
     return f"{n_bytes / GIB:.3g} GiB"
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig
+from gridformer.offers import Changes
 from gridformer.parallel.choices import Choices, Product
 from gridformer.parallel.scheme import (
     Boundary,
-    Changes,
     Cuts,
     ModuleTable,
     SchemeSpec,

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
+from gridformer.offers import Changes
 from gridformer.parallel.choices import Choices, Product, Stays
 from gridformer.parallel.scheme import (
     HEADS_WIDTH,
     Boundary,
-    Changes,
     Cuts,
     LayoutAxis,
     ModuleTable,
