@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel import rules
 from gridformer.parallel.choices import Choices, Work, products_of
+from gridformer.parallel.registry import spec_of
 from gridformer.parallel.rules import SMALL_BYTES, decide
 from gridformer.parallel.scheme import SchemeSpec
 
@@ -230,7 +231,8 @@ def test_only_what_is_long_is_gathered_in_parts(
             assert chosen.rows == 1 or whole > 4 * terms
             part = whole / choice.parts
             limit = max(rules.PART_BYTES, chosen.held_bytes * rules.PART_SHARE)
-            assert part <= limit or choice.parts == rules.MOST_PARTS or layout.sequence_parallel
+            few = spec_of(layout).boundary(layout).lies == "s"  # parts are whole sequences
+            assert part <= limit or choice.parts == rules.MOST_PARTS or few
             assert whole / (choice.parts - 1) > limit, "no more parts than it takes"
 
 
