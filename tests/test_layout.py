@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gridformer
 from gridformer.config import SCHEMES, LayoutConfig, RunConfig
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.registry import SPECS
@@ -311,3 +314,10 @@ def test_every_name_of_a_scheme_has_a_spec() -> None:
     assert tuple(SPECS) == SCHEMES
     keys = {key for spec in SPECS.values() for key in (*spec.axes, *spec.keys)}
     assert keys < LayoutConfig.model_fields.keys()
+
+
+def test_nobody_but_their_specs_compares_names_of_schemes() -> None:
+    """Who needs to know something of a scheme asks its spec."""
+    for path in Path(gridformer.__file__).parent.rglob("*.py"):
+        found = re.findall(r"scheme (?:==|in|!=)|match .*scheme", path.read_text())
+        assert not found, path

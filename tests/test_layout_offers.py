@@ -99,7 +99,7 @@ def test_every_offer_of_many_runs(run: RunConfig) -> None:
     mends_and_breaks_nothing(run)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(run=runs())
 def test_following_the_first_offers_leads_to_a_run_that_fits(run: RunConfig) -> None:
     """Each takes a problem away, so there are no more steps than problems."""

@@ -150,11 +150,12 @@ def test_each_unit_is_clipped_by_its_norm_without_the_scale(clip_by: str) -> Non
     device.scale.scale = 2.0**7
     copies = {name: nn.Parameter(p.detach().clone()) for name, p in device.model.named_parameters()}
     train = device.train
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in copies.values() if p.dim() == 2]},
+        {"params": [p for p in copies.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in copies.values() if p.dim() == 2]},
-            {"params": [p for p in copies.values() if p.dim() == 1], "weight_decay": 0.0},
-        ],
+        groups,
         lr=train.lr,
         betas=(train.beta1, train.beta2),
         eps=train.adam_eps,

@@ -19,12 +19,12 @@ from gridformer.memory.ranks import largest_ranks
 from gridformer.mesh.launch_env import joined
 from gridformer.models import build_model
 from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.offers import Changes, with_changes
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.utils.hardware import free_memory
 from gridformer.utils.units import GIB, format_bytes, format_setting
 
-Changes = dict[str, Any]  # dotted keys of a run, and their new values
 # What was found, if anything, and what goes on from now on.
 Tell = Callable[[str, str], None]
 
@@ -274,16 +274,9 @@ def _smaller_batches(run: RunConfig) -> Iterator[Changes]:
 
 
 def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """The run with other values; None if it cannot be."""
-    values = run.model_dump()
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        values[section][name] = value
-    try:
-        other = RunConfig.model_validate(values)
-    except ValueError:
-        return None
-    return None if broken_rules(other) else other
+    """The run with other values; None if no rule allows it."""
+    other = with_changes(run, changes)
+    return None if other is None or broken_rules(other) else other
 
 
 def at_most(run: RunConfig) -> int:

@@ -5,6 +5,7 @@
 | single            | whole            | nothing cut          | -                                |
 | megatron          | cut over col     | nothing cut          | identity, all-reduce             |
 | sequence parallel | cut over col     | s over col           | all-gather, reduce-scatter of s  |
+| megatron_2d       | cut over row, col| b over row, s: col   | all-gather, reduce-scatter of s  |
 | optimus, gather   | cut over row, col| b over row, h: col   | all-gather, reduce-scatter of h  |
 | optimus, panels   | cut over row, col| b over row, h: col   | SUMMA products panel by panel    |
 | SUPER, D&SP       | cut over branch  | b over branch        | all-gather, reduce-scatter of b  |

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.parallel.auto.cost import Choices, Product
+from gridformer.parallel.offers import Changes
 from gridformer.parallel.scheme import (
     BoundarySpec,
-    Changes,
     Cuts,
     ModuleTable,
     SchemeSpec,

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gridformer.config import ModelConfig, RunConfig, any_of
+from gridformer.config import RunConfig, any_of
+from gridformer.utils.units import as_yaml
 
 Changes = dict[str, Any]  # dotted keys of a run, and their new values
 
@@ -70,24 +71,17 @@ def with_offers(run: RunConfig, check: Check) -> list[Problem]:
     ]
 
 
-def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """The run with other values; None if it cannot be.
-
-    Values of layout, data and train are taken as they are, those of the model are checked.
-    """
-    by_section: dict[str, dict[str, Any]] = {}
+def with_changes(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
+    """The run with other values, by dotted keys; None if a section cannot be so."""
+    values: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        by_section.setdefault(section, {})[name] = value
-    sections: dict[str, Any] = {}
-    for section, values in by_section.items():
-        if section == "model":
-            try:
-                sections[section] = ModelConfig(**{**run.model.model_dump(), **values})
-            except ValueError:
-                return None
-        else:
-            sections[section] = getattr(run, section).model_copy(update=values)
+        before = getattr(run, section)
+        values.setdefault(section, before.model_dump())[name] = value
+    try:
+        sections = {name: type(getattr(run, name))(**some) for name, some in values.items()}
+    except ValueError:
+        return None
     return run.model_copy(update=sections)
 
 
@@ -100,9 +94,9 @@ def written(offers: Sequence[Changes]) -> str:
             values = [offer[keys[0]] for offer in some]
             if all(isinstance(value, int) for value in values):
                 values.sort()
-            words.append(f"{keys[0]}={any_of(map(_yaml, values))}")
+            words.append(f"{keys[0]}={any_of(map(as_yaml, values))}")
         else:
-            words += [" and ".join(f"{k}={_yaml(v)}" for k, v in offer.items()) for offer in some]
+            words += [" and ".join(f"{k}={as_yaml(v)}" for k, v in offer.items()) for offer in some]
     return ", or ".join(words)
 
 
@@ -160,11 +154,7 @@ class _Search:
         """Rules beside the allowed that are broken with these changes; None if they cannot be."""
         key = tuple(sorted(changes.items()))
         if key not in self._found:
-            run = changed(self._run, changes)
+            run = with_changes(self._run, changes)
             self._found[key] = None if run is None else self._check(run)
         found = self._found[key]
         return None if found is None else [one for one in found if one.rule not in allowed]
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.parallel.auto.cost import Choices, Product, Stays
+from gridformer.parallel.offers import Changes
 from gridformer.parallel.scheme import (
     HEADS_WIDTH,
     BoundarySpec,
-    Changes,
     Cuts,
     LayoutAxis,
     ModuleTable,

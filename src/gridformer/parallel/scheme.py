@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, Scheme
 from gridformer.mesh.node_placement import NodeBlock, rank_grid, sizes_of
 from gridformer.parallel.auto.cost import Choices, Product, Stays
+from gridformer.parallel.offers import Changes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 LayoutAxis = Literal["rows", "cols", "branches"]  # keys of a layout
 MESH_AXIS: dict[LayoutAxis, str] = {"rows": "row", "cols": "col", "branches": "branch"}
 Cuts = dict[LayoutAxis, dict[str, int]]
-Changes = dict[str, Any]  # dotted keys of a run, and their new values
 
 HEADS_WIDTH = "model.n_heads x model.head_dim"  # all heads side by side
 

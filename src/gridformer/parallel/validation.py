@@ -12,6 +12,7 @@ from gridformer.parallel.offers import Broken, Changes, Problem, Way, with_offer
 from gridformer.parallel.registry import SPECS, describe, spec_of
 from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis
 from gridformer.utils.errors import ConfigError
+from gridformer.utils.units import as_yaml
 
 if TYPE_CHECKING:
     pass
@@ -76,7 +77,7 @@ def _keys(run: RunConfig) -> Iterator[Broken]:
         if key in spec.keys or value == default:
             continue
         owners = any_of(other.name for other in SPECS.values() if key in other.keys)
-        text = f"layout.{key}={_yaml(value)} belongs to scheme={owners}, not {spec.name}"
+        text = f"layout.{key}={as_yaml(value)} belongs to scheme={owners}, not {spec.name}"
         yield Broken(f"key {key}", text, [_one(f"layout.{key}", [default])])
 
 
@@ -294,7 +295,3 @@ def _multiples_near(value: int, factor: int) -> list[int]:
     below = value // factor * factor
     found = [n for i in range(20) for n in (below - i * factor, below + (i + 1) * factor) if n > 0]
     return sorted(found, key=lambda n: abs(n - value))
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -30,6 +30,11 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
+def as_yaml(value: object) -> str:
+    """A value as run files and overrides have it: `true`, not `True`."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def format_setting(key: str, value: object) -> str:
     """`layout.rows=2`, `layout.sequence_parallel=true`: as an override of a run file."""
-    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+    return f"{key}={as_yaml(value)}"

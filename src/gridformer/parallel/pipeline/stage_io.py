@@ -7,6 +7,7 @@ Their gradients come back the same way. Shapes follow from the batch, which ever
     single               [b, s, h]              all of it
     megatron             the same on c devices  1/c of it, gathered over col on arrival
     sequence parallel    [b, s/c, h]            all of it
+    megatron_2d          [b/r, s/c, h]          all of it
     optimus              [b/r, s, h/c]          all of it
     D&SP                 [b/g, s, h]            all of it
     D&SP-cSub            on the first sub-grid  all of it; nothing between the others

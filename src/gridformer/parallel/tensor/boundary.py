@@ -2,7 +2,7 @@
 
     between sections        gather (enter)   reduce_scatter   scheme
     nothing cut             -                all-reduce       Megatron
-    s cut over columns      all-gather s     reduce-scatter   Megatron, sequence parallel
+    s cut over columns      all-gather s     reduce-scatter   Megatron, sequence parallel, and 2-D
     h cut over columns      all-gather h     reduce-scatter   Optimus, `gather` schedule
     b cut over branches     all-gather b     reduce-scatter   SUPER, D&SP
     on the first branch     broadcast        reduce           SUPER, D&SP-cSub
