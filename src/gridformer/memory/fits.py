@@ -108,16 +108,16 @@ def refusal(
     """
     if worst is None:
         alone = format_bytes(states_of(run))
-        text = f"a rank would hold {alone} of parameters, gradients and optimizer alone"
+        short = text = f"a rank would hold {alone} of parameters, gradients and optimizer alone"
     else:
+        short = f"rank {worst.rank} would hold {format_bytes(worst.peak)} at a time"
         states = sum(worst.by_kind.get(kind, 0) for kind in STATES)
         text = (
-            f"rank {worst.rank} would hold {format_bytes(worst.peak)} at a time ({worst.moment}): "
-            f"{format_bytes(states)} of parameters, gradients and optimizer, "
+            f"{short} ({worst.moment}): {format_bytes(states)} of parameters, gradients and optimizer, "
             f"{format_bytes(worst.activations)} of activations, and more"
         )
     text += f"; but {room.why}: "
-    said = f"It does not fit: {text[:-2]}."
+    said = f"It does not fit: {short}; but {room.why}."
     looking = partial(tell, said, f"looking for settings that do, {SEARCH_S:g} s at most")
     patience = Patience(time.monotonic() + SEARCH_S, took, looking)
     found = nearest(run, worst, room.n_bytes, patience=patience)
