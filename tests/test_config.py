@@ -214,9 +214,7 @@ def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(override: str, 
     key, _, value = override.partition("=")
     section, _, name = key.partition(".")
     raw = {**BASE, section: {**BASE.get(section, {}), name: value}}
-    assert problem(raw, "train.steps=5", f"{section}.seed=1" if section == "train" else "name=x")[
-        :5
-    ] == ("run: ")
+    assert problem(raw, "train.steps=5", "train.seed=1").startswith("run: ")
 
 
 # --------------------------------------------------------------------------- words and numbers

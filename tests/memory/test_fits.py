@@ -145,7 +145,11 @@ def test_the_number_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(fits, "foretell", counted)
     (text,) = fit_problems(run, lambda found, doing: told.append((found, doing, len(tried))))
     assert len(tried) == 1
-    assert "no setting that fits was found within 0 s" in text
+    assert "no setting that was tried within 0 s fits; try " in text
+    likely = re.findall(r"try (\S+=\S+) \(by formula about ", text)
+    other = changed(run, dict(change.split("=") for change in likely))
+    assert other is not None
+    assert peak(other) < size
     (_, looking, _), (found, searching, before) = told
     assert looking == "looking whether it fits into memory"
     assert found.startswith("It does not fit: rank 0 would hold ")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gridformer.config import RunConfig
-from gridformer.memory.analytic import states_of, total_states
+from gridformer.memory.analytic import estimate, states_of, total_states
 from gridformer.memory.breakdown import STATES, Account
 from gridformer.memory.estimate import foretell, on_gpu
 from gridformer.memory.ranks import largest_ranks
@@ -114,31 +114,30 @@ def refusal(
     """
     if worst is None:
         alone = format_bytes(states_of(run))
-        text = f"a rank would hold {alone} of parameters, gradients and optimizer alone"
+        short = text = f"a rank would hold {alone} of parameters, gradients and optimizer alone"
     else:
+        short = f"rank {worst.rank} would hold {format_bytes(worst.peak)} at a time"
         states = sum(worst.by_kind.get(kind, 0) for kind in STATES)
         text = (
-            f"rank {worst.rank} would hold {format_bytes(worst.peak)} at a time ({worst.moment}): "
-            f"{format_bytes(states)} of parameters, gradients and optimizer, "
-            f"{format_bytes(worst.activations)} of activations, and more"
+            f"{short} ({worst.moment}): {format_bytes(states)} of parameters, gradients and "
+            f"optimizer, {format_bytes(worst.activations)} of activations, and more"
         )
     text += f"; but {room.why}: "
-    said = f"It does not fit: {text[:-2]}."
+    said = f"It does not fit: {short}; but {room.why}."
     looking = partial(tell, said, f"looking for settings that do, {SEARCH_S:g} s at most")
     patience = Patience(time.monotonic() + SEARCH_S, took, looking)
     found = nearest(run, worst, room.n_bytes, patience=patience)
     if found:
-        offers = (
-            f"{' '.join(format_setting(*change) for change in offer.changes.items())} "
-            f"({format_bytes(offer.peak)})"
-            for offer in found
-        )
+        offers = (f"{offer.settings} ({format_bytes(offer.peak)})" for offer in found)
         return text + "use " + ", or ".join(offers)
     if patience.is_over:
-        return text + (
-            f"no setting that fits was found within {SEARCH_S:g} s; use a layout of more devices, "
-            "or try settings with `gridformer memory`"
-        )
+        text += f"no setting that was tried within {SEARCH_S:g} s fits; "
+        if likely := _likely(run, worst, room.n_bytes):
+            return text + (
+                f"try {likely.settings} (by formula about {format_bytes(likely.peak)}; `gridformer "
+                "memory` says it exactly)"
+            )
+        return text + "use a layout of more devices"
     if worst is None:
         devices = math.ceil(total_states(run) / max(1, room.n_bytes))
         return text + (
@@ -178,6 +177,11 @@ class Offer:
 
     changes: Changes
     peak: int
+
+    @property
+    def settings(self) -> str:
+        """As overrides of a run file."""
+        return " ".join(format_setting(*change) for change in self.changes.items())
 
 
 def nearest(
@@ -239,6 +243,21 @@ def nearest(
         if size is not None and size <= n_bytes:
             return [Offer(together | batch, round(size))]
     return []
+
+
+def _likely(run: RunConfig, worst: Account | None, n_bytes: int) -> Offer | None:
+    """The first setting with which the run should fit by formula, if any; else several together."""
+    scale = worst.peak / estimate(run) if worst else 1.0
+    ways, together = [*_cheapest_first(run)], Changes()
+    sums = []
+    for change in ways:
+        together = together | change
+        sums.append(together)
+    for changes in [*ways, *sums]:
+        other = changed(run, changes)
+        if other is not None and (size := estimate(other) * scale) <= n_bytes:
+            return Offer(changes, round(size))
+    return None
 
 
 def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
