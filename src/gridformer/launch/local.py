@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 from gridformer.errors import ConfigError, UserError
 from gridformer.launch import stopping
 from gridformer.launch.joining import joined
+from gridformer.launch.threads import let_threads_sleep, threads_of
 from gridformer.launch.working import Meeting, print_last, print_stopped, work, work_here
 
 # What every worker that trains would import by itself.
@@ -100,6 +101,7 @@ def warm_up(*modules: str) -> None:
     context.set_forkserver_preload([*PRELOAD, *modules])
     from multiprocessing.forkserver import ensure_running
 
+    let_threads_sleep()  # the server inherits it, and loads torch
     ensure_running()
 
 
@@ -120,7 +122,7 @@ class _Workers:
         """Start all, or those up to the moment when a signal asks to stop."""
         warm_up(entrypoint.__module__)
         context = multiprocessing.get_context("forkserver")
-        threads = _threads(self.size)
+        threads = threads_of(self.size)
         for rank in range(self.size):
             process = context.Process(
                 target=work,
@@ -313,11 +315,3 @@ def _signals() -> Iterator[_Signals]:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         os.close(reader)
         os.close(writer)
-
-
-def _threads(n_processes: int) -> int | None:
-    """Threads a worker; None when the user has chosen with OMP_NUM_THREADS."""
-    if os.environ.get("OMP_NUM_THREADS"):
-        return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // n_processes)
