@@ -39,7 +39,7 @@ def starting(folder: Path) -> Iterator[Start]:
         process = subprocess.Popen(
             [sys.executable, *before, "-m", "tests.launch_main", name, str(n), folder],
             cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | (env or {}),
+            env={k: v for k, v in os.environ.items() if not k.startswith("OMP_")} | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -8,6 +8,7 @@ import pickle
 import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -54,7 +55,9 @@ def test_a_local_run_is_reached_from_nowhere(start: Start, tmp_path: Path) -> No
     traces = [tmp_path / f"trace{i}" for i in range(2 * len(listening))]
     for (address, port), raw, kept in zip(listening, traces[::2], traces[1::2]):
         send(address, port, pickle.dumps(Leaves(raw)))
-        set_in_store(address, port, f"gridformer-{process.pid}", pickle.dumps(Leaves(kept)))
+        where = (port, f"gridformer-{process.pid}", pickle.dumps(Leaves(kept)))
+        # torch waits without a limit for the answer of something that is not a store.
+        threading.Thread(target=set_in_store, args=where, daemon=True).start()
     time.sleep(6.0)  # torch's elastic agent reads what lies in its store every 5 s
     assert not any(trace.exists() for trace in traces), "a pickle from outside has been read"
     os.kill(process.pid, signal.SIGTERM)
@@ -102,11 +105,12 @@ def send(address: str, port: int, message: bytes) -> None:
         connection.sendall(message)
 
 
-def set_in_store(address: str, port: int, run: str, message: bytes) -> None:
+def set_in_store(port: int, run: str, message: bytes) -> None:
     """As another process that knows torch would, if a store of torch's listens there."""
     try:
+        limit = timedelta(seconds=60)
         store = dist.TCPStore(
-            "localhost", port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False
+            "localhost", port, is_master=False, timeout=limit, wait_for_workers=False
         )
         store.set(f"torch.rendezvous.{run}", base64.b64encode(message).decode())
     except RuntimeError:  # something else listens

@@ -19,6 +19,7 @@ from gridformer.cli.memory import memory
 from gridformer.cli.prepare import prepare
 from gridformer.cli.train import train
 from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.threads import let_threads_sleep
 
 _EPILOG = (
     "[bold]From text to text:[/bold]\n\n"
@@ -64,6 +65,7 @@ def _options(
 
 def main() -> None:
     """Entry point. A UserError is printed without a traceback; exit code 2."""
+    let_threads_sleep()  # no command has loaded torch yet
     try:
         app()
     except UserError as error:

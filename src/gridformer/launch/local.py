@@ -39,7 +39,7 @@ from gridformer.mesh.launch_env import joined
 from gridformer.utils import signals as stopping
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.forkserver import warm_up
-from gridformer.utils.hardware import n_cores
+from gridformer.utils.threads import threads_of
 
 # Workers end themselves stopping.GRACE_S after a stop signal; later than this they are killed.
 _PATIENCE_S = stopping.GRACE_S + 0.5
@@ -101,7 +101,7 @@ class _Workers:
         """Start all, or those up to the moment when a signal asks to stop."""
         warm_up(entrypoint.__module__)
         context = multiprocessing.get_context("forkserver")
-        threads = _threads(self.size)
+        threads = threads_of(self.size)
         for rank in range(self.size):
             process = context.Process(
                 target=work,
@@ -294,10 +294,3 @@ def _signals() -> Iterator[_Signals]:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         os.close(reader)
         os.close(writer)
-
-
-def _threads(n_processes: int) -> int | None:
-    """Threads a worker; None when the user has chosen with OMP_NUM_THREADS."""
-    if os.environ.get("OMP_NUM_THREADS"):
-        return None
-    return max(1, n_cores() // n_processes)

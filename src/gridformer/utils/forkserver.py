@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 
+from gridformer.utils.threads import let_threads_sleep
+
 # What every worker that trains would import by itself.
 PRELOAD = [
     "torch",
@@ -24,4 +26,5 @@ def warm_up(*modules: str) -> None:
     context.set_forkserver_preload([*PRELOAD, *modules])
     from multiprocessing.forkserver import ensure_running
 
+    let_threads_sleep()  # the server inherits it, and loads torch
     ensure_running()
