@@ -1,10 +1,10 @@
 """Random valid runs, drawn from the schema of a run's own settings.
 
 Every setting is drawn by its type: a choice of its words, on or off, a number. So an option that
-is added to the schema is drawn from then on, without a change here. What `gridformer.parallel.validation`
-or the schema refuses is mended: by a change that the broken rule proposes, or by drawing one of the
-settings again that the refusal names. Each setting has random numbers of its own, so that a new one
-does not change what is drawn for the others.
+is added to the schema is drawn from then on, without a change here. What the schema refuses, or
+`gridformer.parallel.validation`, is mended: by a change that the broken rule proposes, or by
+drawing one of the settings again that the refusal names. Each setting has random numbers of its
+own, so that a new one does not change what is drawn for the others.
 """
 
 from __future__ import annotations
