@@ -5,7 +5,7 @@ copies are added on the owner, then over replicas; the norm counts every element
 update the owner's values travel back to the copies. Small tensors travel together, in buckets.
 
 What several stages of a pipeline share is owned on each of them: gradients are added up over them,
-after the copies and before the replicas, and the first one's count.
+after the copies and the replicas, and the first one's count.
 
 Where replicas share out the update (gridformer.parallel.data.zero), each receives the sums of its
 parts alone, a reduce-scatter in the place of the all-reduce, and what it has updated travels back.
@@ -34,11 +34,7 @@ Piece = TypeVar("Piece", bound=Tensor)
 
 def owned(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and parameters that this rank updates, counts and saves: of cut ones, its part."""
-    found = []
-    for name, parameter in _owned_whole(model):
-        part = part_of(parameter)
-        found.append((name, parameter if part is None else part))
-    return found
+    return [(name, _updated(parameter)) for name, parameter in _owned_whole(model)]
 
 
 def _owned_whole(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -60,8 +56,8 @@ def reduce_gradients(
     begun: GradientSums | None = None,
     without: Collection[nn.Parameter] = (),
 ) -> None:
-    """Add up gradients where they are partial: copies on their owner, then over the stages that
-    share a parameter, then over replicas.
+    """Add up gradients where they are partial: copies on their owner, then over replicas, then over
+    the stages that share a parameter.
 
     Afterwards the gradients of owned parameters are those of the whole batch (zero where one took
     no part, so that every layout updates it alike); the others' are undefined. begun: sums that
@@ -75,10 +71,6 @@ def reduce_gradients(
     for name, grads in partial.items():
         axis = axes[name]
         _in_buckets(grads, lambda flat, axis=axis: comm.reduce(flat, axis, 0, LABEL))  # type: ignore[misc]
-    for stages, shared in _shared(model).items():
-        axis = axes.holders(stages)
-        grads = [_grad(parameter) for _, parameter in shared if shard_of(parameter).owned]
-        _in_buckets(grads, lambda flat, axis=axis: comm.all_reduce(flat, axis, label=LABEL))  # type: ignore[misc]
     started = begun.parameters if begun else set()
     rest: dict[str, list[nn.Parameter]] = defaultdict(list)
     for _, parameter in _owned_whole(model):
@@ -96,9 +88,29 @@ def reduce_gradients(
             bucket.finish()
     if begun:
         begun.finish()
+    for stages, shared in _shared(model).items():
+        axis = axes.holders(stages)
+        grads = [_grad(_updated(p)) for _, p in shared if shard_of(p).owned]
+        _in_buckets(grads, lambda flat, axis=axis: _sum_over_stages(flat, axis))  # type: ignore[misc]
     for parameter in model.parameters():
         if part_of(parameter) is not None:
             parameter.grad = None  # a copy's, whose owner has the sum
+
+
+def _sum_over_stages(flat: Tensor, axis: Axis) -> Tensor:
+    """In place, to the same bits on every stage and in every replica.
+
+    All replicas of a stage have one sum over replicas, but another stage's ring may have added it
+    up in another order. So that sum is made before, and this one in an order that is the same
+    everywhere: two terms have but one, more are added in the order of the stages.
+    """
+    if axis.size == 2:
+        return comm.all_reduce(flat, axis, label=LABEL)
+    first, *others = comm.all_gather(flat.unsqueeze(0), axis, 0, LABEL)
+    flat.copy_(first)
+    for term in others:
+        flat += term
+    return flat
 
 
 class GradientSums:
@@ -364,6 +376,12 @@ def _replicas(parameter: nn.Parameter) -> str:
     name = shard_of(parameter).replicas
     assert name is not None, "of whole parameters, which have replicas"
     return name
+
+
+def _updated(parameter: nn.Parameter) -> nn.Parameter:
+    """What this rank updates of a parameter that it owns: its part, or all of it."""
+    part = part_of(parameter)
+    return parameter if part is None else part
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:
