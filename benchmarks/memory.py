@@ -123,7 +123,7 @@ def _jobs(parts: list[str], scalings: list[str], numbers: list[int], rounds: int
 
 
 def _limit(name: str, processes: int, title: str) -> dict[str, Any]:
-    """Foretold, and where the scaling says so with the peak that real processes had."""
+    """Estimated, and where the scaling says so with the peak that real processes had."""
     from benchmarks.memory_limits import largest_batch
 
     limit = largest_batch(name, processes, title)

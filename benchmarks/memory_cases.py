@@ -53,7 +53,7 @@ class Scaling:
 PAPER = Scaling(
     "paper",
     "as in the paper: h = 1024 sqrt(p) (3024 at 9), N = 24, s = 512, v = 50304, 16 GB a process, "
-    "foretold",
+    "estimated",
     {1: (1024, 16), 4: (2048, 32), 9: (3024, 54), 16: (4096, 64), 64: (8192, 128)},
     24,
     512,
@@ -97,15 +97,15 @@ def schemes(processes: int) -> dict[str, LayoutConfig]:
 
 # What each costs in time; see memory_price.py. By title, the settings that differ from the first.
 METHODS: dict[str, dict[str, Any]] = {
-    "nothing saved": {"loss_tokens": 0},
-    "loss in parts of 256 tokens": {"loss_tokens": 256},
-    "recompute: selective": {"loss_tokens": 0, "recompute": "selective"},
-    "recompute: full": {"loss_tokens": 0, "recompute": "full"},
-    "clip_by: layer": {"loss_tokens": 0, "clip_by": "layer"},
-    "update: in_backward": {"loss_tokens": 0, "clip_by": "layer", "update": "in_backward"},
-    "offload: optimizer": {"loss_tokens": 0, "offload": "optimizer"},
+    "nothing saved": {"loss_chunk_tokens": 0},
+    "loss in parts of 256 tokens": {"loss_chunk_tokens": 256},
+    "recompute: selective": {"loss_chunk_tokens": 0, "recompute": "selective"},
+    "recompute: full": {"loss_chunk_tokens": 0, "recompute": "full"},
+    "clip_by: layer": {"loss_chunk_tokens": 0, "clip_by": "layer"},
+    "update: in_backward": {"loss_chunk_tokens": 0, "clip_by": "layer", "update": "in_backward"},
+    "offload: optimizer": {"loss_chunk_tokens": 0, "offload": "optimizer"},
     "all of them": {
-        "loss_tokens": 256,
+        "loss_chunk_tokens": 256,
         "recompute": "full",
         "clip_by": "layer",
         "update": "in_backward",

@@ -1,4 +1,4 @@
-"""The largest batch that fits, found by foretelling; and what real processes held with it."""
+"""The largest batch that fits, found by estimating; and what real processes held with it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.memory_cases import SCALINGS, schemes
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.memory.breakdown import Account
-from gridformer.memory.estimate import foretell_rank
+from gridformer.memory.breakdown import MemoryBreakdown
+from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.mesh.process_group import close_world, init_world
@@ -19,7 +19,7 @@ from gridformer.parallel.registry import spec_of
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest batch of a case under its budget. peak: foretold with it, of the fullest rank;
+    """The largest batch of a case under its budget. peak: estimated with it, of the fullest rank;
     more: with the next larger one. unit: what batches are multiples of."""
 
     batch: int
@@ -35,13 +35,13 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
     layout = schemes(processes)[title]
     axis = spec_of(layout).samples_over(layout)
     unit = getattr(layout, axis) if axis else 1
-    found: dict[int, Account] = {}
+    found: dict[int, MemoryBreakdown] = {}
 
     def peak(units: int) -> int:
         if units not in found:
             run = scaling.run(layout, units * unit)
-            each = [foretell_rank(run, rank) for rank in largest_ranks(run)]
-            found[units] = max(each, key=lambda account: account.peak)
+            each = [estimate_rank(run, rank) for rank in largest_ranks(run)]
+            found[units] = max(each, key=lambda breakdown: breakdown.peak)
         return found[units].peak
 
     if peak(1) > scaling.budget:
@@ -84,5 +84,5 @@ def share(layout: LayoutConfig, batch: int, scaling_name: str, recompute: str) -
         run = scaling.run(layout, batch)
         train = run.train.model_copy(update={"recompute": recompute})
         run = run.model_copy(update={"layout": each, "model": model, "train": train})
-        peaks.append(max(foretell_rank(run, rank).peak for rank in largest_ranks(run)))
+        peaks.append(max(estimate_rank(run, rank).peak for rank in largest_ranks(run)))
     return peaks[0] * layout.n_processes / peaks[1]

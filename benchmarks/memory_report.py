@@ -17,7 +17,7 @@ HEAD = """# Memory
 {machines}
 
 Bytes are those of tensors: parameters, gradients, AdamW's moments, activations, workspace and
-messages, of the process that holds most, at the moment when it holds most. **Foretold** is what
+messages, of the process that holds most, at the moment when it holds most. **Estimated** is what
 `gridformer memory` says: the code of one rank, run on tensors without memory in a process group
 that sends nothing. **Measured** is what torch's allocator gave out in real processes over gloo, of
 four steps the least: a thread of gloo holds what was sent a moment longer than needed, by chance,
@@ -30,16 +30,16 @@ LIMITS = """## The largest batch that fits, {title}
 
 GPT-2's blocks with embedding, head and loss, float32, AdamW, `recompute: full`. In brackets the
 batch over that of megatron without sequence parallelism; where a cell is empty, the layout does
-not divide the model. Batches are found by foretelling.
+not divide the model. Batches are found by estimating.
 """
 
-AGREE = """Foretold and measured, with the largest batch that fits, and with the next larger one:
+AGREE = """Estimated and measured, with the largest batch that fits, and with the next larger one:
 """
 
 SHARES = """## What a process holds, times processes, over what one device holds
 
 The same model and batch (4 sequences a process); 1.00 would be a perfect cut of everything,
-workspace and messages included. Foretold.
+workspace and messages included. Estimated.
 """
 
 PRICE = """## What each method costs
@@ -112,7 +112,7 @@ def _agreement(limits: dict[tuple[int, str], dict[str, Any]]) -> str:
                     f"{one['measured_more'] / 1e6:.2f}",
                 ]
             )
-    names = ["", "batch", "foretold, MB", "measured, MB", "", "next: foretold", "measured"]
+    names = ["", "batch", "estimated, MB", "measured, MB", "", "next: estimated", "measured"]
     return _table(names, rows)
 
 

@@ -89,7 +89,7 @@ class Built:
         self.optimizer = torch.optim.AdamW(parameters or [{"params": []}], lr=1e-3, fused=True)
         n = len(x) // (axes.dp.size * axes.batch.size)
         part = axes.dp.index * axes.batch.size + axes.batch.index
-        here = axes.alike.index == 0  # else the common layers are on another sub-grid
+        here = axes.same_batch.index == 0  # else the common layers are on another sub-grid
         self.x, self.g = (t[part * n : (part + 1) * n].to(CPU if here else "meta") for t in (x, g))
 
     def step(self) -> Tensor:

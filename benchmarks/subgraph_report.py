@@ -64,14 +64,14 @@ def plot(measured: Measured, path: Path) -> None:
         raise ValueError("nothing to draw: no sweep with 4 processes was measured")
     rows = -(-len(panels) // 2)
     figure, axes = plt.subplots(rows, 2, figsize=(9, 2.6 * rows), squeeze=False, sharey=True)
-    colours = {"dsp": "#0b6e99", "dsp-attention": "#7a9e3f", "csub": "#c4612a"}
+    colors = {"dsp": "#0b6e99", "dsp-attention": "#7a9e3f", "csub": "#c4612a"}
     for axis, (key, cases) in zip(axes.flat, panels.items()):
         shape, each, sweep = key
         for variant in variants(4)[1:]:
             family, _, g = variant.name.rpartition("-")
             speedups = [_speedup(measured[case.key], variant.name) for case in cases]
             style = "-" if g == "4" else "--"
-            axis.plot([case.heads for case in cases], speedups, style, color=colours[family],
+            axis.plot([case.heads for case in cases], speedups, style, color=colors[family],
                       marker="o", markersize=3, label=variant.title)  # fmt: skip
         axis.axhline(1.0, color="#888888", linewidth=0.8)
         axis.set_xscale("log", base=2)

@@ -216,8 +216,8 @@ class GridformerVariant(Variant):
         choices = decide(size.model(), layout, Work(tokens=size.b * size.s))
         if self.parts > 1:
             products = choices.products.items()
-            in_parts = {name: replace(choice, n_chunks=self.parts) for name, choice in products}
-            choices = replace(choices, products=in_parts)
+            chunked_loss = {name: replace(choice, n_chunks=self.parts) for name, choice in products}
+            choices = replace(choices, products=chunked_loss)
         model = build_parallel(size.model(), layout, axes, 0, CPU, "float32", choices)
         blocks = dict(model.get_submodule("layers").named_children())
         parameters = {

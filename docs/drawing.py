@@ -117,7 +117,7 @@ def cut(r: int, c: int, first: int = 0, labels: bool = True) -> Sheet:
 
 
 def by_place(sheet: Sheet) -> Sheet:
-    """The same blocks, labelled by place in the 2 x 2 grid instead of by number."""
+    """The same blocks, labeled by place in the 2 x 2 grid instead of by number."""
     return [replace(k, label="{},{}".format(*divmod(k.holders[0], 2))) for k in sheet]
 
 
@@ -150,7 +150,7 @@ def fill(
     lw: float = 0.7,
     z: float = 3,
 ) -> None:
-    """A rectangle, its bottom left at (x, y), in its holder's colour or striped in all of them."""
+    """A rectangle, its bottom left at (x, y), in its holder's color or striped in all of them."""
     ax.add_patch(Rectangle((x, y), w, h, facecolor=FILLS[holders[0]], lw=0, zorder=z))
     if len(holders) > 1:
         band = 0.085
@@ -324,7 +324,7 @@ def draw_section(
 
 
 def draw_devices(ax: Any, x: float, top: float, shape: tuple[int, int], axis: str) -> None:
-    """The device grid as the key to the colours, its top right corner at (x, top)."""
+    """The device grid as the key to the colors, its top right corner at (x, top)."""
     r, c = shape
     side = 0.34 if r == 1 else 0.3
     left, low = x - c * side, top - r * side

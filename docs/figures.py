@@ -3,8 +3,8 @@
 One function a figure, one figure a scheme, all on the same block diagram: a transformer layer as
 two rows, attention and feed-forward, each from `enter` to `leave`. The picture language:
 
-- a colour is a device; a block in that colour is held there and nowhere else;
-- stripes are copies: every device whose colour occurs holds the whole block;
+- a color is a device; a block in that color is held there and nowhere else;
+- stripes are copies: every device whose color occurs holds the whole block;
 - a pile of sheets is a set of partial sums, one a device, still to be added up;
 - near black is communication; a dashed outline is a place where none happens.
 
@@ -98,7 +98,7 @@ def draw_tile(ax: Any, x: float, y: float, i: int, j: int) -> None:
 
 
 def draw_panel(ax: Any, x: float, y: float, text: str, device: int, owner: bool = False) -> None:
-    """A block inside a device's tile, in the colour of where it lives; bold if it lives here."""
+    """A block inside a device's tile, in the color of where it lives; bold if it lives here."""
     fill(ax, x - 0.15, y, 0.3, 0.3, (device,), lw=2.2 if owner else 0.8, z=5)
     write(ax, x, y + 0.142, text, 8)
 

@@ -275,7 +275,7 @@ def test_runs_of_before_keep_their_micro_batches() -> None:
     [
         ({"family": "t5", "n_labels": 3}, "n_labels=3 belongs to family gpt2 or bert, not t5"),
         ({"family": "bert", "n_decoder_layers": 2}, "belongs to family t5 or transformer"),
-        ({"family": "t5", "norm_position": "post"}, "norm_position=post: t5 normalises inputs"),
+        ({"family": "t5", "norm_position": "post"}, "norm_position=post: t5 normalizes inputs"),
         ({"family": "gpt2", "relative_buckets": 8}, "relative_buckets=8 belongs to family t5"),
     ],
 )

@@ -28,7 +28,7 @@ OTHERS = ["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "n
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Running text, pairs, and labelled documents, a few hundred of each."""
+    """Running text, pairs, and labeled documents, a few hundred of each."""
     root = tmp_path_factory.mktemp("folders")
     records = []
     for i in range(400):
@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     kinds: dict[str, dict[str, Any]] = {
         "text": {"text_key": "en"},
         "pairs": {"pair_keys": ("en", "de")},
-        "labelled": {"text_key": "en", "label_key": "label"},
+        "labeled": {"text_key": "en", "label_key": "label"},
     }
     for kind, how in kinds.items():
         found[kind] = root / kind
@@ -55,7 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "gpt2": {"model": {"family": "gpt2"}, "kind": "text", "layout": {"dp": 2}},
     "gpt2-labels": {
         "model": {"family": "gpt2", "n_labels": 2},
-        "kind": "labelled",
+        "kind": "labeled",
         "layout": {"scheme": "megatron", "cols": 2},
     },
     "bert": {
@@ -65,7 +65,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "bert-labels": {
         "model": {"family": "bert", "n_labels": 2, "sentence_pair": False},
-        "kind": "labelled",
+        "kind": "labeled",
         "layout": {"scheme": "subgraph", "branches": 2},
     },
     "t5": {

@@ -299,7 +299,7 @@ def test_what_can_be_compiled() -> None:
 
 
 def test_axes_of_one_process() -> None:
-    """Nothing is initialised for it."""
+    """Nothing is initialized for it."""
     axes = build_axes(LayoutConfig(), "cpu")
     assert [axes[name].size for name in ("pp", "dp", "row", "col", "world")] == [1] * 5
 

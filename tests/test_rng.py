@@ -101,7 +101,7 @@ def test_sums_of_rows_and_columns_vary_as_they_should() -> None:
         assert abs(float(sums.var()) / N - 1) < 5 * math.sqrt(2 / N)
 
 
-def test_neighbouring_keys_give_unrelated_numbers() -> None:
+def test_neighboring_keys_give_unrelated_numbers() -> None:
     base = grid()
     keys = [rng.key(seed, "tokens.weight") for seed in (1233, 1235)]
     keys += [rng.key(1234, name) for name in ("positions.weight", "tokens.weighu", "layers.0.x")]

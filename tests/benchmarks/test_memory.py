@@ -11,7 +11,7 @@ from benchmarks.memory_limits import largest_batch
 from benchmarks.memory_report import plot, report
 
 from benchmarks import memory
-from gridformer.memory.estimate import foretell_rank
+from gridformer.memory.estimate import estimate_rank
 
 MACHINE = dict.fromkeys(("date", "cpu", "cores", "torch", "commit", "command"), "-")
 
@@ -41,8 +41,8 @@ def test_the_largest_batch_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> No
     found = largest_batch("tiny", 4, title)
     layout = schemes(4)[title]
     assert found.batch % 2 == 0
-    assert foretell_rank(tiny.run(layout, found.batch), 0).peak == found.peak <= tiny.budget
-    more = foretell_rank(tiny.run(layout, found.batch + found.unit), 0).peak
+    assert estimate_rank(tiny.run(layout, found.batch), 0).peak == found.peak <= tiny.budget
+    more = estimate_rank(tiny.run(layout, found.batch + found.unit), 0).peak
     assert more == found.more > tiny.budget
     monkeypatch.setitem(SCALINGS, "tiny", Scaling("tiny", "", tiny.widths, 1, 8, 50, 1000))
     assert largest_batch("tiny", 4, title).batch == 0

@@ -6,7 +6,7 @@ import pytest
 
 from gridformer.data import TokenFolder
 from gridformer.data.prepare.prepare import prepare_corpus
-from tests.data.helpers import labelled_source, listed, pairs_source, sentences
+from tests.data.helpers import labeled_source, listed, pairs_source, sentences
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,6 +31,6 @@ def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
 
 
 @pytest.fixture(scope="session")
-def labelled_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
-    out = tmp_path_factory.mktemp("labelled") / "t"
-    return prepare_corpus([labelled_source(120)], out, vocab_size=300, val_fraction=0.2)
+def labeled_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
+    out = tmp_path_factory.mktemp("labeled") / "t"
+    return prepare_corpus([labeled_source(120)], out, vocab_size=300, val_fraction=0.2)

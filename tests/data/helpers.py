@@ -9,7 +9,7 @@ import numpy as np
 
 from gridformer.config import RunConfig
 from gridformer.data.prepare.sources import Source
-from gridformer.data.prepare.text_chunks import Piece, labelled, pieces
+from gridformer.data.prepare.text_chunks import Piece, labeled, pieces
 from gridformer.data.tokenfolder import Kind, PartEntry, TokenFolder, TokenSplit
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
@@ -30,7 +30,7 @@ class ListSource:
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
         for document in self.documents():
-            yield from labelled(pieces([document]), self.label(document))
+            yield from labeled(pieces([document]), self.label(document))
 
     def sample(self) -> Iterator[Piece]:
         return self.pieces(Counter())
@@ -87,10 +87,10 @@ def pairs_source(number: int) -> ListSource:
     return ListSource(lambda: both, kind="pairs", languages=("small", "LARGE"))
 
 
-def labelled_source(number: int) -> ListSource:
+def labeled_source(number: int) -> ListSource:
     """Documents whose label is their first word."""
     texts = sentences(number)
-    return ListSource(lambda: texts, kind="labelled", label=lambda text: text.split()[0])
+    return ListSource(lambda: texts, kind="labeled", label=lambda text: text.split()[0])
 
 
 def a_run(folder: TokenFolder, family: str = "gpt2", **values: object) -> RunConfig:

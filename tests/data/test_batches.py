@@ -23,20 +23,20 @@ from tests.data.helpers import a_run, counting_split
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("gpt2", {}),
-    "labelled gpt2": ("gpt2", {"model__n_labels": 10}),
+    "labeled gpt2": ("gpt2", {"model__n_labels": 10}),
     "masked": ("bert", {}),
     "masked, one sentence": ("bert", {"model__sentence_pair": False}),
-    "labelled bert": ("bert", {"model__n_labels": 10, "model__sentence_pair": False}),
+    "labeled bert": ("bert", {"model__n_labels": 10, "model__sentence_pair": False}),
     "spans": ("t5", {}),
     "pairs t5": ("t5", {"data__task": "pairs"}),
     "pairs": ("transformer", {}),
 }
 KEYS = {
     "causal": "tokens targets",
-    "labelled gpt2": "tokens targets valid at labels",
+    "labeled gpt2": "tokens targets valid at labels",
     "masked": "tokens targets segments pair",
     "masked, one sentence": "tokens targets segments",
-    "labelled bert": "tokens targets segments valid at labels",
+    "labeled bert": "tokens targets segments valid at labels",
     "spans": "tokens targets source",
     "pairs t5": "tokens targets source source_valid",
     "pairs": "tokens targets source source_valid",
@@ -46,7 +46,7 @@ Opened = tuple[RunConfig, TokenFolder]
 
 @pytest.fixture(scope="session")
 def opened(
-    text_folder: TokenFolder, pairs_folder: TokenFolder, labelled_folder: TokenFolder
+    text_folder: TokenFolder, pairs_folder: TokenFolder, labeled_folder: TokenFolder
 ) -> dict[str, Opened]:
     """A resolved run and its folder for each of KINDS."""
     out = {}
@@ -54,8 +54,8 @@ def opened(
         folder = text_folder
         if kind.startswith("pairs"):
             folder = pairs_folder
-        elif kind.startswith("labelled"):
-            folder = labelled_folder
+        elif kind.startswith("labeled"):
+            folder = labeled_folder
         out[kind] = (resolve(a_run(folder, family, **values), folder), folder)
     return out
 

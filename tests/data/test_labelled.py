@@ -1,4 +1,4 @@
-"""Labelled documents for both families."""
+"""Labeled documents for both families."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gridformer.data import TokenFolder
-from gridformer.data.samples.labeled import LabelledForDecoder, LabelledForEncoder
+from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
 from gridformer.data.samples.special import SpecialIds
 from gridformer.utils.batch import IGNORE
 
@@ -23,34 +23,34 @@ def the_label(folder: TokenFolder, number: int) -> str:
 
 
 @pytest.mark.parametrize("seq_len", [200, 10])
-def test_decoder(labelled_folder: TokenFolder, seq_len: int) -> None:
-    special = SpecialIds.of("gpt2", "causal", labelled_folder.tokenizer)
-    samples = LabelledForDecoder(labelled_folder.train, seq_len, special)
-    assert samples.n_samples == labelled_folder.train.n_documents
+def test_decoder(labeled_folder: TokenFolder, seq_len: int) -> None:
+    special = SpecialIds.of("gpt2", "causal", labeled_folder.tokenizer)
+    samples = LabeledForDecoder(labeled_folder.train, seq_len, special)
+    assert samples.n_samples == labeled_folder.train.n_documents
     for number in range(samples.n_samples):
         sample: dict[str, Any] = samples.sample(number, DRAW)
-        ids = [*text_of(labelled_folder, number), special.eos]
+        ids = [*text_of(labeled_folder, number), special.eos]
         n = min(len(ids), seq_len)
         assert sample["tokens"][sample["valid"]].tolist() == ids[:n]
         assert sample["at"] == sample["valid"].sum() - 1 == n - 1
         said = ids[1 : seq_len + 1]
         assert sample["targets"].tolist() == said + [IGNORE] * (seq_len - len(said))
-        label = labelled_folder.index.labels[sample["labels"]]
-        assert label == the_label(labelled_folder, number)
+        label = labeled_folder.index.labels[sample["labels"]]
+        assert label == the_label(labeled_folder, number)
 
 
 @pytest.mark.parametrize("seq_len", [200, 10])
-def test_encoder(labelled_folder: TokenFolder, seq_len: int) -> None:
-    special = SpecialIds.of("bert", "masked", labelled_folder.tokenizer)
-    samples = LabelledForEncoder(labelled_folder.train, seq_len, special)
+def test_encoder(labeled_folder: TokenFolder, seq_len: int) -> None:
+    special = SpecialIds.of("bert", "masked", labeled_folder.tokenizer)
+    samples = LabeledForEncoder(labeled_folder.train, seq_len, special)
     for number in range(samples.n_samples):
         sample: dict[str, Any] = samples.sample(number, DRAW)
         hidden = sample["targets"] != IGNORE
         ids = np.where(hidden, sample["targets"], sample["tokens"])
-        text = text_of(labelled_folder, number)[: seq_len - 2]
+        text = text_of(labeled_folder, number)[: seq_len - 2]
         assert ids[sample["valid"]].tolist() == [special.cls, *text, special.sep]
         assert (ids[~sample["valid"]] == special.pad).all()
         assert hidden.sum() == max(1, (15 * len(text) + 50) // 100)
         assert sample["at"] == 0
-        label = labelled_folder.index.labels[sample["labels"]]
-        assert label == the_label(labelled_folder, number)
+        label = labeled_folder.index.labels[sample["labels"]]
+        assert label == the_label(labeled_folder, number)

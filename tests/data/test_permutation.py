@@ -38,7 +38,7 @@ def test_each_position_alone_as_in_the_whole(n: int, seed: int) -> None:
 def test_shuffles() -> None:
     n, epochs = 50, 4000
     images = np.stack([permute(np.arange(n), n, 7, epoch) for epoch in range(epochs)])
-    # Where position 0 goes, and whether neighbours stay in order, over many epochs: within five
+    # Where position 0 goes, and whether neighbors stay in order, over many epochs: within five
     # standard deviations of a fair shuffle.
     counts = np.bincount(images[:, 0], minlength=n)
     assert np.abs(counts - epochs / n).max() < 5 * np.sqrt(epochs / n)

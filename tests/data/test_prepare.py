@@ -21,7 +21,7 @@ from gridformer.utils.errors import DataError, UserError
 from tests.data.helpers import (
     ListSource,
     documents,
-    labelled_source,
+    labeled_source,
     listed,
     pairs_source,
     sentences,
@@ -314,8 +314,8 @@ def test_a_pair_longer_than_a_piece(tmp_path: Path) -> None:
 
 
 def test_labels(tmp_path: Path) -> None:
-    folder = prepare_corpus([labelled_source(60)], tmp_path / "t", vocab_size=300)
-    assert folder.kind == "labelled"
+    folder = prepare_corpus([labeled_source(60)], tmp_path / "t", vocab_size=300)
+    assert folder.kind == "labeled"
     assert folder.index.labels == tuple(sorted(folder.index.labels))
     got = documents(folder)
     for split in (folder.train, folder.val):
@@ -324,7 +324,7 @@ def test_labels(tmp_path: Path) -> None:
         assert names == [text.split()[0] for text in got[split.name]]
 
 
-@pytest.mark.parametrize("make", [pairs_source, labelled_source])
+@pytest.mark.parametrize("make", [pairs_source, labeled_source])
 def test_same_bytes_of_other_kinds(tmp_path: Path, make: Callable[[int], ListSource]) -> None:
     for name in ("a", "b"):
         prepare_corpus([make(50)], tmp_path / name, vocab_size=300)

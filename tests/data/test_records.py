@@ -56,7 +56,7 @@ def test_keys_inside_of_keys(tmp_path: Path) -> None:
 
 def test_labels(tmp_path: Path) -> None:
     (source,) = open_sources([lines(tmp_path / "a.jsonl", LABELLED)], label_key="stars")
-    assert source.kind == "labelled"
+    assert source.kind == "labeled"
     assert labels(source) == [("good", "5"), ("bad", "1")]
     skipped: Counter[str] = Counter()
     list(source.pieces(skipped))
@@ -106,7 +106,7 @@ def test_labels_from_folders(tmp_path: Path) -> None:
         (root / name).write_text(name)
     (source,) = open_sources([str(root)], labels_from_folders=True)
     assert labels(source) == [("neg/a.txt", "neg"), ("neg/deep/b.txt", "neg"), ("pos/c.txt", "pos")]
-    assert source.kind == "labelled"
+    assert source.kind == "labeled"
     with pytest.raises(DataError, match="no folders of them to name labels"):
         open_sources([str(root / "pos")], labels_from_folders=True)
     with pytest.raises(UserError, match="--labels-from-folders changes nothing there"):
@@ -144,5 +144,5 @@ def test_options_and_sources_that_exclude_each_other(tmp_path: Path) -> None:
 
 def test_kinds_of_fields() -> None:
     assert Fields().kind == "text"
-    assert Fields(label="x").kind == "labelled"
+    assert Fields(label="x").kind == "labeled"
     assert Fields(pair=("a.b", "c")).languages == ("b", "c")

@@ -65,17 +65,17 @@ def test_kinds(text_folder: TokenFolder, pairs_folder: TokenFolder) -> None:
         assert "use a model of family t5 or transformer" in problems(pairs_folder, family)
 
 
-def test_labels(text_folder: TokenFolder, labelled_folder: TokenFolder) -> None:
+def test_labels(text_folder: TokenFolder, labeled_folder: TokenFolder) -> None:
     said = problems(text_folder, "gpt2", model__n_labels=2)
     assert "has no labels; write them with `gridformer prepare SOURCE --label-key KEY`" in said
-    said = problems(labelled_folder, "bert", model__n_labels=2)
+    said = problems(labeled_folder, "bert", model__n_labels=2)
     assert "is less than the 10 labels" in said
     assert "use model.n_labels=10" in said
     assert "use model.sentence_pair=false" in said
-    run = a_run(labelled_folder, "gpt2", model__n_labels=12)
-    assert resolve(run, labelled_folder).model.n_labels == 12
+    run = a_run(labeled_folder, "gpt2", model__n_labels=12)
+    assert resolve(run, labeled_folder).model.n_labels == 12
     # Labels need not be learned.
-    assert resolve(a_run(labelled_folder, "bert"), labelled_folder).data.task == "masked"
+    assert resolve(a_run(labeled_folder, "bert"), labeled_folder).data.task == "masked"
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_labels_stay_with_their_documents(
     tmp_path_factory: pytest.TempPathFactory, labels: list[str], seed: int, fraction: float
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
-    with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, "labelled") as writer:
+    with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, "labeled") as writer:
         for number, label in enumerate(labels):
             writer.append([number], False)
             writer.append([number], True, label)
@@ -165,10 +165,10 @@ def test_labels_stay_with_their_documents(
     assert [seen[number] for number in range(len(labels))] == labels
 
 
-@pytest.mark.parametrize(("kind", "said"), [("pairs", "single pair"), ("labelled", "labelled doc")])
+@pytest.mark.parametrize(("kind", "said"), [("pairs", "single pair"), ("labeled", "labeled doc")])
 def test_what_cannot_be_cut(tmp_path: Path, kind: Kind, said: str) -> None:
     with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, kind) as writer:
-        writer.append([1], True, "a" if kind == "labelled" else None)
+        writer.append([1], True, "a" if kind == "labeled" else None)
         if kind == "pairs":
             writer.append([2], True)
         with pytest.raises(DataError, match=f"{said}.*prepare more text"):
@@ -176,7 +176,7 @@ def test_what_cannot_be_cut(tmp_path: Path, kind: Kind, said: str) -> None:
 
 
 def test_labels_that_are_none(tmp_path: Path) -> None:
-    with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, "labelled") as writer:
+    with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, "labeled") as writer:
         for number in range(10_000):
             writer.append([1], True, f"id-{number}")
         with pytest.raises(DataError, match=r"more than 10,000 different labels, .*--label-key"):

@@ -154,8 +154,8 @@ def test_folders_of_version_1_are_text(folder: Path) -> None:
     assert TokenFolder.open(folder).kind == "text"
 
 
-def test_labels_must_fit(labelled_folder: TokenFolder, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(labelled_folder.path, tmp_path / "t"))
+def test_labels_must_fit(labeled_folder: TokenFolder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(labeled_folder.path, tmp_path / "t"))
     change(folder, labels=["one"])
     with pytest.raises(DataError, match=r"labels\.bin: has labels 0 to 9, but .* names 1"):
         TokenFolder.open(folder)

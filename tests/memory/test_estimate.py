@@ -1,4 +1,4 @@
-"""Estimates by formula lie near what the real code is foretold to hold, and bounds are bounds."""
+"""Estimates by formula lie near what the real code is estimated to hold, and bounds are bounds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gridformer.memory.analytic import estimate, states_of
-from gridformer.memory.estimate import foretell_rank
+from gridformer.memory.analytic import quick_estimate, states_of
+from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import largest_ranks
 from tests.choosing import full_unless
 from tests.multirank.test_memory import a_run
@@ -39,6 +39,6 @@ def quick(case: tuple[dict[str, Any], str]) -> bool:
 )
 def test_near_what_is_foretold(layout: dict[str, Any], recompute: str) -> None:
     run = a_run(layout, MODEL, {"recompute": recompute})
-    peak = max(foretell_rank(run, rank).peak for rank in largest_ranks(run))
+    peak = max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
     assert states_of(run) < peak
-    assert 0.6 < estimate(run) / peak < 1.6
+    assert 0.6 < quick_estimate(run) / peak < 1.6

@@ -14,9 +14,9 @@ from gridformer.cli.app import app
 from gridformer.config import RunConfig, load_run
 from gridformer.launch.plan import plan_run
 from gridformer.memory import budget as fits
-from gridformer.memory.breakdown import KINDS, Account
+from gridformer.memory.breakdown import KINDS, MemoryBreakdown
 from gridformer.memory.budget import Room, at_most, changed, fit_problems, nearest, room_of
-from gridformer.memory.estimate import foretell_rank
+from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import chosen_ranks
 from gridformer.parallel.auto import decisions
 from gridformer.parallel.auto.cost import Choices
@@ -35,12 +35,12 @@ def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak(run: RunConfig) -> int:
-    return foretell_rank(run, 0).peak
+    return estimate_rank(run, 0).peak
 
 
 def test_settings_that_are_named_do_fit() -> None:
-    run = a_run({}, WIDE, {"loss_tokens": 0})
-    worst = foretell_rank(run, 0)
+    run = a_run({}, WIDE, {"loss_chunk_tokens": 0})
+    worst = estimate_rank(run, 0)
     n_bytes = round(0.8 * worst.peak)
     offers = nearest(run, worst, n_bytes)
     assert [{*offer.changes} for offer in offers] == [
@@ -55,8 +55,8 @@ def test_settings_that_are_named_do_fit() -> None:
 
 
 def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = a_run({}, {**WIDE, "n_layers": 2}, {"loss_tokens": 0})
-    worst = foretell_rank(run, 0)
+    run = a_run({}, {**WIDE, "n_layers": 2}, {"loss_chunk_tokens": 0})
+    worst = estimate_rank(run, 0)
     ways: list[dict[str, Any]] = [{"train.recompute": "full"}, {"layout.micro_batches": 2}]
     monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter(ways))
     least = min(peak(other) for way in ways if (other := changed(run, way)) is not None)
@@ -72,15 +72,15 @@ def test_every_stage_of_a_pipeline_fits_with_what_is_named(monkeypatch: pytest.M
     """Recomputing empties the first stage, which held the most, and leaves the last its logits:
     then that one holds the most."""
     stages, model = {"pp": 2, "micro_batches": 4}, {"n_layers": 4, "hidden_size": 96}
-    run = a_run(stages, {**model, "vocab_size": 3000}, {"loss_tokens": 0})
+    run = a_run(stages, {**model, "vocab_size": 3000}, {"loss_chunk_tokens": 0})
     again = changed(run, {"train.recompute": "full"})
     assert again is not None
-    before, after = ([foretell_rank(each, rank) for rank in (0, 1)] for each in (run, again))
+    before, after = ([estimate_rank(each, rank) for rank in (0, 1)] for each in (run, again))
     assert before[0].peak > before[1].peak > after[1].peak > after[0].peak
     monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter([{"train.recompute": "full"}]))
     monkeypatch.setattr(fits, "_smaller_batches", lambda run: iter([]))
-    one_by_one = lambda run, ranks, made: [foretell_rank(run, r, made) for r in ranks]  # noqa: E731
-    monkeypatch.setattr(fits, "foretell", one_by_one)
+    one_by_one = lambda run, ranks, made: [estimate_rank(run, r, made) for r in ranks]  # noqa: E731
+    monkeypatch.setattr(fits, "estimate", one_by_one)
     (offer,) = nearest(run, before[0], after[1].peak)
     assert offer.peak == after[1].peak
     assert nearest(run, before[0], after[1].peak - 1) == []
@@ -88,7 +88,7 @@ def test_every_stage_of_a_pipeline_fits_with_what_is_named(monkeypatch: pytest.M
 
 def test_at_last_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, WIDE, {})
-    worst = foretell_rank(run, 0)
+    worst = estimate_rank(run, 0)
     monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter([{"train.recompute": "full"}]))
     again = changed(run, {"train.recompute": "full"})
     assert again is not None
@@ -97,9 +97,9 @@ def test_at_last_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refusal_says_what_there_is_and_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = a_run({}, WIDE, {"loss_tokens": 0})
+    run = a_run({}, WIDE, {"loss_chunk_tokens": 0})
     monkeypatch.setattr(fits, "room_of", lambda run: Room(10**12, "plenty"))
-    monkeypatch.setattr(fits, "foretell", lambda *_: pytest.fail("the bound said enough"))
+    monkeypatch.setattr(fits, "estimate", lambda *_: pytest.fail("the bound said enough"))
     assert fit_problems(run) == []
     monkeypatch.undo()
     size = peak(run)
@@ -118,7 +118,7 @@ def test_what_can_never_fit_is_refused_at_once(
 ) -> None:
     """By the parameters alone: no step is run on any setting."""
     run = a_run(layout, WIDE, {})
-    monkeypatch.setattr(fits, "foretell", lambda *_: pytest.fail("a step was run"))
+    monkeypatch.setattr(fits, "estimate", lambda *_: pytest.fail("a step was run"))
     told: list[str] = []
     monkeypatch.setattr(fits, "room_of", lambda run: Room(1000, "there is no room"))
     (text,) = fit_problems(run, lambda *words: told.extend(words))
@@ -131,18 +131,18 @@ def test_what_can_never_fit_is_refused_at_once(
 
 def test_the_number_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the search gives up in time."""
-    run = a_run({}, WIDE, {"loss_tokens": 0})
+    run = a_run({}, WIDE, {"loss_chunk_tokens": 0})
     size, told = peak(run), []
     monkeypatch.setattr(fits, "room_of", lambda run: Room(round(0.8 * size), "the room is small"))
     monkeypatch.setattr(fits, "SEARCH_S", 0.0)
     tried: list[RunConfig] = []
-    foretell = fits.foretell
+    estimate_ranks = fits.estimate_ranks
 
-    def counted(run: RunConfig, ranks: list[int]) -> list[Account]:
+    def counted(run: RunConfig, ranks: list[int]) -> list[MemoryBreakdown]:
         tried.append(run)
-        return foretell(run, ranks)
+        return estimate_ranks(run, ranks)
 
-    monkeypatch.setattr(fits, "foretell", counted)
+    monkeypatch.setattr(fits, "estimate", counted)
     (text,) = fit_problems(run, lambda found, doing: told.append((found, doing, len(tried))))
     assert len(tried) == 1
     assert "no setting that was tried within 0 s fits; try " in text
@@ -178,7 +178,7 @@ def test_train_refuses_before_any_process_starts(
         "model": {"n_layers": 4, "hidden_size": 64, "n_heads": 4, "max_seq_len": 64},
         "data": {"path": str(token_folder)},
         "layout": {"scheme": "megatron", "cols": 2},
-        "train": {"steps": 1, "global_batch": 32, "loss_tokens": 0, "memory_gib": 0.02},
+        "train": {"steps": 1, "global_batch": 32, "loss_chunk_tokens": 0, "memory_gib": 0.02},
     }
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(sections))
@@ -239,14 +239,14 @@ def test_the_command_prints_a_table_and_draws_a_page(tmp_path: Path) -> None:
     page = tmp_path / "pages" / "memory.html"
     code, text = invoke(*DEMO, "--html", str(page))
     assert code == 0
-    account = foretell_rank(load_run("demo", DEMO[1:]), 0)
-    for kind, n_bytes in account.by_kind.items():
+    breakdown = estimate_rank(load_run("demo", DEMO[1:]), 0)
+    for kind, n_bytes in breakdown.by_kind.items():
         assert re.search(rf"{re.escape(kind)}\s+{n_bytes / 2**20:.3f}", text), kind
-    assert f"{account.peak / 2**20:.3f}" in text
-    assert account.moment in text
+    assert f"{breakdown.peak / 2**20:.3f}" in text
+    assert breakdown.moment in text
     assert "all 4 alike" in text
     drawn = page.read_text(encoding="utf-8")
-    assert all(f'"{kind}"' in drawn for kind in KINDS if kind in account.timeline.bytes_of)
+    assert all(f'"{kind}"' in drawn for kind in KINDS if kind in breakdown.timeline.bytes_of)
     assert not re.search(r"<(script|link)[^>]+(src|href)=", drawn), "it needs nothing else"
 
 

@@ -1,4 +1,4 @@
-"""Foretelling without measuring: what stands for what, and what may be left out."""
+"""Estimating without measuring: what stands for what, and what may be left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gridformer.data.prepare.sources import open_sources
 from gridformer.memory import estimate as module
 from gridformer.memory.breakdown import KINDS, STATES
 from gridformer.memory.budget import at_most
-from gridformer.memory.estimate import foretell, foretell_rank, rows_like, shortened
+from gridformer.memory.estimate import estimate_rank, estimate_ranks, rows_like, shortened
 from gridformer.memory.ranks import largest_ranks
 from tests.multirank.test_memory import a_run
 
@@ -27,32 +27,32 @@ OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
 
 def test_an_account_adds_up() -> None:
     run = a_run({}, {}, {})
-    account = foretell_rank(run, 0)
-    assert sum(account.by_kind.values()) == account.peak
-    assert set(account.by_kind) <= set(KINDS)
+    breakdown = estimate_rank(run, 0)
+    assert sum(breakdown.by_kind.values()) == breakdown.peak
+    assert set(breakdown.by_kind) <= set(KINDS)
     v, s, h, n = 89, 24, 48, run.model.n_layers
     parameters = v * h + s * h + 2 * h + n * (12 * h * h + 13 * h)
-    assert account.by_kind["parameters"] == 4 * parameters
-    counters = account.by_kind["optimizer"] - 8 * parameters  # one a tensor
+    assert breakdown.by_kind["parameters"] == 4 * parameters
+    counters = breakdown.by_kind["optimizer"] - 8 * parameters  # one a tensor
     assert 0 < counters < 4 * 100
-    assert account.between == account.by_kind["parameters"] + account.by_kind["optimizer"]
-    line = account.timeline
+    assert breakdown.between == breakdown.by_kind["parameters"] + breakdown.by_kind["optimizer"]
+    line = breakdown.timeline
     totals = [sum(at) for at in zip(*line.bytes_of.values())]
-    assert max(totals) == account.peak
+    assert max(totals) == breakdown.peak
     assert len(totals) == len(line.times) <= 1500
     assert line.times == sorted(line.times)
     assert [kind for _, kind in line.phases][:3] == ["read the batch", "forward", "backward"]
 
 
 def test_gradients_are_all_there_when_the_update_comes() -> None:
-    account = foretell_rank(a_run({}, {}, {}), 0)
-    gradients = account.timeline.bytes_of["gradients"]
-    assert max(gradients) == account.by_kind["parameters"]
+    breakdown = estimate_rank(a_run({}, {}, {}), 0)
+    gradients = breakdown.timeline.bytes_of["gradients"]
+    assert max(gradients) == breakdown.by_kind["parameters"]
 
 
 def test_activations_are_told_apart_and_recomputation_keeps_few() -> None:
-    plain = foretell_rank(a_run({}, {}, {}), 0)
-    again = foretell_rank(a_run({}, {}, {"recompute": "full"}), 0)
+    plain = estimate_rank(a_run({}, {}, {}), 0)
+    again = estimate_rank(a_run({}, {}, {"recompute": "full"}), 0)
     kinds = {kind for kind in plain.by_kind if kind.startswith("activations")}
     assert len(kinds) == 5
     assert again.activations < 0.4 * plain.activations
@@ -79,8 +79,8 @@ def test_a_shorter_step_has_the_same_peak(layout: dict[str, Any]) -> None:
     assert short.train.global_batch == 4 * short.layout.micro_batches
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "shortened", lambda run: run)
-        whole = [foretell_rank(run, rank).peak for rank in largest_ranks(run)]
-    assert [foretell_rank(run, rank).peak for rank in largest_ranks(run)] == whole
+        whole = [estimate_rank(run, rank).peak for rank in largest_ranks(run)]
+    assert [estimate_rank(run, rank).peak for rank in largest_ranks(run)] == whole
 
 
 def test_which_ranks_hold_most() -> None:
@@ -92,8 +92,8 @@ def test_which_ranks_hold_most() -> None:
     found = largest_ranks(pipeline)
     assert found[0].startswith("stage 1 of 4")
     assert any("(as " in name for name in found.values()), "equal stages are looked at once"
-    peaks = [account.peak for account in foretell(pipeline, [*found])]
-    every = [foretell_rank(pipeline, rank).peak for rank in range(0, 8, 2)]
+    peaks = [breakdown.peak for breakdown in estimate_ranks(pipeline, [*found])]
+    every = [estimate_rank(pipeline, rank).peak for rank in range(0, 8, 2)]
     assert max(peaks) == max(every)
 
 
@@ -108,9 +108,9 @@ def test_4096_ranks_are_foretold_on_one() -> None:
         }
     )
     assert run.layout.n_processes == 4096
-    account = foretell_rank(run, 4095)
-    assert account.rank == 4095
-    states = sum(account.timeline.bytes_of[kind][-1] for kind in STATES)
+    breakdown = estimate_rank(run, 4095)
+    assert breakdown.rank == 4095
+    states = sum(breakdown.timeline.bytes_of[kind][-1] for kind in STATES)
     per_rank = 16 * (4 * 12 * run.model.hidden_size**2) / 64  # 4 layers a stage
     assert per_rank < states < 1.5 * per_rank
     assert time.monotonic() - began < 250, "nothing of it is allocated"
@@ -134,24 +134,24 @@ def test_4096_ranks_are_foretold_on_one() -> None:
     st.sampled_from(["float32", "float64", "bfloat16"]),
 )
 def test_the_bound_is_one(model: dict[str, Any], batch: int, dtype: str) -> None:
-    run = a_run({}, model, {"global_batch": batch, "dtype": dtype, "loss_tokens": 0})
-    assert foretell_rank(run, 0).peak <= at_most(run)
+    run = a_run({}, model, {"global_batch": batch, "dtype": dtype, "loss_chunk_tokens": 0})
+    assert estimate_rank(run, 0).peak <= at_most(run)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Text, and labelled documents."""
+    """Text, and labeled documents."""
     root = tmp_path_factory.mktemp("kinds")
     for label in ("good", "bad"):
         (root / "text" / label).mkdir(parents=True)
         for i in range(30):
             text = " ".join(f"{label} word {i * j}" for j in range(40))
             (root / "text" / label / f"{i}.txt").write_text(text)
-    found = {"text": root / "plain", "labelled": root / "labelled"}
+    found = {"text": root / "plain", "labeled": root / "labeled"}
     sources = open_sources([str(root / "text")])
     prepare_corpus(sources, found["text"], vocab_size=300, val_fraction=0.2)
     sources = open_sources([str(root / "text")], labels_from_folders=True)
-    prepare_corpus(sources, found["labelled"], vocab_size=300, val_fraction=0.2)
+    prepare_corpus(sources, found["labeled"], vocab_size=300, val_fraction=0.2)
     return found
 
 
@@ -159,10 +159,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("kind", "model", "data"),
     [
         ("text", {"family": "gpt2"}, {}),
-        ("labelled", {"family": "gpt2", "n_labels": 2}, {}),
+        ("labeled", {"family": "gpt2", "n_labels": 2}, {}),
         ("text", {"family": "bert"}, {}),
         ("text", {"family": "bert", "sentence_pair": False}, {}),
-        ("labelled", {"family": "bert", "n_labels": 2, "sentence_pair": False}, {}),
+        ("labeled", {"family": "bert", "n_labels": 2, "sentence_pair": False}, {}),
         ("text", {"family": "t5"}, {"source_len": 24}),
     ],
 )
@@ -184,17 +184,17 @@ def test_batches_have_the_shapes_of_real_ones(
 
 
 def test_layouts_larger_than_this_machine_need_no_group_here() -> None:
-    foretell_rank(a_run({**OPTIMUS, "dp": 2}, {}, {}), 5)
+    estimate_rank(a_run({**OPTIMUS, "dp": 2}, {}, {}), 5)
     assert not torch.distributed.is_initialized()
 
 
 def test_offloaded_moments_are_not_on_the_device() -> None:
     model = {"n_layers": 6}
-    plain = foretell_rank(a_run({}, model, {"device": "cuda"}), 0)
-    away = foretell_rank(a_run({}, model, {"device": "cuda", "offload": "optimizer"}), 0)
+    plain = estimate_rank(a_run({}, model, {"device": "cuda"}), 0)
+    away = estimate_rank(a_run({}, model, {"device": "cuda", "offload": "optimizer"}), 0)
     assert plain.host == 0
     assert away.host == plain.by_kind["optimizer"]
     assert "optimizer" not in away.by_kind
     assert plain.between - away.between == away.host
-    on_cpu = foretell_rank(a_run({}, model, {"device": "cpu", "offload": "optimizer"}), 0)
+    on_cpu = estimate_rank(a_run({}, model, {"device": "cpu", "offload": "optimizer"}), 0)
     assert on_cpu.host == 0, "there both memories are one"

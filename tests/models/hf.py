@@ -24,7 +24,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=st
 LEAVES = ("weight", "bias")
 
 
-def randomise(model: Any, dtype: torch.dtype, spread: float = 0.2) -> Any:
+def randomize(model: Any, dtype: torch.dtype, spread: float = 0.2) -> Any:
     """Random weights of a spread that makes every part matter; biases and norms included."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -18,7 +18,7 @@ from tests.models.hf import (
     assert_close,
     lengths_mask,
     plain,
-    randomise,
+    randomize,
     together,
     tokens_of,
     transformers,
@@ -55,7 +55,7 @@ def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
             attn_implementation="eager",
         )
     )
-    return randomise(model, dtype)
+    return randomize(model, dtype)
 
 
 def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -182,4 +182,4 @@ def plain_state(config: ModelConfig) -> dict[str, Tensor]:
     from gridformer.models import build_model
 
     model = build_model(config).double()
-    return {name: p.detach() for name, p in randomise(model, torch.float64).named_parameters()}
+    return {name: p.detach() for name, p in randomize(model, torch.float64).named_parameters()}

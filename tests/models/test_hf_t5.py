@@ -16,7 +16,7 @@ from tests.models.hf import (
     assert_close,
     lengths_mask,
     plain,
-    randomise,
+    randomize,
     together,
     tokens_of,
     transformers,
@@ -62,7 +62,7 @@ def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
             eos_token_id=1,
         )
     )
-    return randomise(model, dtype)
+    return randomize(model, dtype)
 
 
 def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

@@ -12,13 +12,13 @@ from torch import Tensor
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
 from tests.models import test_hf, test_hf_bert
-from tests.models.hf import assert_close, lengths_mask, plain, randomise, tokens_of
+from tests.models.hf import assert_close, lengths_mask, plain, randomize, tokens_of
 
 N_LABELS = 5
 S = 12
 
 
-def labelled(family: str) -> tuple[Model, Any]:
+def labeled(family: str) -> tuple[Model, Any]:
     """Ours with a branch of labels, its weights random; theirs, which has none."""
     pair = test_hf.pair if family == "gpt2" else test_hf_bert.pair
     changes = {} if family == "gpt2" else {"sentence_pair": False}
@@ -32,8 +32,8 @@ def labelled(family: str) -> tuple[Model, Any]:
         else test_hf.ModelConfig(**{**base, **values})
     )
     state = module.from_hugging_face(theirs.state_dict(), config)
-    branch = randomise(torch.nn.ModuleDict({"pooler": torch.nn.Linear(48, 48)}), torch.float64)
-    labels = randomise(torch.nn.Linear(48, N_LABELS), torch.float64)
+    branch = randomize(torch.nn.ModuleDict({"pooler": torch.nn.Linear(48, 48)}), torch.float64)
+    labels = randomize(torch.nn.Linear(48, N_LABELS), torch.float64)
     state = {name: value for name, value in state.items() if not name.startswith("pair.")}
     state |= {
         "classifier.pooler.weight": branch["pooler"].weight.detach().t(),
@@ -55,7 +55,7 @@ def hidden_of(theirs: Any, tokens: Tensor, valid: Tensor) -> Tensor:
 def test_a_chosen_token_of_a_padded_document_is_classified(family: str) -> None:
     """Words' logits where text is real: no padding is seen and, by GPT-2, nothing that comes later.
     Labels: the hidden vector at `at`, a product, tanh, another product."""
-    ours, theirs = labelled(family)
+    ours, theirs = labeled(family)
     tokens, valid = tokens_of(211, 4, S), lengths_mask([12, 7, 1, 5], S)
     at = torch.tensor([11, 3, 0, 4])
     branch: Any = ours.classifier
@@ -72,7 +72,7 @@ def test_a_chosen_token_of_a_padded_document_is_classified(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_losses_of_labels_and_words_are_sums_over_those_that_count(family: str) -> None:
-    ours, _ = labelled(family)
+    ours, _ = labeled(family)
     tokens, valid = tokens_of(211, 4, S), lengths_mask([12, 7, 1, 5], S)
     batch = {
         "tokens": tokens,
@@ -97,7 +97,7 @@ def test_losses_of_labels_and_words_are_sums_over_those_that_count(family: str) 
 
 def test_smoothing_and_labels_do_not_mix() -> None:
     """The share of label smoothing is of words; a branch's labels are taken as they are."""
-    ours, _ = labelled("gpt2")
+    ours, _ = labeled("gpt2")
     ours.loss.smoothing = 0.1
     batch = {"tokens": tokens_of(211, 2, S), "at": torch.tensor([3, 11])}
     batch["labels"], batch["targets"] = torch.tensor([1, 3]), tokens_of(211, 2, S, seed=2)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gridformer.memory.tracker import Ledger
+from gridformer.memory.tracker import MemoryTracker
 from gridformer.models.blocks import IGNORE, CrossEntropy, chunked_loss, places_per_chunk
 
 H = 6
@@ -122,13 +122,13 @@ def test_logits_exist_for_one_part_at_a_time(training: bool) -> None:
 
     def run(tokens: int) -> tuple[int, int]:
         """The peak above the start, and the largest storage, in bytes."""
-        with Ledger() as ledger, torch.set_grad_enabled(training):
-            ledger.mark([x, targets, *head.parameters()], "before")
-            before = ledger.live()
+        with MemoryTracker() as tracker, torch.set_grad_enabled(training):
+            tracker.mark([x, targets, *head.parameters()], "before")
+            before = tracker.live()
             found = in_chunks(x, targets, head, CrossEntropy(), [*head.parameters()], tokens)
             if training:
                 found.backward()
-        return ledger.peak()[1] - before, max(e.n_bytes for e in ledger.entries if not e.kind)
+        return tracker.peak()[1] - before, max(e.n_bytes for e in tracker.entries if not e.kind)
 
     peak, largest = run(0)
     assert largest == b * s * v * 4

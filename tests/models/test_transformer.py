@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models import Transformer, build_model
 from gridformer.models.blocks import SinusoidalPositions
-from tests.models.hf import assert_close, lengths_mask, plain, randomise, tokens_of
+from tests.models.hf import assert_close, lengths_mask, plain, randomize, tokens_of
 
 V = 97
 
@@ -29,7 +29,7 @@ def model_of(**changes: Any) -> Transformer:
         "max_seq_len": 32,
     }
     config = ModelConfig(**{**values, **changes})
-    weights = randomise(build_model(config).double(), torch.float64).named_parameters()
+    weights = randomize(build_model(config).double(), torch.float64).named_parameters()
     model = plain(config, torch.float64, {name: p.detach() for name, p in weights})
     assert isinstance(model, Transformer)
     return model

@@ -81,7 +81,7 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "data.source_len": (0, 0, 1, 2, 3, 4, 6, 8),
     "train.seed": (0, 1, 1234, 2**63 - 1),
     "train.global_batch": (1, 2, 3, 4, 6, 8, 12, 24),
-    "train.loss_tokens": (0, 1, 2, 3, 5, 1024),
+    "train.loss_chunk_tokens": (0, 1, 2, 3, 5, 1024),
     "train.lr": (1e-3, 3e-3, 1e-2),
     "train.min_lr_ratio": (0.0, 0.1, 1.0),
     "train.warmup_steps": (0, 0, 1, 3),

@@ -168,7 +168,7 @@ def _shard_of(parameter: torch.nn.Parameter, block: Tensor) -> Shard:
 def without_methods(settings: TrainConfig) -> TrainConfig:
     """Without any method that saves memory."""
     plain: dict[str, Any] = {"recompute": "none", "update": "after_backward", "offload": "none"}
-    return settings.model_copy(update={**plain, "loss_tokens": 0})
+    return settings.model_copy(update={**plain, "loss_chunk_tokens": 0})
 
 
 @dataclass(frozen=True)

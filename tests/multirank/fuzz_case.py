@@ -15,7 +15,7 @@ from tests.multirank.drawing import Sections, draw_run, run_of, shortened
 QUICK = 40  # the first so many seeds are those of `make test`, and of few processes
 LARGEST, USUAL, FEW = 16, 8, 4  # processes: of one case in eight, of the others, of quick ones
 # What a run may change on its way without a change of its numbers.
-METHODS = {"recompute", "update", "offload", "loss_tokens", "sanity_checks"}
+METHODS = {"recompute", "update", "offload", "loss_chunk_tokens", "sanity_checks"}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ REPLICAS: Layout = {"scheme": "megatron", "cols": 2, "dp": 2, "pp": 2}
 BRANCHES: Layout = {"scheme": "subgraph", "branches": 2, "dp": 2, "pp": 2}
 PIPELINE: Layout = {"pp": 4, "dp": 2}
 AROUND_0 = ("0 to 1", "1 to 0", "0 to 3", "3 to 0")
-NAMES = ("pp", "dp", "row", "col", "grid", "branch", "every", "world")
+NAMES = ("pp", "dp", "row", "col", "grid", "branch", "dp_branch", "world")
 
 
 def seconds_of(group: ProcessGroup | None) -> float:
@@ -68,10 +68,10 @@ def timeouts_of(axes: Axes) -> dict[str, float]:
     ("layout", "names"),
     [
         (GRID, {"pp", "row", "col", "grid", "world", "0 to 1", "1 to 0"}),
-        (BRANCHES, {"pp", "dp", "branch", "every", "world", "0 to 1", "1 to 0"}),
+        (BRANCHES, {"pp", "dp", "branch", "dp_branch", "world", "0 to 1", "1 to 0"}),
         (
             PIPELINE,
-            {"pp", "dp", "every", "world", "holders", "0 to 3", "3 to 0", "0 to 1", "1 to 0"},
+            {"pp", "dp", "dp_branch", "world", "holders", "0 to 3", "3 to 0", "0 to 1", "1 to 0"},
         ),
     ],
     ids=["grid", "branches", "pipeline"],
@@ -124,8 +124,8 @@ def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str
     ("layout", "names"),
     [
         (GRID, {"pp", "row", "col", "grid", "world", "0 to 1"}),
-        (REPLICAS, {"pp", "dp", "every", "col", "grid", "world", "0 to 1"}),
-        (BRANCHES, {"pp", "dp", "branch", "every", "world", "0 to 1"}),
+        (REPLICAS, {"pp", "dp", "dp_branch", "col", "grid", "world", "0 to 1"}),
+        (BRANCHES, {"pp", "dp", "branch", "dp_branch", "world", "0 to 1"}),
     ],
     ids=["grid", "replicas", "branches"],
 )
@@ -156,7 +156,12 @@ def _along(name: str, layout: Layout, rank: int) -> list[int]:
         "megatron": ["pp", "dp", "col"],
         "subgraph": ["pp", "dp", "branch"],
     }[layout["scheme"]]
-    together = {"0 to 1": ["pp"], "world": axes, "grid": ["row", "col"], "every": ["dp", "branch"]}
+    together = {
+        "0 to 1": ["pp"],
+        "world": axes,
+        "grid": ["row", "col"],
+        "dp_branch": ["dp", "branch"],
+    }
     over = together.get(name, [name])
     ranks = torch.arange(8).view(2, 2, 2)
     place = (ranks == rank).nonzero()[0].tolist()

@@ -10,7 +10,7 @@ import torch
 
 from gridformer.comm import record
 from gridformer.config import LayoutConfig
-from gridformer.memory.tracker import Ledger
+from gridformer.memory.tracker import MemoryTracker
 from gridformer.parallel import build_parallel
 from gridformer.parallel.tensor.linear import weights_kept
 from tests.choosing import full_unless
@@ -44,16 +44,16 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
     model.loss_chunk_tokens = tokens
     rows = slice(axes.row.index * B // axes.row.size, (axes.row.index + 1) * B // axes.row.size)
     batch = {key: value[rows] for key, value in batches_of(0, CONFIG, B).items()}
-    with weights_kept(model), Ledger() as ledger, record() as recorder:
-        ledger.mark([*model.parameters(), *batch.values()], "before")
+    with weights_kept(model), MemoryTracker() as tracker, record() as recorder:
+        tracker.mark([*model.parameters(), *batch.values()], "before")
         hidden = model.hidden(batch).detach().requires_grad_()
-        start, before, sent = ledger.now, ledger.live(), len(recorder.records)
+        start, before, sent = tracker.now, tracker.live(), len(recorder.records)
         model.losses_of(hidden, batch)["tokens"].backward()
     moved: Counter[tuple[str, str]] = Counter()
     for r in recorder.records[sent:]:
         moved[r.axis, r.op] += int(r.moved)
-    largest = max(e.n_bytes for e in ledger.entries if e.born > start)
-    peak = max(n_bytes for when, n_bytes in ledger.curve() if when > start)
+    largest = max(e.n_bytes for e in tracker.entries if e.born > start)
+    peak = max(n_bytes for when, n_bytes in tracker.curve() if when > start)
     return largest, peak - before, moved
 
 

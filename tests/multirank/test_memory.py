@@ -1,4 +1,4 @@
-"""What is foretold of a rank's memory is what torch's allocator then hands out to it.
+"""What is estimated of a rank's memory is what torch's allocator then hands out to it.
 
 Measured are allocations as the allocator counts them, in real processes. Of several steps the one
 with the lowest peak counts: threads of gloo hold tensors a moment longer than those who wait for
@@ -16,7 +16,7 @@ import torch
 
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.memory.budget import at_most
-from gridformer.memory.estimate import foretell_rank
+from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.validation import check
@@ -26,7 +26,7 @@ from tests.multirank.matrix import CELLS, Cell, quick
 from tests.multirank.pool import WorkerPool
 
 AGREE = 0.05
-SETTINGS: dict[str, Any] = {"global_batch": 32, "loss_tokens": 32}
+SETTINGS: dict[str, Any] = {"global_batch": 32, "loss_chunk_tokens": 32}
 
 
 def a_run(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> RunConfig:
@@ -54,7 +54,7 @@ def agrees_of(
 ) -> None:
     """Held longer by chance, on a busy machine, is not each time: of five one must agree."""
     check(run)
-    told = {rank: foretell_rank(run, rank).peak for rank in largest_ranks(run)}
+    told = {rank: estimate_rank(run, rank).peak for rank in largest_ranks(run)}
     found = []
     for _ in range(5):
         got = dict(pool.run(run.layout.n_processes, measuring, run, *args))
@@ -112,7 +112,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "bfloat16": (OPTIMUS, {"dtype": "bfloat16"}),
     "float16": (MEGATRON, {"dtype": "float16"}),
-    "whole logits": (OPTIMUS, {"loss_tokens": 0}),
+    "whole logits": (OPTIMUS, {"loss_chunk_tokens": 0}),
     "several micro-batches": ({**MEGATRON, "micro_batches": 4}, {}),
     "broadcast": ({**OPTIMUS, "schedule": "broadcast"}, {}),
     "pipelined": ({**OPTIMUS, "schedule": "pipelined"}, {}),

@@ -21,8 +21,8 @@ from tests.multirank.test_matrix import SETTINGS, n_of, refusal
 
 STEPS = 2
 METHODS: dict[str, dict[str, Any]] = {
-    "full": {"recompute": "full", "loss_tokens": 21},
-    "selective": {"recompute": "selective", "loss_tokens": 50},
+    "full": {"recompute": "full", "loss_chunk_tokens": 21},
+    "selective": {"recompute": "selective", "loss_chunk_tokens": 50},
 }
 POSSIBLE = [cell for cell in CELLS if n_of(cell) <= 8 and not refusal(cell)]
 # Of two that show as much, the one with dropout, whose masks must be the same again.

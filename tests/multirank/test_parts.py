@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from gridformer.memory import estimate as foretell
-from gridformer.memory.estimate import foretell_rank
+from gridformer.memory import estimate as estimate_ranks
+from gridformer.memory.estimate import estimate_rank
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto import heuristics as rules
@@ -180,7 +180,7 @@ def test_volumes_are_the_same_in_more_messages(pool: WorkerPool, layout: dict[st
 # --------------------------------------------------------------------------- memory
 
 
-def in_parts(run: RunConfig, n_bytes: int) -> tuple[int, int]:
+def chunked_loss(run: RunConfig, n_bytes: int) -> tuple[int, int]:
     with parts_of(n_bytes):
         return measured(run)
 
@@ -190,23 +190,23 @@ def in_parts(run: RunConfig, n_bytes: int) -> tuple[int, int]:
 )
 def test_foretold_is_measured_and_less(pool: WorkerPool, layout: dict[str, Any]) -> None:
     run = a_run({**layout, "keep_gathered": "none"}, {}, {"recompute": "full"})
-    whole = foretell_rank(run, 0).peak
+    whole = estimate_rank(run, 0).peak
     with parts_of(20_000) as decided:
-        agrees_of(pool, run, in_parts, 20_000)
-        assert foretell_rank(run, 0).peak < whole
+        agrees_of(pool, run, chunked_loss, 20_000)
+        assert estimate_rank(run, 0).peak < whole
     assert max(c.n_chunks for found in decided for c in found.products.values()) > 2
 
 
 def test_some_parts_hold_what_all_do() -> None:
-    """What is foretold, for which middle parts are left out."""
+    """What is estimated, for which middle parts are left out."""
     run = a_run({**GRID, "keep_gathered": "none"}, {"n_layers": 1}, {"recompute": "full"})
     with parts_of(5_000) as decided:
-        some = foretell_rank(run, 0)
-        with patch.object(foretell, "skip_middle_chunks", lambda _: None):
-            every = foretell_rank(run, 0)
+        some = estimate_rank(run, 0)
+        with patch.object(estimate_ranks, "skip_middle_chunks", lambda _: None):
+            every = estimate_rank(run, 0)
     assert max(c.n_chunks for found in decided for c in found.products.values()) > 8
     assert (some.peak, some.by_kind) == (every.peak, every.by_kind)
-    at_most = [max(account.timeline.bytes_of["workspace"]) for account in (some, every)]
+    at_most = [max(breakdown.timeline.bytes_of["workspace"]) for breakdown in (some, every)]
     assert at_most[0] == at_most[1], "nor elsewhere in the step"
     assert some.timeline.times[-1] < every.timeline.times[-1]
 
@@ -254,7 +254,7 @@ def test_foretold_of_a_large_run() -> None:
         layout=LayoutConfig(scheme="optimus", rows=8, cols=8, schedule="gather"),
         train=TrainConfig(global_batch=256, recompute="full", device="cpu"),
     )
-    found = foretell_rank(run, 0)
+    found = estimate_rank(run, 0)
     with patch.object(rules, "CHUNK_BYTES", 1 << 40):
-        whole = foretell_rank(run, 0)
+        whole = estimate_rank(run, 0)
     assert found.peak < 0.75 * whole.peak

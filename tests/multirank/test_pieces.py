@@ -121,7 +121,7 @@ def test_pieces_of_any_shape_arrive(
 
 
 def test_one_rank_keeps_what_it_has() -> None:
-    """Nothing is initialised for it, and nothing is counted."""
+    """Nothing is initialized for it, and nothing is counted."""
     axis, x = Axis("col"), torch.arange(3.0)
     with record() as recorder:
         (kept,) = comm.all_to_all([x], [x.shape], axis)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridformer.comm import record
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
-from gridformer.memory.tracker import Ledger
+from gridformer.memory.tracker import MemoryTracker
 from gridformer.models import Model, build_model
 from gridformer.models.blocks import Layer, Linear, RecomputeMode
 from gridformer.parallel import build_parallel
@@ -184,11 +184,11 @@ def test_all_but_the_last_product_is_multiplied_again(
 def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
     """Bytes that one rank holds after a forward pass and did not before."""
     model, batch, _ = start(layout, config, recompute)
-    with weights_kept(model), Ledger() as ledger:
-        ledger.mark([*model.parameters(), *batch.values()], "before")
+    with weights_kept(model), MemoryTracker() as tracker:
+        tracker.mark([*model.parameters(), *batch.values()], "before")
         loss = loss_of(model, batch)
         time.sleep(0.02)  # gloo's threads let go of a message a moment after it is waited for
-        found = sum(e.n_bytes for e in ledger.entries if e.died is None and e.kind != "before")
+        found = sum(e.n_bytes for e in tracker.entries if e.died is None and e.kind != "before")
         assert loss.requires_grad
     return found
 
@@ -250,16 +250,16 @@ def entered(layout: Layout) -> tuple[int, int]:
 
     def marked(self: StageIO, *args: Any) -> dict[str, Tensor]:
         found = entering(self, *args)
-        ledger.mark(found.values(), "entering")
+        tracker.mark(found.values(), "entering")
         return found
 
     def watched(*args: Any) -> None:
-        mine = [e for e in ledger.entries if e.kind == "entering"]
+        mine = [e for e in tracker.entries if e.kind == "entering"]
         seen.append((sum(e.n_bytes for e in mine if e.died is None), sum(e.n_bytes for e in mine)))
         backward(*args)
 
     with (
-        Ledger() as ledger,
+        MemoryTracker() as tracker,
         patch.object(StageIO, "entering", marked),
         patch.object(torch.autograd, "backward", watched),
     ):
@@ -346,7 +346,7 @@ def gathered(
 
     def comes(unit: Unit) -> int:
         """Elements from other replicas."""
-        return sum((parcel.axis.size - 1) * parcel.share for parcel in unit._parcels)
+        return sum((flat_bucket.axis.size - 1) * flat_bucket.share for flat_bucket in unit._parcels)
 
     layers = sum(map(comes, gathering.layers))
     said = 2 * plan.micro_batches * layers + comes(gathering.rest)

@@ -18,7 +18,7 @@ from gridformer import comm
 from gridformer.comm import Axis, Pending
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.parallel import build_parallel
-from gridformer.parallel.gradients import assert_copies_equal
+from gridformer.parallel.data.gradients import assert_copies_equal
 from gridformer.train.step import Stepper
 from tests.choosing import full_unless
 from tests.multirank.exactness import CPU, axes_of, batches_of, tiny

@@ -143,7 +143,7 @@ def test_layers_without_gradient_are_summed_as_zeros(pool: WorkerPool, common: s
 
 def places(layout: Layout) -> dict[str, tuple[int, tuple[int, ...]]]:
     axes = axes_of(LayoutConfig(**layout))
-    names = ("branch", "dp", "every", "batch", "alike")
+    names = ("branch", "dp", "dp_branch", "batch", "same_batch")
     return {name: (axes[name].index, axes[name].ranks) for name in names}
 
 
@@ -160,11 +160,11 @@ def test_ranks_lie_in_the_order_asked_for(pool: WorkerPool, order: str, common: 
 
         assert found["branch"] == (y, tuple(at(x, i) for i in range(g)))
         assert found["dp"] == (x, tuple(at(i, y) for i in range(dp)))
-        index, ranks = found["every"]
+        index, ranks = found["dp_branch"]
         assert set(ranks) == set(range(g * dp))
         assert ranks[index] == rank, "what is kept of a gather or sent by a root goes by index"
         assert (index == 0) == (rank == 0), "which counts norms, and belongs to the first sub-grid"
-        shared, alone = ("batch", "alike") if common == "all" else ("alike", "batch")
+        shared, alone = ("batch", "same_batch") if common == "all" else ("same_batch", "batch")
         assert found[shared] == found["branch"]
         assert found[alone][0] == 0
         assert len(found[alone][1]) == 1
@@ -255,7 +255,7 @@ def compare_labels(layout: Layout) -> dict[str, float]:
             assert lm.is_meta == label.is_meta
             worst["elsewhere"] = float(lm.is_meta)
             value = torch.zeros(2, dtype=torch.float64)
-            if the_axes.alike.index == 0:
+            if the_axes.same_batch.index == 0:
                 value = torch.stack((lm, label)).detach()
             sums.append(comm.all_reduce(value, the_axes.world))
         worst[f"loss {step}"] = float((sums[1] / sums[0] - 1).abs().max())

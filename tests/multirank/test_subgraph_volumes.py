@@ -260,7 +260,10 @@ def test_gradients_of_branches_travel_among_those_that_hold_them(
         over_dp, every = branch_share, common
         if layout["common"] == "first":
             over_dp, every = branch_share + (common if branch == 0 else 0), 0
-        want = {"dp": 2 * Fraction(dp - 1, dp) * over_dp, "every": 2 * Fraction(n - 1, n) * every}
+        want = {
+            "dp": 2 * Fraction(dp - 1, dp) * over_dp,
+            "dp_branch": 2 * Fraction(n - 1, n) * every,
+        }
         assert {r.axis for r in gradients.records} == {
             name for name, moved in want.items() if moved
         }
@@ -268,7 +271,7 @@ def test_gradients_of_branches_travel_among_those_that_hold_them(
         for name, moved in want.items():
             assert math.isclose(gradients.moved(axis=name), moved), name
         assert {r.size for r in gradients.records if r.axis == "dp"} <= {dp}
-        assert {r.size for r in gradients.records if r.axis == "every"} <= {n}
+        assert {r.size for r in gradients.records if r.axis == "dp_branch"} <= {n}
 
 
 # --------------------------------------------------------------------------- messages

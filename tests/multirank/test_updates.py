@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.memory.tracker import Entry, Ledger
+from gridformer.memory.tracker import Entry, MemoryTracker
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import part_of
@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "clip_by_layer": {"clip_by": "layer"},
     "in_backward, not clipped": {"update": "in_backward", "clip_norm": 0.0},
     "offload": {"offload": "optimizer"},
-    "all": {**IN_BACKWARD, "offload": "optimizer", "recompute": "full", "loss_tokens": 21},
+    "all": {**IN_BACKWARD, "offload": "optimizer", "recompute": "full", "loss_chunk_tokens": 21},
 }
 
 
@@ -137,7 +137,7 @@ N_LAYERS = 6
 
 
 @dataclass
-class Held:
+class ZeroShard:
     """Bytes of gradients of layers' matrices: of one layer, the most at once, after the step; and
     the most of all tensors together."""
 
@@ -147,18 +147,18 @@ class Held:
     peak: int
 
 
-def held(layout: Layout, train: dict[str, Any]) -> Held:
+def held(layout: Layout, train: dict[str, Any]) -> ZeroShard:
     torch.set_num_threads(1)
     plan, config = LayoutConfig(**layout), tiny(n_layers=N_LAYERS, max_seq_len=4)
     axes = axes_of(plan)
     model = build_parallel(config, plan, axes, 1, CPU)
     layers = [module for module in model.modules() if isinstance(module, Layer)]
     matrices = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
-    ledger = Ledger()
+    tracker = MemoryTracker()
 
     def mark(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        ledger.mark([parameter.grad], "gradient")
+        tracker.mark([parameter.grad], "gradient")
 
     for parameter in (p for each in matrices for p in each):
         parameter.register_post_accumulate_grad_hook(mark)
@@ -176,13 +176,13 @@ def held(layout: Layout, train: dict[str, Any]) -> Held:
             part.grad = None
     gc.collect()
     gc.disable()
-    with ledger:
+    with tracker:
         step(1)
     gc.enable()
-    marked = [entry for entry in ledger.entries if entry.kind == "gradient"]
+    marked = [entry for entry in tracker.entries if entry.kind == "gradient"]
     one = sum(p.numel() * p.element_size() for p in matrices[0])
     after = sum(grad_bytes(p) for each in matrices for p in each)
-    return Held(one, peak(marked), after, ledger.peak()[1])
+    return ZeroShard(one, peak(marked), after, tracker.peak()[1])
 
 
 def grad_bytes(parameter: nn.Parameter) -> int:
@@ -191,7 +191,7 @@ def grad_bytes(parameter: nn.Parameter) -> int:
 
 
 def peak(entries: list[Entry]) -> int:
-    log = Ledger()
+    log = MemoryTracker()
     log.entries = entries
     return log.peak()[1]
 

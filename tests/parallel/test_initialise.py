@@ -15,7 +15,7 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models.blocks import Init, new_parameter
 from gridformer.parallel import build_parallel
-from gridformer.parallel.initialization import initialise
+from gridformer.parallel.initialization import initialize
 from gridformer.parallel.sharding import Placement, place, shard_of
 from gridformer.utils import rng
 from tests.parallel.grids import LAYOUTS, name_of, ranks
@@ -57,7 +57,7 @@ def test_transposed_blocks_are_stored_column_by_column() -> None:
         with torch.device("meta"):
             module.weight = new_parameter(7, 10, init=Init(std=0.5))
         place(module, "weight", Placement(("row", "col"), pad=6, transposed=transposed), axes)
-        initialise(module, 1, CPU, torch.float64)
+        initialize(module, 1, CPU, torch.float64)
         return module.get_parameter("weight")
 
     plain, turned = block(False), block(True)
@@ -173,7 +173,7 @@ def test_any_spread_of_vectors_and_matrices(
         with torch.device("meta"):
             module.weight = new_parameter(*shape, init=Init(mean=3.0, std=0.5))
         place(module, "weight", Placement(cut), axes)
-        initialise(module, 1, CPU, torch.float64)
+        initialize(module, 1, CPU, torch.float64)
         return module.get_parameter("weight")
 
     whole = filled(Axes(), (None,) * len(shape)).detach()

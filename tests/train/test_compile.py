@@ -152,7 +152,7 @@ def test_blocks_that_are_computed_again_compile(
     for n_steps in (1, 3):
         torch._dynamo.reset()
         counters.clear()
-        methods: dict[str, Any] = {"recompute": recompute, "loss_tokens": 12}
+        methods: dict[str, Any] = {"recompute": recompute, "loss_chunk_tokens": 12}
         got = train(config, "aot_eager", n_steps, dtype=dtype, **methods)
         seen.append(graphs())
     assert seen[0] == seen[1]

@@ -50,9 +50,9 @@ def memory(
     from gridformer.cli.waiting import waiting
     from gridformer.launch.plan import read_run_without_data
     from gridformer.memory.budget import Room, refusal
-    from gridformer.memory.estimate import foretell
+    from gridformer.memory.estimate import estimate_ranks
     from gridformer.memory.ranks import chosen_ranks
-    from gridformer.memory.show import print_accounts, write_page
+    from gridformer.memory.show import print_breakdowns, write_page
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.utils.extras import require
     from gridformer.utils.units import GIB
@@ -64,15 +64,15 @@ def memory(
     chosen = chosen_ranks(checked, ranks, decisions)
     console = Console(highlight=False)
     with console.status(f"running a step of {len(chosen)} rank{'s' * (len(chosen) > 1)}"):
-        accounts = foretell(checked, [*chosen], decisions)
-    print_accounts(checked, accounts, chosen, console)
+        breakdowns = estimate_ranks(checked, [*chosen], decisions)
+    print_breakdowns(checked, breakdowns, chosen, console)
     if html is not None:
-        write_page(checked, accounts, chosen, html)
+        write_page(checked, breakdowns, chosen, html)
         console.print(f"Over time: {html}")
     gib = budget or checked.train.memory_gib
     if not gib:
         return
-    worst = max(accounts, key=lambda account: account.peak)
+    worst = max(breakdowns, key=lambda breakdown: breakdown.peak)
     if worst.peak <= gib * GIB:
         console.print(f"It fits: the most is {worst.peak / GIB:.3g} of {gib:g} GiB.")
         return

@@ -79,7 +79,7 @@ def prepare(
     """Turn text into a token folder that `gridformer train` reads.
 
     Every file, and every record of a data set, is a document; a corpus may be larger than memory.
-    Pairs of texts are for translation, labelled documents for classification.
+    Pairs of texts are for translation, labeled documents for classification.
 
     For a first try: gridformer prepare python-stdlib --out data/python-stdlib
     """
@@ -114,7 +114,7 @@ def prepare(
             overwrite=overwrite,
             on_progress=bar.show,
         )
-    _summarise(folder, out, Console())
+    _summarize(folder, out, Console())
 
 
 class _Bar:
@@ -162,7 +162,7 @@ def _two_keys(text: str | None) -> tuple[str, str] | None:
     return keys[0], keys[1]
 
 
-def _summarise(folder: TokenFolder, out: Path, console: Console) -> None:
+def _summarize(folder: TokenFolder, out: Path, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -199,7 +199,7 @@ def _next(folder: TokenFolder, out: Path) -> str:
     """A command that trains on the folder."""
     words = ["gridformer", "train", "translate" if folder.kind == "pairs" else "demo"]
     words.append(f"data.path={out}")
-    if folder.kind == "labelled":
+    if folder.kind == "labeled":
         words.append(f"model.n_labels={len(folder.index.labels)}")
     words += [f"{key}={n}" for key, n in _usual_lengths(folder).items()]
     # A run directory of its own: the one of the run file may hold a model of other data.

@@ -72,7 +72,7 @@ class LayoutConfig(Config):
     feed_forward: Literal["branched", "common"] = "branched"
     order: Literal["topology", "contiguous"] = Field(
         default="topology",
-        description="subgraph: neighbouring ranks are of one segmented collective, or of one "
+        description="subgraph: neighboring ranks are of one segmented collective, or of one "
         "sub-grid",
     )
     devices_per_node: int = Field(

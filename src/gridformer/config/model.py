@@ -97,7 +97,7 @@ class ModelConfig(Config):
             and getattr(self, key) != type(self).model_fields[key].default
         ]
         if self.norm_position == "post" and self.family in ("gpt2", "t5"):
-            problems.append(f"norm_position=post: {self.family} normalises inputs; use pre")
+            problems.append(f"norm_position=post: {self.family} normalizes inputs; use pre")
         if self.family == "t5" and self.relative_max_distance <= self.relative_buckets // 2:
             problems.append(
                 f"relative_max_distance={self.relative_max_distance}: the first half of "

@@ -72,7 +72,7 @@ class TrainConfig(Config):
         description="optimizer: its moments are kept in the host's memory, and a layer's copied to "
         "the device while it is updated",
     )
-    loss_tokens: int = Field(
+    loss_chunk_tokens: int = Field(
         default=1024,
         ge=0,
         description="of a micro-batch, whose logits exist at a time on a device; 0: all",

@@ -83,7 +83,7 @@ def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
         return []
     problems = []
     found = len(folder.index.labels)
-    if folder.kind != "labelled":
+    if folder.kind != "labeled":
         problems.append(
             f"model.n_labels={n_labels}: {run.data.path} has no labels; write them with "
             f"`gridformer prepare SOURCE --label-key KEY`, or --labels-from-folders, or use "
@@ -96,7 +96,7 @@ def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
         )
     if model.family == "bert" and model.sentence_pair:
         problems.append(
-            f"model.n_labels={n_labels}: a labelled document has no sentence B for "
+            f"model.n_labels={n_labels}: a labeled document has no sentence B for "
             f"model.sentence_pair=true; use model.sentence_pair=false"
         )
     return problems

@@ -5,7 +5,7 @@
     train.bin            token ids, little-endian uint16 (uint32 past 65536 tokens), documents one
                          after the other, each ended by the end-of-text token
     train.offsets.bin    little-endian int64: where each document starts, and the end
-    train.labels.bin     of labelled folders: little-endian int32, the label of each document
+    train.labels.bin     of labeled folders: little-endian int32, the label of each document
     val.bin, val.offsets.bin, val.labels.bin
 
 A corpus of a single document is cut in two; only then does train.bin end without the token. In a
@@ -34,7 +34,7 @@ INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 OFFSET_DTYPE = np.dtype("<i8")
 LABEL_DTYPE = np.dtype("<i4")
-Kind = Literal["text", "pairs", "labelled"]
+Kind = Literal["text", "pairs", "labeled"]
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 
@@ -118,7 +118,7 @@ class TokenSplit:
     """One split. tokens [n_tokens] are ids of the folder's dtype, offsets [n_documents + 1] int64.
 
     Document d is tokens[offsets[d] : offsets[d + 1]], its end-of-text token included. labels
-    [n_documents] int32 are there in labelled folders only.
+    [n_documents] int32 are there in labeled folders only.
     """
 
     name: str
@@ -290,7 +290,7 @@ def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any])
             f"{path / INDEX}: gives {name} {entry.documents} documents, which make no pairs: "
             f"{_again(path)}"
         )
-    labels = _open_labels(path, name, index, entry) if index.kind == "labelled" else None
+    labels = _open_labels(path, name, index, entry) if index.kind == "labeled" else None
     return TokenSplit(name, tokens_file, tokens, offsets, index.vocab_size, labels)
 
 

@@ -17,7 +17,7 @@ class Search:
     """How a target is looked for. One beam is greedy search.
 
     A hypothesis of n tokens, its end included, scores log p / n^length_penalty: above 0 that
-    favours longer ones.
+    favors longer ones.
     """
 
     beams: int = 4

@@ -1,1 +1,1 @@
-"""What a run holds in memory: foretold before anything is allocated, measured, and made to fit."""
+"""What a run holds in memory: estimated before anything is allocated, measured, and made to fit."""

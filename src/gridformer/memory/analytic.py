@@ -1,7 +1,7 @@
-"""About what a device of a run holds, by formulas: at once, where `foretell` takes seconds.
+"""About what a device of a run holds, by formulas: at once, where `estimate` takes seconds.
 
 Of parameters there are the matrices alone, and of activations what any layer keeps. What a device
-really holds, to the byte, `gridformer memory` finds by running the code (memory/foretell.py).
+really holds, to the byte, `gridformer memory` finds by running the code (memory/estimate.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def total_states(run: RunConfig) -> float:
     return float(choices.parameters) * choices.work.state_bytes
 
 
-def estimate(run: RunConfig) -> float:
+def quick_estimate(run: RunConfig) -> float:
     """About the most bytes that a device holds at a time."""
     choices, pp = decide(run.model, run.layout, work_of(run)), run.layout.pp
     in_layers, head = _states(run, choices)
@@ -103,4 +103,4 @@ def _logits(run: RunConfig, choices: Choices) -> float:
         rows = work.tokens if replicated else work.tokens / choices.cols
     else:
         width /= choices.cols
-    return 3 * min(rows, work.loss_tokens or rows) * width * 4
+    return 3 * min(rows, work.loss_chunk_tokens or rows) * width * 4

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gridformer.memory.tracker import Entry, Ledger
+from gridformer.memory.tracker import Entry, MemoryTracker
 from gridformer.models import blocks
 from gridformer.models.blocks.recompute import in_backward
 from gridformer.parallel.data.zero import part_of
@@ -53,7 +53,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Account:
+class MemoryBreakdown:
     """Bytes of one rank over one optimizer step.
 
     peak: the most it held at a time; moment: what was going on then; by_kind: what it was made of.
@@ -75,47 +75,47 @@ class Account:
         return sum(self.by_kind.get(kind, 0) for kind in ACTIVATIONS)
 
 
-def take_account(
+def take_breakdown(
     stepper: Stepper, rank: int, step: Callable[[], object], host: Sequence[Tensor] = ()
-) -> Account:
+) -> MemoryBreakdown:
     """Watch one optimizer step.
 
     Args:
         step: runs it. The optimizer's state exists already.
         host: of that, what would lie in the host's memory and not in the device's.
     """
-    ledger = Ledger()
+    tracker = MemoryTracker()
     model, updates = stepper.model, stepper.updates
     held: dict[int, Tensor] = {}
     for parameter in model.parameters():
         part = part_of(parameter)
         held |= {id(p): p for p in (parameter, part) if p is not None}
-    ledger.mark(held.values(), "parameters")
-    ledger.mark((t for state in updates.state.values() for t in state.values()), "optimizer")
-    in_host = ledger.leave_out(host)
-    between, start = ledger.live(), ledger.now
-    with _watching(stepper, ledger, [*held.values()]) as done, ledger:
+    tracker.mark(held.values(), "parameters")
+    tracker.mark((t for state in updates.state.values() for t in state.values()), "optimizer")
+    in_host = tracker.leave_out(host)
+    between, start = tracker.live(), tracker.now
+    with _watching(stepper, tracker, [*held.values()]) as done, tracker:
         step()
-    when, peak = ledger.peak()
+    when, peak = tracker.peak()
     by_kind = Counter[str]()
-    for entry in ledger.alive_at(when):
+    for entry in tracker.alive_at(when):
         by_kind[_kind(entry)] += entry.n_bytes
-    return Account(
+    return MemoryBreakdown(
         rank,
         peak,
-        _moment(ledger, when, done),
+        _moment(tracker, when, done),
         {kind: by_kind[kind] for kind in KINDS if by_kind[kind]},
         between,
         in_host,
-        _timeline(ledger, start, done),
+        _timeline(tracker, start, done),
     )
 
 
 @contextmanager
 def _watching(
-    stepper: Stepper, ledger: Ledger, held: list[Tensor]
+    stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]
 ) -> Iterator[list[tuple[int, str]]]:
-    """Tell the ledger which module is run, forward and backward, and which tensors are gradients.
+    """Tell the memory tracker which module is run, forward and backward, and which tensors are gradients.
 
     held: all that has gradients. Yields a list that fills with the parts of the step: when each was
     done, and its name.
@@ -127,28 +127,28 @@ def _watching(
 
     def enters(kind: str, name: str) -> Callable[..., None]:
         def before(*_: Any) -> None:
-            stack.append(ledger.place)
+            stack.append(tracker.place)
             again = "again, " if in_backward() else ""
-            ledger.at(f"{kind}|{again}forward of {name}")
+            tracker.at(f"{kind}|{again}forward of {name}")
 
         return before
 
     def leaves(is_layer: bool, name: str) -> Callable[..., None]:
         def after(_: nn.Module, __: Any, out: Any) -> None:
-            ledger.at(stack.pop())
+            tracker.at(stack.pop())
             if is_layer and isinstance(out, Tensor) and out.requires_grad:
-                out.register_hook(lambda _: ledger.at(f"|backward of {name}"))
+                out.register_hook(lambda _: tracker.at(f"|backward of {name}"))
 
         return after
 
     def marked(owner: nn.Parameter) -> None:
         if owner.grad is not None:
-            ledger.mark([owner.grad], "gradients")
+            tracker.mark([owner.grad], "gradients")
 
     def was_done(event: Event) -> None:
-        ledger.at("")
-        ledger.mark((p.grad for p in held if p.grad is not None), "gradients")
-        done.append((ledger.now, event.kind))
+        tracker.at("")
+        tracker.mark((p.grad for p in held if p.grad is not None), "gradients")
+        done.append((tracker.now, event.kind))
 
     for name, module in model.named_modules():
         for kind, types in _MODULES.items():
@@ -168,9 +168,9 @@ def _watching(
             handle.remove()
 
 
-def _moment(ledger: Ledger, when: int, done: list[tuple[int, str]]) -> str:
+def _moment(tracker: MemoryTracker, when: int, done: list[tuple[int, str]]) -> str:
     """In words: the module that was run, or the part of the step."""
-    _, _, doing = ledger.place_at(when).partition("|")
+    _, _, doing = tracker.place_at(when).partition("|")
     if doing:
         return doing
     part = next((kind for end, kind in done if end >= when), "")
@@ -189,10 +189,10 @@ def _kind(entry: Entry) -> str:
     return "workspace"
 
 
-def _timeline(ledger: Ledger, start: int, done: list[tuple[int, str]]) -> Timeline:
-    end = ledger.now + 1
+def _timeline(tracker: MemoryTracker, start: int, done: list[tuple[int, str]]) -> Timeline:
+    end = tracker.now + 1
     rows = {kind: np.zeros(end + 1, dtype=np.int64) for kind in KINDS}
-    for entry in ledger.entries:
+    for entry in tracker.entries:
         row = rows[_kind(entry)]
         row[entry.born] += entry.n_bytes
         row[end if entry.died is None else entry.died] -= entry.n_bytes

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from gridformer.config import RunConfig
-from gridformer.memory.analytic import estimate, states_of, total_states
-from gridformer.memory.breakdown import STATES, Account
-from gridformer.memory.estimate import foretell, on_gpu
+from gridformer.memory.analytic import quick_estimate, states_of, total_states
+from gridformer.memory.breakdown import STATES, MemoryBreakdown
+from gridformer.memory.estimate import estimate_ranks, on_gpu
 from gridformer.memory.ranks import largest_ranks
 from gridformer.mesh.launch_env import joined
 from gridformer.models import build_model
@@ -77,7 +77,7 @@ def fit_problems(
 ) -> list[str]:
     """Why a checked run cannot fit on this machine, with settings that do; mostly none.
 
-    The account is only taken where bounds that cost nothing do not already answer. tell: is told at
+    The breakdown is only taken where bounds that cost nothing do not already answer. tell: is told at
     once what is found and what goes on, for settings that fit may take a while to find. decisions:
     what `decide_run` said of the run; it is asked if they are not given.
     """
@@ -92,8 +92,8 @@ def fit_problems(
     tell("", "looking whether it fits into memory")
     began = time.monotonic()
     decisions = decisions or decide_run(run)
-    accounts = foretell(run, [*largest_ranks(run, decisions)], decisions)
-    worst = max(accounts, key=lambda account: account.peak)
+    breakdowns = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
+    worst = max(breakdowns, key=lambda breakdown: breakdown.peak)
     if worst.peak <= room.n_bytes:
         return []
     return [refusal(run, worst, room, tell, time.monotonic() - began)]
@@ -101,14 +101,14 @@ def fit_problems(
 
 def refusal(
     run: RunConfig,
-    worst: Account | None,
+    worst: MemoryBreakdown | None,
     room: Room,
     tell: Tell = silent,
     took: float = 0.0,
 ) -> str:
     """That it does not fit, of what it consists, and what would.
 
-    worst: the account of the rank that holds most; not needed where the room is too small for
+    worst: the breakdown of the rank that holds most; not needed where the room is too small for
     parameters, gradients and optimizer alone. took: seconds that it took; settings of which each
     would take longer than there is time are not tried.
     """
@@ -186,7 +186,7 @@ class Offer:
 
 def nearest(
     run: RunConfig,
-    worst: Account | None,
+    worst: MemoryBreakdown | None,
     n_bytes: int,
     at_most: int = 3,
     patience: Patience | None = None,
@@ -211,12 +211,12 @@ def nearest(
             return None
         decisions = decide_run(other)
         if worst is not None:
-            found = foretell(other, [worst.rank], decisions)[0].peak
+            found = estimate_ranks(other, [worst.rank], decisions)[0].peak
             if found > n_bytes or run.layout.pp == 1:
                 return found
         # Stages may change places as the largest.
         ranks = [*largest_ranks(other, decisions)]
-        return max(account.peak for account in foretell(other, ranks, decisions))
+        return max(breakdown.peak for breakdown in estimate_ranks(other, ranks, decisions))
 
     found: list[Offer] = []
     saves: list[Changes] = []
@@ -245,9 +245,9 @@ def nearest(
     return []
 
 
-def _likely(run: RunConfig, worst: Account | None, n_bytes: int) -> Offer | None:
+def _likely(run: RunConfig, worst: MemoryBreakdown | None, n_bytes: int) -> Offer | None:
     """The first setting with which the run should fit by formula, if any; else several together."""
-    scale = worst.peak / estimate(run) if worst else 1.0
+    scale = worst.peak / quick_estimate(run) if worst else 1.0
     ways, together = [*_cheapest_first(run)], Changes()
     sums = []
     for change in ways:
@@ -255,7 +255,7 @@ def _likely(run: RunConfig, worst: Account | None, n_bytes: int) -> Offer | None
         sums.append(together)
     for changes in [*ways, *sums]:
         other = changed(run, changes)
-        if other is not None and (size := estimate(other) * scale) <= n_bytes:
+        if other is not None and (size := quick_estimate(other) * scale) <= n_bytes:
             return Offer(changes, round(size))
     return None
 
@@ -263,8 +263,8 @@ def _likely(run: RunConfig, worst: Account | None, n_bytes: int) -> Offer | None
 def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
     """What saves memory, by what it costs in time; of one kind the mildest first."""
     layout, train = run.layout, run.train
-    if train.loss_tokens == 0 or train.loss_tokens > 256:
-        yield {"train.loss_tokens": 256}
+    if train.loss_chunk_tokens == 0 or train.loss_chunk_tokens > 256:
+        yield {"train.loss_chunk_tokens": 256}
     free, slower = spec_of(layout).savings(layout)
     yield from free
     if layout.dp > 1 and layout.dp_mode == "replicate":

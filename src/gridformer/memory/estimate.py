@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gridformer.config import RunConfig
-from gridformer.memory.breakdown import Account, take_account
+from gridformer.memory.breakdown import MemoryBreakdown, take_breakdown
 from gridformer.memory.fake import fake_tensors, skip_middle_chunks
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
@@ -33,28 +33,28 @@ from gridformer.utils.forkserver import warm_up
 from gridformer.utils.hardware import n_cores
 
 DEVICE = torch.device("cpu")
-# What takes time to import, and only who foretells needs.
+# What takes time to import, and only who estimates needs.
 _FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg")
 
 
-def foretell(
+def estimate_ranks(
     run: RunConfig, ranks: Sequence[int], decisions: Decisions | None = None
-) -> list[Account]:
-    """The accounts of some ranks of a checked run; several are taken at a time.
+) -> list[MemoryBreakdown]:
+    """The breakdowns of some ranks of a checked run; several are taken at a time.
 
     decisions: what `decide_run` said of the run; it is asked if they are not given.
     """
     decisions = decisions or decide_run(run)
     if len(ranks) == 1:
-        return [foretell_rank(run, ranks[0], decisions)]
+        return [estimate_rank(run, ranks[0], decisions)]
     warm_up(__name__, *_FAKES)  # unless there is a server already from which processes are forked
     workers = min(len(ranks), n_cores())
     with ProcessPoolExecutor(workers, get_context("forkserver")) as pool:
-        return [*pool.map(partial(foretell_rank, run, decisions=decisions), ranks)]
+        return [*pool.map(partial(estimate_rank, run, decisions=decisions), ranks)]
 
 
-def foretell_rank(run: RunConfig, rank: int, decisions: Decisions | None = None) -> Account:
-    """The account of one rank, over one optimizer step.
+def estimate_rank(run: RunConfig, rank: int, decisions: Decisions | None = None) -> MemoryBreakdown:
+    """The breakdown of one rank, over one optimizer step.
 
     Not in a process that belongs to a process group already.
     """
@@ -89,7 +89,7 @@ def foretell_rank(run: RunConfig, rank: int, decisions: Decisions | None = None)
             host: list[Tensor] = []
             if train.offload == "optimizer" and on_gpu(run):
                 host = [t for state in stepper.updates.state.values() for t in state.values()]
-            return take_account(stepper, rank, step, host)
+            return take_breakdown(stepper, rank, step, host)
 
 
 def on_gpu(run: RunConfig) -> bool:

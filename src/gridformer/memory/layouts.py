@@ -152,9 +152,9 @@ def _problems(run: RunConfig) -> list[str]:
 
 
 def _held(run: RunConfig) -> float:
-    from gridformer.memory.analytic import estimate
+    from gridformer.memory.analytic import quick_estimate
 
-    return estimate(run)
+    return quick_estimate(run)
 
 
 def _smallest_batch(layout: LayoutConfig) -> int:

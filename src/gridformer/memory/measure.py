@@ -24,7 +24,7 @@ _LET_GO_S = 0.02  # for threads of gloo, which hold what was sent a moment longe
 
 
 def measure_rank(run: RunConfig, n_steps: int = 4) -> tuple[int, int]:
-    """This process's rank in a run on CPU, and its measured peak: what `foretell_rank` foretells.
+    """This process's rank in a run on CPU, and its measured peak: what `estimate_rank` estimates.
 
     Call it on every process of the run's process group.
     """

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gridformer.config import RunConfig
-from gridformer.memory.breakdown import KINDS, Account
+from gridformer.memory.breakdown import KINDS, MemoryBreakdown
 from gridformer.parallel.registry import describe
 from gridformer.utils.units import byte_unit
 
@@ -30,47 +30,50 @@ _COLOURS = {
 }
 
 
-def print_accounts(
-    run: RunConfig, accounts: Sequence[Account], stand_for: Mapping[int, str], console: Console
+def print_breakdowns(
+    run: RunConfig,
+    breakdowns: Sequence[MemoryBreakdown],
+    stand_for: Mapping[int, str],
+    console: Console,
 ) -> None:
     """What each rank holds at its peak, one column a rank."""
     console.print(Text(_title(run)))
-    unit, name = byte_unit(max(account.peak for account in accounts))
-    for start in range(0, len(accounts), _COLUMNS):
-        some = accounts[start : start + _COLUMNS]
+    unit, name = byte_unit(max(breakdown.peak for breakdown in breakdowns))
+    for start in range(0, len(breakdowns), _COLUMNS):
+        some = breakdowns[start : start + _COLUMNS]
         table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
         table.add_column(f"{name} at the peak")
-        for account in some:
-            table.add_column(_heading(account, stand_for), justify="right")
+        for breakdown in some:
+            table.add_column(_heading(breakdown, stand_for), justify="right")
         for kind in KINDS:
-            if any(kind in account.by_kind for account in some):
+            if any(kind in breakdown.by_kind for breakdown in some):
                 table.add_row(kind, *(_size(a.by_kind.get(kind, 0), unit) for a in some))
-        total = [_size(account.peak, unit) for account in some]
+        total = [_size(breakdown.peak, unit) for breakdown in some]
         table.add_row("peak", *total, style="bold")
-        table.add_row("when", *(account.moment for account in some))
-        table.add_row("between steps", *(_size(account.between, unit) for account in some))
-        if any(account.host for account in some):
-            host = [_size(account.host, unit) for account in some]
+        table.add_row("when", *(breakdown.moment for breakdown in some))
+        table.add_row("between steps", *(_size(breakdown.between, unit) for breakdown in some))
+        if any(breakdown.host for breakdown in some):
+            host = [_size(breakdown.host, unit) for breakdown in some]
             table.add_row("in the host's memory", *host)
         console.print(table)
 
 
 def write_page(
-    run: RunConfig, accounts: Sequence[Account], stand_for: Mapping[int, str], path: Path
+    run: RunConfig, breakdowns: Sequence[MemoryBreakdown], stand_for: Mapping[int, str], path: Path
 ) -> None:
     """One page, with all that it needs: memory by kind over a step, a plot a rank."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    unit, name = byte_unit(max(account.peak for account in accounts))
+    unit, name = byte_unit(max(breakdown.peak for breakdown in breakdowns))
     titles = [
-        f"{_heading(account, stand_for).replace(chr(10), ', ')}: {account.peak / unit:.4g} {name} "
-        f"({account.moment})"
-        for account in accounts
+        f"{_heading(breakdown, stand_for).replace(chr(10), ', ')}: {breakdown.peak / unit:.4g} {name} "
+        f"({breakdown.moment})"
+        for breakdown in breakdowns
     ]
-    figure = make_subplots(rows=len(accounts), cols=1, subplot_titles=titles)
-    for row, account in enumerate(accounts, start=1):
-        line = account.timeline
+    figure = make_subplots(rows=len(breakdowns), cols=1, subplot_titles=titles)
+    for row, breakdown in enumerate(breakdowns, start=1):
+        line = breakdown.timeline
         for kind in KINDS:
             if kind in line.bytes_of:
                 figure.add_trace(
@@ -98,12 +101,12 @@ def write_page(
                 col=1,
             )
         figure.update_yaxes(title=name, rangemode="tozero", row=row, col=1)
-    figure.update_xaxes(title="allocations and frees, in order", row=len(accounts), col=1)
+    figure.update_xaxes(title="allocations and frees, in order", row=len(breakdowns), col=1)
     figure.update_layout(
         title=_title(run),
         hovermode="x unified",
         template="plotly_white",
-        height=120 + 420 * len(accounts),
+        height=120 + 420 * len(breakdowns),
         legend={"traceorder": "reversed"},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,9 +139,9 @@ def _title(run: RunConfig) -> str:
     return f"{run.model.name} on {describe(run.layout)}: {', '.join(parts)}"
 
 
-def _heading(account: Account, stand_for: Mapping[int, str]) -> str:
-    said = stand_for.get(account.rank, "")
-    return f"rank {account.rank}" + (f"\n{said}" if said else "")
+def _heading(breakdown: MemoryBreakdown, stand_for: Mapping[int, str]) -> str:
+    said = stand_for.get(breakdown.rank, "")
+    return f"rank {breakdown.rank}" + (f"\n{said}" if said else "")
 
 
 def _size(n_bytes: int, unit: int) -> str:

@@ -2,7 +2,7 @@
 
 Storages are counted, not tensors: views share one. A storage is born when an operation makes it,
 and ends when nothing holds it: no tensor, no autograd graph, no message on its way. The same log is
-kept of real tensors, which measures, and of fake ones, which foretells.
+kept of real tensors, which measures, and of fake ones, which estimates.
 
 What an operation allocates and frees within itself (a kernel's workspace, buffers of gloo) is not
 seen, nor what an allocator rounds up.
@@ -41,7 +41,7 @@ class Entry:
     until_backward: bool = False
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Keeps the log while it is entered. `place` is set by whoever knows what goes on.
 
     Storages that are resized in place (a message's buffer is freed, a parameter is gathered again)
@@ -77,7 +77,7 @@ class Ledger(TorchDispatchMode):
                 n_bytes, entry.n_bytes = n_bytes + entry.n_bytes, 0
         return n_bytes
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> MemoryTracker:
         self._real_resize = resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, n_bytes: int) -> Any:

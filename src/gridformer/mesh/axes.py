@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-_TOGETHER = {"grid": ("row", "col"), "every": ("dp", "branch")}
+_TOGETHER = {"grid": ("row", "col"), "dp_branch": ("dp", "branch")}
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Axes:
     pp, dp: pipeline stage and replica. row, col: of the grid of one replica; grid: both together.
     `row` indexes the rows of the grid, so the devices that differ only in it form a *column*: a
     broadcast "along row i" of the papers is a collective over the axis `col`.
-    branch: sub-grids of sub-graph parallelism, one index each; every: dp and branch together.
-    batch: over which the samples of one replica's micro-batch are cut; alike: along which devices
-    are given the same samples. Each is one of those before, or of size 1. lines: ranks along pp,
+    branch: sub-grids of sub-graph parallelism, one index each; dp_branch: dp and branch together.
+    batch: over which the samples of one replica's micro-batch are cut; same_batch: along which devices
+    are given the same samples. Each is one of those before, or of size 1. pp_lines: ranks along pp,
     of all processes, this one's line among them.
     """
 
@@ -58,12 +58,12 @@ class Axes:
     col: Axis = Axis("col")
     grid: Axis = Axis("grid")
     branch: Axis = Axis("branch")
-    every: Axis = Axis("every")
+    dp_branch: Axis = Axis("dp_branch")
     batch: Axis = Axis("batch")
-    alike: Axis = Axis("alike")
+    same_batch: Axis = Axis("same_batch")
     world: Axis = Axis("world")
     device_type: str = "cpu"
-    lines: tuple[tuple[int, ...], ...] = ()
+    pp_lines: tuple[tuple[int, ...], ...] = ()
     _holders: dict[tuple[int, ...], Axis] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -79,7 +79,7 @@ class Axes:
 
     def new_groups(self, sets: Iterable[Sequence[int]], purpose: str) -> ProcessGroup | None:
         """The same for several sets of indices that share none: the one that this process is in."""
-        lines = [sorted(line[i] for i in stages) for stages in sets for line in self.lines]
+        lines = [sorted(line[i] for i in stages) for stages in sets for line in self.pp_lines]
         return make_groups(lines, purpose)
 
     def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:
@@ -115,7 +115,7 @@ class Axes:
             elif larger:
                 axes[name] = replace(larger[0], name=name)
         lines = _lines(ranks, names, ("pp",)) if "pp" in names else []
-        return Axes(**axes, device_type=device_type, lines=tuple(map(tuple, lines)))
+        return Axes(**axes, device_type=device_type, pp_lines=tuple(map(tuple, lines)))
 
 
 def _lines(ranks: Tensor, names: Sequence[str], over: Sequence[str]) -> list[list[int]]:

@@ -216,7 +216,7 @@ def rank_grid(sizes: Sizes, block: NodeBlock | None) -> Tensor:
 def sub_grids(pp: int, dp: int, g: int, order: Literal["topology", "contiguous"]) -> Tensor:
     """The rank of process x of sub-grid y, for each pipeline stage: [pp, dp, g], int64.
 
-    `topology`: x*g + y, so that the g members of a segmented collective (equal x) are neighbours.
+    `topology`: x*g + y, so that the g members of a segmented collective (equal x) are neighbors.
     `contiguous`: y*dp + x, so that the dp members of a sub-grid are (Jain et al. 2021, SUPER).
     """
     import torch

@@ -43,7 +43,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNeXt(nn.Module):
-    """Images [b, colours, y, x] to logits [b, classes].
+    """Images [b, colors, y, x] to logits [b, classes].
 
     Args:
         channels, width: of the blocks, and of each path inside one. branches: paths of a block (the
@@ -57,10 +57,10 @@ class ResNeXt(nn.Module):
         branches: int = 8,
         blocks: int = 3,
         classes: int = 10,
-        colours: int = 1,
+        colors: int = 1,
     ) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(colours, channels, 3, padding=1, bias=False)
+        self.stem = nn.Conv2d(colors, channels, 3, padding=1, bias=False)
         self.norm = nn.GroupNorm(1, channels)
         layers = [ResidualBlock(channels, width, branches) for _ in range(blocks)]
         self.blocks = nn.Sequential(*layers)

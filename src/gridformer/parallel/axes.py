@@ -30,7 +30,7 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
     if samples:
         axes = replace(axes, batch=axes[MESH_AXIS[samples]])
     if boundary.lies != "b":
-        axes = replace(axes, alike=axes[boundary.axis])
+        axes = replace(axes, same_batch=axes[boundary.axis])
     return axes
 
 

@@ -14,7 +14,7 @@ from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.data import fsdp
 from gridformer.parallel.data.zero import cut_over_replicas
-from gridformer.parallel.initialization import initialise
+from gridformer.parallel.initialization import initialize
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.walk import apply_table
 
@@ -32,7 +32,7 @@ def parallelize(
     """Cut a plain model (on the meta device) as `layout` says, in place; returns it.
 
     choices: how each product is carried out, from `gridformer.parallel.auto.heuristics.decide`, which is
-    asked if there are none. Parameter names never change. The result is unallocated: `initialise`
+    asked if there are none. Parameter names never change. The result is unallocated: `initialize`
     fills it.
 
     Raises TypeError for any other network, and says what can be cut of that.
@@ -62,7 +62,7 @@ def build_parallel(
     choices: Choices | None = None,
     filled: bool = True,
 ) -> Model:
-    """This device's part of a freshly initialised model: of its own pipeline stages, if there are
+    """This device's part of a freshly initialized model: of its own pipeline stages, if there are
     several.
 
     dtype: `float32`, `float64`; `bfloat16` or `float16` (activations; parameters stay float32).
@@ -79,7 +79,7 @@ def build_parallel(
     if layout.pp > 1:
         pipeline.mark_shared(model, axes)
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
-    initialise(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled)
+    initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled)
     if layout.dp_mode == "fsdp":
         fsdp.install(model, axes)
     model.clock.seed = seed

@@ -14,7 +14,7 @@ from gridformer.utils import rng
 _CHUNK = 1 << 20  # elements filled at a time, so that the float64 workspace stays small
 
 
-def initialise(
+def initialize(
     model: nn.Module,
     seed: int,
     device: torch.device,

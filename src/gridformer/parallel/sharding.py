@@ -22,7 +22,7 @@ class Placement:
     partial: whether the copies' gradients are partial sums, to be added on the owner (they are
         where tokens are cut along `copies`, and are equal everywhere otherwise).
     replicas: the axis along which every rank holds and updates a copy, whose gradients are summed:
-        `dp`, or `every` where the layers outside branches see other samples on every device.
+        `dp`, or `dp_branch` where the layers outside branches see other samples on every device.
     pad: for each cut dimension the multiple to which the global size is padded with zeros; 0 means
         the axis's size.
     transposed: a matrix whose block is stored column by column, because products read it so.

@@ -161,14 +161,14 @@ class Branched(SchemeSpec):
         width = model.config.hidden_size
 
         def common(parameter: nn.Parameter) -> Placement:
-            return Placement((None,) * parameter.dim(), replicas="dp" if first else "every")
+            return Placement((None,) * parameter.dim(), replicas="dp" if first else "dp_branch")
 
         def linear(plain: blocks.Linear) -> nn.Module | None:
             choice = choices[plain.role.product]
             if not choice.common:
                 bias = Placement(cut=("col",))
                 if not plain.role.opens:
-                    bias = Placement((None,), replicas="dp" if first else "every")
+                    bias = Placement((None,), replicas="dp" if first else "dp_branch")
                     if absent:
                         plain.bias = None  # added where the sum arrives
                 return GridLinear(plain, choice, bias, schedules)

@@ -114,7 +114,7 @@ class Pipeline:
 
 
 def weighted(losses: Losses, counts: Mapping[str, Tensor], scale: float) -> Tensor:
-    """The loss that is minimised: of each kind the mean over its targets, added up; scaled."""
+    """The loss that is minimized: of each kind the mean over its targets, added up; scaled."""
     # A loss that is computed elsewhere (D&SP-cSub) is on the meta device: so its count goes there.
     parts = [loss / counts[name].clamp(min=1).to(loss) for name, loss in losses.items()]
     total: Tensor = parts[0]

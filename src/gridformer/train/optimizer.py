@@ -205,7 +205,7 @@ class Updates:
 
     def _over_stage(self, squares: Tensor) -> Tensor:
         """Added up over all ranks that hold parts of the same layers."""
-        for axis in (self.axes.grid, self.axes.every):
+        for axis in (self.axes.grid, self.axes.dp_branch):
             squares = comm.all_reduce(squares, axis, label=LABEL)
         return squares
 

@@ -36,7 +36,7 @@ ReadRows = Callable[[slice], Batch]
 @dataclass(frozen=True)
 class StepResult:
     """The same on every rank. losses: each a mean over its targets in the global batch; loss: their
-    sum, which is minimised. tokens: that were read. flagged: some rank raised its flag (it was told
+    sum, which is minimized. tokens: that were read. flagged: some rank raised its flag (it was told
     to stop) before this step. skipped: float16 gradients overflowed, nothing was updated; grad_norm
     is then infinite or no number.
     """
@@ -69,7 +69,7 @@ class Stepper:
         self, model: Model, train: TrainConfig, axes: Axes, layout: LayoutConfig | None = None
     ) -> None:
         self.model, self.train, self.axes = model, train, axes
-        model.loss_chunk_tokens = train.loss_tokens
+        model.loss_chunk_tokens = train.loss_chunk_tokens
         model.recomputes(train.recompute)
         self.micro_batches = layout.micro_batches if layout else 1
         self.updates = Updates(model, train, axes)
@@ -189,7 +189,7 @@ class Stepper:
 
     def _first(self) -> int:
         """1 on the one rank of those that hold the same rows, so that a world-wide sum is right."""
-        return int(self.axes.alike.index == 0)
+        return int(self.axes.same_batch.index == 0)
 
     def _reads_first(self) -> int:
         """1 on one rank of a pipeline's, all of which read the same rows. (Losses are the last

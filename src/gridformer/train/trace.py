@@ -89,7 +89,7 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ]
         found += [_slice(rank, zero, Event(*event)) for event in part["events"]]
         for number, message in enumerate(part["messages"]):
-            found += _travelling(rank, zero, f"{rank}.{number}", message)
+            found += _traveling(rank, zero, f"{rank}.{number}", message)
     found.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
@@ -123,7 +123,7 @@ def _slice(rank: int, zero: float, event: Event) -> dict[str, Any]:
     }
 
 
-def _travelling(
+def _traveling(
     rank: int, zero: float, number: str, message: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """A collective on its axis' own track, and the wait for it among the passes."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gridformer.data.prepare.text_chunks import Piece, labelled, pieces
+from gridformer.data.prepare.text_chunks import Piece, labeled, pieces
 from gridformer.data.tokenfolder import Kind
 from gridformer.utils.errors import DataError
 
@@ -29,7 +29,7 @@ class Fields:
 
     @property
     def kind(self) -> Kind:
-        return "pairs" if self.pair else "labelled" if self.label else "text"
+        return "pairs" if self.pair else "labeled" if self.label else "text"
 
     @property
     def languages(self) -> tuple[str, str] | None:
@@ -80,7 +80,7 @@ def record_pieces(
         if not label:
             skipped[NO_LABEL] += 1
             return
-    yield from labelled(pieces([text]), label)
+    yield from labeled(pieces([text]), label)
 
 
 def checked_text(value: object, where: str, key: str, option: str = "--text-key") -> str:

@@ -21,7 +21,7 @@ from gridformer.data.prepare import hf
 from gridformer.data.prepare.files import DEFAULT_SUFFIXES, RECORDS, TABLES, file_pieces
 from gridformer.data.prepare.gettext import PREFIX, catalogue_source
 from gridformer.data.prepare.records import Fields
-from gridformer.data.prepare.text_chunks import Piece, labelled
+from gridformer.data.prepare.text_chunks import Piece, labeled
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 
@@ -50,7 +50,7 @@ class Source(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What its documents are: texts, texts and their translations in turn, or labelled."""
+        """What its documents are: texts, texts and their translations in turn, or labeled."""
 
     @property
     def languages(self) -> tuple[str, str] | None:
@@ -80,7 +80,7 @@ class FileSource:
 
     @property
     def kind(self) -> Kind:
-        return "labelled" if self.label_root else self.fields.kind
+        return "labeled" if self.label_root else self.fields.kind
 
     @property
     def languages(self) -> tuple[str, str] | None:
@@ -107,7 +107,7 @@ class FileSource:
         parts = file_pieces(path, self.fields, skipped)
         if self.label_root is None:
             return parts
-        return labelled(parts, path.relative_to(self.label_root).parts[0])
+        return labeled(parts, path.relative_to(self.label_root).parts[0])
 
 
 def open_sources(
@@ -172,7 +172,7 @@ def _check_same(one: Source, other: Source) -> None:
 
 
 def _called(kind: Kind) -> str:
-    return {"text": "text", "pairs": "pairs", "labelled": "labelled documents"}[kind]
+    return {"text": "text", "pairs": "pairs", "labeled": "labeled documents"}[kind]
 
 
 def _open_source(

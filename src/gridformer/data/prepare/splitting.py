@@ -49,8 +49,8 @@ class SplitWriter:
         val_fraction: float,
         kind: Kind = "text",
     ) -> None:
-        labelled = kind == "labelled"
-        self._files = {split: _Growing(folder, split, dtype, labelled) for split in SPLITS}
+        labeled = kind == "labeled"
+        self._files = {split: _Growing(folder, split, dtype, labeled) for split in SPLITS}
         self._eos_id = eos_id
         self._seed = seed
         self._val_fraction = val_fraction
@@ -109,7 +109,7 @@ class SplitWriter:
 
         Needs a document. Where the hashes put all of several documents on one side, the one whose
         share of the tokens is nearest to what the other side should have moves there. Raises
-        DataError for a single pair or labelled document, which cannot be cut.
+        DataError for a single pair or labeled document, which cannot be cut.
         """
         assert self.documents >= 1
         assert self._open is None
@@ -118,7 +118,7 @@ class SplitWriter:
         train, val = self._files["train"], self._files["val"]
         if self.documents == self.unit:
             if self._kind != "text":
-                what = {"pairs": "pair", "labelled": "labelled document"}[self._kind]
+                what = {"pairs": "pair", "labeled": "labeled document"}[self._kind]
                 raise DataError(
                     f"there is a single {what}: one to train on and one to hold out are needed, "
                     f"prepare more text"
@@ -160,18 +160,16 @@ class SplitWriter:
 
 
 class _Growing:
-    """A .bin file, its offsets and, if it is labelled, labels."""
+    """A .bin file, its offsets and, if it is labeled, labels."""
 
-    def __init__(
-        self, folder: Path, split: SplitName, dtype: np.dtype[Any], labelled: bool
-    ) -> None:
+    def __init__(self, folder: Path, split: SplitName, dtype: np.dtype[Any], labeled: bool) -> None:
         self.dtype = dtype
         self.path = folder / bin_name(split)
         self.offsets_path = folder / offsets_name(split)
         self.tokens = 0
         self._bin = self.path.open("wb")
         self._offsets = self.offsets_path.open("wb")
-        self.labels_path = folder / labels_name(split) if labelled else None
+        self.labels_path = folder / labels_name(split) if labeled else None
         self._labels = self.labels_path.open("wb") if self.labels_path else None
         self.end_document()  # the first offset: 0
 

@@ -14,7 +14,7 @@ _SEAM = re.compile(r"\S(?=[ \n\r\t])")
 class Piece(NamedTuple):
     """A part of a document; `ends` marks its last one. An empty document is one empty piece.
 
-    In sources of pairs every second document is the other text of the one before. In labelled
+    In sources of pairs every second document is the other text of the one before. In labeled
     sources `label` is on all pieces.
     """
 
@@ -42,7 +42,7 @@ def pieces(chunks: Iterable[str], limit: int = PIECE_CHARS) -> Iterator[Piece]:
     yield Piece(held, True)
 
 
-def labelled(parts: Iterable[Piece], label: str | None) -> Iterator[Piece]:
+def labeled(parts: Iterable[Piece], label: str | None) -> Iterator[Piece]:
     """The same pieces, with a label."""
     return (part._replace(label=label) for part in parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gridformer.config import RunConfig
-from gridformer.data.samples.labeled import LabelledForDecoder, LabelledForEncoder
+from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
 from gridformer.data.samples.masked import MaskedSamples
 from gridformer.data.samples.order import Order
 from gridformer.data.samples.sampler import BatchSampler
@@ -36,7 +36,7 @@ def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batch
     special = special_ids(run, folder.tokenizer)
     samples: Samples
     if run.model.n_labels:
-        kind = LabelledForEncoder if run.task == "masked" else LabelledForDecoder
+        kind = LabeledForEncoder if run.task == "masked" else LabeledForDecoder
         samples = kind(text, run.seq_len, special)
     elif run.task == "masked":
         samples = MaskedSamples(text, run.seq_len, special, run.model.sentence_pair)

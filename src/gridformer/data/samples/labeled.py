@@ -1,4 +1,4 @@
-"""Labelled documents: one a sample, cut to the length of the run, with its label."""
+"""Labeled documents: one a sample, cut to the length of the run, with its label."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.batch import IGNORE
 
 
-class LabelledForDecoder:
+class LabeledForDecoder:
     """The document and its end; the last real token, which has seen all others, is classified."""
 
     n_left_out = 0
@@ -33,7 +33,7 @@ class LabelledForDecoder:
         }
 
 
-class LabelledForEncoder:
+class LabeledForEncoder:
     """[CLS] document [SEP] with masked words; the [CLS] is classified."""
 
     n_left_out = 0

@@ -14,7 +14,7 @@ class BatchSampler:
     """Cuts a split into windows of seq_len tokens and deals them out in global batches.
 
     Sample i is tokens [i*seq_len, (i+1)*seq_len], one more than seq_len so that inputs and targets
-    are the same window shifted by one; neighbours share that one token. `n_samples` counts the
+    are the same window shifted by one; neighbors share that one token. `n_samples` counts the
     windows whose last target exists.
 
     `Order` says which come when; `sequential` takes them as they lie.

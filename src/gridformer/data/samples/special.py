@@ -44,7 +44,7 @@ class SpecialIds:
     ) -> SpecialIds:
         """The ids that `family` needs to learn `task`; spans get n_sentinels, at least 100.
 
-        causal adds none: padding, which only labelled documents need, is the end of text if the
+        causal adds none: padding, which only labeled documents need, is the end of text if the
         tokenizer has no padding. A decoder starts with padding in t5, with the end of text in
         transformer, as in the reference implementations.
         """

@@ -1,4 +1,4 @@
-"""Normalisation over h, statistics in at least float32."""
+"""Normalization over h, statistics in at least float32."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Work:
     tokens: T, of one replica's micro-batch, all rows; source: the same of sources; sequences: of
     both; micro_batches: of one step; itemsize: bytes of an element of the computation;
     state_bytes: of one parameter with gradient and optimizer. recompute: as in the run;
-    loss_tokens: of which there are logits at a time, on a row of the grid; 0 for all.
+    loss_chunk_tokens: of which there are logits at a time, on a row of the grid; 0 for all.
     """
 
     tokens: int
@@ -37,7 +37,7 @@ class Work:
     source: int = 0
     sequences: int = 0
     recompute: Literal["none", "selective", "full"] = "none"
-    loss_tokens: int = 0
+    loss_chunk_tokens: int = 0
 
     def rows_of(self, product: Product) -> int:
         """Rows of a product's input, all devices of the grid together."""
@@ -220,7 +220,7 @@ class Choices:
         return total * product.count * work.itemsize
 
     def _unit(self, choice: Choice) -> tuple[float, float]:
-        """Elements received to make this product's travelling activation, or its weight, whole."""
+        """Elements received to make this product's traveling activation, or its weight, whole."""
         product, r, c = choice.product, self.rows, self.cols
         if choice.common:
             return 0.0, 0.0

@@ -81,7 +81,7 @@ def work_of(run: RunConfig) -> Work:
         itemsize=_ITEMSIZE[train.dtype],
         state_bytes=state_bytes(run, layout.dp),
         recompute=train.recompute,
-        loss_tokens=train.loss_tokens,
+        loss_chunk_tokens=train.loss_chunk_tokens,
     )
 
 

@@ -221,7 +221,7 @@ def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
     if work.recompute == "full":  # inputs of all blocks, and one block
         blocks = (work.tokens + work.source) * model.hidden_size * model.n_layers
         layers = blocks + layers / model.n_layers
-    with_logits = min(work.tokens, (work.loss_tokens or work.tokens) * choices.rows)
+    with_logits = min(work.tokens, (work.loss_chunk_tokens or work.tokens) * choices.rows)
     logits = with_logits * model.vocab_size * (work.itemsize + 4)
     activations = layers * work.itemsize
     return (choices.parameters * work.state_bytes / pp + activations + logits) / p

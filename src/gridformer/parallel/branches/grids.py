@@ -36,8 +36,8 @@ class Grid:
 def whole(n: int, g: int, order: Order) -> Grid:
     """All of n processes, so ordered that `divide` gives the g sub-grids of an order.
 
-    `topology`: processes g apart form a sub-grid, and neighbours exchange at its ends.
-    `contiguous`: neighbours form a sub-grid (Jain et al. 2021; specification, section 4).
+    `topology`: processes g apart form a sub-grid, and neighbors exchange at its ends.
+    `contiguous`: neighbors form a sub-grid (Jain et al. 2021; specification, section 4).
     """
     if order == "contiguous":
         return Grid(tuple(range(n)))

@@ -27,7 +27,7 @@ from gridformer import comm
 from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
 from gridformer.models.blocks import Layer, Recompute
-from gridformer.parallel.data.zero import Parcel, part_of, refill, release
+from gridformer.parallel.data.zero import FlatBucket, part_of, release, unshard
 from gridformer.parallel.sharding import shard_of
 
 LABEL = "parameters"
@@ -51,7 +51,7 @@ class Unit:
         for parameter in self.parameters:
             parameter.unit = self  # type: ignore[attr-defined]
             groups[shard_of(parameter).replicas or "", parameter.dtype].append(parameter)
-        self._parcels = [Parcel(members, axes[name]) for (name, _), members in groups.items()]
+        self._parcels = [FlatBucket(members, axes[name]) for (name, _), members in groups.items()]
 
     def watch(self, layer: nn.Module, recompute: Recompute) -> None:
         """Gather and let go as this layer is run."""
@@ -64,7 +64,7 @@ class Unit:
     def start(self) -> None:
         """Send the parts on their way, unless they are here or on their way."""
         if not self.whole and self._coming is None:
-            self._coming = [_start(parcel) for parcel in self._parcels]
+            self._coming = [_start(flat_bucket) for flat_bucket in self._parcels]
 
     def gather(self) -> None:
         """Have the parameters whole."""
@@ -72,8 +72,8 @@ class Unit:
             return
         self.start()
         assert self._coming is not None
-        for parcel, pending in zip(self._parcels, self._coming):
-            refill(parcel, pending.wait())
+        for flat_bucket, pending in zip(self._parcels, self._coming):
+            unshard(flat_bucket, pending.wait())
         self._coming, self.whole = None, True
 
     def free(self) -> None:
@@ -165,6 +165,6 @@ def materialized(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def _start(parcel: Parcel) -> comm.Pending:
-    axis: Axis = parcel.axis
-    return comm.start_all_gather(parcel.join_parts().unsqueeze(0), axis, 0, LABEL)
+def _start(flat_bucket: FlatBucket) -> comm.Pending:
+    axis: Axis = flat_bucket.axis
+    return comm.start_all_gather(flat_bucket.join_parts().unsqueeze(0), axis, 0, LABEL)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.mesh import Axes, Axis
-from gridformer.parallel.data.zero import Parcel, part_of, stored
+from gridformer.parallel.data.zero import FlatBucket, part_of, stored
 from gridformer.parallel.sharding import Shard, shard_of
 
 _BUCKET_BYTES = 25 << 20
@@ -231,15 +231,15 @@ class _Bucket:
         self.missing = set(parameters)
         self._pending: comm.Pending | None = None
         self.cut = part_of(self.parameters[0]) is not None
-        self._parcel = Parcel(self.parameters, axis) if self.cut else None
+        self._flat_bucket = FlatBucket(self.parameters, axis) if self.cut else None
 
     def start(self) -> None:
         grads = [_grad(parameter) for parameter in self.parameters]
-        if self._parcel is None:
+        if self._flat_bucket is None:
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             self._pending = comm.start_all_reduce(flat, self.axis, label=LABEL)
             return
-        flat = self._parcel.join(grads)
+        flat = self._flat_bucket.join(grads)
         for parameter in self.parameters:
             parameter.grad = None
         del grads
@@ -250,8 +250,8 @@ class _Bucket:
         if self._pending is None:
             return
         total, self._pending = self._pending.wait(), None
-        if self._parcel is not None:
-            for parameter, sums in zip(self.parameters, self._parcel.parts(total.view(-1))):
+        if self._flat_bucket is not None:
+            for parameter, sums in zip(self.parameters, self._flat_bucket.parts(total.view(-1))):
                 part = part_of(parameter)
                 assert part is not None
                 part.grad = sums
@@ -304,11 +304,13 @@ def share_parts(model: nn.Module, axes: Axes) -> None:
     coming = []
     for name, parameters in whole.items():
         for members in _buckets(parameters, _BUCKET_BYTES):
-            parcel = Parcel(members, axes[name])
-            mine = parcel.join_parts().unsqueeze(0)
-            coming.append((parcel, comm.start_all_gather(mine, parcel.axis, 0, "parameters")))
-    for parcel, pending in coming:
-        parcel.part(pending.wait(), [parameter.data for parameter in parcel.parameters])
+            flat_bucket = FlatBucket(members, axes[name])
+            mine = flat_bucket.join_parts().unsqueeze(0)
+            coming.append(
+                (flat_bucket, comm.start_all_gather(mine, flat_bucket.axis, 0, "parameters"))
+            )
+    for flat_bucket, pending in coming:
+        flat_bucket.part(pending.wait(), [parameter.data for parameter in flat_bucket.parameters])
 
 
 @torch.no_grad()
@@ -332,7 +334,7 @@ def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
     RuntimeError with the names that differ, on every rank of the axis concerned.
     """
     found = []
-    for key in ("dp", "every", "row", "col", "grid"):
+    for key in ("dp", "dp_branch", "row", "col", "grid"):
         held = [
             (name, stored(p))
             for name, p in model.named_parameters()

@@ -32,7 +32,7 @@ Mode = Literal["replicate", "zero1", "fsdp"]
 
 
 @dataclass(frozen=True)
-class Held:
+class ZeroShard:
     """What a device keeps of a parameter that is cut over replicas.
 
     part: its rows, with a Shard of their own; the optimizer's. A view of the parameter under zero1.
@@ -61,20 +61,20 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
     offset[dim] += start
     part = nn.Parameter(rows_here.clone() if mode == "fsdp" else rows_here)
     part.shard = replace(shard, offset=tuple(offset), replicas=None)  # type: ignore[attr-defined]
-    parameter.held = Held(part, mode == "fsdp")  # type: ignore[attr-defined]
+    parameter.held = ZeroShard(part, mode == "fsdp")  # type: ignore[attr-defined]
     if mode == "fsdp":
         release(parameter)
 
 
 def part_of(parameter: nn.Parameter) -> nn.Parameter | None:
     """This replica's rows of a parameter; None where replicas hold all of it alike."""
-    held: Held | None = getattr(parameter, "held", None)
+    held: ZeroShard | None = getattr(parameter, "held", None)
     return held.part if held else None
 
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:
     """What lies in memory between steps: of a parameter under fsdp its part, else itself."""
-    held: Held | None = getattr(parameter, "held", None)
+    held: ZeroShard | None = getattr(parameter, "held", None)
     return held.part if held and held.alone else parameter
 
 
@@ -89,7 +89,7 @@ def allocate(parameter: nn.Parameter) -> None:
     parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
 
 
-class Parcel:
+class FlatBucket:
     """Several parameters in one message, in which every replica has an equal share: its parts.
 
     What is missing of the last replicas' rows is filled with zeros.
@@ -152,7 +152,7 @@ class Parcel:
     @staticmethod
     def _part(parameter: nn.Parameter) -> Tensor:
         part = part_of(parameter)
-        assert part is not None, "only what is cut over replicas travels in parcels"
+        assert part is not None, "only what is cut over replicas travels in flat buckets"
         return part.data
 
 
@@ -173,8 +173,8 @@ def _rows_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def refill(parcel: Parcel, everything: Tensor) -> None:
+def unshard(flat_bucket: FlatBucket, everything: Tensor) -> None:
     """Give released parameters their values, from all replicas' shares [replicas, share]."""
-    for parameter in parcel.parameters:
+    for parameter in flat_bucket.parameters:
         allocate(parameter)
-    parcel.part(everything, [parameter.data for parameter in parcel.parameters])
+    flat_bucket.part(everything, [parameter.data for parameter in flat_bucket.parameters])

@@ -39,7 +39,7 @@ class StageIO:
         self.dtype = model.compute_dtype or torch.get_default_dtype()
         self.width = model.config.hidden_size
         self.parts = 1  # of a sequence
-        self.alike = Axis("col")  # over which a tensor is the same
+        self.replicated_over = Axis("col")  # over which a tensor is the same
         boundary = spec_of(layout).boundary(layout)
         axis = axes[boundary.axis]
         if boundary.lies == "h":
@@ -47,7 +47,7 @@ class StageIO:
         if boundary.lies == "s":
             self.parts = axis.size
         if boundary.lies == "replicated":
-            self.alike = axis
+            self.replicated_over = axis
         self.absent = boundary.lies == "first" and axis.index > 0
         self._reads = [
             _reads([link.memory for link in links], stage.start) for stage in model.stages
@@ -73,22 +73,26 @@ class StageIO:
         flat = x.detach().reshape(-1)
         if not self._scattered(x):
             return flat
-        return flat.chunk(self.alike.size)[self.alike.index]
+        return flat.chunk(self.replicated_over.size)[self.replicated_over.index]
 
     def room(self, x: Tensor) -> Tensor:
         """Where the message for `x` is received: x's own memory, if all of it comes."""
         flat = x.detach().view(-1)
-        return flat.new_empty(flat.numel() // self.alike.size) if self._scattered(x) else flat
+        return (
+            flat.new_empty(flat.numel() // self.replicated_over.size)
+            if self._scattered(x)
+            else flat
+        )
 
     def fill(self, x: Tensor, received: Tensor) -> None:
         """Make a tensor of what came, and of what came to the devices that have it alike."""
         if self._scattered(x):
-            whole = comm.all_gather(received, self.alike, 0, LABEL)
+            whole = comm.all_gather(received, self.replicated_over, 0, LABEL)
             x.detach().view(-1).copy_(whole)
 
     def _scattered(self, x: Tensor) -> bool:
         """Where it does not divide, everybody sends all of it."""
-        return self.alike.size > 1 and x.numel() % self.alike.size == 0
+        return self.replicated_over.size > 1 and x.numel() % self.replicated_over.size == 0
 
 
 def _reads(memory: list[str], start: int) -> dict[str, str]:

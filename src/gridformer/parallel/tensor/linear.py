@@ -38,7 +38,7 @@ class Schedules:
         self._last: summa.WeightPrefetcher | None = None
 
     def chain(self, weight: summa.WeightPrefetcher) -> None:
-        """Products are made in forward order; each may ask for its neighbour's weight early."""
+        """Products are made in forward order; each may ask for its neighbor's weight early."""
         if self.axes.row.size == 1:
             return  # weights are whole
         if self._last is not None:
