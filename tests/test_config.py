@@ -22,6 +22,7 @@ from gridformer.config import (
     parse_run,
     shipped_model,
 )
+from gridformer.config.renamed import with_new_names
 from gridformer.parallel.registry import describe
 from gridformer.utils.errors import ConfigError
 
@@ -287,3 +288,14 @@ def test_what_a_family_does_not_have_is_refused(model: dict[str, Any], text: str
 def test_tasks_belong_to_families() -> None:
     text = problem(BASE, "data.task=pairs")
     assert text.endswith("gpt2 learns from causal; use data.task=auto or causal")
+
+
+def test_an_old_key_is_refused_with_its_new_name() -> None:
+    with pytest.raises(ConfigError, match=r"now: use train\.loss_chunk_tokens=64"):
+        parse_run({"model": {"n_layers": 1}, "data": {"path": "."}}, ["train.loss_tokens=64"])
+
+
+def test_what_an_older_version_saved_is_read_with_the_new_names() -> None:
+    saved = {"train": {"loss_tokens": 64, "steps": 3}, "data": {"path": "."}}
+    assert with_new_names(saved)["train"] == {"loss_chunk_tokens": 64, "steps": 3}
+    assert saved["train"] == {"loss_tokens": 64, "steps": 3}, "the argument stays as it was"

@@ -323,8 +323,8 @@ def gathered(
     layout: Layout, family: str, recompute: RecomputeMode
 ) -> tuple[float, float, list[tuple[int, bool]]]:
     """Of one step: elements of parameters that travel to this rank, those of the formula in
-    gridformer.parallel.data.fsdp, and the layers that were gathered, with whether they were on their
-    way before."""
+    gridformer.parallel.data.fsdp, and the layers that were gathered, with whether they were on
+    their way before."""
     torch.set_num_threads(1)
     config, plan = config_of(family), LayoutConfig(**layout)
     axes = axes_of(plan)

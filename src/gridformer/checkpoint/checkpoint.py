@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.config import Config, ModelConfig, RunConfig
+from gridformer.config.renamed import with_new_names
 from gridformer.mesh import Axes
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
@@ -97,7 +98,10 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises CheckpointError, with the file's name, where it is missing, foreign or damaged."""
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and isinstance(found.get("run"), dict):
+            found["run"] = with_new_names(found["run"])
+        return Manifest.model_validate(found)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is no gridformer checkpoint: it has no {MANIFEST}"

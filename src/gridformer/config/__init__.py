@@ -2,8 +2,8 @@
 
 A run file is YAML with four sections, `model`, `layout`, `data`, `train`. `load_run` reads one,
 applies `dotted.key=value` overrides and checks what can be checked without the data; problems are
-reported all at once (`ConfigError`), each with a value that works. `gridformer.parallel.validation.check` then
-checks the layout against the model.
+reported all at once (`ConfigError`), each with a value that works.
+`gridformer.parallel.validation.check` then checks the layout against the model.
 """
 
 from gridformer.config.base import Config, any_of, divisors

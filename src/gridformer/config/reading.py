@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from gridformer.config.renamed import RENAMED
 from gridformer.config.run import RunConfig
 from gridformer.utils.errors import ConfigError
 
@@ -170,6 +171,8 @@ def _sentence(error: ErrorDetails) -> str:
     keys = [str(part) for part in error["loc"]]
     where = ".".join(keys) or "run"
     if error["type"] == "extra_forbidden":
+        if where in RENAMED:
+            return f"{where} is called {RENAMED[where]} now: use {RENAMED[where]}={error['input']}"
         section = _section(keys[:-1])
         known = list(section.model_fields) if section else []
         return f"unknown key {where}{closest(keys[-1], known)}"

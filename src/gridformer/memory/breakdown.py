@@ -115,7 +115,8 @@ def take_breakdown(
 def _watching(
     stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]
 ) -> Iterator[list[tuple[int, str]]]:
-    """Tell the memory tracker which module is run, forward and backward, and which tensors are gradients.
+    """Tell the memory tracker which module is run, forward and backward, and which tensors are
+    gradients.
 
     held: all that has gradients. Yields a list that fills with the parts of the step: when each was
     done, and its name.

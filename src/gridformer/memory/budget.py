@@ -77,9 +77,9 @@ def fit_problems(
 ) -> list[str]:
     """Why a checked run cannot fit on this machine, with settings that do; mostly none.
 
-    The breakdown is only taken where bounds that cost nothing do not already answer. tell: is told at
-    once what is found and what goes on, for settings that fit may take a while to find. decisions:
-    what `decide_run` said of the run; it is asked if they are not given.
+    The breakdown is only taken where bounds that cost nothing do not already answer. tell: is told
+    at once what is found and what goes on, for settings that fit may take a while to find.
+    decisions: what `decide_run` said of the run; it is asked if they are not given.
     """
     place = joined()
     if place and place.local_rank > 0:  # the first process of a machine speaks for all of them

@@ -67,9 +67,9 @@ def write_page(
 
     unit, name = byte_unit(max(breakdown.peak for breakdown in breakdowns))
     titles = [
-        f"{_heading(breakdown, stand_for).replace(chr(10), ', ')}: {breakdown.peak / unit:.4g} {name} "
-        f"({breakdown.moment})"
-        for breakdown in breakdowns
+        f"{_heading(one, stand_for).replace(chr(10), ', ')}: {one.peak / unit:.4g} {name} "
+        f"({one.moment})"
+        for one in breakdowns
     ]
     figure = make_subplots(rows=len(breakdowns), cols=1, subplot_titles=titles)
     for row, breakdown in enumerate(breakdowns, start=1):

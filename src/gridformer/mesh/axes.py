@@ -47,9 +47,9 @@ class Axes:
     `row` indexes the rows of the grid, so the devices that differ only in it form a *column*: a
     broadcast "along row i" of the papers is a collective over the axis `col`.
     branch: sub-grids of sub-graph parallelism, one index each; dp_branch: dp and branch together.
-    batch: over which the samples of one replica's micro-batch are cut; same_batch: along which devices
-    are given the same samples. Each is one of those before, or of size 1. pp_lines: ranks along pp,
-    of all processes, this one's line among them.
+    batch: over which the samples of one replica's micro-batch are cut; same_batch: along which
+    devices are given the same samples. Each is one of those before, or of size 1. pp_lines: ranks
+    along pp, of all processes, this one's line among them.
     """
 
     pp: Axis = Axis("pp")

@@ -31,9 +31,9 @@ def parallelize(
 ) -> Model:
     """Cut a plain model (on the meta device) as `layout` says, in place; returns it.
 
-    choices: how each product is carried out, from `gridformer.parallel.auto.heuristics.decide`, which is
-    asked if there are none. Parameter names never change. The result is unallocated: `initialize`
-    fills it.
+    choices: how each product is carried out, from `gridformer.parallel.auto.heuristics.decide`,
+    which is asked if there are none. Parameter names never change. The result is unallocated:
+    `initialize` fills it.
 
     Raises TypeError for any other network, and says what can be cut of that.
     """

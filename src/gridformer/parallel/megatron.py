@@ -4,8 +4,8 @@ form (Korthikanti et al. 2022).
 A section (attention, feed-forward) opens with weights cut by columns and closes with weights cut
 by rows; in between everything is local. This is the grid of one row: products as in Optimus'
 `gather` schedule, where the weights are whole already. All that differs is how activations lie
-between sections, which is a section's boundary (gridformer.parallel.tensor.boundary). Backward, the sum
-over the devices where a section was entered travels while the weight's gradient is multiplied.
+between sections, which is a section's boundary (gridformer.parallel.tensor.boundary). Backward, the
+sum over the devices where a section was entered travels while the weight's gradient is multiplied.
 
 Sequence parallel: norms, dropout, the embedding's result and the head's input are cut over s.
 """

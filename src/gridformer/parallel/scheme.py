@@ -2,10 +2,11 @@
 
 A scheme says where weights lie and how activations are cut between sections (specification,
 section 5). Whatever depends on the scheme asks its spec: validation and its offers
-(gridformer.parallel.validation), `gridformer layouts`, `auto` (gridformer.parallel.auto.heuristics), pipelines, memory
-estimates, descriptions, and the walk over a model's modules (gridformer.parallel.walk). Nobody
-compares names of schemes. A new scheme is one file with a subclass, a line in
-gridformer.parallel.registry, and a name in gridformer.config.layout.
+(gridformer.parallel.validation), `gridformer layouts`, `auto`
+(gridformer.parallel.auto.heuristics), pipelines, memory estimates, descriptions, and the walk over
+a model's modules (gridformer.parallel.walk). Nobody compares names of schemes. A new scheme is one
+file with a subclass, a line in gridformer.parallel.registry, and a name in
+gridformer.config.layout.
 
 Specs are read before torch is imported: a module table imports what it needs when it is made.
 """
@@ -41,7 +42,8 @@ HEADS_WIDTH = "model.n_heads x model.head_dim"  # all heads side by side
 class BoundarySpec:
     """How activations [b, s, h] lie between sections over one axis of the mesh.
 
-    axis: the mesh axis over which sections are entered and left (gridformer.parallel.tensor.boundary).
+    axis: the mesh axis over which sections are entered and left
+    (gridformer.parallel.tensor.boundary).
     lies: the dimension that is cut over it, or `replicated`: every device holds all of it, or
         `first`: the first device alone holds it.
     """

@@ -7,8 +7,8 @@ that have the same place in their sub-grids:
     D&SP        common layers on all processes, samples cut     all-gather, reduce-scatter of b
     D&SP-cSub   common layers on the first sub-grid alone       broadcast, reduce
 
-So this is Megatron's cut of the weights with other ends (gridformer.parallel.tensor.boundary). With the
-projections outside the branches (`attention: outside`) what enters are slices of q, k and v and
+So this is Megatron's cut of the weights with other ends (gridformer.parallel.tensor.boundary). With
+the projections outside the branches (`attention: outside`) what enters are slices of q, k and v and
 what leaves are the heads' results: all-to-all both ways, or scatter and gather.
 
 On the other sub-grids of D&SP-cSub the common layers do not exist. What lies between sections is

@@ -25,7 +25,8 @@ class Samples(Protocol):
         """How many the split holds besides, that do not fit the lengths of the run."""
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """One sample, keys as in `gridformer.utils.batch` without their b; all have the same shapes."""
+        """One sample, keys as in `gridformer.utils.batch` without their b; all have the same
+        shapes."""
 
 
 class Batches(Protocol):
@@ -38,7 +39,8 @@ class Batches(Protocol):
     def n_left_out(self) -> int: ...
 
     def batch(self, step: int, rows: slice | None = None) -> Arrays:
-        """Some rows (None: all) of the global batch of a step, with the keys of `gridformer.utils.batch`.
+        """Some rows (None: all) of the global batch of a step, with the keys of
+        `gridformer.utils.batch`.
 
         int64 and bool arrays. A function of (seed, step, row) alone: rows read apart are those of
         the whole, on every layout and after any resume. Raises DataError at a damaged file.

@@ -1,8 +1,9 @@
 """Which operand of each product stays, by which schedule the rest travels, and what is kept.
 
 `Choices` says what that costs: elements that travel, and bytes that a device holds;
-gridformer.parallel.auto.heuristics takes them. Volumes are elements received by one device with ring
-algorithms (specification, section 3); T is the tokens of a micro-batch over all rows of the grid.
+gridformer.parallel.auto.heuristics takes them. Volumes are elements received by one device with
+ring algorithms (specification, section 3); T is the tokens of a micro-batch over all rows of the
+grid.
 """
 
 from __future__ import annotations

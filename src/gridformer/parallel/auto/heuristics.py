@@ -1,7 +1,7 @@
 """`decide` turns a layout's `auto` into choices, by rules with numbers.
 
-Those are elements that travel and bytes that a device holds, see gridformer.parallel.auto.cost. Each
-rule takes the choices as the ones before left them, and adds a sentence to `Choices.reasons`.
+Those are elements that travel and bytes that a device holds, see gridformer.parallel.auto.cost.
+Each rule takes the choices as the ones before left them, and adds a sentence to `Choices.reasons`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Results that are made chunk by chunk: a chunk is some lines of an activation [b, s, h].
 
 Which dimension lines are counted along is up to the boundary of a section, see
-`gridformer.parallel.tensor.boundary`: any chunk of them can be gathered, or reduce-scattered, by itself.
+`gridformer.parallel.tensor.boundary`: any chunk of them can be gathered, or reduce-scattered, by
+itself.
 """
 
 from __future__ import annotations
