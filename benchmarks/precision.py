@@ -4,8 +4,8 @@
     python -m benchmarks.precision --data data/python-stdlib --plot docs/results/precision.png
 
 Trains a small GPT-2 with `gridformer train` for every type, seed and layout, prints Markdown, and
-fails where a smoothed loss differs from float32's by more than docs/precision.md allows. float16 is
-slow on a CPU: about a minute a run.
+fails where a smoothed loss differs from float32's by more than docs/reference/precision.md allows.
+float16 is slow on a CPU: about a minute a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-# Nats a token: see docs/precision.md.
+# Nats a token: see docs/reference/precision.md.
 BOUND = 0.003
 
 

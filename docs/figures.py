@@ -1,4 +1,4 @@
-"""Draws the figures of docs/concepts.md: `python docs/figures.py` writes docs/figures/*.svg.
+"""Draws the figures of docs/concepts: `python docs/figures.py` writes docs/figures/*.svg.
 
 One function a figure, one figure a scheme, all on the same block diagram: a transformer layer as
 two rows, attention and feed-forward, each from `enter` to `leave`. The picture language:

@@ -89,7 +89,7 @@ def test_from_the_command_line(command: str, score: str, enough: tuple[float, fl
 
 def test_the_script_of_the_how_to_is_complete(tmp_path: Path) -> None:
     """Saved as it stands and run, on the processes that it says and on one: the same losses."""
-    text = (ROOT / "docs" / "how-to-branches.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "branches.md").read_text(encoding="utf-8")
     (script,) = (s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "launch(" in s)
     found = []
     for name, source in (

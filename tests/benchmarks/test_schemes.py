@@ -94,7 +94,7 @@ def test_live_memory_follows_resizing() -> None:
 
 
 def test_a_layer_keeps_sixteen_activations() -> None:
-    """docs/concepts.md: one process keeps 16bsh a layer; with recomputation its input alone."""
+    """One process keeps 16bsh a layer; with recomputation its input alone (docs/concepts)."""
     size, problem = ONE.size, variants.make_problem(ONE.size)
     bsh = 4 * size.b * size.s * size.h * size.layers
     parameters = live_memory.n_bytes(problem.weights.values())

@@ -60,8 +60,8 @@ LAYOUTS: dict[str, Layout] = {
     "pipeline": {"pp": 2, "micro_batches": 2},
     "pipeline of grids": {"scheme": "optimus", "rows": 2, "cols": 1, "pp": 2, "micro_batches": 2},
 }
-# Bytes of a number in a message, by its label: docs/precision.md. Of products, activations and
-# weights are float16, and what is looked up in the table of tokens is float32.
+# Bytes of a number in a message, by its label: docs/reference/precision.md. Of products,
+# activations and weights are float16, and what is looked up in the table of tokens is float32.
 WIDTHS = {
     "product": {2, 4},
     "pipeline": {2},

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, counted: the table in docs/concepts.md."""
+"""What a layer keeps for its backward pass, counted: the table in docs/concepts/placement.md."""
 
 from __future__ import annotations
 

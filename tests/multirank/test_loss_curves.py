@@ -1,4 +1,4 @@
-"""On real text, bfloat16 and float16 learn what float32 does: see docs/precision.md."""
+"""On real text, bfloat16 and float16 learn what float32 does: see docs/reference/precision.md."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from gridformer import comm
-from gridformer.comm import Axis, Pending
+from gridformer.comm import Pending
 from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.mesh import Axis
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import assert_copies_equal
 from gridformer.train.step import Stepper

@@ -33,7 +33,7 @@ class Init:
 
 
 def new_parameter(*shape: int, init: Init) -> nn.Parameter:
-    """An unfilled parameter that remembers its Init. gridformer.parallel.initialization fills it."""
+    """An unfilled parameter and its Init; gridformer.parallel.initialization fills it."""
     parameter = nn.Parameter(torch.empty(*shape))
     parameter.init = init  # type: ignore[attr-defined]
     return parameter
