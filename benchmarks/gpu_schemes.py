@@ -32,6 +32,8 @@ from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.gradients import owned
+from gridformer.parallel.data.zero import stored
 from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
@@ -47,11 +49,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "cols": 4,
         "sequence_parallel": True,
     },
+    "megatron_2d 2x2": {"scheme": "megatron_2d", "rows": 2, "cols": 2},
     "optimus 2x2, gather": {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "gather"},
     "optimus 2x2, broadcast": {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast"},
     "optimus 2x2, pipelined": {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "pipelined"},
     "optimus 4x1": {"scheme": "optimus", "rows": 4},
+    "subgraph, 4 branches": {"scheme": "subgraph", "branches": 4},
+    "subgraph, 2 branches, cSub, dp=2": {
+        "scheme": "subgraph",
+        "branches": 2,
+        "common": "first",
+        "dp": 2,
+    },
     "single, dp=4": {"dp": 4},
+    "single, dp=4, zero1": {"dp": 4, "dp_mode": "zero1"},
+    "single, dp=4, fsdp": {"dp": 4, "dp_mode": "fsdp"},
+    "single, pp=4": {"pp": 4},
+    "megatron 1x2, pp=2": {"scheme": "megatron", "cols": 2, "pp": 2},
+    "optimus 2x1, pp=2": {"scheme": "optimus", "rows": 2, "pp": 2},
 }
 QUICK = ("megatron 1x4, sequence parallel", "optimus 2x2, broadcast")
 
@@ -60,7 +75,7 @@ def model_of(quick: bool) -> ModelConfig:
     """A GPT-2 that all layouts divide, but for its vocabulary, which must be padded."""
     h, s = (32, 16) if quick else (512, 256)
     return ModelConfig(
-        n_layers=2, hidden_size=h, n_heads=8, vocab_size=997, max_seq_len=s, dropout=0.1
+        n_layers=4, hidden_size=h, n_heads=8, vocab_size=997, max_seq_len=s, dropout=0.1
     )
 
 
@@ -104,15 +119,15 @@ def compare(device_type: str, layout: dict[str, Any], config: ModelConfig) -> di
 def _compare(
     device_type: str, layout: dict[str, Any], config: ModelConfig, dtype: Any
 ) -> dict[str, float]:
-    device, plan = torch.device(device_type), LayoutConfig(**layout)
+    device, plan = torch.device(device_type), LayoutConfig(**layout, micro_batches=2)
     # Adam divides small gradients, and the rounding error in them, by their own size: the large
     # epsilon keeps weights about as close as gradients are.
     train = TrainConfig(global_batch=8, dtype=dtype, lr=1e-3, adam_eps=1e-2, clip_norm=0.0)
-    axes = build_axes(plan, "cpu")  # gloo's groups serve tensors of either device
+    axes = build_axes(plan, device_type)  # gloo's groups serve tensors of either device
     whole = build_parallel(config, LayoutConfig(), Axes(), train.seed, device, dtype)
     cut = build_parallel(config, plan, axes, train.seed, device, dtype)
     reference = Stepper(whole, train, Axes())
-    stepper = Stepper(cut, train, axes, LayoutConfig(micro_batches=2))
+    stepper = Stepper(cut, train, axes, plan)
     worst = dict.fromkeys(COMPARED, 0.0)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
@@ -130,12 +145,11 @@ def _compare(
 def _distance(cut: nn.Module, whole: nn.Module, gradients: bool) -> float:
     """Between what this rank holds and its part of the whole, relative to the largest element."""
     worst, reference = 0.0, dict(whole.named_parameters())
-    for name, parameter in cut.named_parameters():
+    held = owned(cut) if gradients else [(n, stored(p)) for n, p in cut.named_parameters()]
+    for name, parameter in held:  # copies' gradients were added on their owner
         shard = shard_of(parameter)
         mine, other = parameter.detach(), reference[name].detach()
         if gradients:
-            if not shard.owned:  # copies' gradients were added on their owner
-                continue
             assert parameter.grad is not None, name
             assert reference[name].grad is not None, name
             mine, other = parameter.grad, reference[name].grad  # type: ignore[assignment]

@@ -258,3 +258,26 @@ def test_a_checksum_is_of_values_alone(make: Callable[..., Tensor], shape: tuple
     assert _checksum(x) == _checksum(same)
     same[-1, -1] += 1e-9
     assert _checksum(x) != _checksum(same)
+
+
+def broadcast_of_a_kept_tensor() -> tuple[int, bool]:
+    """How often the root's tensor counts as changed, where a backend writes it on the root, too."""
+    axis = Axis("world", 2, dist.get_rank(), dist.group.WORLD)
+    x = contiguous(3, 4)
+    before, send = x._version, dist.broadcast
+
+    def writing(x: Tensor, **how: Any) -> Any:
+        work = send(x, **how)
+        x.copy_(x.clone())  # as gloo does with a GPU's tensor
+        return work
+
+    with patch.object(dist, "broadcast", writing):
+        got = comm.broadcast(x, axis, root=0)
+    return x._version - before, got is x
+
+
+def test_a_broadcast_does_not_change_the_roots_tensor_for_autograd(pool: WorkerPool) -> None:
+    """Autograd refuses a backward pass that needs a tensor which was written since."""
+    root, other = pool.run(2, broadcast_of_a_kept_tensor)
+    assert root == (0, True)
+    assert other[0] > 0
