@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
 from typing import Any
 
 import pytest
@@ -15,16 +15,18 @@ from tests.models.hf import plain, tokens_of
 from tests.models.test_hf_t5 import config_of, from_hugging_face, hugging_face
 
 V, END = 23, 1
+# Sources, by seed and length, whose search comes close to no other: with weights that are off by
+# 3e-4 it finds the same, and Hugging Face's float32 sums of logarithms are off by 1e-6.
+SOURCES = [(0, 3), (1, 3), (3, 3), (2, 9), (4, 9), (6, 9), (7, 9), (8, 9)]
 
 
 @pytest.fixture(scope="module")
 def models() -> tuple[T5, Any]:
     """Weights are drawn, not trained, and float64: what is found must not hang on how a processor
-    rounds. Large logits, those of the end larger still, so that targets end early or late."""
+    rounds. The end's logits are larger than others, so that targets end early or late."""
     config = config_of(vocab_size=V, n_decoder_layers=2)
     theirs = hugging_face(config, torch.float64)
     with torch.no_grad():
-        theirs.shared.weight.mul_(3.0)
         theirs.shared.weight[END].mul_(2.0)
     ours = plain(config, torch.float64, from_hugging_face(theirs.state_dict(), config))
     assert isinstance(ours, T5)
@@ -35,7 +37,7 @@ def models() -> tuple[T5, Any]:
 @pytest.mark.parametrize("beams", [1, 2, 4, 7])
 def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penalty: float) -> None:
     ours, theirs = models
-    for seed, size in itertools.product(range(4), (3, 9)):
+    for seed, size in SOURCES:
         source = tokens_of(V, 1, size, seed=seed)
         found = search(ours, source[0].tolist(), 0, END, Search(beams, penalty, 15))
         with torch.no_grad():
@@ -52,11 +54,26 @@ def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penal
         assert found == want, (seed, size)
 
 
-def test_the_tests_see_short_and_long_targets(models: tuple[T5, Any]) -> None:
-    sources = [tokens_of(V, 1, 9, seed=seed)[0].tolist() for seed in range(4)]
-    for beams, penalty in ((1, 1.0), (4, 0.0), (4, 1.0)):
-        found = [search(models[0], s, 0, END, Search(beams, penalty, 15)) for s in sources]
-        assert {len(target) for target in found} >= {1, 15}
+@pytest.mark.parametrize(("beams", "penalty"), [(4, 0.0), (4, 1.0), (7, 1.0)])
+def test_targets_are_short_and_long_and_no_choice_is_close(
+    models: tuple[T5, Any], beams: int, penalty: float
+) -> None:
+    """Or the comparison above would say little, or hang on rounding."""
+    ours, _ = models
+    off = copy.deepcopy(ours)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in off.parameters():
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            weight.mul_(1 + 1e-5 * noise)
+    lengths = set()
+    for seed, size in SOURCES:
+        source, how = tokens_of(V, 1, size, seed=seed)[0].tolist(), Search(beams, penalty, 15)
+        found = search(ours, source, 0, END, how)
+        assert search(off, source, 0, END, how) == found, (seed, size)
+        lengths.add(len(found))
+    assert len(lengths) > 2
+    assert {0, 15} <= lengths
 
 
 def test_some_words_are_never_said(models: tuple[T5, Any]) -> None:

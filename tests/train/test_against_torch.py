@@ -26,6 +26,7 @@ from gridformer.batch import IGNORE, Batch, next_words
 from gridformer.comm import Axes
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.models import Model
+from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from tests.models import test_hf, test_hf_bert, test_hf_t5, test_transformer
 from tests.models.hf import lengths_mask, plain, tokens_of
@@ -142,8 +143,9 @@ def probabilities_of_gpt2(theirs: Any, now: SimpleNamespace) -> dict[nn.Module, 
 def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> None:
     """Losses, norms, learning rates and, after a whole schedule, every parameter."""
     rates = RATES if dropout else {}
-    ours, theirs = test_hf.pair(torch.float64, n_layers=2, max_seq_len=12, **rates)
-    ours.clock.seed = SEED
+    same, theirs = test_hf.pair(torch.float64, n_layers=2, max_seq_len=12, **rates)
+    ours = build_parallel(same.config, LayoutConfig(), Axes(), SEED, torch.device("cpu"), "float64")
+    ours.load_state_dict(same.state_dict())
     stepper = Stepper(ours, TrainConfig(**TRAIN), Axes(), LayoutConfig(micro_batches=micro_batches))
     optimizer = torchs_optimizer(theirs)
     rate = schedule(optimizer)
