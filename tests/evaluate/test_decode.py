@@ -11,6 +11,7 @@ import torch
 from gridformer.errors import ConfigError
 from gridformer.evaluate.decode import Search, search
 from gridformer.models import T5
+from gridformer.models.blocks import KVCache
 from tests.models.hf import plain, tokens_of
 from tests.models.test_hf_t5 import config_of, from_hugging_face, hugging_face
 
@@ -74,6 +75,18 @@ def test_targets_are_short_and_long_and_no_choice_is_close(
         lengths.add(len(found))
     assert len(lengths) > 2
     assert {0, 15} <= lengths
+
+
+def test_beams_take_their_keys_and_values_along() -> None:
+    """In search all beams read one source, whose rows are alike: so it is looked at here."""
+    cache, numbers = KVCache(), torch.arange(3.0).view(3, 1, 1, 1)
+    cache.append(numbers, 10 + numbers)
+    cache.source = 20 + numbers, 30 + numbers
+    cache.select(torch.tensor([2, 2, 0]))
+    assert cache.k is not None
+    assert cache.v is not None
+    found = [x.flatten().tolist() for x in (cache.k, cache.v, *cache.source)]
+    assert found == [[first + row for row in (2, 2, 0)] for first in (0, 10, 20, 30)]
 
 
 def test_some_words_are_never_said(models: tuple[T5, Any]) -> None:
