@@ -16,7 +16,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

@@ -27,7 +27,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 
 def test_this_machine() -> None:
     """The whole examination, with two processes that really connect."""
-    findings = list(doctor.examine(2, timeout_s=60.0))
+    findings = list(doctor.examine(2, timeout_s=120.0))
     assert "bad" not in levels(findings), findings
     text = "\n".join(f.text for f in findings)
     assert "2 processes as a 1x2 grid: sums along rows, columns and all are right" in text
@@ -104,7 +104,7 @@ def test_a_check_that_breaks_does_not_end_the_examination(
         yield
 
     monkeypatch.setattr(doctor, "check_gpus", broken)
-    findings = list(doctor.examine(1, timeout_s=1.0))
+    findings = list(doctor.examine(1, timeout_s=120.0))
     assert [f.text for f in findings if f.level == "bad"] == [
         "GPUs: the check failed (RuntimeError: driver gone)"
     ]
@@ -123,31 +123,31 @@ def answering(**changes: object) -> str:
 
 def test_a_hang_is_reported() -> None:
     # The grandchild holds the error pipe open, as a hung worker would.
-    program = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    program = "import subprocess, time; subprocess.Popen(['sleep', '900']); time.sleep(900)"
     began = time.monotonic()
     found = only(doctor.check_processes(4, 0.5, program))
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 280, "neither was waited for"
     assert found.level == "bad"
     assert found.text == "4 processes as a 2x2 grid: no answer within 0.5 s"
     assert "firewall" in found.remedy
 
 
 def test_a_failure_is_reported() -> None:
-    found = only(doctor.check_processes(2, 30.0, "raise OSError('no sockets')"))
+    found = only(doctor.check_processes(2, 120.0, "raise OSError('no sockets')"))
     assert found.level == "bad"
     assert "failed (OSError: no sockets)" in found.text
     assert "Traceback" in found.remedy
 
 
 def test_speed_in_words() -> None:
-    findings = list(doctor.check_processes(2, 30.0, answering()))
+    findings = list(doctor.check_processes(2, 120.0, answering()))
     assert levels(findings) == ["ok", "ok", "ok"]
     assert findings[-1].text.endswith("4 bytes in 1.00 ms, 16 MiB in 17 ms (1.00 GB/s)")
 
 
 def test_wrong_sums_are_reported() -> None:
     program = answering(wrong=["rank 1 along col: [1.0], not [2.0]"])
-    found = only(doctor.check_processes(2, 30.0, program))
+    found = only(doctor.check_processes(2, 120.0, program))
     assert found.level == "bad"
     assert "wrong sums: rank 1 along col" in found.text
 
@@ -164,7 +164,7 @@ def test_exit_code(
 
     monkeypatch.setattr(doctor, "examine", found)
     with pytest.raises(typer.Exit) as exit_:
-        command.doctor(nproc=2, timeout=5.0)
+        command.doctor(nproc=2, timeout=120.0)
     assert exit_.value.exit_code == code
     out = capsys.readouterr().out
     assert "a finding\n    a remedy\n    of two lines\n" in out

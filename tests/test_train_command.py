@@ -39,7 +39,7 @@ def run_file(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def gridformer(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=120, **options
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=240, **options
     )
 
 
@@ -48,7 +48,7 @@ def losses(out: Path) -> list[float]:
 
 
 def wait_for_step(out: Path, step: int) -> None:
-    deadline = time.monotonic() + 110
+    deadline = time.monotonic() + 180
     while not any(m["step"] >= step for m in read_metrics(out)):
         assert time.monotonic() < deadline, "the run does not get on"
         time.sleep(0.05)
@@ -56,7 +56,7 @@ def wait_for_step(out: Path, step: int) -> None:
 
 def wait_until_nobody_is_left(session: int) -> None:
     """The fork server ends when it sees that the command has ended, a moment later."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             os.killpg(session, 0)
@@ -143,7 +143,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     ) as process:
         wait_for_step(stopped, 3)
         (os.killpg if to_group else os.kill)(process.pid, signum)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == code, output
     assert "Traceback" not in output
     folder = checkpoint.latest(stopped)
@@ -169,7 +169,7 @@ def test_a_killed_worker_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     ) as process:
         wait_for_step(out, 4)
         os.kill(worker_of(process.pid), signal.SIGKILL)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     last = output.strip().splitlines()[-1]
     assert "was killed by signal 9 (SIGKILL)" in last

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from gridformer.data.samples.masked import MaskedSamples, Masking
+from gridformer.data.samples.special import SpecialIds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.data.samples.masked import MaskedSamples, Masking
-from gridformer.data.samples.special import SpecialIds
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.data.helpers import counting_split
@@ -79,7 +79,7 @@ def test_every_ordinary_word_stands_in_for_a_hidden_one() -> None:
     """Of a vocabulary of 8 words and two special tokens, the first and the last, too."""
     special = replace(SPECIAL, eos=3, ordinary_size=10, mask=10, not_words=frozenset({3, 6}))
     draw, masking = np.random.default_rng(0), Masking(special)
-    read = [masking.hide(np.zeros(100, dtype=np.int64), draw)[0] for _ in range(200)]
+    read = [masking.hide(np.full(100, 5), draw)[0] for _ in range(200)]
     assert set(np.concatenate(read).tolist()) == {*range(11)} - {3, 6}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
 from typing import Any
 
 import pytest
@@ -10,21 +10,24 @@ import torch
 
 from gridformer.evaluate.decode import Search, search
 from gridformer.models import T5
+from gridformer.models.blocks import KVCache
 from gridformer.utils.errors import ConfigError
 from tests.models.hf import plain, tokens_of
 from tests.models.test_hf_t5 import config_of, from_hugging_face, hugging_face
 
 V, END = 23, 1
+# Sources, by seed and length, whose search comes close to no other: with weights that are off by
+# 3e-4 it finds the same, and Hugging Face's float32 sums of logarithms are off by 1e-6.
+SOURCES = [(0, 3), (1, 3), (3, 3), (2, 9), (4, 9), (6, 9), (7, 9), (8, 9)]
 
 
 @pytest.fixture(scope="module")
 def models() -> tuple[T5, Any]:
     """Weights are drawn, not trained, and float64: what is found must not hang on how a processor
-    rounds. Large logits, those of the end larger still, so that targets end early or late."""
+    rounds. The end's logits are larger than others, so that targets end early or late."""
     config = config_of(vocab_size=V, n_decoder_layers=2)
     theirs = hugging_face(config, torch.float64)
     with torch.no_grad():
-        theirs.shared.weight.mul_(3.0)
         theirs.shared.weight[END].mul_(2.0)
     ours = plain(config, torch.float64, from_hugging_face(theirs.state_dict(), config))
     assert isinstance(ours, T5)
@@ -35,7 +38,7 @@ def models() -> tuple[T5, Any]:
 @pytest.mark.parametrize("beams", [1, 2, 4, 7])
 def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penalty: float) -> None:
     ours, theirs = models
-    for seed, size in itertools.product(range(4), (3, 9)):
+    for seed, size in SOURCES:
         source = tokens_of(V, 1, size, seed=seed)
         found = search(ours, source[0].tolist(), 0, END, Search(beams, penalty, 15))
         with torch.no_grad():
@@ -52,11 +55,38 @@ def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penal
         assert found == want, (seed, size)
 
 
-def test_the_tests_see_short_and_long_targets(models: tuple[T5, Any]) -> None:
-    sources = [tokens_of(V, 1, 9, seed=seed)[0].tolist() for seed in range(4)]
-    for beams, penalty in ((1, 1.0), (4, 0.0), (4, 1.0)):
-        found = [search(models[0], s, 0, END, Search(beams, penalty, 15)) for s in sources]
-        assert {len(target) for target in found} >= {1, 15}
+@pytest.mark.parametrize(("beams", "penalty"), [(4, 0.0), (4, 1.0), (7, 1.0)])
+def test_targets_are_short_and_long_and_no_choice_is_close(
+    models: tuple[T5, Any], beams: int, penalty: float
+) -> None:
+    """Or the comparison above would say little, or hang on rounding."""
+    ours, _ = models
+    off = copy.deepcopy(ours)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in off.parameters():
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            weight.mul_(1 + 1e-5 * noise)
+    lengths = set()
+    for seed, size in SOURCES:
+        source, how = tokens_of(V, 1, size, seed=seed)[0].tolist(), Search(beams, penalty, 15)
+        found = search(ours, source, 0, END, how)
+        assert search(off, source, 0, END, how) == found, (seed, size)
+        lengths.add(len(found))
+    assert len(lengths) > 2
+    assert {0, 15} <= lengths
+
+
+def test_beams_take_their_keys_and_values_along() -> None:
+    """In search all beams read one source, whose rows are alike: so it is looked at here."""
+    cache, numbers = KVCache(), torch.arange(3.0).view(3, 1, 1, 1)
+    cache.append(numbers, 10 + numbers)
+    cache.source = 20 + numbers, 30 + numbers
+    cache.select(torch.tensor([2, 2, 0]))
+    assert cache.k is not None
+    assert cache.v is not None
+    found = [x.flatten().tolist() for x in (cache.k, cache.v, *cache.source)]
+    assert found == [[first + row for row in (2, 2, 0)] for first in (0, 10, 20, 30)]
 
 
 def test_some_words_are_never_said(models: tuple[T5, Any]) -> None:

@@ -80,7 +80,7 @@ def test_every_stage_of_a_pipeline_fits_with_what_is_named(monkeypatch: pytest.M
     monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter([{"train.recompute": "full"}]))
     monkeypatch.setattr(fits, "_smaller_batches", lambda run: iter([]))
     one_by_one = lambda run, ranks, made: [estimate_rank(run, r, made) for r in ranks]  # noqa: E731
-    monkeypatch.setattr(fits, "estimate", one_by_one)
+    monkeypatch.setattr(fits, "estimate_ranks", one_by_one)
     (offer,) = nearest(run, before[0], after[1].peak)
     assert offer.peak == after[1].peak
     assert nearest(run, before[0], after[1].peak - 1) == []
@@ -99,7 +99,7 @@ def test_at_last_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refusal_says_what_there_is_and_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, WIDE, {"loss_chunk_tokens": 0})
     monkeypatch.setattr(fits, "room_of", lambda run: Room(10**12, "plenty"))
-    monkeypatch.setattr(fits, "estimate", lambda *_: pytest.fail("the bound said enough"))
+    monkeypatch.setattr(fits, "estimate_ranks", lambda *_: pytest.fail("the bound said enough"))
     assert fit_problems(run) == []
     monkeypatch.undo()
     size = peak(run)
@@ -118,7 +118,7 @@ def test_what_can_never_fit_is_refused_at_once(
 ) -> None:
     """By the parameters alone: no step is run on any setting."""
     run = a_run(layout, WIDE, {})
-    monkeypatch.setattr(fits, "estimate", lambda *_: pytest.fail("a step was run"))
+    monkeypatch.setattr(fits, "estimate_ranks", lambda *_: pytest.fail("a step was run"))
     told: list[str] = []
     monkeypatch.setattr(fits, "room_of", lambda run: Room(1000, "there is no room"))
     (text,) = fit_problems(run, lambda *words: told.extend(words))
@@ -142,7 +142,7 @@ def test_the_number_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> 
         tried.append(run)
         return estimate_ranks(run, ranks)
 
-    monkeypatch.setattr(fits, "estimate", counted)
+    monkeypatch.setattr(fits, "estimate_ranks", counted)
     (text,) = fit_problems(run, lambda found, doing: told.append((found, doing, len(tried))))
     assert len(tried) == 1
     assert "no setting that was tried within 0 s fits; try " in text

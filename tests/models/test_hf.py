@@ -185,10 +185,10 @@ def test_cached_forward_is_the_whole_forward(dtype: torch.dtype, pieces: list[in
         assert_close(torch.cat(logits, 1), ours(tokens))
 
 
-@DTYPES
-def test_greedy_tokens(dtype: torch.dtype) -> None:
-    """The most likely words, one after another with our cache, are those of model.generate."""
-    ours, theirs = pair(dtype)
+def test_greedy_tokens() -> None:
+    """The most likely words, one after another with our cache, are those of model.generate: in
+    float64, so that no word hangs on how a processor rounds."""
+    ours, theirs = pair(torch.float64)
     prompt = tokens_of(ours, 2, 5)
     with torch.no_grad():
         want = theirs.generate(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gridformer.config import ModelConfig
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
 from tests.models import test_hf, test_hf_bert
@@ -20,17 +21,12 @@ S = 12
 
 def labeled(family: str) -> tuple[Model, Any]:
     """Ours with a branch of labels, its weights random; theirs, which has none."""
-    pair = test_hf.pair if family == "gpt2" else test_hf_bert.pair
-    changes = {} if family == "gpt2" else {"sentence_pair": False}
-    _, theirs = pair(torch.float64, max_seq_len=S, n_layers=2)
-    module: Any = test_hf if family == "gpt2" else test_hf_bert
-    values = {"max_seq_len": S, "n_layers": 2, "n_labels": N_LABELS, "vocab_size": 211, **changes}
-    base: dict[str, Any] = {"hidden_size": 48, "n_heads": 4} if family == "gpt2" else {}
-    config = (
-        test_hf_bert.config_of(**values)
-        if family == "bert"
-        else test_hf.ModelConfig(**{**base, **values})
-    )
+    module: Any = {"gpt2": test_hf, "bert": test_hf_bert}[family]
+    size: dict[str, Any] = {"n_layers": 2, "hidden_size": 48, "n_heads": 4, "vocab_size": 211}
+    if family == "bert":
+        size |= {"sentence_pair": False, "norm_eps": 1e-12}
+    config = ModelConfig(family=family, max_seq_len=S, n_labels=N_LABELS, **size)  # type: ignore[arg-type]
+    theirs = module.hugging_face(config, torch.float64)
     state = module.from_hugging_face(theirs.state_dict(), config)
     branch = randomize(torch.nn.ModuleDict({"pooler": torch.nn.Linear(48, 48)}), torch.float64)
     labels = randomize(torch.nn.Linear(48, N_LABELS), torch.float64)

@@ -233,7 +233,7 @@ def test_idle_time_of_equal_stages(pool: WorkerPool, order: str, k: int) -> None
     m = 4
     layout = {"pp": 2, "micro_batches": m, "pipeline": order, "stages_per_rank": k}
     want = 1 / (k * m)
-    for turn in range(6):
+    for turn in range(10):
         ranks = pool.run(2, events_of, layout, 0.03 * 1.6**turn)
         found = idle_fraction(ranks)
         if found < 1.3 * want:

@@ -39,7 +39,7 @@ def kill_on(rank: int) -> None:
 
 def hang_on(rank: int) -> None:
     if dist.get_rank() == rank:
-        time.sleep(60)
+        time.sleep(900)
 
 
 def count_in_cache() -> int:
@@ -110,7 +110,7 @@ def test_exception(pool: WorkerPool) -> None:
         RankFailed, match=r"(?s)on rank 2.*raise_on.*ValueError: the root cause"
     ) as e:
         pool.run(4, raise_on, 2)
-    assert time.monotonic() - start < 0.2 * pool.timeout_s
+    assert time.monotonic() - start < pool.timeout_s, "the others are not waited for"
     assert e.value.rank == 2
     assert pool.run(4, total, 1.0) == [10.0] * 4
 
@@ -120,7 +120,7 @@ def test_killed_rank(pool: WorkerPool) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) died: killed by SIGKILL") as e:
         pool.run(4, kill_on, 1)
-    assert time.monotonic() - start < 0.2 * pool.timeout_s
+    assert time.monotonic() - start < pool.timeout_s, "the others are not waited for"
     assert e.value.rank == 1
     assert pool.run(4, total, 1.0) == [10.0] * 4
 
@@ -134,16 +134,20 @@ def test_killed_between_tests(pool: WorkerPool) -> None:
 def kill_and_wait(pid: int) -> None:
     """Until the process is gone: on a busy machine it lives on for a while."""
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_hang_says_where(pool: WorkerPool) -> None:
-    pool.run(3, total, 1.0)
-    with pool.limit(2.0), pytest.raises(RankFailed, match=r"(?s)ranks \[1\] did.*in hang_on"):
-        pool.run(3, hang_on, 1)
+    for limit in (2.0, 10.0, 60.0):  # on a busy machine the others may not be done, either
+        pool.run(3, total, 1.0)
+        with pool.limit(limit), pytest.raises(RankFailed, match=r"(?s)ranks .*in hang_on") as e:
+            pool.run(3, hang_on, 1)
+        if "ranks [1] did" in str(e.value):
+            break
+    assert "ranks [1] did not finish" in str(e.value)
     assert pool.run(3, total, 1.0) == [6.0] * 3
 
 
@@ -189,7 +193,7 @@ def test_workers_die_with_the_session(tmp_path: Path) -> None:
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 2
         owner.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "the workers outlived their owner"
         time.sleep(0.02)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
+from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils import rng
 from gridformer.utils.batch import IGNORE, Batch, next_words
@@ -142,8 +143,9 @@ def probabilities_of_gpt2(theirs: Any, now: SimpleNamespace) -> dict[nn.Module, 
 def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> None:
     """Losses, norms, learning rates and, after a whole schedule, every parameter."""
     rates = RATES if dropout else {}
-    ours, theirs = test_hf.pair(torch.float64, n_layers=2, max_seq_len=12, **rates)
-    ours.clock.seed = SEED
+    same, theirs = test_hf.pair(torch.float64, n_layers=2, max_seq_len=12, **rates)
+    ours = build_parallel(same.config, LayoutConfig(), Axes(), SEED, torch.device("cpu"), "float64")
+    ours.load_state_dict(same.state_dict())
     stepper = Stepper(ours, TrainConfig(**TRAIN), Axes(), LayoutConfig(micro_batches=micro_batches))
     optimizer = torchs_optimizer(theirs)
     rate = schedule(optimizer)

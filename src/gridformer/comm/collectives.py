@@ -183,9 +183,9 @@ def _start_broadcast(x: Tensor, axis: Axis, root: int, label: str, later: bool) 
     at_root = axis.index == root
     moved = 0 if at_root else x.numel()
     timing = _note("broadcast", axis, moved, x, label, "all" if at_root else ())
-    # Over gloo a GPU's tensor is copied back from the host on the root, too. Autograd, which may have
-    # kept the root's tensor for a backward pass, must not take that for a change: `data` has a
-    # version of its own.
+    # Over gloo a GPU's tensor is copied back from the host on the root, too. Autograd, which may
+    # have kept the root's tensor for a backward pass, must not take that for a change: `data` has
+    # a version of its own.
     sent = x.data if axis.index == root else x
     work = dist.broadcast(sent, group_src=root, group=axis.group, async_op=later)
     return Pending(x, work).timed(timing)
