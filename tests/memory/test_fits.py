@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from gridformer.cli.app import app
 from gridformer.config import RunConfig, load_run
-from gridformer.launch.plan import plan_run
+from gridformer.launch.plan import plan_run, read_run
 from gridformer.memory import budget as fits
 from gridformer.memory.breakdown import KINDS, MemoryBreakdown
 from gridformer.memory.budget import Room, at_most, changed, fit_problems, nearest, room_of
@@ -20,6 +20,7 @@ from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import chosen_ranks
 from gridformer.parallel.auto import decisions
 from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import GIB
@@ -138,9 +139,9 @@ def test_the_number_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> 
     tried: list[RunConfig] = []
     estimate_ranks = fits.estimate_ranks
 
-    def counted(run: RunConfig, ranks: list[int]) -> list[MemoryBreakdown]:
+    def counted(run: RunConfig, ranks: list[int], made: Decisions) -> list[MemoryBreakdown]:
         tried.append(run)
-        return estimate_ranks(run, ranks)
+        return estimate_ranks(run, ranks, made)
 
     monkeypatch.setattr(fits, "estimate_ranks", counted)
     (text,) = fit_problems(run, lambda found, doing: told.append((found, doing, len(tried))))
@@ -206,7 +207,7 @@ def test_a_plan_decides_once(
         "train": {"steps": 1, "global_batch": 8, "memory_gib": 0.002},
     }
     path.write_text(yaml.safe_dump(sections))
-    wanted = load_run(path)
+    wanted = read_run(path)
     assert at_most(wanted) > wanted.train.memory_gib * GIB
     decide = decisions.decide
 

@@ -37,6 +37,7 @@ QUICK_ON_NCCL = {
     Cell("Transformer", "Megatron, sequence parallel", 1, "zero1", True),
     Cell("GPT-2", "Megatron", 4, "none", False),
     Cell("BERT", "D&SP", 2, "replicate", False),
+    Cell("GPT-2", "Megatron 2-D", 1, "replicate", False),
     Cell("T5", "D&SP-cSub", 1, "fsdp", True),
     Cell("Transformer", "single", 4, "none", True),
 }
