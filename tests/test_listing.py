@@ -109,7 +109,7 @@ def test_command(columns: int) -> None:
     lines = invoke("gpt2-124m", "--processes", "36", columns=columns)
     assert max(map(len, lines)) <= columns
     assert "gpt2-124m on 36 processes" in lines[0]
-    (row,) = (line for line in lines if line.startswith("one device, dp=36 "))
+    (row,) = (line for line in lines if line.startswith("single device, dp=36 "))
     replicate, zero1, fsdp = map(float, row.split()[-3:])
     assert replicate > zero1 > fsdp
     assert replicate > 124.4e6 * 16 / 2**30

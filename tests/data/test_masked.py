@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gridformer.data.samples.masked import MaskedSamples, Masking
-from gridformer.data.samples.special import SpecialIds
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gridformer.data.samples.masked import MaskedSamples, Masking
+from gridformer.data.samples.special import SpecialIds
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.data.helpers import counting_split

@@ -180,5 +180,5 @@ def test_vocabulary_is_padded_as_the_layout_says(layout: LayoutConfig) -> None:
 
 def test_other_networks_are_refused_with_what_can_be_cut_of_them() -> None:
     layout = LayoutConfig(scheme="megatron", cols=2)
-    with pytest.raises(TypeError, match=r"not a Linear.*Branches.*subgraph\.parallelize"):
+    with pytest.raises(TypeError, match=r"not a Linear.*Branches.*branches\.parallelize"):
         parallelize(torch.nn.Linear(3, 3), layout, Axes())  # type: ignore[arg-type]

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -22,6 +20,8 @@ def over_nccl(group: ProcessGroup | None) -> bool:
     other. Over gloo an all-gather or a reduce-scatter is quicker as an exchange of blocks, and
     messages do not wait for each other. What differs in `gridformer.comm` asks here.
     """
+    import torch.distributed as dist  # takes time, of commands that start nothing
+
     return bool(dist.get_backend(group) == "nccl")
 
 
@@ -35,6 +35,8 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
         lines: ranks of the world, rising within a line, as torch numbers the members of a group.
         purpose: a name for torch's reports.
     """
+    import torch.distributed as dist
+
     assert all([*line] == sorted(line) for line in lines), "torch would sort them"
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # NCCL is connected already (see init_world), and all lines are split off it at once.
@@ -53,6 +55,8 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
 def _timeout() -> timedelta | None:
     """The default group's. Torch gives every other group ten or thirty minutes unless it is told;
     None leaves it at that, where the backend has no timeout (torch's fake one)."""
+    import torch.distributed as dist
+
     world = dist.group.WORLD
     assert world is not None
     options = world._get_backend(world._device_types[0]).options
