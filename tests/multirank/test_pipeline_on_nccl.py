@@ -59,9 +59,10 @@ def sent_with_gaps() -> Tensor:
     wires, here, n = Wires(axes, ring=True), axes.pp.index, axes.pp.size
     ahead, back = torch.empty(4), torch.empty(4)
     coming = [wires.receive(ahead, (here - 1) % n), wires.receive(back, (here + 1) % n)]
-    column = torch.arange(8.0).view(4, 2)[:, 1] + 10 * here
+    wide = (torch.arange(8.0) + 10 * here).view(4, 2)
     with patch.object(dist, "isend", wraps=dist.isend) as isend:
-        going = [wires.send(column, (here + 1) % n), wires.send(-column, (here - 1) % n)]
+        going = [wires.send(wide[:, 1], (here + 1) % n)]
+        going.append(wires.send((-wide)[:, 1], (here - 1) % n))
     assert all(call.args[0].is_contiguous() for call in isend.call_args_list), "NCCL refuses gaps"
     for pending in (*coming, *going):
         pending.wait()
