@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm import Pending
+from gridformer.comm import Pending, Wires
 from gridformer.config import LayoutConfig
 from gridformer.parallel.pipeline import Executor
 from tests.choosing import full_unless
@@ -49,6 +51,31 @@ def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
     for found in pool.run(LayoutConfig(**layout).n_processes, on_nccl, compare, layout, config):
         wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
         assert not wrong
+
+
+def sent_with_gaps() -> Tensor:
+    """A column of a wider matrix, to the next rank of a ring and back."""
+    axes = axes_of(LayoutConfig(pp=dist.get_world_size()))
+    wires, here, n = Wires(axes, ring=True), axes.pp.index, axes.pp.size
+    ahead, back = torch.empty(4), torch.empty(4)
+    coming = [wires.receive(ahead, (here - 1) % n), wires.receive(back, (here + 1) % n)]
+    wide = (torch.arange(8.0) + 10 * here).view(4, 2)
+    with patch.object(dist, "isend", wraps=dist.isend) as isend:
+        going = [wires.send(wide[:, 1], (here + 1) % n)]
+        going.append(wires.send((-wide)[:, 1], (here - 1) % n))
+    assert all(call.args[0].is_contiguous() for call in isend.call_args_list), "NCCL refuses gaps"
+    for pending in (*coming, *going):
+        pending.wait()
+    return torch.stack((ahead, back))
+
+
+@pytest.mark.parametrize("way", ["gloo", "nccl"])
+def test_a_message_may_have_gaps(pool: WorkerPool, way: str) -> None:
+    found = pool.run(3, on_nccl, sent_with_gaps) if way == "nccl" else pool.run(3, sent_with_gaps)
+    for rank, (ahead, back) in enumerate(found):
+        column = torch.tensor([1.0, 3.0, 5.0, 7.0])
+        assert torch.equal(ahead, column + 10 * ((rank - 1) % 3))
+        assert torch.equal(back, -column - 10 * ((rank + 1) % 3))
 
 
 # --------------------------------------------------------------------------- who waits for whom
