@@ -38,6 +38,8 @@ def steps(folder: Path, n: int) -> None:
     stop = stopping.install()
     init_world("cpu", n, 600.0)
     note(folder, "store", os.environ.get(STORE_FILE, ""))
+    note(folder, "gloo", os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    note(folder, "nccl", os.environ.get("NCCL_SOCKET_IFNAME", ""))
     note(folder, "pid", str(os.getpid()))
     for _ in range(30_000):
         time.sleep(0.01)

@@ -45,6 +45,9 @@ def test_a_local_run_is_reached_from_nowhere(start: Start, tmp_path: Path) -> No
     assert len(listening) >= 2, "gloo listens in each worker"
     for address, port in listening:
         assert ip_address(address).is_loopback, f"{address}:{port} can be reached from outside"
+    # Where the machine's own name means 127.0.0.1 gloo would choose that by itself, elsewhere not.
+    for name in ("gloo0", "gloo1", "nccl0", "nccl1"):
+        assert (tmp_path / name).read_text() == "lo", name
     for path in unix_sockets(sockets):
         assert path.startswith("/"), "an abstract socket has no permissions"
         assert is_private(Path(path).parent), path
