@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ WIDE = {"hidden_size": 96, "n_layers": 4}
 
 
 @pytest.fixture(autouse=True)
-def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_hurry() -> Iterator[None]:
     """What is found must not depend on how fast the machine is."""
-    monkeypatch.setattr(fits, "SEARCH_S", 1e6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fits, "SEARCH_S", 1e6)
+        yield
 
 
 def peak(run: RunConfig) -> int:
