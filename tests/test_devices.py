@@ -1,0 +1,212 @@
+"""No rank mixes devices where its tensors lie on a GPU: see tests/fake_gpu.py.
+
+Every scheme, pipelines, modes of replicas and methods that save memory; of D&SP-cSub both kinds of
+sub-grids, whose messages also have to come in one order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gridformer import comm
+from gridformer.comm import Axis, record
+from gridformer.config import RunConfig
+from gridformer.errors import ConfigError
+from gridformer.layout import check, mesh_ranks
+from gridformer.parallel.subgraph import parallelize
+from tests.choosing import full_unless
+from tests.fake_gpu import (
+    NAME,
+    Step,
+    Watch,
+    fake_gpu,
+    fake_tensors,
+    own_process,
+    playing,
+    step_of,
+)
+from tests.multirank.matrix import MODELS
+from tests.multirank.test_branches import NETWORKS, batch
+from tests.multirank.test_memory import a_run
+
+InProcess = Callable[..., Any]
+
+CSUB = {"scheme": "subgraph", "branches": 2, "common": "first"}
+OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "single": {},
+    "Megatron": {"scheme": "megatron", "cols": 2},
+    "Megatron, sequence parallel": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
+    "Optimus": OPTIMUS,
+    "Optimus, panels": {**OPTIMUS, "schedule": "pipelined"},
+    "Optimus, input stays": {**OPTIMUS, "stationary": "input", "schedule": "broadcast"},
+    "D&SP": {"scheme": "subgraph", "branches": 2},
+    "D&SP, outside": {"scheme": "subgraph", "branches": 2, "attention": "outside"},
+    "cSub": CSUB,
+    "cSub, common": {**CSUB, "feed_forward": "common"},
+    "cSub, outside": {**CSUB, "attention": "outside"},
+    "cSub, outside and common": {**CSUB, "attention": "outside", "feed_forward": "common"},
+}
+IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {"loss_tokens": 0},
+    "float16": {"dtype": "float16", "loss_tokens": 16, "clip_by": "layer"},
+    "selective, bfloat16": {"dtype": "bfloat16", "recompute": "selective", "offload": "optimizer"},
+    "full, in_backward": {**IN_BACKWARD, "recompute": "full", "loss_tokens": 16},
+    "in_backward, offload": {**IN_BACKWARD, "offload": "optimizer"},
+}
+PIPELINES: tuple[dict[str, Any], ...] = (
+    {},
+    {"pp": 2, "micro_batches": 2},
+    {"pp": 2, "micro_batches": 2, "stages_per_rank": 2},
+)
+REPLICAS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dp": 2},
+    {"dp": 2, "dp_mode": "zero1"},
+    {"dp": 2, "dp_mode": "fsdp"},
+)
+
+
+class Case(NamedTuple):
+    scheme: str
+    pipeline: int
+    replicas: int
+    method: str
+    model: str
+
+    @property
+    def run(self) -> RunConfig:
+        layout = {**SCHEMES[self.scheme], **PIPELINES[self.pipeline], **REPLICAS[self.replicas]}
+        model = {"n_layers": 4 if self.pipeline == 2 else 2, "max_seq_len": 8}
+        model |= MODELS[self.model]
+        if self.method == "plain":  # of a fake step most operations are those of masks
+            model |= {"dropout": 0.1, "attention_dropout": 0.1}
+        return a_run(layout, model, {"global_batch": 8, **METHODS[self.method]})
+
+    @property
+    def title(self) -> str:
+        pipeline = ("", "pp2", "interleaved")[self.pipeline]
+        words = (self.scheme, pipeline, REPLICAS[self.replicas].get("dp_mode", ""))
+        return "-".join((*words, self.method, self.model)).replace(", ", "_").replace(" ", "_")
+
+
+CASES = [
+    Case(*values)
+    for values in itertools.product(
+        SCHEMES, range(len(PIPELINES)), range(len(REPLICAS)), METHODS, MODELS
+    )
+]
+QUICK = {
+    Case("cSub", 0, 0, "plain", "GPT-2"),
+    Case("cSub, common", 0, 0, "full, in_backward", "T5"),
+    Case("cSub, outside and common", 1, 0, "in_backward, offload", "GPT-2"),
+    Case("cSub, outside", 0, 3, "float16", "GPT-2"),
+    Case("D&SP, outside", 1, 2, "in_backward, offload", "GPT-2"),
+    Case("Megatron", 2, 0, "full, in_backward", "GPT-2"),
+    Case("Megatron, sequence parallel", 0, 3, "full, in_backward", "GPT-2"),
+    Case("Optimus", 0, 0, "plain", "BERT"),
+    Case("Optimus, panels", 1, 0, "float16", "GPT-2"),
+    Case("single", 1, 3, "selective, bfloat16", "GPT-2"),
+}
+# Of all cases, which are 2,880, as many as any two values meet in, and more.
+CHOSEN = sorted(QUICK | set(random.Random(0).sample(CASES, 250)))
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[InProcess]:
+    with own_process() as call:
+        yield call
+
+
+def ranks_of(case: Case) -> list[list[int]]:
+    """Ranks to look at; those in one list have to send alike. The last of a scheme has what is
+    least usual; in D&SP-cSub the first and the last sub-grid are different, on every stage."""
+    layout = case.run.layout
+    if layout.common == "first":
+        return [stage[0].tolist() for stage in mesh_ranks(layout)]
+    last = layout.n_processes - 1
+    return [[last]] if case in QUICK else [[rank] for rank in {0, last}]
+
+
+@pytest.mark.parametrize(
+    "case", full_unless(QUICK.__contains__, CHOSEN), ids=lambda case: case.title
+)
+def test_a_step_mixes_no_devices(gpu: InProcess, case: Case) -> None:
+    """An optimizer step and an evaluation. Every message comes from one thread: torch would go back
+    through a GPU's tensors and through those on the meta device in two."""
+    try:
+        check(case.run)
+    except ConfigError:
+        pytest.skip("the layout is refused")
+    for ranks in ranks_of(case):
+        steps: list[Step] = [gpu(step_of, case.run, rank) for rank in ranks]
+        for step in steps:
+            assert len(step.threads) == (case.run.layout.n_processes > 1)
+            assert step.over("branch", "every", "world") == steps[0].over(
+                "branch", "every", "world"
+            )
+
+
+def network_step(name: str, rank: int, how: dict[str, Any]) -> Step:
+    """A training step of one of two ranks that share a network's branches."""
+    watch = Watch()
+    with playing(rank, 2), fake_tensors(), watch, record() as recorder:
+        with fake_gpu():
+            network = NETWORKS[name]()
+        placed = parallelize(network, g=2, **how)
+        optimizer = torch.optim.SGD(placed.parameters(), 0.1)
+        images, labels = batch(name, 6, 0)
+        x, y = placed.local(images.float()), placed.local(labels)
+        loss = F.cross_entropy(placed.model(x), y, reduction="sum") / 6
+        placed.backward(loss, last=False)
+        loss = F.cross_entropy(placed.model(x), y, reduction="sum") / 6
+        placed.backward(loss)
+        placed.total(loss)
+        placed.clip_gradients(1.0)
+        optimizer.step()
+    return Step.of(recorder, watch)
+
+
+@pytest.mark.parametrize("common", ["first", pytest.param("all", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["resnext", "uneven"])
+def test_a_network_with_branches_mixes_no_devices(gpu: InProcess, name: str, common: str) -> None:
+    steps: list[Step] = [gpu(network_step, name, rank, {"common": common}) for rank in (0, 1)]
+    for step in steps:
+        assert len(step.threads) == 1
+        assert step.over("branch", "world") == steps[0].over("branch", "world")
+
+
+# --------------------------------------------------------------------------- the helper itself
+
+
+def mix(device: str) -> None:
+    with fake_tensors():
+        x = torch.ones(2, 3, device=fake_gpu(), requires_grad=True)
+        y = (x * x).sum()
+        y.backward()
+        assert x.grad is not None
+        assert x.grad.device == x.device
+        _ = torch.ones((), device=device) / y
+
+
+def send(device: str) -> None:
+    with playing(0, 2), fake_tensors(), Watch():
+        comm.all_reduce(torch.ones(2, device=device), Axis("world", 2, 0))
+
+
+def test_what_a_gpu_refuses_is_refused(gpu: InProcess) -> None:
+    """A number on the meta device and one on the GPU; a message from the host's memory."""
+    with pytest.raises(RuntimeError, match="two devices, meta and fakegpu:0"):
+        gpu(mix, "meta")
+    gpu(mix, "cpu")  # a number of the host's may meet a GPU's tensors
+    with pytest.raises(RuntimeError, match="a tensor on cpu is handed to NCCL"):
+        gpu(send, "cpu")
+    gpu(send, f"{NAME}:0")
