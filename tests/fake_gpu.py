@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_leaves
 from gridformer.comm import record
 from gridformer.comm.recorder import Recorder
 from gridformer.config import RunConfig
-from gridformer.decisions import decide_run
-from gridformer.layout import build_axes
-from gridformer.memory.foretell import rows_like
+from gridformer.memory.estimate import rows_like
 from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.axes import build_axes
 from gridformer.train.step import Stepper
 
 NAME = "fakegpu"

@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from gridformer import comm
-from gridformer.comm import Axis, record
+from gridformer.comm import record
 from gridformer.config import RunConfig
-from gridformer.errors import ConfigError
-from gridformer.layout import check, mesh_ranks
-from gridformer.parallel.subgraph import parallelize
+from gridformer.mesh import Axis
+from gridformer.parallel.axes import mesh_ranks
+from gridformer.parallel.branches import parallelize
+from gridformer.parallel.validation import check
+from gridformer.utils.errors import ConfigError
 from tests.choosing import full_unless
 from tests.fake_gpu import (
     NAME,
