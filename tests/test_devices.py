@@ -87,7 +87,7 @@ class Case(NamedTuple):
     @property
     def run(self) -> RunConfig:
         layout = {**SCHEMES[self.scheme], **PIPELINES[self.pipeline], **REPLICAS[self.replicas]}
-        model = {"n_layers": 4 if self.pipeline == 2 else 2, "max_seq_len": 8}
+        model: dict[str, Any] = {"n_layers": 4 if self.pipeline == 2 else 2, "max_seq_len": 8}
         model |= MODELS[self.model]
         if self.method == "plain":  # of a fake step most operations are those of masks
             model |= {"dropout": 0.1, "attention_dropout": 0.1}

@@ -197,9 +197,17 @@ def draw_run(
             section, name = key.split(".")
             sections[section][name] = chooser.draw(key)
         run = _mended(sections, chooser)
-        if run is not None and suits(run):
+        if run is not None and _is_small(sections) and suits(run):
             return sections
     raise RuntimeError(f"seed {seed}: no valid run in 1000 attempts")
+
+
+def _is_small(sections: Sections) -> bool:
+    """Whether no number was mended to far more than it may be drawn as."""
+    return all(
+        sections[section].get(name, 0) <= 2 * max(numbers)
+        for (section, name), numbers in ((key.split("."), n) for key, n in NUMBERS.items())
+    )
 
 
 def _mended(sections: Sections, chooser: Chooser) -> RunConfig | None:

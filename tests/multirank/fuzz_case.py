@@ -58,8 +58,8 @@ class Case:
 def case_of(seed: int) -> Case:
     """The same for the same seed, and the same schema of settings."""
     chooser = random.Random(f"case {seed}")
-    most, more = (FEW, USUAL) if seed < QUICK else (USUAL, LARGEST)
-    most = most if seed % 8 else more
+    quick = seed < QUICK
+    most = FEW if quick else USUAL if seed % 8 else LARGEST
 
     def suits(run: RunConfig) -> bool:
         """Not too many processes; and a grid of one device shows little, so it is rare."""
@@ -67,7 +67,8 @@ def case_of(seed: int) -> Case:
         cut = layout.rows * layout.cols * layout.branches > 1
         if layout.scheme == "single":
             cut = layout.n_processes > 1
-        return layout.n_processes <= most and (cut or seed % 10 == 5)
+        short = _n_messages(run) <= 50 or not quick
+        return short and layout.n_processes <= most and (cut or seed % 10 == 5)
 
     run = shortened(draw_run(f"{seed}", suits=suits))
     batch = {
@@ -78,6 +79,14 @@ def case_of(seed: int) -> Case:
     if chooser.random() < 0.25:
         stop, moved = chooser.randrange(1, steps), _moved(run, f"{seed} moved", most)
     return Case(run, batch, steps, stop, moved)
+
+
+def _n_messages(run: RunConfig) -> int:
+    """In proportion to those of a step: what takes the time of tiny models."""
+    layout, train = run.layout, run.train
+    tokens = train.global_batch * run.seq_len // layout.micro_batches
+    chunks = -(-tokens // train.loss_chunk_tokens) if train.loss_chunk_tokens else 1
+    return layout.n_processes * layout.micro_batches * (run.model.n_links + chunks)
 
 
 def _moved(run: Sections, seed: str, most: int) -> Sections:

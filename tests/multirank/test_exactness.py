@@ -202,6 +202,25 @@ def test_feed_forward_no_wider_than_the_model(
     check(pool, layout, model, n_steps=2, dtype="float64")
 
 
+WIDTHS = by_size(
+    [
+        {"scheme": "megatron", "cols": 4},
+        {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+        {"scheme": "megatron_2d", "rows": 2, "cols": 4},
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    "layout", full_unless(lambda layout: "rows" not in layout, WIDTHS), ids=name_of
+)
+def test_a_width_that_the_columns_do_not_divide(pool: WorkerPool, layout: Layout) -> None:
+    """Heads may have a width of their own, and the model's need not divide then: between sections
+    every device holds all of it."""
+    model = {"hidden_size": 10, "n_heads": 4, "head_dim": 3, "n_layers": 1, "max_seq_len": 12}
+    check(pool, layout, model, n_steps=2, dtype="float64")
+
+
 def with_one_copy_changed(layout: Layout, name: str, rank: int) -> str:
     """What the sanity check says on this rank."""
     plan = LayoutConfig(**layout)

@@ -18,7 +18,7 @@ from gridformer import comm
 from gridformer.comm import P2PChannel
 from gridformer.comm.p2p import _pairs_apart
 from gridformer.config import LayoutConfig
-from gridformer.mesh import Axes, groups
+from gridformer.mesh import Axes
 from gridformer.parallel.axes import build_axes
 from tests.multirank.nccl_path import on_nccl
 from tests.multirank.pool import WorkerPool
@@ -188,7 +188,7 @@ def split_over_nccl(layout: Layout) -> list[tuple[list[list[int]], float, str]]:
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
     with (
-        patch.object(groups.dist, "split_group", split_group),
+        patch.object(dist, "split_group", split_group),
         patch.object(type(world), "bound_device_id", torch.device("cuda", 0)),
     ):
         axes = build_axes(LayoutConfig(**layout), "cpu")

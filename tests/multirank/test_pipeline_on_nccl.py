@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm import Pending, Wires
+from gridformer.comm import P2PChannel, Pending
 from gridformer.config import LayoutConfig
 from gridformer.parallel.pipeline import Executor
 from tests.choosing import full_unless
@@ -56,7 +56,7 @@ def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
 def sent_with_gaps() -> Tensor:
     """A column of a wider matrix, to the next rank of a ring and back."""
     axes = axes_of(LayoutConfig(pp=dist.get_world_size()))
-    wires, here, n = Wires(axes, ring=True), axes.pp.index, axes.pp.size
+    wires, here, n = P2PChannel(axes, ring=True), axes.pp.index, axes.pp.size
     ahead, back = torch.empty(4), torch.empty(4)
     coming = [wires.receive(ahead, (here - 1) % n), wires.receive(back, (here + 1) % n)]
     wide = (torch.arange(8.0) + 10 * here).view(4, 2)

@@ -56,7 +56,7 @@ def test_transposed_blocks_are_stored_column_by_column() -> None:
         module = nn.Module()
         with torch.device("meta"):
             module.weight = new_parameter(7, 10, init=Init(std=0.5))
-        place(module, "weight", Placement(("row", "col"), pad=6, transposed=transposed), axes)
+        place(module, "weight", Placement(("row", "col"), pad=(6, 6), transposed=transposed), axes)
         initialize(module, 1, CPU, torch.float64)
         return module.get_parameter("weight")
 

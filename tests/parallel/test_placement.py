@@ -62,14 +62,18 @@ def tile(whole: Tensor, held: list[tuple[Shard, torch.Size]]) -> Tensor:
     cut=st.sampled_from([(None, None), ("row", None), (None, "col"), ("col", None), ("row", "col")])
     | st.tuples(AXIS, AXIS).filter(lambda cut: cut[0] != cut[1]),
     grid=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    pads=st.booleans(),
+    pads=st.tuples(st.booleans(), st.booleans()),
 )
 def test_blocks_tile_the_whole(
-    shape: tuple[int, int], cut: tuple[str | None, ...], grid: tuple[int, int], pads: bool
+    shape: tuple[int, int],
+    cut: tuple[str | None, ...],
+    grid: tuple[int, int],
+    pads: tuple[bool, bool],
 ) -> None:
     """Every element once for each rank of the axes that do not cut, whatever the sizes."""
     rows, cols = grid
-    placement = Placement(cut=cut, pad=math.lcm(rows, cols) if pads else 0)
+    pad = tuple(math.lcm(rows, cols) if each else 0 for each in pads)
+    placement = Placement(cut=cut, pad=pad)
     held, shapes = [], set()
     for axes in ranks(rows, cols):
         parameter = placed(shape, placement, axes)
@@ -83,7 +87,7 @@ def test_blocks_tile_the_whole(
     for dim, name in enumerate(cut):
         n = {"row": rows, "col": cols, None: 1}[name]
         padded = next(iter(shapes))[dim] * n
-        multiple = 1 if name is None else (placement.pad or n)
+        multiple = 1 if name is None else (pad[dim] or n)
         assert padded % multiple == 0
         assert padded - shape[dim] < multiple
 

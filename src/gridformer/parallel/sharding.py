@@ -23,8 +23,8 @@ class Placement:
         where tokens are cut along `copies`, and are equal everywhere otherwise).
     replicas: the axis along which every rank holds and updates a copy, whose gradients are summed:
         `dp`, or `dp_branch` where the layers outside branches see other samples on every device.
-    pad: for each cut dimension the multiple to which the global size is padded with zeros; 0 means
-        the axis's size.
+    pad: for each dimension the multiple to which the global size is padded with zeros where it is
+        cut; 0, or nothing at all, means the axis's size.
     transposed: a matrix whose block is stored column by column, because products read it so.
     """
 
@@ -32,7 +32,7 @@ class Placement:
     copies: str | None = None
     partial: bool = False
     replicas: str = "dp"
-    pad: int = 0
+    pad: tuple[int, ...] = ()
     transposed: bool = False
 
 
@@ -92,7 +92,8 @@ def place(module: nn.Module, name: str, placement: Placement, axes: Axes) -> Non
         if axis_name is None:
             continue
         axis = axes[axis_name]
-        padded = _round_up(size[dim], placement.pad or axis.size)
+        multiple = placement.pad[dim] if placement.pad else 0
+        padded = _round_up(size[dim], multiple or axis.size)
         size[dim] = padded // axis.size
         offset[dim] = axis.index * size[dim]
     copies = placement.copies if placement.copies and axes[placement.copies].size > 1 else None

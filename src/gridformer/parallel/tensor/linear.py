@@ -117,7 +117,8 @@ class GridTokenEmbedding(nn.Module):
         self.head_output_stays = head.stays == "output"
         self.weight = plain.weight
         cut = ("col", "row") if self.head_output_stays else ("row", "col")
-        place(self, "weight", Placement(cut=cut, pad=vocabulary_multiple(axes)), axes)
+        # The vocabulary alone: a width that columns do not divide is whole on each of them.
+        place(self, "weight", Placement(cut=cut, pad=(vocabulary_multiple(axes), 0)), axes)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         table = self.weight.t() if self.head_output_stays else self.weight
@@ -144,7 +145,8 @@ class GridTiedHead(nn.Module):
         if isinstance(self.schedule, summa.Gather):
             self.of_column = summa.Gather(replace(axes, row=Axis("row")), self.schedule.boundary)
         if plain.bias is not None:
-            lies = Placement(("col",), copies="row", partial=True, pad=vocabulary_multiple(axes))
+            pad = (vocabulary_multiple(axes),)
+            lies = Placement(("col",), copies="row", partial=True, pad=pad)
             place(self, "bias", lies, axes)
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
