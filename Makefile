@@ -33,6 +33,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests docs benchmarks examples
 	$(BIN)/ruff format --check src tests docs benchmarks examples
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 fmt: $(VENV)/.ready
 	$(BIN)/ruff check --fix src tests docs benchmarks examples

@@ -61,6 +61,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "common": "first",
         "dp": 2,
     },
+    "subgraph, 4 branches, projections outside": {
+        "scheme": "subgraph",
+        "branches": 4,
+        "common": "first",
+        "attention": "outside",
+    },
     "single, dp=4": {"dp": 4},
     "single, dp=4, zero1": {"dp": 4, "dp_mode": "zero1"},
     "single, dp=4, fsdp": {"dp": 4, "dp_mode": "fsdp"},

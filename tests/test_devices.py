@@ -58,10 +58,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
 METHODS: dict[str, dict[str, Any]] = {
-    "plain": {"loss_tokens": 0},
-    "float16": {"dtype": "float16", "loss_tokens": 16, "clip_by": "layer"},
+    "plain": {"loss_chunk_tokens": 0},
+    "float16": {"dtype": "float16", "loss_chunk_tokens": 16, "clip_by": "layer"},
     "selective, bfloat16": {"dtype": "bfloat16", "recompute": "selective", "offload": "optimizer"},
-    "full, in_backward": {**IN_BACKWARD, "recompute": "full", "loss_tokens": 16},
+    "full, in_backward": {**IN_BACKWARD, "recompute": "full", "loss_chunk_tokens": 16},
     "in_backward, offload": {**IN_BACKWARD, "offload": "optimizer"},
 }
 PIPELINES: tuple[dict[str, Any], ...] = (

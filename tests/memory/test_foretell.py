@@ -97,7 +97,7 @@ def test_which_ranks_hold_most() -> None:
     assert max(peaks) == max(every)
 
 
-def test_4096_ranks_are_foretold_on_one() -> None:
+def test_4096_ranks_are_estimated_on_one() -> None:
     began = time.monotonic()
     run = parse_run(
         {

@@ -87,7 +87,7 @@ def possible(cell: Cell) -> bool:
 @pytest.mark.parametrize(
     "cell", full_unless(lambda cell: cell in QUICK, CELLS), ids=lambda cell: cell.title
 )
-def test_foretold_is_measured(pool: WorkerPool, cell: Cell) -> None:
+def test_estimated_is_measured(pool: WorkerPool, cell: Cell) -> None:
     agrees(pool, a_run(cell.layout, cell.config, {}))
 
 
@@ -123,6 +123,6 @@ MORE = {*METHODS} - {"all of a block again", "again, in shares", "updates in the
 
 
 @pytest.mark.parametrize("name", full_unless(lambda name: name not in MORE, METHODS))
-def test_foretold_is_measured_with_methods_that_save_memory(pool: WorkerPool, name: str) -> None:
+def test_estimated_is_measured_with_methods_that_save_memory(pool: WorkerPool, name: str) -> None:
     layout, train = METHODS[name]
     agrees(pool, a_run(layout, {"attention_dropout": 0.1}, train))

@@ -188,7 +188,7 @@ def chunked_loss(run: RunConfig, n_bytes: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "layout", full_unless(lambda layout: layout is GRID, [GRID, SEQUENCE]), ids=["grid", "sequence"]
 )
-def test_foretold_is_measured_and_less(pool: WorkerPool, layout: dict[str, Any]) -> None:
+def test_estimated_is_measured_and_less(pool: WorkerPool, layout: dict[str, Any]) -> None:
     run = a_run({**layout, "keep_gathered": "none"}, {}, {"recompute": "full"})
     whole = estimate_rank(run, 0).peak
     with parts_of(20_000) as decided:
@@ -244,7 +244,7 @@ def test_parts_are_added_up_as_one_product_would(pool: WorkerPool) -> None:
 # --------------------------------------------------------------------------- whole runs
 
 
-def test_foretold_of_a_large_run() -> None:
+def test_estimated_of_a_large_run() -> None:
     """The paper's largest run: what is gathered no longer counts for much."""
     run = RunConfig(
         model=ModelConfig(

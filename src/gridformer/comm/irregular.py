@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gridformer.comm.recorder import Targets, Timing, note
 from gridformer.mesh.axes import Axis
+from gridformer.mesh.groups import through_host
 
 
 def all_to_all(
@@ -101,14 +102,23 @@ def _post(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], axis: Axis
 ) -> None:
     """Messages to and from members by index, all on their way together, until all are through."""
-    held = [(i, x.contiguous()) for i, x in sends if x.numel()]
-    ops = [dist.P2POp(dist.isend, x, group=axis.group, group_peer=i) for i, x in held]
-    ops += [
-        dist.P2POp(dist.irecv, x, group=axis.group, group_peer=i) for i, x in receives if x.numel()
-    ]
+    ops, arriving = [], []
+    for i, x in sends:
+        if x.numel():
+            x = x.cpu() if through_host(x, axis.group) else x.contiguous()
+            ops.append(dist.P2POp(dist.isend, x, group=axis.group, group_peer=i))
+    for i, x in receives:
+        if x.numel():
+            room = x
+            if through_host(x, axis.group):
+                room = torch.empty_like(x, device="cpu")
+                arriving.append((x, room))
+            ops.append(dist.P2POp(dist.irecv, room, group=axis.group, group_peer=i))
     works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
     for work in works:
         work.wait()
+    for x, room in arriving:
+        x.copy_(room)
 
 
 def _note(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -52,15 +53,21 @@ class P2PChannel:
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
         """x, left alone until the message is through, to the member `to`."""
         timing = note("send", self.axis, x.numel(), x.element_size(), label, (to,))
-        x = x.contiguous()
-        work = dist.isend(x, self._ranks[to], group=self._group(self.axis.index, to))
+        group = self._group(self.axis.index, to)
+        x = x.cpu() if groups.through_host(x, group) else x.contiguous()
+        work = dist.isend(x, self._ranks[to], group=group)
         return Pending(x, work, x).timed(timing)
 
     def receive(self, out: Tensor, source: int, label: str = "") -> Pending:
         """Into `out`, contiguous, the next message from the member `source`."""
         timing = note("recv", self.axis, out.numel(), out.element_size(), label, ())
-        work = dist.irecv(out, self._ranks[source], group=self._group(source, self.axis.index))
-        return Pending(out, work, out).timed(timing)
+        group = self._group(source, self.axis.index)
+        room = out
+        if groups.through_host(out, group):
+            room = torch.empty_like(out, device="cpu")
+        work = dist.irecv(room, self._ranks[source], group=group)
+        pending = Pending(room, work, room).timed(timing)
+        return pending if room is out else pending.then(out.copy_)
 
     def _group(self, source: int, to: int) -> ProcessGroup | None:
         return self._groups[source, to] if self._groups else self.axis.group

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 
@@ -23,6 +24,14 @@ def over_nccl(group: ProcessGroup | None) -> bool:
     import torch.distributed as dist  # takes time, of commands that start nothing
 
     return bool(dist.get_backend(group) == "nccl")
+
+
+def through_host(x: Tensor, group: ProcessGroup | None) -> bool:
+    """Whether a message to one rank must lie in the host's memory: gloo copies what collectives are
+    given from and to a GPU by itself, but neither what is sent nor what is received."""
+    import torch.distributed as dist
+
+    return x.is_cuda and dist.get_backend(group) == "gloo"
 
 
 def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | None:

@@ -176,7 +176,7 @@ class Trainer:
 
 
 def _parts(name: str, losses: dict[str, float]) -> dict[str, float]:
-    """A loss of several parts, part by part: `loss_chunk_tokens`, `loss_pair`."""
+    """A loss of several parts, part by part: `loss_tokens`, `loss_pair`."""
     return {f"{name}_{part}": loss for part, loss in losses.items()} if len(losses) > 1 else {}
 
 
