@@ -33,8 +33,8 @@ def train(
 ) -> None:
     """Train a model, or go on where its run directory left off.
 
-    Starts as many processes as the layout needs (rows x cols x dp x pp) on
-    this machine; under torchrun or srun it joins those that they started.
+    Starts as many processes as the layout needs, on this machine; under torchrun
+    or srun it joins those that they started.
     Ctrl-C saves a checkpoint first; the same command then goes on from it.
 
     [bold]Examples:[/bold]
