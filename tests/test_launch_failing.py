@@ -6,9 +6,11 @@ report. What the ranks wait for takes 600 s, far longer than any limit here.
 
 import json
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from gridformer.launch import worker_process as working
 from gridformer.launch.local import Failure
 from gridformer.mesh.process_group import abandon_world
+from gridformer.utils.signals import StopRequest
 from tests.launching import TORCHRUN, Start, assert_gone, finish, wait_for
 
 FAILING = "launch_training:one_fails_in_training"
@@ -94,6 +97,34 @@ def test_the_report_comes_before_the_groups_are_given_up(
         working.work_here(entrypoint, (), place)
     assert seen == ["ValueError: the root cause", 1]
     assert capfd.readouterr().err.endswith("ValueError: the root cause\n")
+
+
+@pytest.mark.parametrize("a_peer_has_failed", [True, False])
+def test_a_rank_told_to_stop_leaves_the_report_to_the_peer_that_failed(
+    a_peer_has_failed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The launcher's signal and the broken connection may arrive in either order."""
+    meeting = working.Meeting(tmp_path)
+    if a_peer_has_failed:
+        meeting.failed.touch()
+    stop = Mock(
+        spec=StopRequest,
+        requested=True,
+        exit_code=143,
+        is_hopeless=meeting.is_hopeless,
+        signal_name="SIGTERM",
+    )
+    stop.tell_nothing_was_saved = lambda why: StopRequest.tell_nothing_was_saved(stop, why)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(working.stopping, "end_process", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        working._fail(RuntimeError("Connection closed by peer"), stop, meeting.error_file(0))
+    assert ended.value.code == 143
+    said = capfd.readouterr().err
+    assert said == "" if a_peer_has_failed else "no new checkpoint" in said
 
 
 def test_what_explains_the_end_of_a_run() -> None:

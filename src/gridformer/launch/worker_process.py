@@ -140,10 +140,10 @@ def _fail(
     stop.nothing_left_to_save()
     caused_by_peer = _is_effect_of_a_peer(error)
     if stop.requested:
-        if caused_by_peer:
-            stop.tell_nothing_was_saved("another rank did not end its step")
-        else:  # for instance a checkpoint that could not be written
+        if not caused_by_peer:  # for instance a checkpoint that could not be written
             traceback.print_exception(error)
+        elif not stop.is_hopeless():  # else a peer has failed, and its report says why the run ends
+            stop.tell_nothing_was_saved("another rank did not end its step")
         code = stop.exit_code
     else:
         if caused_by_peer and by_torchrun_or_srun:
