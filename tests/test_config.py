@@ -62,8 +62,8 @@ def test_unknown_key_names_the_closest(raw: dict[str, Any], key: str, meant: str
 
 def test_unknown_key_that_resembles_nothing_lists_what_is_known() -> None:
     text = problem(BASE, "train.zzqzz=1")
-    assert text.startswith("argument train.zzqzz=1: unknown key train.zzqzz; known are ")
-    known = text.partition("known are ")[2].split(", ")
+    assert text.startswith("argument train.zzqzz=1: unknown key train.zzqzz; use one of ")
+    known = text.partition("use one of ")[2].split(", ")
     assert known == list(TrainConfig.model_fields)
 
 
@@ -185,8 +185,8 @@ def test_override_of_the_models_name() -> None:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("train.steps", "'train.steps' is no override: write section.key=value"),
-        ("=5", "'=5' is no override"),
+        ("train.steps", "'train.steps' is not an override: write section.key=value"),
+        ("=5", "'=5' is not an override"),
         ("train.steps.more=1", "train.steps"),
         ("name.more=1", "'name.more=1': name is a value, not a section"),
         ("train.steps=1.5", "train.steps=1.5: input should be a valid integer"),
@@ -235,7 +235,7 @@ def test_any_of() -> None:
 
 def test_closest() -> None:
     assert closest("stpes", ["lr", "steps"]) == ": did you mean 'steps'?"
-    assert closest("q", ["lr", "steps"]) == "; known are lr, steps"
+    assert closest("q", ["lr", "steps"]) == "; use one of lr, steps"
     assert closest("q", []) == ""
 
 
@@ -291,7 +291,7 @@ def test_tasks_belong_to_families() -> None:
 
 
 def test_an_old_key_is_refused_with_its_new_name() -> None:
-    with pytest.raises(ConfigError, match=r"now: use train\.loss_chunk_tokens=64"):
+    with pytest.raises(ConfigError, match=r"use train\.loss_chunk_tokens=64"):
         parse_run({"model": {"n_layers": 1}, "data": {"path": "."}}, ["train.loss_tokens=64"])
 
 

@@ -104,9 +104,9 @@ def test_layers_below_a_gradient_that_is_not_finite_stay_as_they_are() -> None:
 
 
 def test_a_clipped_loss_in_backward_needs_clip_by_layer() -> None:
-    with pytest.raises(ConfigError, match="use clip_by=layer, or clip_norm=0"):
+    with pytest.raises(ConfigError, match="use clip_by=layer or clip_norm=0"):
         parse_run({**raw(), "train": {"update": "in_backward"}})
-    with pytest.raises(ConfigError, match="use dtype=bfloat16, or update=after_backward"):
+    with pytest.raises(ConfigError, match="use dtype=bfloat16 or update=after_backward"):
         parse_run({**raw(), "train": {"update": "in_backward", "clip_norm": 0, "dtype": "float16"}})
 
 

@@ -1,8 +1,8 @@
 """Frozen, validated descriptions of a run: model, layout, data, training.
 
-A run file is YAML with four sections, `model`, `layout`, `data`, `train`. `load_run` reads one,
-applies `dotted.key=value` overrides and checks what can be checked without the data; problems are
-reported all at once (`ConfigError`), each with a value that works.
+A run file is YAML with the sections `model`, `layout`, `data` and `train`. `load_run` reads one,
+applies `dotted.key=value` overrides, and checks everything that can be checked without the data. It
+reports all problems at once in a `ConfigError`, each with a value that works.
 `gridformer.parallel.validation.check` then checks the layout against the model.
 """
 

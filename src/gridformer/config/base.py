@@ -1,4 +1,4 @@
-"""What all sections of a run have in common, and words for sentences about their values."""
+"""The base class of all config sections, and helpers for messages about their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
-    """Base of every section: immutable, unknown keys refused."""
+    """Base class of every section: instances are immutable and unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
@@ -17,13 +17,16 @@ class Config(BaseModel):
 
 
 def divisors(value: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
+    """Returns all divisors of a positive integer in ascending order."""
     small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
     return sorted({*small, *(value // d for d in small)})
 
 
 def any_of(values: Iterable[object]) -> str:
-    """`1, 2, 4 or 8`: the end of a sentence that offers a choice; long lists keep both ends."""
+    """Joins at least one value for a message that offers a choice, for example `1, 2, 4 or 8`.
+
+    Of more than 10 values, only the first six and the last three are listed.
+    """
     words = [str(v) for v in values]
     if len(words) > 10:
         words = [*words[:6], "...", *words[-3:]]

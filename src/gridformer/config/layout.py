@@ -1,4 +1,4 @@
-"""The section of a run that says how a model is spread over processes."""
+"""The `layout` section of a run: how a model is distributed over processes."""
 
 from __future__ import annotations
 
@@ -14,69 +14,100 @@ PipelineOrder = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class LayoutConfig(Config):
-    """How a model is spread over processes: a scheme on a rows x cols grid, times dp, times pp.
+    """How a model is distributed over processes: a scheme on a rows x cols grid, times dp and pp.
 
-    `scheme=subgraph` has `branches` sub-grids of dp processes each in the place of the grid.
+    With `scheme=subgraph`, `branches` sub-grids of dp processes each take the place of the grid.
 
-    `schedule`, `stationary` and `keep_gathered` say how products communicate; `auto` decides for
-    each product from message sizes and memory, and `gridformer train --explain` prints what and
-    why (gridformer.parallel.auto.cost).
+    `schedule`, `stationary` and `keep_gathered` determine how matrix products communicate. `auto`
+    decides for each product from message sizes and memory, and `gridformer train --explain` prints
+    the decisions and their reasons (gridformer.parallel.auto.cost).
     """
 
-    scheme: Scheme = "single"
-    rows: int = Field(default=1, ge=1)
-    cols: int = Field(default=1, ge=1)
-    branches: int = Field(
-        default=1, ge=1, description="subgraph: g, sub-grids that share heads and feed-forward"
+    scheme: Scheme = Field(
+        default="single",
+        description="The parallel scheme, which determines how weights and activations are sharded "
+        "over the grid.",
     )
-    dp: int = Field(default=1, ge=1)
+    rows: int = Field(default=1, ge=1, description="The number of rows r of the device grid.")
+    cols: int = Field(default=1, ge=1, description="The number of columns c of the device grid.")
+    branches: int = Field(
+        default=1,
+        ge=1,
+        description="For subgraph, the number of sub-grids g among which attention heads and "
+        "feed-forward columns are divided.",
+    )
+    dp: int = Field(
+        default=1,
+        ge=1,
+        description="The number of data-parallel replicas; for subgraph, the number of processes "
+        "in each sub-grid.",
+    )
     dp_mode: Literal["replicate", "zero1", "fsdp"] = Field(
         default="replicate",
-        description="what replicas hold alike: everything; all but the optimizer's state; nothing, "
-        "parameters being gathered layer by layer",
+        description="What is sharded over replicas: nothing (replicate), gradients and optimizer "
+        "state (zero1), or also parameters, which are then gathered layer by layer (fsdp).",
     )
-    pp: int = Field(default=1, ge=1, description="ranks that hold successive stages of layers")
-    stages_per_rank: int = Field(default=1, ge=1, description="more than 1 interleaves them")
+    pp: int = Field(default=1, ge=1, description="The number of pipeline-parallel ranks.")
+    stages_per_rank: int = Field(
+        default=1,
+        ge=1,
+        description="The number of pipeline stages on each rank. More than 1 interleaves them.",
+    )
     pipeline: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
         default="auto",
-        description="in which order stages go through micro-batches; auto: interleaved where ranks "
-        "have several, else 1f1b, or gpipe where there are fewer micro-batches than stages",
+        description="The pipeline schedule. auto means interleaved with several stages per rank, "
+        "gpipe with fewer micro-batches than stages, and 1f1b otherwise.",
     )
     micro_batches: int = Field(
         default=1,
         ge=1,
-        description="m: parts of a step's batch that go through the model one after the other",
+        description="The number of micro-batches m into which each replica's batch is divided. "
+        "They go through the model one after the other, and their gradients are accumulated.",
     )
-    sequence_parallel: bool = False
+    sequence_parallel: bool = Field(
+        default=False,
+        description="For megatron, shards activations between sections along the sequence.",
+    )
     schedule: Literal["auto", "broadcast", "pipelined", "gather"] = Field(
         default="auto",
-        description="optimus: a panel at a time, the same with the next on its way, or all at once",
+        description="For optimus, how the operands of a product are communicated: one panel at a "
+        "time (broadcast), one panel at a time while the next is on its way (pipelined), or all "
+        "panels at once (gather).",
     )
     stationary: Literal["auto", "output", "input"] = Field(
-        default="auto", description="optimus: which activation of a product does not travel"
+        default="auto",
+        description="For optimus, which activation of a product is not communicated.",
     )
     keep_gathered: Literal["auto", "none", "inputs", "weights", "all"] = Field(
         default="auto",
-        description="what is kept instead of gathered again: a product's input until its backward "
-        "pass, its weight until the step ends",
+        description="Which gathered operands are kept instead of being gathered again: a product's "
+        "inputs until its backward pass, its weights until the step ends, both (all), or none.",
     )
     common: Literal["all", "first"] = Field(
         default="all",
-        description="subgraph: layers outside branches on all processes (D&SP), or on the first "
-        "sub-grid alone (D&SP-cSub)",
+        description="For subgraph, whether the layers outside branches run on all processes (D&SP) "
+        "or only on the first sub-grid (D&SP-cSub).",
     )
     attention: Literal["inside", "outside"] = Field(
         default="inside",
-        description="subgraph: projections of q, k, v and of the result in the branches, or common",
+        description="For subgraph, whether the projections of attention run inside the branches, "
+        "or outside them in the common layers.",
     )
-    feed_forward: Literal["branched", "common"] = "branched"
+    feed_forward: Literal["branched", "common"] = Field(
+        default="branched",
+        description="For subgraph, whether the feed-forward layers run in the branches or are "
+        "common layers.",
+    )
     order: Literal["topology", "contiguous"] = Field(
         default="topology",
-        description="subgraph: neighboring ranks are of one segmented collective, or of one "
-        "sub-grid",
+        description="For subgraph, whether neighboring ranks belong to the same segmented "
+        "collective (topology) or to the same sub-grid (contiguous).",
     )
     devices_per_node: int = Field(
-        default=0, ge=0, description="places blocks of the grid on nodes; 0 places rows in order"
+        default=0,
+        ge=0,
+        description="The number of devices in a node, used to place blocks of the grid on nodes; 0 "
+        "means that ranks are placed in order, row by row.",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Families of models, and the section of a run that names one and its size."""
+"""The `model` section of a run: a model family and the sizes of the model."""
 
 from __future__ import annotations
 
@@ -21,60 +21,111 @@ _ONLY_IN: dict[str, tuple[Family, ...]] = {
 
 
 class ModelConfig(Config):
-    """A transformer of one of four families, and its size.
+    """A transformer of one of four families, and its sizes.
 
-    gpt2: decoder; bert: encoder; t5, transformer: encoder and decoder. Symbols of the
-    specification: N = n_layers (of the encoder, where there are two stacks), h = hidden_size,
-    n = n_heads, f = ffn_size, v = vocab_size, and max_seq_len is the largest s. Fields that a
-    family does not have keep their defaults.
+    gpt2 is a decoder, bert is an encoder, and t5 and transformer are encoder-decoder models. In the
+    documentation's symbols N is n_layers (of the encoder, for encoder-decoder models), h is
+    hidden_size, n is n_heads, f is ffn_size, v is vocab_size, and max_seq_len is the largest s.
+    Keys that a family does not have must keep their defaults.
     """
 
-    name: str = "custom"
-    family: Family = "gpt2"
-    n_layers: int = Field(ge=1)
-    n_decoder_layers: int = Field(
-        default=0, ge=0, description="of t5 and transformer; 0 means n_layers"
+    name: str = Field(
+        default="custom",
+        description="The name of a shipped model, whose values are used where the run file sets "
+        "none, or any name of your own.",
     )
-    hidden_size: int = Field(ge=1)
-    n_heads: int = Field(ge=1)
-    head_dim: int = Field(default=0, ge=0, description="0 means hidden_size / n_heads")
-    ffn_size: int = Field(default=0, ge=0, description="0 means 4 times hidden_size")
-    vocab_size: int = Field(default=0, ge=0, description="0 means the data's vocabulary")
-    max_seq_len: int = Field(default=1024, ge=1)
+    family: Family = Field(default="gpt2", description="The architecture of the model.")
+    n_layers: int = Field(
+        ge=1, description="The number of layers, or of encoder layers for t5 and transformer."
+    )
+    n_decoder_layers: int = Field(
+        default=0,
+        ge=0,
+        description="The number of decoder layers of t5 and transformer; 0 means n_layers.",
+    )
+    hidden_size: int = Field(ge=1, description="The width of the residual stream.")
+    n_heads: int = Field(ge=1, description="The number of attention heads in each layer.")
+    head_dim: int = Field(
+        default=0,
+        ge=0,
+        description="The width of one attention head; 0 means hidden_size / n_heads.",
+    )
+    ffn_size: int = Field(
+        default=0,
+        ge=0,
+        description="The inner width of the feed-forward layers; 0 means 4 times hidden_size.",
+    )
+    vocab_size: int = Field(
+        default=0,
+        ge=0,
+        description="The number of tokens in the vocabulary; 0 means the vocabulary of the data.",
+    )
+    max_seq_len: int = Field(
+        default=1024, ge=1, description="The longest sequence of the model, in tokens."
+    )
     norm_position: Literal["auto", "pre", "post"] = Field(
         default="auto",
-        description="LayerNorm at the input of each sub-layer, or after its residual; auto: post "
-        "for bert and transformer, as published. gpt2 and t5 have pre only",
+        description="Where normalization is applied: at the input of each sub-layer (pre), or "
+        "after the residual addition (post). auto means post for bert and transformer, as "
+        "published; gpt2 and t5 support only pre.",
     )
     sentence_pair: bool = Field(
-        default=True, description="bert: a branch that tells whether sentence B follows A"
+        default=True,
+        description="For bert, adds a head that predicts whether sentence B follows sentence A.",
     )
     n_labels: int = Field(
-        default=0, ge=0, description="gpt2, bert: of a classification branch; 0 leaves it out"
+        default=0,
+        ge=0,
+        description="For gpt2 and bert, the number of labels of a classification head; 0 means no "
+        "such head.",
     )
-    relative_buckets: int = Field(default=32, ge=4, description="t5: of distances of two tokens")
-    relative_max_distance: int = Field(default=128, ge=2, description="t5: the last bucket's")
+    relative_buckets: int = Field(
+        default=32,
+        ge=4,
+        description="For t5, the number of buckets into which the distances between tokens are "
+        "grouped.",
+    )
+    relative_max_distance: int = Field(
+        default=128,
+        ge=2,
+        description="For t5, the distance from which on all distances share the last bucket.",
+    )
     label_smoothing: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="of the training loss (Vaswani et al. 2017: 0.1)"
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="The label smoothing of the training loss (0.1 in Vaswani et al. 2017).",
     )
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    dropout: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="The dropout probability of embeddings and sub-layer outputs.",
+    )
     attention_dropout: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="dropout of attention probabilities; takes the unfused attention path",
+        description="The dropout probability of attention weights. A value above 0 uses the "
+        "unfused attention path.",
     )
-    norm_eps: float = Field(default=1e-5, gt=0.0)
+    norm_eps: float = Field(
+        default=1e-5,
+        gt=0.0,
+        description="The constant that normalization adds to the variance (for t5, to the mean "
+        "square).",
+    )
     init_std: float = Field(
         default=0.02,
         gt=0.0,
-        description="gpt2, bert: of matrices; t5 and transformer go by each matrix's size",
+        description="For gpt2 and bert, the standard deviation of initial weight matrices. t5 and "
+        "transformer derive it from each matrix's size.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, values: Any) -> Any:
-        """What 0 and auto mean, so that a resolved config says it."""
+        """Replaces 0 and auto by what they mean, so that a resolved config states the values."""
         if not isinstance(values, dict):
             return values
         filled = dict(values)
@@ -88,7 +139,7 @@ class ModelConfig(Config):
         return filled
 
     @model_validator(mode="after")
-    def _fits_the_family(self) -> Self:
+    def _check_family(self) -> Self:
         problems = [
             f"{key}={getattr(self, key)} belongs to family {any_of(families)}, not {self.family}: "
             f"leave it out"
@@ -109,7 +160,7 @@ class ModelConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def _check_heads(self) -> Self:
         if not self.head_dim and self.hidden_size % self.n_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of n_heads={self.n_heads}: use "
@@ -119,17 +170,17 @@ class ModelConfig(Config):
 
     @property
     def head_width(self) -> int:
-        """d: head_dim, or what it is by default."""
+        """The width d of one head: head_dim, or its default hidden_size / n_heads."""
         return self.head_dim or self.hidden_size // self.n_heads
 
     @property
     def two_stacks(self) -> bool:
-        """An encoder and a decoder."""
+        """Whether the model has an encoder and a decoder."""
         return self.family in ENCODER_DECODER
 
     @property
     def n_links(self) -> int:
-        """Steps that a pipeline can be cut between: layers, embeddings and the head."""
+        """The number of links between which a pipeline can be cut: layers, embeddings and head."""
         if self.two_stacks:
             return self.n_layers + self.n_decoder_layers + 3
         return self.n_layers + 2

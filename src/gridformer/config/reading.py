@@ -1,4 +1,4 @@
-"""Run files and shipped models: from YAML and overrides to a checked RunConfig."""
+"""Reads run files and shipped models: from YAML and overrides to a checked RunConfig."""
 
 from __future__ import annotations
 
@@ -17,23 +17,34 @@ from gridformer.utils.errors import ConfigError
 
 
 def configs_dir() -> Path:
-    """The folder of shipped configs: inside an installed package, beside src/ in a checkout."""
+    """Returns the folder of shipped configs.
+
+    It is inside the package if that is installed, and beside src/ in a checkout.
+
+    Raises:
+        FileNotFoundError: neither folder exists.
+    """
     package = Path(__file__).parents[1]
     for folder in (package / "configs", package.parents[1] / "configs"):
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
-        "gridformer's shipped configs/ folder is missing: reinstall the package"
+        "the configs/ folder that ships with gridformer is missing: reinstall the package"
     )
 
 
 def model_names() -> list[str]:
-    """Names that `model:` accepts, for instance `gpt2-124m`."""
+    """Returns the names that `model:` accepts, for example `gpt2-124m`, in alphabetical order."""
     return sorted(path.stem for path in (configs_dir() / "models").glob("*.yaml"))
 
 
 def shipped_model(name: str) -> dict[str, Any]:
-    """The mapping behind a shipped model name. Raises ConfigError with the closest names."""
+    """Returns the `model` section of a shipped model as a mapping, its name included.
+
+    Raises:
+        ConfigError: no shipped model has this name. The message suggests the closest one, or lists
+            all names if none is similar.
+    """
     if name not in model_names():
         raise ConfigError(
             [f"model: no shipped model is called '{name}'{closest(name, model_names())}"]
@@ -42,10 +53,16 @@ def shipped_model(name: str) -> dict[str, Any]:
 
 
 def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a run file, apply overrides such as `train.steps=100`, validate.
+    """Reads a run file, applies overrides, and validates the result.
 
-    A path that does not exist is looked up among the shipped run files, so `demo` and
-    `configs/runs/demo.yaml` both work from anywhere. Raises ConfigError with every problem found.
+    Args:
+        path: path of a run file. If it does not exist, a shipped run file of that name is used, so
+            `demo` and `configs/runs/demo.yaml` both work from any folder.
+        overrides: `dotted.key=value` texts such as `train.steps=100`; the last one of a key wins.
+
+    Raises:
+        ConfigError: the file cannot be read or is not valid YAML, an override is malformed, or
+            values are invalid; it lists every invalid value.
     """
     path = Path(path)
     if not path.exists():
@@ -69,9 +86,16 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
 def parse_run(
     raw: Mapping[str, Any], overrides: Iterable[str] = (), where: str = "run"
 ) -> RunConfig:
-    """Validate a mapping of the four sections; see load_run.
+    """Validates a mapping of the sections model, layout, data and train.
 
-    A problem is told with where its value comes from: an override, or `where`.
+    Args:
+        raw: the mapping; it is not modified.
+        overrides: `dotted.key=value` texts, as in `load_run`.
+        where: name of the mapping's source. Each problem is reported with the override that caused
+            it, or else with this name.
+
+    Raises:
+        ConfigError: an override is malformed or values are invalid; it lists every invalid value.
     """
     values: dict[str, Any] = {**raw}
     overrides = [*overrides]
@@ -92,22 +116,24 @@ def parse_run(
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        told = [_told(e, raw, overrides, where) for e in error.errors()]
-        raise ConfigError(told) from None
+        problems = [_with_origin(e, raw, overrides, where) for e in error.errors()]
+        raise ConfigError(problems) from None
 
 
-def _told(error: ErrorDetails, raw: Mapping[str, Any], overrides: Sequence[str], file: str) -> str:
-    """A problem, with where it comes from: an argument of the command line, or the file."""
-    sentence = _sentence(error)
+def _with_origin(
+    error: ErrorDetails, raw: Mapping[str, Any], overrides: Sequence[str], file: str
+) -> str:
+    """Describes a problem and names its origin: a command-line argument, or the file."""
+    sentence = _describe(error)
     place = ".".join(str(part) for part in error["loc"])
-    for override in reversed(overrides):  # the last one counts
+    for override in reversed(overrides):  # the last one of a key wins
         key = override.partition("=")[0]
         inside = key.removeprefix(f"{place}.") if place else key
         if place and (place == key or place.startswith(f"{key}.")):
             from_here = True
-        elif error["type"] == "extra_forbidden":  # a section, which the file does not have
+        elif error["type"] == "extra_forbidden":  # an unknown section that is not in the file
             from_here = inside != key and place not in raw
-        else:  # values that do not go together
+        else:  # a combination of values that is invalid
             from_here = error["type"] == "value_error" and f"{inside}=" in error["msg"]
         if from_here:
             return f"argument {override}: {sentence.removeprefix(f'{override}: ')}"
@@ -115,7 +141,7 @@ def _told(error: ErrorDetails, raw: Mapping[str, Any], overrides: Sequence[str],
 
 
 def _expand_model(model: Any) -> Any:
-    """`gpt2-124m`, `{name: gpt2-124m, dropout: 0.1}` and a full inline mapping are all accepted."""
+    """Expands `gpt2-124m` and `{name: gpt2-124m, dropout: 0.1}`; keeps other values as they are."""
     if isinstance(model, str):
         return shipped_model(model)
     if isinstance(model, dict) and model.get("name") in model_names():
@@ -129,7 +155,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or not key:
         raise ConfigError(
-            [f"'{override}' is no override: write section.key=value, for instance train.steps=100"]
+            [f"'{override}' is not an override: write section.key=value, such as train.steps=100"]
         )
     try:
         value = yaml.safe_load(text) if text else ""
@@ -140,7 +166,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for section in sections:
         below = here.get(section)
         if section == "model" and isinstance(below, str):
-            shipped_model(below)  # says so if there is none of that name
+            shipped_model(below)  # raises ConfigError for an unknown name
             below = {"name": below}
         if below is None:
             below = {}
@@ -163,16 +189,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-# --------------------------------------------------------------------------- sentences
+# --------------------------------------------------------------------------- messages
 
 
-def _sentence(error: ErrorDetails) -> str:
-    """One of pydantic's findings as a sentence that ends in a remedy where one is known."""
+def _describe(error: ErrorDetails) -> str:
+    """Turns one of pydantic's errors into a sentence, which ends in a remedy if one is known."""
     keys = [str(part) for part in error["loc"]]
     where = ".".join(keys) or "run"
     if error["type"] == "extra_forbidden":
         if where in RENAMED:
-            return f"{where} is called {RENAMED[where]} now: use {RENAMED[where]}={error['input']}"
+            return f"{where} was renamed: use {RENAMED[where]}={error['input']}"
         section = _section(keys[:-1])
         known = list(section.model_fields) if section else []
         return f"unknown key {where}{closest(keys[-1], known)}"
@@ -191,6 +217,7 @@ def _sentence(error: ErrorDetails) -> str:
 
 
 def _section(keys: list[str]) -> type[BaseModel] | None:
+    """Returns the config class at this path of keys, or None if there is none."""
     section: type[BaseModel] = RunConfig
     for key in keys:
         if key not in section.model_fields:
@@ -203,9 +230,13 @@ def _section(keys: list[str]) -> type[BaseModel] | None:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """`: did you mean 'steps'?`, or the list of what is known, as the end of a sentence."""
+    """Returns the end of an error message that suggests a value in place of an unknown word.
+
+    It is `: did you mean 'steps'?` if a known word is similar, else the list of all known words, or
+    an empty text if there are none.
+    """
     known = [k.removeprefix("input should be ").strip("'") for k in known]
     match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     if match:
         return f": did you mean '{match[0]}'?"
-    return f"; known are {', '.join(known)}" if known else ""
+    return f"; use one of {', '.join(known)}" if known else ""

@@ -1,19 +1,22 @@
-"""Keys of run files that have another name now."""
+"""Config keys that were renamed, and the conversion of runs that were saved under the old names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Old dotted key: new dotted key, of the same section.
+# Maps an old dotted key to its new dotted key in the same section.
 RENAMED = {"train.loss_tokens": "train.loss_chunk_tokens"}
 
 
 def with_new_names(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run as an older version saved it, with the keys that it has now.
+    """Returns a copy of a run that an older version saved, with old keys renamed to new ones.
 
-    Run files that people write are not read through this: there an old key is refused, and the
-    refusal names the new one.
+    Only saved runs are read through this function. In a run file that a user writes, an old key is
+    an error whose message names the new key.
+
+    Args:
+        run: mapping from section to mapping of keys; it is not modified.
     """
     sections = {
         name: dict(section) if isinstance(section, Mapping) else section

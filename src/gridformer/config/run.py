@@ -1,4 +1,4 @@
-"""A run: its model, its layout, its data, its training."""
+"""The `data` and `train` sections of a run, and `RunConfig`, which holds all four sections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gridformer.config.layout import LayoutConfig
 from gridformer.config.model import Family, ModelConfig
 
 Task = Literal["auto", "causal", "masked", "spans", "pairs"]
-# Which families may learn from which kind of samples; the first is what `auto` means.
+# The tasks that each family can be trained on. The first one is what `auto` means.
 TASKS: dict[Family, tuple[Task, ...]] = {
     "gpt2": ("causal",),
     "bert": ("masked",),
@@ -23,117 +23,170 @@ TASKS: dict[Family, tuple[Task, ...]] = {
 
 
 class DataConfig(Config):
-    """A folder written by `gridformer prepare`, and how samples are made of it."""
+    """A folder written by `gridformer prepare`, and how samples are made from it."""
 
-    path: Path
+    path: Path = Field(description="The token folder that `gridformer prepare` wrote.")
     task: Task = Field(
         default="auto",
-        description="next words (gpt2), masked words (bert), masked spans (t5), or the second text "
-        "of a pair from the first (transformer, t5)",
+        description="What the model learns to predict: next tokens (causal, for gpt2), masked "
+        "tokens (masked, for bert), masked spans (spans, for t5), or the second text of a pair "
+        "from the first (pairs, for transformer and t5). auto means the first task of the family.",
     )
     seq_len: int = Field(
         default=0,
         ge=0,
-        description="tokens a sample, of its target where it has a source; 0 means "
-        "model.max_seq_len, and for spans as many as they take",
+        description="The number of tokens in a sample, or in its target if it has a source. 0 "
+        "means model.max_seq_len, or for spans as many tokens as the masked spans take.",
     )
     source_len: int = Field(
-        default=0, ge=0, description="t5, transformer: of the source; 0 means model.max_seq_len"
+        default=0,
+        ge=0,
+        description="For t5 and transformer, the number of tokens in the source; 0 means "
+        "model.max_seq_len.",
     )
 
 
 class TrainConfig(Config):
-    """Optimizer, schedule, precision and what is written when."""
+    """Optimizer, schedule and precision of training, and when it evaluates and saves."""
 
-    steps: int = Field(default=1000, ge=1)
-    seed: int = Field(default=1234, ge=0, lt=2**63)
+    steps: int = Field(default=1000, ge=1, description="The number of optimizer steps.")
+    seed: int = Field(
+        default=1234,
+        ge=0,
+        lt=2**63,
+        description="The seed of initial parameters, dropout and the order of samples.",
+    )
     global_batch: int = Field(
-        default=8, ge=1, description="sequences an optimizer step, all devices"
+        default=8, ge=1, description="The number of samples in a step, over all devices."
     )
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32",
-        description="of the computation; bfloat16 and float16 keep float32 parameters and "
-        "statistics, float16 scales the loss",
+        description="The data type of the computation. bfloat16 and float16 keep parameters and "
+        "statistics in float32, and float16 scales the loss.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="what is computed again for the backward pass instead of kept: attention's "
-        "scores (selective), or all of a block but its input (full)",
+        description="Which activations are recomputed in the backward pass instead of kept: none, "
+        "the attention scores (selective), or everything in a block except its input (full).",
     )
     update: Literal["after_backward", "in_backward"] = Field(
         default="after_backward",
-        description="in_backward: a layer's matrices as soon as their gradients are there, which "
-        "are then let go of: one layer's are held at a time (two's, with replicas), but all "
-        "layers' with several micro-batches, over which they are summed up; needs clip_by=layer "
-        "or clip_norm=0",
+        description="When parameters are updated. in_backward updates a layer's matrices as soon "
+        "as their gradients are complete and then frees those gradients, so the gradients of only "
+        "one layer exist at a time (of two layers with replicas). With several micro-batches the "
+        "gradients of all layers exist, because they are accumulated. in_backward needs "
+        "clip_by=layer or clip_norm=0.",
     )
     offload: Literal["none", "optimizer"] = Field(
         default="none",
-        description="optimizer: its moments are kept in the host's memory, and a layer's copied to "
-        "the device while it is updated",
+        description="What is kept in host memory. optimizer keeps the moments of Adam there and "
+        "copies those of one layer at a time to the device while the layer is updated.",
     )
     loss_chunk_tokens: int = Field(
         default=1024,
         ge=0,
-        description="of a micro-batch, whose logits exist at a time on a device; 0: all",
+        description="The number of tokens of a micro-batch whose logits exist at the same time on "
+        "a device; 0 means all of them.",
     )
     memory_gib: float = Field(
         default=0.0,
         ge=0.0,
-        description="that a process may take for tensors; 0: what its device has. A run that needs "
-        "more is refused, and settings are named that fit",
+        description="The memory in GiB that the tensors of one process may take; 0 means the "
+        "memory of its device. A run that needs more does not start, and the error lists settings "
+        "that fit.",
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="The device type. auto means cuda if a GPU is available."
+    )
     compile: bool = Field(
         default=False,
-        description="torch.compile of each block; for layouts whose blocks do not communicate",
+        description="Whether each block is compiled with torch.compile. Only layouts whose blocks "
+        "do not communicate support it.",
     )
-    lr: float = Field(default=3e-4, gt=0.0)
-    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
-    warmup_steps: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.1, ge=0.0, description="of matrices; never of vectors")
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    adam_eps: float = Field(default=1e-8, gt=0.0)
+    lr: float = Field(default=3e-4, gt=0.0, description="The peak learning rate.")
+    min_lr_ratio: float = Field(
+        default=0.1,
+        ge=0.0,
+        le=1.0,
+        description="The learning rate of the last step as a fraction of lr. The rate falls to it "
+        "along a cosine after the warm-up.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="The number of steps over which the learning rate rises to lr."
+    )
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0.0,
+        description="The weight decay of AdamW. It applies to matrices, never to vectors.",
+    )
+    beta1: float = Field(
+        default=0.9, ge=0.0, lt=1.0, description="The decay rate of Adam's first moment."
+    )
+    beta2: float = Field(
+        default=0.95, ge=0.0, lt=1.0, description="The decay rate of Adam's second moment."
+    )
+    adam_eps: float = Field(
+        default=1e-8, gt=0.0, description="The constant in the denominator of Adam's update."
+    )
     clip_norm: float = Field(
-        default=1.0, ge=0.0, description="largest gradient norm; 0 turns clipping off"
+        default=1.0,
+        ge=0.0,
+        description="The largest gradient norm. Gradients with a larger norm are scaled down; 0 "
+        "turns clipping off.",
     )
     clip_by: Literal["global", "layer"] = Field(
         default="global",
-        description="the norm of all gradients, or of each layer's matrices and of all else",
+        description="Which norm is clipped: that of all gradients (global), or separately that of "
+        "each layer's matrices and that of all other parameters (layer).",
     )
-    eval_every: int = Field(default=100, ge=0, description="steps; 0 evaluates at the end only")
-    eval_batches: int = Field(default=8, ge=1, description="global batches an evaluation")
-    save_every: int = Field(default=500, ge=0, description="steps; 0 saves at the end only")
-    keep_checkpoints: int = Field(default=3, ge=1)
+    eval_every: int = Field(
+        default=100,
+        ge=0,
+        description="The number of steps between evaluations; 0 evaluates only at the end.",
+    )
+    eval_batches: int = Field(
+        default=8, ge=1, description="The number of global batches in an evaluation."
+    )
+    save_every: int = Field(
+        default=500,
+        ge=0,
+        description="The number of steps between checkpoints; 0 saves only at the end.",
+    )
+    keep_checkpoints: int = Field(
+        default=3, ge=1, description="The number of most recent checkpoints that are kept."
+    )
     trace_step: int = Field(
         default=0,
         ge=0,
-        description="this step's timeline is written to trace-step-N.json; 0: none. It is slower",
+        description="The step N whose timeline is written to trace-step-N.json, which makes that "
+        "step slower; 0 means no step.",
     )
     timeout_s: float = Field(
         default=600.0,
         gt=0.0,
-        description="a collective that waits longer ends the run with an error",
+        description="The number of seconds after which a collective that still waits ends the run "
+        "with an error.",
     )
     sanity_checks: bool = Field(
-        default=False, description="compare replicated parameters over ranks at every evaluation"
+        default=False,
+        description="Whether every evaluation first checks that all ranks hold equal copies of "
+        "replicated parameters.",
     )
 
     @model_validator(mode="after")
-    def _updates_are_possible(self) -> Self:
+    def _check_update(self) -> Self:
         if self.update != "in_backward":
             return self
         problems = []
         if self.clip_by == "global" and self.clip_norm:
             problems.append(
                 "update=in_backward: layers are updated before the norm of all gradients is known; "
-                "use clip_by=layer, or clip_norm=0"
+                "use clip_by=layer or clip_norm=0"
             )
         if self.dtype == "float16":
             problems.append(
                 "update=in_backward: a step whose float16 gradients overflow could not be skipped; "
-                "use dtype=bfloat16, or update=after_backward"
+                "use dtype=bfloat16 or update=after_backward"
             )
         if problems:
             raise ValueError("; ".join(problems))
@@ -141,9 +194,11 @@ class TrainConfig(Config):
 
 
 class RunConfig(Config):
-    """Everything a run needs; written to the run directory as it was resolved."""
+    """Everything that a run needs. Its resolved form is written to the run directory."""
 
-    name: str = "run"
+    name: str = Field(
+        default="run", description="The name of the run, from which runs/NAME is derived."
+    )
     model: ModelConfig
     data: DataConfig
     layout: LayoutConfig = LayoutConfig()
@@ -151,8 +206,8 @@ class RunConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _micro_batches_moved(cls, values: Any) -> Any:
-        """They were in the section train, once: runs of then stay readable."""
+    def _move_micro_batches(cls, values: Any) -> Any:
+        """Accepts micro_batches in the train section, where older versions had it."""
         train = values.get("train") if isinstance(values, dict) else None
         if not isinstance(train, dict) or "micro_batches" not in train:
             return values
@@ -161,7 +216,7 @@ class RunConfig(Config):
         return {**values, "train": rest, "layout": layout}
 
     @model_validator(mode="after")
-    def _data_suits_the_model(self) -> Self:
+    def _check_task(self) -> Self:
         family, tasks = self.model.family, TASKS[self.model.family]
         problems = []
         if self.data.task not in ("auto", *tasks):
@@ -171,7 +226,7 @@ class RunConfig(Config):
             )
         if self.data.source_len and not self.model.two_stacks:
             problems.append(
-                f"data.source_len={self.data.source_len}: {family} reads no source; use "
+                f"data.source_len={self.data.source_len}: {family} has no source; use "
                 "data.source_len=0"
             )
         if problems:
@@ -180,18 +235,19 @@ class RunConfig(Config):
 
     @property
     def seq_len(self) -> int:
-        """s: of samples, of their targets where they have a source."""
+        """The length s of samples in tokens, or of their targets if they have a source."""
         return self.data.seq_len or self.model.max_seq_len
 
     @property
     def source_len(self) -> int:
-        """Tokens of a source; 0 for families of one stack."""
+        """The length of sources in tokens; 0 for models without an encoder-decoder pair."""
         return (self.data.source_len or self.model.max_seq_len) if self.model.two_stacks else 0
 
     @property
     def task(self) -> Task:
-        """What is learned, with `auto` resolved."""
+        """The task, with `auto` resolved."""
         return TASKS[self.model.family][0] if self.data.task == "auto" else self.data.task
 
     def to_yaml(self) -> str:
+        """Returns the run as YAML text that `parse_run` reads back to an equal run."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
