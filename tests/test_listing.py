@@ -116,7 +116,7 @@ def test_command(columns: int) -> None:
     text = " ".join(lines)
     assert "cols=9, 18, 36: model.n_heads=12 does not divide" in text
     assert text.count("model.n_heads=12 does not divide") == 1
-    with pytest.raises(ConfigError, match="--scheme mega: use single, megatron"):
+    with pytest.raises(ConfigError, match="--scheme mega is unknown: use single, megatron"):
         invoke("demo-4m", "-p", "2", "--scheme", "mega")
 
 

@@ -128,7 +128,7 @@ def test_catalogues(tmp_path: Path) -> None:
     (tmp_path / "de.po").write_text("\n\n".join(messages))
     output = run(f"gettext:de:{tmp_path}", "--out", tmp_path / "t")
     assert "0 train" not in output.splitlines()[0]
-    assert "catalogues" in output
+    assert "catalogs" in output
     assert "not stated, GPL for the most part (30)" in output.replace("\n", " ").replace("  ", "")
 
 

@@ -1,1 +1,1 @@
-"""The command line: one thin file a subcommand, no logic of its own."""
+"""The command line: one thin file for each subcommand, without logic of its own."""

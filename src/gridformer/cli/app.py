@@ -1,6 +1,6 @@
-"""The `gridformer` command: its subcommands, and how errors leave it.
+"""The `gridformer` command: it registers the subcommands and prints the errors they raise.
 
-Nothing here or in the subcommands' files imports torch at the top, so that help is instant.
+Neither this module nor those of the subcommands import torch at the top, so `--help` is instant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.threads import let_threads_sleep
 
 _EPILOG = (
-    "[bold]From text to text:[/bold]\n\n"
+    "[bold]From a text corpus to generated text:[/bold]\n\n"
     "gridformer prepare python-stdlib --out data/python-stdlib\n\n"
     "gridformer train demo\n\n"
     'gridformer generate runs/demo --prompt "def read(self"'
@@ -30,7 +30,7 @@ _EPILOG = (
 
 app = typer.Typer(
     name="gridformer",
-    help="Train transformers on a grid of devices, with the same loss as on one.",
+    help="Train transformers on a grid of devices, with the same loss as on one device.",
     epilog=_EPILOG,
     no_args_is_help=True,
     add_completion=False,
@@ -57,15 +57,17 @@ def _show_version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """The options of the command itself; the help text is the app's."""
+    """Declares the options of the command itself. The help text is that of `app`."""
 
 
 def main() -> None:
-    """Entry point. A UserError is printed without a traceback; exit code 2."""
-    let_threads_sleep()  # no command has loaded torch yet
+    """Runs the command. A UserError is printed without a traceback and exits with code 2."""
+    let_threads_sleep()  # works only before torch is imported, and no command has done so yet
     try:
         app()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""`gridformer demo`: the whole way, from text to a trained model, in about three minutes."""
+"""`gridformer demo`: everything from text to a trained model, in about three minutes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import typer
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Run directory.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--out", help="The run directory.")] = Path("runs/demo"),
 ) -> None:
-    """Prepare real text, train a small GPT-2 on a 2x2 grid of processes, show what came of it.
+    """Prepare real text, train a small GPT-2 on a 2x2 grid of processes, and show the result.
 
-    Needs no download: the text is the Python standard library's own source. Run again to go on
-    from where it was stopped.
+    The demo needs no download, because its text is the source code of the Python standard library.
+    If it is stopped, run it again to resume.
     """
     from gridformer.cli.demo_run import run_demo
 

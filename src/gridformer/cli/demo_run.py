@@ -1,4 +1,4 @@
-"""The demo: real text, a small GPT-2 on a 2x2 grid, and a summary of what came out."""
+"""The demo: prepares real text, trains a small GPT-2 on a 2x2 grid, and prints a summary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,15 @@ SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=2)
 
 
 def run_demo(out: Path, run_file: Path | str = RUN_FILE) -> None:
-    """Prepare the corpus if need be, train (or go on training) into `out`, and show the result."""
+    """Prepares the corpus if it is missing, trains or resumes the run, and prints a summary.
+
+    Args:
+        out: run directory.
+        run_file: path of a run file, or the name of a shipped one.
+
+    Raises:
+        UserError: the run cannot be prepared, planned or trained; see `plan_run` and `execute`.
+    """
     console = Console(highlight=False)
     warm_up("gridformer.launch.run")
     data = load_run(run_file).data.path
@@ -47,12 +55,12 @@ def run_demo(out: Path, run_file: Path | str = RUN_FILE) -> None:
     console.rule("2. training", align="left")
     plan = plan_run(run_file, out=out)
     execute(plan)
-    console.rule("3. what came of it", align="left")
+    console.rule("3. result", align="left")
     show_summary(out, console)
 
 
 def show_summary(out: Path, console: Console) -> None:
-    """Losses, speed, a sample, and where everything lies."""
+    """Prints losses, speed, a generated sample, and the paths of what the run wrote."""
     metrics = read_metrics(out)
     steps = [m for m in metrics if "loss" in m]
     evaluations = [m for m in metrics if "val_loss" in m]
@@ -61,7 +69,7 @@ def show_summary(out: Path, console: Console) -> None:
     train_loss = sum(recent) / len(recent)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
-    table.add_column(overflow="fold")  # a path is shown whole, whatever the width
+    table.add_column(overflow="fold")  # wraps long paths instead of truncating them
     for name, value in (
         (
             "validation loss",
@@ -82,7 +90,7 @@ def show_summary(out: Path, console: Console) -> None:
     trained = load_model(out, torch.device("cpu"))
     sample = "".join(answer(trained, PROMPT, SAMPLING, Search(max_tokens=160)))
     console.print(table)
-    title = f"what the model makes of 'class Reader:' at temperature {SAMPLING.temperature}"
+    title = f"the model's continuation of 'class Reader:' at temperature {SAMPLING.temperature}"
     console.print(Panel(Text(sample.rstrip()), title=title, title_align="left"))
     later = metrics[-1]["step"] + 100
     console.print(
@@ -90,7 +98,7 @@ def show_summary(out: Path, console: Console) -> None:
             ("try next\n", "bold"),
             "  more text:     ",
             (f'{_command()} generate {out} --prompt "import "\n', "cyan"),
-            "  train on, under another layout, from the same checkpoint:\n                 ",
+            "  continue training from the same checkpoint with another layout:\n                 ",
             (f"{_command()} train {RUN_FILE} --out {out} train.steps={later} ", "cyan"),
             ("layout.scheme=megatron layout.rows=1 layout.cols=4", "cyan"),
         ),
@@ -99,7 +107,7 @@ def show_summary(out: Path, console: Console) -> None:
 
 
 def _command(name: str = "gridformer") -> str:
-    """How a person calls a command of this environment: by its path, when it is not on theirs."""
+    """Returns what to type to run a command of this environment: its path if it is not on PATH."""
     return name if shutil.which(name) else os.path.relpath(Path(sys.executable).with_name(name))
 
 
@@ -108,7 +116,7 @@ def _prepare(path: Path, console: Console) -> None:
         folder = TokenFolder.open(path)
     except DataError:
         sources = open_sources([CORPUS])
-        with console.status("reading the Python standard library's own source code"):
+        with console.status("reading the source code of the Python standard library"):
             folder = prepare_corpus(sources, path, vocab_size=VOCABULARY)
     index = folder.index
     source = index.sources[0]
@@ -124,5 +132,5 @@ def _speed(steps: list[dict[str, Any]]) -> str:
     seconds = sum(m["step_time_s"] for m in steps)
     return (
         f"{median:,.0f} tokens/s (median step); {format_count(steps[-1]['tokens'])} tokens in "
-        f"{seconds:.0f} s of steps"
+        f"{seconds:.0f} s of training steps"
     )

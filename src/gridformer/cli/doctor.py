@@ -1,4 +1,4 @@
-"""`gridformer doctor`: what of this machine can be used, and how to mend what cannot."""
+"""`gridformer doctor`: checks whether this machine can train, and how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import typer
 
 def doctor(
     nproc: Annotated[
-        int, typer.Option("--nproc", min=1, max=64, help="Local processes to connect.")
+        int,
+        typer.Option("--nproc", min=1, max=64, help="The number of local processes to connect."),
     ] = 4,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=1.0, help="Seconds after which that counts as hung.")
+        float,
+        typer.Option(
+            "--timeout", min=1.0, help="The number of seconds after which they count as hung."
+        ),
     ] = 60.0,
 ) -> None:
-    """Check what training needs; connect some processes and measure their speed.
+    """Check what training needs, connect some processes, and measure their speed.
 
-    Looks at versions, devices, memory, disk and network. What is not in
-    order says how to mend it. The exit code is 0 when training works.
+    This checks versions, devices, memory, disk and network, and says how to
+    fix each problem. The exit code is 0 if training works.
 
     Try: gridformer doctor --nproc 8
     """
@@ -35,5 +39,5 @@ def doctor(
         typer.echo(f"{marks[finding.level]} {finding.text}")
         for line in finding.remedy.splitlines():
             typer.echo(f"    {line}")
-    typer.echo("Ready to train." if usable else "Not ready: mend the lines marked ✗ first.")
+    typer.echo("Ready to train." if usable else "Not ready: fix the lines marked ✗ first.")
     raise typer.Exit(0 if usable else 1)

@@ -1,4 +1,4 @@
-"""`gridformer generate`: text from a trained model of any family."""
+"""`gridformer generate`: generates text with a trained model of any family."""
 
 from __future__ import annotations
 
@@ -17,49 +17,65 @@ def generate(
         typer.Option(
             "--prompt",
             "-p",
-            help="What to continue or translate; ___ marks a blank; - reads standard input.",
+            help="The text to continue, translate or fill in, where ___ marks a blank. - reads it "
+            "from standard input.",
         ),
     ] = "",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Where to stop.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="The largest number of tokens to generate.")
+    ] = 128,
     temperature: Annotated[
         float | None,
         typer.Option(
-            "--temperature", "-t", help="gpt2: below 1 safer, above 1 wilder. Without it 0.8."
+            "--temperature",
+            "-t",
+            help="For gpt2: values below 1 make the text more predictable, values above 1 more "
+            "varied. The default is 0.8.",
         ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", help="gpt2: only the k likeliest words; 0: all.")
+        int | None,
+        typer.Option(
+            "--top-k", help="For gpt2: sample from the k most likely tokens; 0 means all."
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", help="gpt2: only the likeliest words of that total probability."),
+        typer.Option(
+            "--top-p",
+            help="For gpt2: sample from the most likely tokens that have this total probability.",
+        ),
     ] = None,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="Always the likeliest word: -t 0, or --beams 1.")
+        bool,
+        typer.Option("--greedy", help="Always choose the most likely token: -t 0, or --beams 1."),
     ] = False,
     beams: Annotated[
         int | None,
         typer.Option(
             "--beams",
-            help="t5, transformer: of beam search; 1 is greedy search. Without it 4.",
+            help="For t5 and transformer: the number of beams, where 1 is greedy search. The "
+            "default is 4.",
         ),
     ] = None,
     length_penalty: Annotated[
         float | None,
         typer.Option(
             "--length-penalty",
-            help="t5, transformer: above 0 favors longer texts. Without it 1.",
+            help="For t5 and transformer: values above 0 favor longer texts. The default is 1.",
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="gpt2: same seed, same text. Without it 0.")
+        int | None, typer.Option("--seed", help="For gpt2: the seed of sampling. The default is 0.")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", help="The device: cpu, cuda or auto.")
+    ] = "auto",
 ) -> None:
-    """Talk to a trained model, on one process, whatever layout trained it.
+    """Generate text with a trained model on one process, whatever its training layout was.
 
-    gpt2 continues the prompt; bert, and t5 trained on spans, fill in its blanks; transformer, and
-    t5 trained on pairs, say the other text of the pair.
+    gpt2 continues the prompt. bert, and t5 trained on spans, fill in its blanks. transformer, and
+    t5 trained on pairs, generate the other text of the pair.
 
     Try: gridformer generate runs/demo --prompt "def read(self"
     """
@@ -82,7 +98,7 @@ def generate(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError([f"--device {device} is not to be had here: use --device cpu or auto"])
+        raise ConfigError([f"--device {device} is not available here: use --device cpu or auto"])
     if prompt == "-":
         prompt = sys.stdin.read()
     trained = load_model(run_dir, torch.device(device))

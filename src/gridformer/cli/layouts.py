@@ -1,4 +1,4 @@
-"""`gridformer layouts`: every way to spread a model over processes, and why some are none."""
+"""`gridformer layouts`: lists the layouts of a model that work, and why the others do not."""
 
 from __future__ import annotations
 
@@ -18,41 +18,56 @@ if TYPE_CHECKING:
 
 def layouts(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A shipped model's name, or a run file.")
+        str, typer.Argument(metavar="MODEL", help="The name of a shipped model, or a run file.")
     ],
     processes: Annotated[
-        int, typer.Option("--processes", "-p", min=1, help="Devices to spread it over.")
+        int,
+        typer.Option("--processes", "-p", min=1, help="The number of processes, one per device."),
     ],
     global_batch: Annotated[
-        int, typer.Option("--global-batch", min=0, help="Samples a step; 0: what fits a layout.")
+        int,
+        typer.Option(
+            "--global-batch",
+            min=0,
+            help="The number of samples in a step; 0 means the smallest that each layout allows.",
+        ),
     ] = 0,
     seq_len: Annotated[
-        int, typer.Option("--seq-len", min=0, help="Tokens a sample; 0: the model's longest.")
+        int,
+        typer.Option(
+            "--seq-len",
+            min=0,
+            help="The number of tokens in a sample; 0 means the longest of the model.",
+        ),
     ] = 0,
     scheme: Annotated[
         list[str] | None,
-        typer.Option("--scheme", help="single, megatron, optimus, ...; repeatable."),
+        typer.Option(
+            "--scheme", help="List only this scheme, such as megatron or optimus. Can be repeated."
+        ),
     ] = None,
     settings: Annotated[
         bool,
-        typer.Option("--settings", help="Print each as the settings that `train` takes, to copy."),
+        typer.Option(
+            "--settings", help="Print each layout as settings to copy into a `train` command."
+        ),
     ] = False,
 ) -> None:
-    """List all layouts of a model on a number of processes, with what a rank of each will hold.
+    """List all layouts of a model on a number of processes, and estimate the memory of each.
 
-    Of layouts that do not work, say why.
+    For layouts that do not work, print the reasons.
 
     Try: gridformer layouts bert-large --processes 8
     """
     from rich.console import Console
 
-    from gridformer.config import SCHEMES, load_run, parse_run
+    from gridformer.config import SCHEMES, any_of, load_run, parse_run
     from gridformer.memory.layouts import list_layouts
     from gridformer.utils.errors import ConfigError
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
     if wrong:
-        raise ConfigError([f"--scheme {wrong[0]}: use {', '.join(SCHEMES)}"])
+        raise ConfigError([f"--scheme {wrong[0]} is unknown: use {any_of(SCHEMES)}"])
     if Path(model).suffix in (".yaml", ".yml"):
         run = load_run(model)
     else:
@@ -94,15 +109,15 @@ def _print(model: ModelConfig, processes: int, found: Sequence[Listed], console:
             table.add_row(Text(one.name), f"x {one.global_batch}", *held)
         console.print(table)
         note = (
-            f"{unit_name}: about what the fullest rank holds of that batch, in float32 and without "
-            "recomputation"
+            f"{unit_name}: an estimate of what the fullest rank holds for that batch, in float32 "
+            "and without recomputation"
         )
         if len(modes) > 1:
-            note += "; then the same with layout.dp_mode=zero1 and fsdp"
-        note += ". `gridformer memory` has it exactly; --settings prints what to copy."
+            note += "; the next columns are the same with layout.dp_mode=zero1 and fsdp"
+        note += ". `gridformer memory` shows it exactly; --settings prints settings to copy."
         console.print(Text(note))
     for number, reason in enumerate(reasons(found)):
         if not number:
-            console.print(Text(f"\n{len(found) - len(fitting)} do not:"))
+            console.print(Text(f"\n{len(found) - len(fitting)} do not work:"))
         where = f"{reason.where}: " if reason.where else ""
         console.print(Text(f"- {where}{reason.why} ({reason.n_layouts})"))

@@ -1,4 +1,4 @@
-"""`gridformer memory`: what every rank of a run will hold, before any of it is allocated."""
+"""`gridformer memory`: estimates the memory of each rank of a run without allocating it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,38 @@ import typer
 def memory(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN.yaml", help="A run file, or a shipped model: gpt2-1.5b."),
+        typer.Argument(
+            metavar="RUN.yaml", help="A run file, or the name of a shipped model such as gpt2-1.5b."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values to use instead of the file's."),
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
     ] = None,
     ranks: Annotated[
         str,
-        typer.Option("--ranks", help="Which: 0,5,7, or all; without it those that hold most."),
+        typer.Option(
+            "--ranks",
+            help="The ranks to show, such as 0,5,7, or all. By default, those that hold the most.",
+        ),
     ] = "",
     budget: Annotated[
         float,
-        typer.Option("--budget", min=0.0, help="GiB a rank; says whether it fits, and what would."),
+        typer.Option(
+            "--budget",
+            min=0.0,
+            help="Say whether each rank fits into so many GiB, and if not, what would fit.",
+        ),
     ] = 0.0,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page that shows memory over time.")
+        Path | None, typer.Option("--html", help="Write a page that plots memory over time.")
     ] = None,
 ) -> None:
-    """Say what each rank of a run holds at its peak, and when that is.
+    """Estimate the peak memory of each rank of a run, and when the peak is reached.
 
-    Runs the real code of one optimizer step for some of the ranks, on tensors
-    without memory and in a process group that sends nothing: so any layout of
-    any size is answered on one machine, without its data or its devices.
+    This runs the real code of one optimizer step for some of the ranks, on fake
+    tensors without memory and in a process group that sends nothing. It works
+    for any layout of any size on one machine, without the data or the devices.
 
     [bold]Examples:[/bold]
 
@@ -63,18 +72,18 @@ def memory(
     decisions = decide_run(checked)
     chosen = chosen_ranks(checked, ranks, decisions)
     console = Console(highlight=False)
-    with console.status(f"running a step of {len(chosen)} rank{'s' * (len(chosen) > 1)}"):
+    with console.status(f"simulating a step of {len(chosen)} rank{'s' * (len(chosen) > 1)}"):
         breakdowns = estimate_ranks(checked, [*chosen], decisions)
     print_breakdowns(checked, breakdowns, chosen, console)
     if html is not None:
         write_page(checked, breakdowns, chosen, html)
-        console.print(f"Over time: {html}")
+        console.print(f"Plot of memory over time: {html}")
     gib = budget or checked.train.memory_gib
     if not gib:
         return
     worst = max(breakdowns, key=lambda breakdown: breakdown.peak)
     if worst.peak <= gib * GIB:
-        console.print(f"It fits: the most is {worst.peak / GIB:.3g} of {gib:g} GiB.")
+        console.print(f"It fits: the largest peak is {worst.peak / GIB:.3g} of {gib:g} GiB.")
         return
     room = Room(round(gib * GIB), f"{gib:g} GiB is the budget")
     with waiting() as tell:

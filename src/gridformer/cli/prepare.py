@@ -1,4 +1,4 @@
-"""`gridformer prepare`: text in, token folder out."""
+"""`gridformer prepare`: turns text into a token folder."""
 
 from __future__ import annotations
 
@@ -23,69 +23,84 @@ def prepare(
         typer.Argument(
             metavar="SOURCE",
             help="Text files, folders, quoted patterns, .jsonl, .jsonl.gz, .parquet or .arrow "
-            "files, save_to_disk folders, hf:NAME, hf:NAME/CONFIG, python-stdlib, or gettext:de: "
-            "pairs of English and German (any language) out of this machine's message catalogues; "
-            "gettext:de:PATH takes those below a folder.",
+            "files, save_to_disk folders, hf:NAME, hf:NAME/CONFIG, or python-stdlib. gettext:de "
+            "takes pairs of English and German (or any other language) from the message catalogs "
+            "of this machine, and gettext:de:PATH from those in a folder.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
+    out: Annotated[Path, typer.Option("--out", help="The token folder to write.")],
     suffix: Annotated[
         list[str] | None,
         typer.Option(
             "--suffix",
-            help="Take these files from folders; repeatable. Without it: all usual text files.",
+            help="Read only files with this suffix from folders. Can be repeated. By default, all "
+            "common text files are read.",
         ),
     ] = None,
     text_key: Annotated[
-        str, typer.Option("--text-key", help="Key or column of the text in records.")
+        str, typer.Option("--text-key", help="The key or column of the text in records.")
     ] = "text",
     pair_keys: Annotated[
         str | None,
         typer.Option(
             "--pair-keys",
             metavar="FROM,TO",
-            help="Records are pairs: keys or columns of a text and its translation, such as en,de.",
+            help="Read records as pairs: the keys or columns of a text and of its translation, "
+            "such as en,de.",
         ),
     ] = None,
     label_key: Annotated[
         str | None,
-        typer.Option("--label-key", metavar="KEY", help="Key or column of a label in records."),
+        typer.Option(
+            "--label-key", metavar="KEY", help="The key or column of the label in records."
+        ),
     ] = None,
     labels_from_folders: Annotated[
         bool,
-        typer.Option("--labels-from-folders", help="SOURCE/LABEL/...: the folder is the label."),
+        typer.Option(
+            "--labels-from-folders",
+            help="Take the label of a file from its folder: SOURCE/LABEL/...",
+        ),
     ] = False,
     split: Annotated[
-        str, typer.Option("--split", help="Split of a Hugging Face data set.")
+        str, typer.Option("--split", help="The split of a Hugging Face data set.")
     ] = "train",
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", help="A tokenizer.json; without it one is trained."),
+        typer.Option(
+            "--tokenizer", help="A tokenizer.json file. By default, a tokenizer is trained."
+        ),
     ] = None,
     vocab_size: Annotated[
-        int, typer.Option("--vocab-size", help="Size of the vocabulary trained here.")
+        int, typer.Option("--vocab-size", help="The vocabulary size of a trained tokenizer.")
     ] = 4096,
     tokenizer_sample_mb: Annotated[
-        float, typer.Option("--tokenizer-sample-mb", help="How much text to train it on.")
+        float,
+        typer.Option(
+            "--tokenizer-sample-mb", help="The amount of text to train the tokenizer on, in MB."
+        ),
     ] = 16.0,
     val_fraction: Annotated[
-        float, typer.Option("--val-fraction", help="Share of documents held out for validation.")
+        float,
+        typer.Option("--val-fraction", help="The fraction of documents held out for validation."),
     ] = 0.02,
-    seed: Annotated[int, typer.Option("--seed", help="Chooses the documents held out.")] = 1234,
+    seed: Annotated[
+        int, typer.Option("--seed", help="The seed that chooses the held-out documents.")
+    ] = 1234,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a token folder at --out.")
+        bool, typer.Option("--overwrite", help="Replace an existing token folder at --out.")
     ] = False,
 ) -> None:
     """Turn text into a token folder that `gridformer train` reads.
 
-    Every file, and every record of a data set, is a document; a corpus may be larger than memory.
-    Pairs of texts are for translation, labeled documents for classification.
+    Every file, and every record of a data set, is a document. A corpus may be larger than memory.
+    Pairs of texts are for translation, and labeled documents are for classification.
 
     For a first try: gridformer prepare python-stdlib --out data/python-stdlib
     """
     import os
 
-    # Says that threads are wanted; unset, the library turns them off, loudly, after a fork.
+    # If this is unset, the tokenizers library turns its threads off after a fork, with a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
     from rich.console import Console
@@ -118,7 +133,7 @@ def prepare(
 
 
 class _Bar:
-    """A progress bar that follows `Progress` reports."""
+    """A progress bar on the terminal that `show` updates from `Progress` reports."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -158,7 +173,7 @@ def _two_keys(text: str | None) -> tuple[str, str] | None:
         return None
     keys = [key.strip() for key in text.split(",")]
     if len(keys) != 2 or not all(keys) or keys[0] == keys[1]:
-        raise UserError(f"--pair-keys {text}: write two keys, for instance --pair-keys en,de")
+        raise UserError(f"--pair-keys {text} must be two different keys, such as --pair-keys en,de")
     return keys[0], keys[1]
 
 
@@ -169,7 +184,7 @@ def _summarize(folder: TokenFolder, out: Path, console: Console) -> None:
     index = folder.index
     n_bytes = sum(source.bytes for source in index.sources)
     documents = sum(source.documents for source in index.sources)
-    words = index.train.tokens + index.val.tokens - documents  # without the end-of-text tokens
+    words = index.train.tokens + index.val.tokens - documents  # without end-of-text tokens
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     unit = 2 if index.kind == "pairs" else 1
     counts = f"{index.train.documents // unit:,} train, {index.val.documents // unit:,} val"
@@ -179,35 +194,35 @@ def _summarize(folder: TokenFolder, out: Path, console: Console) -> None:
         "languages": " to ".join(index.languages or ()),
         "labels": _shortened(index.labels),
         "tokens": f"{index.train.tokens:,} train, {index.val.tokens:,} val",
-        "nine in ten fit": longest,
+        "90% fit into": longest,
         "vocabulary": f"{index.vocab_size:,} ({index.tokenizer.origin})",
         "bytes per token": f"{n_bytes / words:.2f} ({n_bytes / 1e6:,.1f} MB of text)",
-        "catalogues": f"{n:,}" if (n := sum(len(s.parts) for s in index.sources)) else "",
+        "catalogs": f"{n:,}" if (n := sum(len(s.parts) for s in index.sources)) else "",
         "left out": ", ".join(f"{n:,} {what}" for what, n in index.skipped.items()),
-        "licence": "; ".join(s.license for s in index.sources if s.license),
-        "where": str(out),
+        "license": "; ".join(s.license for s in index.sources if s.license),
+        "token folder": str(out),
     }
     for name, value in rows.items():
         if value:
-            table.add_row(name, Text(value))  # Text: brackets in paths are no markup
+            table.add_row(name, Text(value))  # Text, because brackets in paths are not markup
     console.print(table)
-    # On its own and unwrapped, to be copied.
+    # Printed on its own line without wrapping, so that it can be copied.
     console.print(Text(f"next: {_next(folder, out)}"), soft_wrap=True)
 
 
 def _next(folder: TokenFolder, out: Path) -> str:
-    """A command that trains on the folder."""
+    """Returns a command that trains on the folder."""
     words = ["gridformer", "train", "translate" if folder.kind == "pairs" else "demo"]
     words.append(f"data.path={out}")
     if folder.kind == "labeled":
         words.append(f"model.n_labels={len(folder.index.labels)}")
     words += [f"{key}={n}" for key, n in _usual_lengths(folder).items()]
-    # A run directory of its own: the one of the run file may hold a model of other data.
+    # A separate run directory, because that of the run file may hold a model of other data.
     return shlex.join([*words, "--out", f"runs/{out.resolve().name}"])
 
 
 def _usual_lengths(folder: TokenFolder) -> dict[str, int]:
-    """Lengths, in multiples of 8, that hold nine in ten of the sources, and of the targets."""
+    """Returns lengths of source and target, multiples of 8, that hold 90% of the pairs' texts."""
     if folder.kind != "pairs":
         return {}
     import numpy as np

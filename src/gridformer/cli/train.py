@@ -1,4 +1,4 @@
-"""`gridformer train`: a run file in, a run directory out."""
+"""`gridformer train`: trains what a run file describes and writes a run directory."""
 
 from __future__ import annotations
 
@@ -11,31 +11,41 @@ import typer
 def train(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN.yaml", help="A run file, or the name of a shipped one: demo."),
+        typer.Argument(
+            metavar="RUN.yaml", help="A run file, or the name of a shipped one such as demo."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE", help="Values to use instead of the file's: train.steps=100."
+            metavar="KEY=VALUE",
+            help="Values that replace those of the run file, such as train.steps=100.",
         ),
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, help="Processes; must be what the layout needs."),
+        typer.Option(
+            "--nproc",
+            min=1,
+            help="The number of processes. It must be the number that the layout needs, which is "
+            "also the default.",
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Run directory; without it runs/NAME.")
+        Path | None, typer.Option("--out", help="The run directory. The default is runs/NAME.")
     ] = None,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Print what the layout's auto comes to, and stop there."),
+        typer.Option(
+            "--explain", help="Print what the auto settings of the layout resolve to, and exit."
+        ),
     ] = False,
 ) -> None:
-    """Train a model, or go on where its run directory left off.
+    """Train a model, or resume from the last checkpoint in its run directory.
 
-    Starts as many processes as the layout needs, on this machine; under torchrun
-    or srun it joins those that they started.
-    Ctrl-C saves a checkpoint first; the same command then goes on from it.
+    This starts as many processes on this machine as the layout needs. Under
+    torchrun or srun it joins the processes that they started instead.
+    Ctrl-C saves a checkpoint and stops; the same command then resumes from it.
 
     [bold]Examples:[/bold]
 
@@ -63,7 +73,7 @@ def train(
         print_decisions(checked, decide_run(checked), Console())
         return
     if not joined() and load_run(run, overrides).layout.n_processes > 1:
-        warm_up("gridformer.launch.run")  # loads beside this process's own imports
+        warm_up("gridformer.launch.run")  # runs at the same time as the imports below
 
     from gridformer.launch.plan import plan_run
     from gridformer.launch.run import execute

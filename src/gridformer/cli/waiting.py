@@ -1,4 +1,4 @@
-"""What a command says while it looks for something that may take a while."""
+"""Progress messages of a command while it searches for something that may take a while."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def waiting() -> Iterator[Callable[[str, str], None]]:
-    """Yields what to call with a finding, which stays on the terminal, and with what goes on.
+    """Yields a function `tell(found, doing)` that reports progress on standard error.
 
-    On a terminal the latter is one line with a spinner, which goes when the block ends.
+    A text `found` is printed for good unless it is empty. The text `doing` names the current
+    activity: on a terminal it is a line with a spinner that disappears when the block ends,
+    elsewhere it is printed.
     """
     from rich.console import Console
     from rich.text import Text
