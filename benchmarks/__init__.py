@@ -1,1 +1,1 @@
-"""Measurements behind the claims of the documentation: one module a claim, run with `python -m`."""
+"""Measurements behind the claims of the documentation: a package a claim, run with `python -m`."""

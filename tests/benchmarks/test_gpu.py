@@ -14,19 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import matmul, numerics, sides, step_report
+from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu import step as gpu_step
 from torch import Tensor
 from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
-from benchmarks import (
-    gpu,
-    gpu_ceiling,
-    gpu_report,
-    gpu_schemes,
-    gpu_sides,
-    gpu_single,
-    gpu_single_report,
-)
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig, shipped_model
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
@@ -98,7 +93,7 @@ def test_schemes() -> None:
     out = run("schemes")
     for name in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
         assert set(cells(out, name)[1:]) <= {"right", "-"}
-    for name in gpu_schemes.QUICK:
+    for name in numerics.QUICK:
         assert cells(out, name)[-1] == "equal"
 
 
@@ -128,7 +123,7 @@ def test_a_missing_compiler_stops_before_anything_starts(monkeypatch: pytest.Mon
 # --------------------------------------------------------------------------- single
 
 
-def settings(**changes: Any) -> gpu_single.Settings:
+def settings(**changes: Any) -> gpu_step.Settings:
     values: dict[str, Any] = {
         "config": gpu.TINY,
         "batches": (2,),
@@ -137,7 +132,7 @@ def settings(**changes: Any) -> gpu_single.Settings:
         "rounds": 2,
         "modes": ("eager",),
     }
-    return gpu_single.Settings(**{**values, **changes})
+    return gpu_step.Settings(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -155,7 +150,7 @@ def test_the_largest_batch_that_fits_is_taken(
     error: RuntimeError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    step = gpu_sides.HuggingFace.step
+    step = sides.HuggingFace.step
     tried = []
 
     def small_memory(self: Any, number: int, batch: Tensor) -> Any:
@@ -164,12 +159,12 @@ def test_the_largest_batch_that_fits_is_taken(
             raise error
         return step(self, number, batch)
 
-    monkeypatch.setattr(gpu_sides.HuggingFace, "step", small_memory)
-    comparison, _ = gpu_single.compare(settings(batches=(8, 4, 3, 2)), CPU, gpu_report.Report())
+    monkeypatch.setattr(sides.HuggingFace, "step", small_memory)
+    comparison, _ = gpu_step.compare(settings(batches=(8, 4, 3, 2)), CPU, gpu_report.Report())
     assert comparison.b == 3
     assert tried[:3] == [8, 4, 3]
     with pytest.raises(ValueError, match="not even a batch of 4"):
-        gpu_single.compare(settings(batches=(8, 4)), CPU, gpu_report.Report())
+        gpu_step.compare(settings(batches=(8, 4)), CPU, gpu_report.Report())
 
 
 def test_a_side_that_fails_is_named_and_the_rest_measured(
@@ -180,76 +175,76 @@ def test_a_side_that_fails_is_named_and_the_rest_measured(
     def broken(self: Any, number: int, batch: Tensor) -> Any:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(gpu_sides.HuggingFace, "step", broken)
+    monkeypatch.setattr(sides.HuggingFace, "step", broken)
     report = gpu_report.Report()
-    comparison, _ = gpu_single.compare(settings(batches=(4, 2)), CPU, report)
+    comparison, _ = gpu_step.compare(settings(batches=(4, 2)), CPU, report)
     assert comparison.b == 4, "not taken for a lack of memory"
     assert [r.side for r in comparison.results] == ["gridformer"]
-    gpu_single_report.write(comparison, 1.0, report)
+    step_report.write(comparison, 1.0, report)
     said = "Hugging Face eager did not run: RuntimeError: no kernel image is available"
     assert said in capsys.readouterr().out
-    monkeypatch.setattr(gpu_sides.Gridformer, "step", broken)
+    monkeypatch.setattr(sides.Gridformer, "step", broken)
     with pytest.raises(RuntimeError, match="nothing runs"):
-        gpu_single.compare(settings(), CPU, report)
+        gpu_step.compare(settings(), CPU, report)
 
 
 def test_gridformer_alone_where_transformers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_single, "find_spec", lambda name: None)
-    comparison, _ = gpu_single.compare(settings(), CPU, gpu_report.Report())
+    monkeypatch.setattr(gpu_step, "find_spec", lambda name: None)
+    comparison, _ = gpu_step.compare(settings(), CPU, gpu_report.Report())
     assert [r.side for r in comparison.results] == ["gridformer"]
-    assert gpu_single_report.agreement(comparison) == [
+    assert step_report.agreement(comparison) == [
         "one side did not run: there is nothing to compare with"
     ]
-    assert len(gpu_single_report.verdict(comparison, 1e9, 1.0)) == 1
+    assert len(step_report.verdict(comparison, 1e9, 1.0)) == 1
 
 
 def test_no_round_starts_after_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    comparison, _ = gpu_single.compare(settings(rounds=5, limit_s=0.0), CPU, gpu_report.Report())
+    comparison, _ = gpu_step.compare(settings(rounds=5, limit_s=0.0), CPU, gpu_report.Report())
     assert {len(r.seconds) for r in comparison.results} == {1}
     assert "time is up after 1 of 5 rounds" in capsys.readouterr().err
 
 
 def test_kernels_are_shown() -> None:
-    _, kernels = gpu_single.compare(settings(), CPU, gpu_report.Report(), profile=True)
+    _, kernels = gpu_step.compare(settings(), CPU, gpu_report.Report(), profile=True)
     assert list(kernels) == ["gridformer eager", "Hugging Face eager"]
     assert all("aten::mm" in text or "aten::addmm" in text for text in kernels.values())
 
 
-def comparison_of(ours_s: float, theirs_s: float, loss: float) -> gpu_single.Comparison:
+def comparison_of(ours_s: float, theirs_s: float, loss: float) -> gpu_step.Comparison:
     results = [
-        gpu_single.Result("gridformer", "compiled", 1.0, [ours_s]),
-        gpu_single.Result("Hugging Face", "eager", 1.0, [2 * theirs_s]),
-        gpu_single.Result("Hugging Face", "compiled", 1.0, [theirs_s]),
+        gpu_step.Result("gridformer", "compiled", 1.0, [ours_s]),
+        gpu_step.Result("Hugging Face", "eager", 1.0, [2 * theirs_s]),
+        gpu_step.Result("Hugging Face", "compiled", 1.0, [theirs_s]),
     ]
     losses = {"gridformer": [5.0, loss], "Hugging Face": [5.0, 4.0]}
     norms = {"gridformer": 1.0, "Hugging Face": 1.0 + (loss > 4.5)}
-    return gpu_single.Comparison(settings(), 2, results, losses, norms)
+    return gpu_step.Comparison(settings(), 2, results, losses, norms)
 
 
 def test_targets_are_held_against_the_fastest_of_hugging_face() -> None:
-    share, ratio = gpu_single_report.verdict(comparison_of(1.0, 1.2, 4.0), 4e14, 800.0)
+    share, ratio = step_report.verdict(comparison_of(1.0, 1.2, 4.0), 4e14, 800.0)
     assert "50.0 % of the ceiling (target 50 %: met)" in share
     assert "1.20 times Hugging Face compiled, its fastest (target 1.15: met)" in ratio
-    share, ratio = gpu_single_report.verdict(comparison_of(1.0, 1.1, 4.0), 3e14, 800.0)
+    share, ratio = step_report.verdict(comparison_of(1.0, 1.1, 4.0), 3e14, 800.0)
     assert "37.5 %" in share
     assert "not met" in share
     assert "not met" in ratio
 
 
 def test_disagreement_is_shouted() -> None:
-    assert "they agree" in gpu_single_report.agreement(comparison_of(1, 1, 4.0))[0]
-    assert "THEY DISAGREE" in gpu_single_report.agreement(comparison_of(1, 1, 5.0))[0]
+    assert "they agree" in step_report.agreement(comparison_of(1, 1, 4.0))[0]
+    assert "THEY DISAGREE" in step_report.agreement(comparison_of(1, 1, 5.0))[0]
 
 
 @pytest.mark.parametrize(("how", "n_graphs"), [("blocks", 2), ("whole", 1)])
-def test_all_of_hugging_face_is_compiled(how: gpu_sides.HFCompile, n_graphs: int) -> None:
+def test_all_of_hugging_face_is_compiled(how: sides.HFCompile, n_graphs: int) -> None:
     """One graph serves all blocks: no layer is left as it was for too many recompilations."""
     pytest.importorskip("transformers")
     torch._dynamo.reset()
     counters.clear()
     config = gpu.TINY.model_copy(update={"n_layers": 10 if how == "blocks" else 2})
     train = TrainConfig(global_batch=2, dtype="bfloat16")
-    side = gpu_sides.HuggingFace(config, train, CPU, "aot_eager", how)
+    side = sides.HuggingFace(config, train, CPU, "aot_eager", how)
     tokens = torch.randint(0, config.vocab_size, (2, 9))
     for step in range(3):
         side.step(step, tokens)
@@ -265,7 +260,7 @@ def test_flops_are_those_of_the_paper(name: str) -> None:
     h, l, v = config.hidden_size, config.n_layers, config.vocab_size  # noqa: E741
     paper = 96 * b * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
     recomputation = 24 * b * s * l * h**2 + 4 * b * s**2 * l * h
-    assert gpu_single_report.step_flops(config, b * s, s) == pytest.approx(paper - recomputation)
+    assert step_report.step_flops(config, b * s, s) == pytest.approx(paper - recomputation)
 
 
 def test_weights_go_to_hugging_face_and_back() -> None:
@@ -274,21 +269,21 @@ def test_weights_go_to_hugging_face_and_back() -> None:
     with torch.no_grad():
         for value in ours.values():
             value.copy_(torch.randn(value.shape))
-    back = from_hugging_face(gpu_sides.to_hugging_face(ours, gpu.TINY), gpu.TINY)
+    back = from_hugging_face(sides.to_hugging_face(ours, gpu.TINY), gpu.TINY)
     assert back.keys() == ours.keys()
     assert all(torch.equal(back[name], ours[name]) for name in ours)
 
 
 def test_products_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = gpu_ceiling.measure
+    measure = matmul.measure
 
-    def small_memory(product: gpu_ceiling.Product, *rest: Any) -> gpu_ceiling.Speed:
+    def small_memory(product: matmul.Product, *rest: Any) -> matmul.Speed:
         if product.n > 64:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return measure(product, *rest)
 
-    monkeypatch.setattr(gpu_ceiling, "measure", small_memory)
-    speeds = gpu_ceiling.measure_all(gpu_ceiling.squares(True), CPU, 1, gpu_report.Report())
+    monkeypatch.setattr(matmul, "measure", small_memory)
+    speeds = matmul.measure_all(matmul.squares(True), CPU, 1, gpu_report.Report())
     assert [s.product.n for s in speeds] == [64]
 
 
@@ -315,35 +310,35 @@ def one_rank_goes_wrong(how: str) -> dict[str, Any]:
     ],
 )
 def test_what_goes_wrong_on_a_rank_is_reported(how: str, said: str) -> None:
-    answers = gpu_schemes.run_ranks(3, one_rank_goes_wrong, (how,), 120.0)
-    assert gpu_schemes._error_of(answers).startswith(said)
-    row, within = gpu_schemes._layout_row("megatron 1x4", answers)
+    answers = numerics.run_ranks(3, one_rank_goes_wrong, (how,), 120.0)
+    assert numerics._error_of(answers).startswith(said)
+    row, within = numerics._layout_row("megatron 1x4", answers)
     assert not within
     assert row[-1].startswith(f"not run: {said}")
-    assert len(row) == 2 + 2 * len(gpu_schemes.COMPARED)
+    assert len(row) == 2 + 2 * len(numerics.COMPARED)
 
 
 @pytest.mark.full  # it is what test_what_goes_wrong_on_a_rank_is_reported shows of other ends
 def test_a_rank_that_hangs_is_given_up() -> None:
-    answers = gpu_schemes.run_ranks(3, one_rank_goes_wrong, ("hangs",), 6.0)
+    answers = numerics.run_ranks(3, one_rank_goes_wrong, ("hangs",), 6.0)
     assert answers[2]["error"] == "no answer within 6 s"
 
 
 def test_a_layout_is_equal_only_within_its_tolerance() -> None:
     def answers(worst: float) -> list[dict[str, Any]]:
-        good = dict.fromkeys(gpu_schemes.COMPARED, 1e-7)
+        good = dict.fromkeys(numerics.COMPARED, 1e-7)
         exact = dict.fromkeys(good, 1e-13)
         return [
             {"float32": good, "float64": exact},
             {"float32": {**good, "gradients": worst}, "float64": exact},
         ]
 
-    assert gpu_schemes._layout_row("x", answers(9e-6)) == (
+    assert numerics._layout_row("x", answers(9e-6)) == (
         ["x", "1.0e-07", "1.0e-07", "9.0e-06", "1.0e-07", *["1.0e-13"] * 4, "equal"],
         True,
     )
     for worst in (2e-5, math.nan, math.inf):
-        row, within = gpu_schemes._layout_row("x", answers(worst))
+        row, within = numerics._layout_row("x", answers(worst))
         assert (row[-1], within) == ("TOO FAR APART", False)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.memory_cases import METHODS, SCALINGS, Scaling, schemes
-from benchmarks.memory_limits import largest_batch
-from benchmarks.memory_report import plot, report
+from benchmarks.memory import __main__ as memory
+from benchmarks.memory.cases import METHODS, SCALINGS, Scaling, schemes
+from benchmarks.memory.limits import largest_batch
+from benchmarks.memory.report import plot, report
 
-from benchmarks import memory
 from gridformer.memory.estimate import estimate_rank
 
 MACHINE = dict.fromkeys(("date", "cpu", "cores", "torch", "commit", "command"), "-")

@@ -15,20 +15,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import typer
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from benchmarks import (
+from benchmarks.common import live_memory, machine
+from benchmarks.schemes import __main__ as schemes
+from benchmarks.schemes import (
     cases,
     group,
-    live_memory,
+    report,
     results,
-    schemes,
-    schemes_report,
     torch_variants,
     traffic,
     variants,
 )
+from benchmarks.schemes.live import Live, measure_live
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
 from gridformer import comm
 from gridformer.mesh import Axis
 from tests.choosing import full_unless
@@ -99,7 +100,7 @@ def test_a_layer_keeps_sixteen_activations() -> None:
     bsh = 4 * size.b * size.s * size.h * size.layers
     parameters = live_memory.n_bytes(problem.weights.values())
     for case, kept in ((ONE, 16), (replace(ONE, recompute=True), 1)):
-        live = live_memory.measure(variants.gridformer_variants(1)[0].build(case, problem))
+        live = measure_live(variants.gridformer_variants(1)[0].build(case, problem))
         assert live.parameters == live.gradients == parameters
         assert live.kept == pytest.approx(kept * bsh, rel=0.06)
         assert live.kept >= kept * bsh
@@ -125,9 +126,9 @@ def test_workspace_is_not_what_is_kept() -> None:
     built = variants.gridformer_variants(1)[0].build(ONE, variants.make_problem(ONE.size))
     built.stack = WithWorkspace()
     built.finish = lambda: None  # what it does is for the stack that was there
-    live = live_memory.measure(built)
+    live = measure_live(built)
     x = live_memory.n_bytes([built.x])
-    assert live == live_memory.Live(0, 0, kept=x, workspace=x, peak=5 * x), "x, g, y, dx, buffer"
+    assert live == Live(0, 0, kept=x, workspace=x, peak=5 * x), "x, g, y, dx, buffer"
 
 
 # --------------------------------------------------------------------------- traffic
@@ -304,7 +305,7 @@ def a_group(**changes: object) -> results.Group:
         {"b": 4, "s": 16, "h": 32, "n": 4, "layers": 2},
         1,
         [row, twice, unable],
-        {**results.machine()},
+        {**machine.describe_machine("benchmarks.schemes")},
     )
     return replace(group, **changes)  # type: ignore[arg-type]
 
@@ -327,11 +328,11 @@ def test_file_of_results(tmp_path: Path) -> None:
 
 
 def test_report() -> None:
-    text = schemes_report.report([a_group()])
+    text = report.report([a_group()])
     assert "| megatron | 2.00 |" in text
     assert "| megatron | megatron 1x4 | 2 | 1000.0 | 2000.0 | 3000.0 | 2.00 |" in text
     assert "megatron 1x4, s cannot run: s=5 does not divide by 4" in text
-    assert "Nothing" in schemes_report.report([])
+    assert "Nothing" in report.report([])
 
 
 def test_weights_are_those_of_torchs_modules() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.subgraph_cases import Case, all_cases, variants
-from benchmarks.subgraph_report import plot, report
-
-from benchmarks import subgraph
+from benchmarks.subgraph import __main__ as subgraph
+from benchmarks.subgraph.cases import Case, all_cases, variants
+from benchmarks.subgraph.report import plot, report
 
 ROOT = Path(__file__).parents[2]
 

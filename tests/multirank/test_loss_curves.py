@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.precision import BOUND, HALVES, LAYOUTS, MODEL, TRAIN, largest_gap, smoothed
+from benchmarks.precision.dtypes import BOUND, HALVES, LAYOUTS, MODEL, TRAIN, largest_gap, smoothed
 
 from gridformer.config import parse_run
 from gridformer.launch.plan import Plan

@@ -77,7 +77,7 @@ class SchemeSpec:
     outermost first. node_blocks: whether nodes hold blocks of the mesh, which `auto` chooses.
     keep_share: `auto` keeps gathered operands as long as they add no more than this share to what
     a device holds; a grid is chosen for memory, and gathering again was found to cost no time that
-    can be measured on one machine (benchmarks/schemes.py), and a fifth of a step's traffic.
+    can be measured on one machine (benchmarks/schemes/), and a fifth of a step's traffic.
     """
 
     name: ClassVar[Scheme]

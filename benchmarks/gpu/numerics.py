@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.gpu_report import Report, phrase, table
+from benchmarks.gpu.report import Report, phrase, table
 from gridformer import comm
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes, Axis

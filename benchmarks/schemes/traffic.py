@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from benchmarks.cases import Size
+from benchmarks.schemes.cases import Size
 from gridformer import comm
 
 _ITEM = 4  # bytes of the elements that are reported

@@ -6,7 +6,7 @@
 
 Run it in the repository's root. It prints Markdown on standard output, how far it is on standard
 error, and with --plot draws the limits. What is finished is kept in --out; the same command goes on
-with what is missing. Cases are in memory_cases.py.
+with what is missing. Cases are in cases.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import results
-from benchmarks.memory_cases import PRICE_LAYOUTS, SCALINGS, schemes
-from benchmarks.memory_report import plot, report
+from benchmarks.common.machine import describe_machine
+from benchmarks.memory.cases import PRICE_LAYOUTS, SCALINGS, schemes
+from benchmarks.memory.report import plot, report
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 
@@ -34,7 +34,7 @@ SHARES = (("small", 4), ("small", 9), ("paper", 4), ("paper", 9), ("paper", 16),
 
 def main(
     out: Annotated[
-        Path | None, typer.Option(help="File of results [runs/bench/memory.jsonl].")
+        Path | None, typer.Option(help="File of results (runs/bench/memory.jsonl).")
     ] = None,
     parts: Annotated[str, typer.Option(help="Of limits, shares, price.")] = ",".join(PARTS),
     scalings: Annotated[str, typer.Option(help="Of paper, small.")] = ",".join(SCALINGS),
@@ -55,6 +55,7 @@ def main(
             )
     if fresh:
         out.unlink(missing_ok=True)
+    machine = describe_machine("benchmarks.memory")
     done = {json.dumps(one["case"]) for one in read(out)}
     numbers = [1, 4] if quick else [int(number) for number in processes.split(",")]
     for number, (case, work) in enumerate(jobs := _jobs(chosen, wanted, numbers, rounds), 1):
@@ -63,7 +64,7 @@ def main(
             typer.echo(f"{title}: found before; --fresh finds it again", err=True)
             continue
         began = time.monotonic()
-        line = {"case": case, "found": work(), "machine": results.machine("benchmarks.memory")}
+        line = {"case": case, "found": work(), "machine": machine}
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -124,7 +125,7 @@ def _jobs(parts: list[str], scalings: list[str], numbers: list[int], rounds: int
 
 def _limit(name: str, processes: int, title: str) -> dict[str, Any]:
     """Estimated, and where the scaling says so with the peak that real processes had."""
-    from benchmarks.memory_limits import largest_batch
+    from benchmarks.memory.limits import largest_batch
 
     limit = largest_batch(name, processes, title)
     found: dict[str, Any] = {**asdict(limit), "measured": None}
@@ -135,7 +136,7 @@ def _limit(name: str, processes: int, title: str) -> dict[str, Any]:
 
 
 def _measured(name: str, processes: int, title: str, batch: int) -> int:
-    from benchmarks.memory_limits import measure
+    from benchmarks.memory.limits import measure
     from gridformer.launch import launch
 
     run = SCALINGS[name].run(schemes(processes)[title], batch)
@@ -147,7 +148,7 @@ def _measured(name: str, processes: int, title: str, batch: int) -> int:
 
 def _shares(name: str, processes: int, recompute: str) -> dict[str, float]:
     """By scheme; a batch of 4 sequences a process."""
-    from benchmarks.memory_limits import share
+    from benchmarks.memory.limits import share
 
     return {
         title: share(layout, 4 * processes, name, recompute)
@@ -157,7 +158,7 @@ def _shares(name: str, processes: int, recompute: str) -> dict[str, float]:
 
 
 def _price(layout: str, rounds: int) -> list[dict[str, Any]]:
-    from benchmarks.memory_price import measure
+    from benchmarks.memory.price import measure
     from gridformer.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Tables and a picture of what benchmarks/subgraph.py measured."""
+"""Tables and a picture of what benchmarks.subgraph measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.subgraph_cases import SHAPES, Case, Variant, variants
+from benchmarks.subgraph.cases import SHAPES, Case, Variant, variants
 from gridformer.utils.units import MIB
 
 Measured = Mapping[str, dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Tables and a picture of what benchmarks/memory.py found."""
+"""Tables and a picture of what benchmarks.memory found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.memory_cases import METHODS, SCALINGS, schemes
+from benchmarks.memory.cases import METHODS, SCALINGS, schemes
 from gridformer.utils.units import GIB
 
 Found = Sequence[dict[str, Any]]

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case
-from gridformer.utils.hardware import n_cores
+from benchmarks.schemes.cases import Case
 
 
 @dataclass(frozen=True)
@@ -24,7 +18,7 @@ class Row:
     obstacles: why it could not run; then nothing else is set.
     seconds: [forward, backward] of every round.
     count: collectives by kind, forward and backward; moved, formula: elements (formula: a layer's).
-    live: bytes by kind (benchmarks.live_memory.Live).
+    live: bytes by kind (benchmarks.schemes.live.Live).
     worst: the largest relative difference to one process, of y, dx and the weights' gradients.
     """
 
@@ -82,48 +76,3 @@ def append(path: Path, group: Group) -> None:
     cut_off = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
     with path.open("a", encoding="utf-8") as file:
         file.write(("\n" if cut_off else "") + json.dumps(asdict(group)) + "\n")
-
-
-def machine(module: str = "benchmarks.schemes") -> dict[str, str]:
-    """What the numbers depend on besides the code; written beside them."""
-    import torch
-
-    return {
-        "date": datetime.now().strftime("%Y-%m-%d"),
-        "cpu": _cpu_model(),
-        "cores": str(n_cores()),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "backend": "gloo",
-        "commit": _commit(),
-        "command": command_line(module),
-    }
-
-
-def command_line(module: str = "benchmarks.schemes") -> str:
-    """As a person would type it in the repository's root."""
-    return shlex.join(["python", "-m", module, *sys.argv[1:]])
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    """The source's commit, with `+` where files differ from it; empty outside a checkout."""
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return found.stdout.strip()

@@ -1,4 +1,4 @@
-"""What one process does for one case of benchmarks/subgraph.py: build, compare, count, weigh, time.
+"""What one process does for one case of benchmarks.subgraph: build, compare, count, weigh, time.
 
 A step is what training does with a stack of blocks: forward, backward with the sums of gradients
 that overlap it, and AdamW. Variants alternate, in an order shuffled anew every round; a step takes
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.live_memory import LiveMemory, n_bytes
-from benchmarks.subgraph_cases import Case, Variant, variants
+from benchmarks.common.live_memory import LiveMemory, n_bytes
+from benchmarks.subgraph.cases import Case, Variant, variants
 from gridformer import comm
 from gridformer.mesh import Axes
 from gridformer.mesh.process_group import close_world, init_world

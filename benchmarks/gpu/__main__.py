@@ -21,8 +21,8 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import gpu_ceiling, gpu_schemes, gpu_single, gpu_single_report
-from benchmarks.gpu_report import Report, choose_device
+from benchmarks.gpu import matmul, numerics, step, step_report
+from benchmarks.gpu.report import Report, choose_device
 from gridformer.config import ModelConfig, shipped_model
 from gridformer.train.compile import toolchain_problems
 from gridformer.utils.errors import UserError
@@ -59,7 +59,7 @@ class HFCompileName(StrEnum):
     whole = "whole"
 
 
-MODES: dict[Modes, tuple[gpu_single.Mode, ...]] = {
+MODES: dict[Modes, tuple[step.Mode, ...]] = {
     Modes.both: ("eager", "compiled"),
     Modes.eager: ("eager",),
     Modes.compiled: ("compiled",),
@@ -82,13 +82,13 @@ def ceiling(
 ) -> None:
     """The measured ceiling of bfloat16 products: large squares, and the models' own shapes."""
     place, report = _begin(device), Report(out)
-    products = gpu_ceiling.squares(quick)
+    products = matmul.squares(quick)
     for config in _models(model, quick):
-        products += gpu_ceiling.products_of(config, batch * config.max_seq_len)
+        products += matmul.products_of(config, batch * config.max_seq_len)
     report.heading("Ceiling of matrix products", place, quick)
     repeats = 3 if quick else repeats
-    speeds = gpu_ceiling.measure_all(products, place, repeats, report)
-    gpu_ceiling.write(speeds, repeats, report)
+    speeds = matmul.measure_all(products, place, repeats, report)
+    matmul.write(speeds, repeats, report)
 
 
 @app.command()
@@ -117,12 +117,12 @@ def single(
     place, report = _begin(device), Report(out)
     if "compiled" in MODES[modes] and backend == "inductor":
         _stop_if(toolchain_problems(place.type))
-    squares = gpu_ceiling.squares(quick)
-    speeds = gpu_ceiling.measure_all(squares, place, 3 if quick else 20, report)
-    top = gpu_ceiling.ceiling_of(speeds).median
+    squares = matmul.squares(quick)
+    speeds = matmul.measure_all(squares, place, 3 if quick else 20, report)
+    top = matmul.ceiling_of(speeds).median
     report.progress(f"ceiling: {top:,.3g} TFLOP/s")
     for config in _models(model, quick):
-        settings = gpu_single.Settings(
+        settings = step.Settings(
             config,
             batches=(batch,) if batch else ((4, 2) if quick else BATCHES),
             s=seq_len or config.max_seq_len,
@@ -134,9 +134,9 @@ def single(
             backend=backend,
             limit_s=limit_s,
         )
-        comparison, kernels = gpu_single.compare(settings, place, report, profile)
+        comparison, kernels = step.compare(settings, place, report, profile)
         report.heading(f"Training step of {config.name} on one device", place, quick)
-        gpu_single_report.write(comparison, top, report)
+        step_report.write(comparison, top, report)
         for name, text in kernels.items():
             report.write(f"\nOne step, {name}:\n\n```\n{text}\n```")
 
@@ -154,7 +154,7 @@ def schemes(
     """
     place, report = _begin(device), Report(out)
     report.heading("Numerics of the schemes: 4 processes on one device over gloo", place, quick)
-    if not gpu_schemes.measure(place, quick, report, timeout_s):
+    if not numerics.measure(place, quick, report, timeout_s):
         raise typer.Exit(1)
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import traffic
-from benchmarks.cases import Case, Size
+from benchmarks.schemes import traffic
+from benchmarks.schemes.cases import Case, Size
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.models import GPT2

@@ -1,4 +1,4 @@
-"""What benchmarks/subgraph.py measures: shapes, sweeps over heads, and the variants of each.
+"""What benchmarks.subgraph measures: shapes, sweeps over heads, and the variants of each.
 
 The shapes are those that SUPER measures (Jain et al. 2021, section VI), made to fit two cores: the
 original Transformer's base model and T5-large, blocks of self-attention and feed-forward, fewer of

@@ -127,7 +127,3 @@ def _plot(curves: dict[str, list[float]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -30,9 +30,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks import traffic
-from benchmarks.cases import Case, Size
-from benchmarks.variants import Built, Problem, Stack, Variant, Whole, indivisible, leaf
+from benchmarks.schemes import traffic
+from benchmarks.schemes.cases import Case, Size
+from benchmarks.schemes.variants import Built, Problem, Stack, Variant, Whole, indivisible, leaf
 
 Form = Literal["plain", "tp", "tp-sp", "fsdp-tp", "fsdp-tp-kept"]
 

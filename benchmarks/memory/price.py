@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.memory_cases import METHODS, PRICE_BATCH, PRICE_LAYOUTS, PRICE_MODEL
+from benchmarks.memory.cases import METHODS, PRICE_BATCH, PRICE_LAYOUTS, PRICE_MODEL
 from gridformer import comm
 from gridformer.config import DataConfig, RunConfig, TrainConfig
 from gridformer.memory.estimate import DEVICE

@@ -18,25 +18,26 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import results
-from benchmarks.cases import PROCESSES, SIZES, Case
-from benchmarks.schemes_report import REFERENCE, report
+from benchmarks.common.machine import describe_machine
+from benchmarks.schemes import results
+from benchmarks.schemes.cases import PROCESSES, SIZES, Case
+from benchmarks.schemes.report import REFERENCE, report
 
 RECOMPUTATION = {"off": False, "on": True}
 
 
 def main(
     out: Annotated[
-        Path | None, typer.Option(help="File of results [runs/bench/schemes.jsonl].")
+        Path | None, typer.Option(help="File of results (runs/bench/schemes.jsonl).")
     ] = None,
     processes: Annotated[
-        str, typer.Option(help="Numbers of processes, of 1, 4, 9 and 16 [all; quick: 4].")
+        str, typer.Option(help="Numbers of processes, of 1, 4, 9 and 16 (all; quick: 4).")
     ] = "",
-    sizes: Annotated[str, typer.Option(help="Of small, large, tiny [small,large].")] = "",
+    sizes: Annotated[str, typer.Option(help="Of small, large, tiny (small,large).")] = "",
     recomputation: Annotated[str, typer.Option(help="Of off, on.")] = "off,on",
     only: Annotated[str, typer.Option(help="Names of variants; one process is added.")] = "",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds [15].")] = None,
-    warmups: Annotated[int | None, typer.Option(min=0, help="Rounds before those [3].")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds (15).")] = None,
+    warmups: Annotated[int | None, typer.Option(min=0, help="Rounds before those (3).")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a collective may wait.")] = 900.0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, to try the script.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was measured.")] = False,
@@ -66,12 +67,12 @@ def _measure(
     cases: list[Case], only: str, rounds: int, warmups: int, timeout: float, out: Path
 ) -> None:
     """Run every case that the file does not have yet, each in its own processes."""
-    from benchmarks.group import Plan, all_variants, measure
+    from benchmarks.schemes.group import Plan, all_variants, measure
     from gridformer.launch import launch
 
     known = sorted({v.name for number in PROCESSES for v in all_variants(number)})
     asked = _chosen(only or "all", tuple(known), "--only")
-    machine = results.machine()
+    machine = describe_machine("benchmarks.schemes")
     finished = results.read(out)
     for i, case in enumerate(cases, 1):
         here = [v.name for v in all_variants(case.processes)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu_report import Report, median, seconds_of, table
+from benchmarks.gpu.report import Report, median, seconds_of, table
 from gridformer.config import ModelConfig
 
 SQUARES = (4096, 8192, 16384)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.memory_cases import SCALINGS, schemes
+from benchmarks.memory.cases import SCALINGS, schemes
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_rank

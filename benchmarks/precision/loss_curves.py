@@ -1,6 +1,7 @@
-"""The same 50 steps under data parallelism, D&SP, D&SP-cSub and on one process: one loss curve.
+r"""The same 50 steps under data parallelism, D&SP, D&SP-cSub and on one process: one loss curve.
 
-    python -m benchmarks.loss_curves --data data/python-stdlib --plot docs/results/subgraph-loss.png
+    python -m benchmarks.precision.loss_curves --data data/python-stdlib \
+        --plot docs/results/subgraph-loss.png
 
 What SUPER's last figure shows (Jain et al. 2021, figure 17), for the same global batch: the curves
 lie on each other. Runs `gridformer train demo` with dropout for each layout, prints Markdown, and

@@ -6,7 +6,7 @@
 
 Run it in the repository's root. It prints Markdown on standard output, how far it is on standard
 error, and with --plot draws the speed-ups. Finished cases are kept in --out; the same command goes
-on with those that are missing. Shapes and variants are in subgraph_cases.py.
+on with those that are missing. Shapes and variants are in cases.py.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import results
-from benchmarks.subgraph_cases import HEADS, SHAPES, Case, all_cases
-from benchmarks.subgraph_report import plot, report
+from benchmarks.common.machine import describe_machine
+from benchmarks.subgraph.cases import HEADS, SHAPES, Case, all_cases
+from benchmarks.subgraph.report import plot, report
 
 
 def main(
     out: Annotated[
-        Path | None, typer.Option(help="File of results [runs/bench/subgraph.jsonl].")
+        Path | None, typer.Option(help="File of results (runs/bench/subgraph.jsonl).")
     ] = None,
     processes: Annotated[str, typer.Option(help="Numbers of processes, of 2, 4 and 8.")] = "4,8",
     shapes: Annotated[str, typer.Option(help="Of transformer, t5-large, tiny.")] = "",
     heads: Annotated[str, typer.Option(help="Of 4, 8, 16, 32.")] = "4,8,16,32",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds [7].")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds (7).")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a collective may wait.")] = 900.0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, to try the script.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was measured.")] = False,
@@ -74,10 +74,10 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 def _measure(cases: list[Case], rounds: int, timeout: float, out: Path) -> None:
     """Every case that the file does not have yet, each in its own processes."""
-    from benchmarks.subgraph_group import Plan, measure
+    from benchmarks.subgraph.group import Plan, measure
     from gridformer.launch import launch
 
-    machine = results.machine("benchmarks.subgraph")
+    machine = describe_machine("benchmarks.subgraph")
     finished = read(out)
     for i, case in enumerate(cases, 1):
         title = f"{i}/{len(cases)} {case.describe()}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_report import Report, table
-from benchmarks.gpu_sides import Gridformer, HuggingFace
-from benchmarks.gpu_single import Comparison
+from benchmarks.gpu.report import Report, table
+from benchmarks.gpu.sides import Gridformer, HuggingFace
+from benchmarks.gpu.step import Comparison
 from gridformer.config import ModelConfig
 from gridformer.utils.units import GIB
 

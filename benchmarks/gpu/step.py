@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_report import Report, median, phrase, seconds_of, synchronize
-from benchmarks.gpu_sides import Gridformer, HFCompile, HuggingFace, Side
+from benchmarks.gpu.report import Report, median, phrase, seconds_of, synchronize
+from benchmarks.gpu.sides import Gridformer, HFCompile, HuggingFace, Side
 from gridformer.config import ModelConfig, TrainConfig
 
 Attention = Literal["auto", "flash", "cudnn", "efficient"]

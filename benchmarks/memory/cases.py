@@ -1,4 +1,4 @@
-"""What benchmarks/memory.py compares: schemes by number of processes, and methods by price."""
+"""What benchmarks.memory compares: schemes by number of processes, and methods by price."""
 
 from __future__ import annotations
 

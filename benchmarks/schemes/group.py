@@ -21,11 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import live_memory, results
-from benchmarks.cases import Case
-from benchmarks.torch_variants import torch_variants
-from benchmarks.traffic import Traffic
-from benchmarks.variants import Built, Problem, Variant, Whole, gridformer_variants, make_problem
+from benchmarks.schemes import results
+from benchmarks.schemes.cases import Case
+from benchmarks.schemes.live import Live, measure_live
+from benchmarks.schemes.torch_variants import torch_variants
+from benchmarks.schemes.traffic import Traffic
+from benchmarks.schemes.variants import (
+    Built,
+    Problem,
+    Variant,
+    Whole,
+    gridformer_variants,
+    make_problem,
+)
 from gridformer.mesh.process_group import close_world, init_world
 from gridformer.utils.hardware import n_cores
 
@@ -200,7 +208,7 @@ def _examine(entry: _Entry, case: Case, reference: Outcome) -> results.Row:
     """Check a variant, count its messages, weigh its memory: four passes, none of them timed."""
     variant, built = entry.variant, entry.built
     numbers = {"y": 0.0, "dx": 0.0, "gradients": 0.0}
-    elements, live = 0.0, live_memory.Live()
+    elements, live = 0.0, Live()
     forward, backward = Traffic(), Traffic()
     if built is not None:
         built.backward(built.forward())  # torch's variants set themselves up in the first pass
@@ -212,7 +220,7 @@ def _examine(entry: _Entry, case: Case, reference: Outcome) -> results.Row:
         numbers = differences(built, y, reference)
         elements = numbers.pop("elements")
         del y
-        live = live_memory.measure(built)
+        live = measure_live(built)
     worst = dict(zip(numbers, _over_ranks(numbers.values(), "max")))
     refuse_differing(variant.title, worst)
     # Each element of a gradient has been compared on one rank at least.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median, quantiles
 
-from benchmarks.results import Group, Row
+from benchmarks.schemes.results import Group, Row
 
 REFERENCE = "single"
 _NOTES = """\

@@ -1,0 +1,1 @@
+"""Loss curves: half precision beside float32, and layouts beside one process."""

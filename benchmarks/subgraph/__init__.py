@@ -1,0 +1,1 @@
+"""Sub-graph layouts beside data parallelism: time, messages and memory of a step."""
