@@ -23,7 +23,7 @@ from torch import Tensor
 from gridformer.launch import launch
 from gridformer.mesh.process_group import close_world, init_world
 from gridformer.models.resnext import ResNeXt
-from gridformer.parallel.branches import parallelize
+from gridformer.parallel.branches import parallelize_branches
 
 Common = Literal["all", "first"]
 BATCH = 32  # the training images do not divide by it: an epoch ends with a smaller batch
@@ -50,7 +50,7 @@ def train(
     """Mean loss of each epoch, and accuracy on the held-out images; the same on all processes."""
     torch.manual_seed(seed)  # the same weights everywhere
     model = ResNeXt(branches=8, blocks=2).to(device, images.dtype)
-    placed = parallelize(model, branches_on, common)
+    placed = parallelize_branches(model, branches_on, common)
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     if placed.rank == 0:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gridformer.launch import launch
 from gridformer.mesh.process_group import close_world, init_world
 from gridformer.models.branches import Branches
-from gridformer.parallel.branches import parallelize
+from gridformer.parallel.branches import parallelize_branches
 
 USER, ITEM, HIDDEN = 24, 12, 4  # features of each, and of the vectors behind a score
 N, HELD_OUT, BATCH = 9192, 1000, 120  # 8192 do not divide by 120: a smaller batch ends an epoch
@@ -81,7 +81,7 @@ def train(
 ) -> tuple[list[float], float]:
     """Mean squared error of each epoch, and of the held-out scores; the same on all processes."""
     torch.manual_seed(seed)  # the same weights everywhere
-    placed = parallelize(TwoTowers().double().to(device), g)
+    placed = parallelize_branches(TwoTowers().double().to(device), g)
     optimizer = torch.optim.Adam(placed.parameters(), lr=3e-3)
     if placed.rank == 0:
         print(placed.describe(), flush=True)

@@ -20,7 +20,7 @@ from gridformer.comm import record
 from gridformer.config import RunConfig
 from gridformer.mesh import Axis
 from gridformer.parallel.axes import mesh_ranks
-from gridformer.parallel.branches import parallelize
+from gridformer.parallel.branches import parallelize_branches
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 from tests.choosing import full_unless
@@ -163,7 +163,7 @@ def network_step(name: str, rank: int, how: dict[str, Any]) -> Step:
     with playing(rank, 2), fake_tensors(), watch, record() as recorder:
         with fake_gpu():
             network = NETWORKS[name]()
-        placed = parallelize(network, g=2, **how)
+        placed = parallelize_branches(network, g=2, **how)
         optimizer = torch.optim.SGD(placed.parameters(), 0.1)
         images, labels = batch(name, 6, 0)
         x, y = placed.local(images.float()), placed.local(labels)

@@ -22,8 +22,8 @@ from gridformer.parallel.data.gradients import (
     owned,
     reduce_gradients,
 )
-from gridformer.parallel.data.zero import part_of, stored
-from gridformer.parallel.sharding import Shard, shard_of
+from gridformer.parallel.data.zero import replica_part, stored
+from gridformer.parallel.sharding import ParamShard, shard_of
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, MicroBatch, next_words
@@ -158,9 +158,9 @@ def distance(model: Model, got: Tensors, want: Tensors, least: float = 0.0) -> f
     return worst
 
 
-def _shard_of(parameter: torch.nn.Parameter, block: Tensor) -> Shard:
+def _shard_of(parameter: torch.nn.Parameter, block: Tensor) -> ParamShard:
     """Where a block lies: all that a device has of a parameter, or this replica's part of it."""
-    part = part_of(parameter)
+    part = replica_part(parameter)
     is_part = part is not None and part.shape == block.shape
     return shard_of(part if is_part else parameter)  # type: ignore[arg-type]
 

@@ -172,8 +172,8 @@ def write(
         said = "; ".join(f"{name} {_short(value)}" for name, value in others.items())
         about = (
             "A ResNeXt, whose branches are paths of convolutions, over 5 steps of SGD (largest "
-            f"absolute difference): {said}. `gridformer.parallel.branches.parallelize` places any "
-            "network with branches on sub-grids; the other schemes, pipelines and modes of "
+            f"absolute difference): {said}. `gridformer.parallel.branches.parallelize_branches` "
+            "places any network with branches on sub-grids; the other schemes, pipelines and modes of "
             "replicas are of transformers."
         )
         lines += ["", *textwrap.wrap(about, 118)]

@@ -15,7 +15,7 @@ from gridformer import comm
 from gridformer.mesh import Axis
 from gridformer.mesh.node_placement import split_messages
 from gridformer.models.branches import Branches
-from gridformer.parallel.branches import Placed, parallelize
+from gridformer.parallel.branches import Placed, parallelize_branches
 from gridformer.parallel.branches.grids import Grid
 from gridformer.parallel.branches.section import Columns, Section
 from tests.multirank.exactness import CPU
@@ -97,7 +97,7 @@ def segmented(g: int, order: str, first: bool, sliced: bool) -> list[dict[str, A
         Branches([nn.Identity() for _ in range(g)], *(("slice", "concat") if sliced else ()))
     )
     common = "first" if first else "all"
-    placed: Placed = parallelize(net, g, common, order)  # type: ignore[arg-type]
+    placed: Placed = parallelize_branches(net, g, common, order)  # type: ignore[arg-type]
     x = torch.ones(4 * n, 5, 2 * g)
     local = placed.local(x).requires_grad_()
     placed.model(local)  # asks for widths once

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gridformer.models.branches import Branches
 from gridformer.models.resnext import ResNeXt
-from gridformer.parallel.branches import parallelize
+from gridformer.parallel.branches import parallelize_branches
 from gridformer.parallel.branches.grids import assign
 from tests.multirank.pool import RankFailed, WorkerPool
 
@@ -112,7 +112,7 @@ def compare(name: str, how: dict[str, Any], sizes: list[int]) -> dict[str, float
     """The largest differences from one process over some steps of SGD."""
     torch.set_num_threads(1)
     want = build(name)
-    placed = parallelize(build(name), **how)
+    placed = parallelize_branches(build(name), **how)
     reference = dict(want.named_parameters())
     mine = {n: p for n, p in placed.model.named_parameters() if not p.is_meta}
     assert mine.keys() <= reference.keys()
@@ -207,7 +207,7 @@ def alive_after_placing(g: int) -> list[bool]:
     """Of each path of a block, whether its weights are still in memory."""
     net = build("resnext")
     weights = [weakref.ref(path.conv.weight) for path in net.blocks[0].paths.branches.values()]  # type: ignore[union-attr,index]
-    placed = parallelize(net, g)
+    placed = parallelize_branches(net, g)
     gc.collect()
     assert placed.model is net
     return [weight() is not None for weight in weights]
@@ -221,7 +221,7 @@ def test_other_sub_grids_branches_leave_memory(pool: WorkerPool) -> None:
 @pytest.mark.parametrize("network", [nn.Linear(3, 3), nn.Sequential(), torch.tanh])
 def test_what_has_no_branches_is_refused(network: Any) -> None:
     with pytest.raises(TypeError, match=r"into gridformer\.models\.branches\.Branches"):
-        parallelize(network, 1)
+        parallelize_branches(network, 1)
 
 
 def test_slices_must_fit() -> None:
@@ -271,7 +271,7 @@ def test_lpt_by_example() -> None:
 def refused(how: dict[str, Any], seed_by_rank: bool = False) -> str:
     torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
     try:
-        parallelize(TwoTowers(), **how)
+        parallelize_branches(TwoTowers(), **how)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "accepted"
@@ -307,7 +307,7 @@ def sharing(g: int, with_common: bool) -> str:
     front = shared if with_common else nn.Identity()
     second = nn.Linear(3, 3) if with_common else shared
     try:
-        parallelize(nn.Sequential(front, Branches([second, shared])), g, "first")
+        parallelize_branches(nn.Sequential(front, Branches([second, shared])), g, "first")
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -324,7 +324,7 @@ def test_weights_shared_by_different_processes_are_refused(
 
 def clipped(how: dict[str, Any]) -> tuple[float, float, float]:
     """Norms before clipping, of many processes and of one, and the worst difference after it."""
-    want, placed = build("nested"), parallelize(build("nested"), **how)
+    want, placed = build("nested"), parallelize_branches(build("nested"), **how)
     x, y = batch("nested", 12, 0)
     F.cross_entropy(want(x), y, reduction="sum").backward()
     norm = float(torch.nn.utils.clip_grad_norm_(want.parameters(), 0.5))
@@ -350,7 +350,7 @@ def test_the_norm_counts_every_weight_once(pool: WorkerPool, common: str) -> Non
 
 
 def forgot_local() -> None:
-    placed = parallelize(build("towers"), g=2)
+    placed = parallelize_branches(build("towers"), g=2)
     x, _ = batch("towers", 8, 0)
     placed.local(x)
     placed.model(x)  # all of it instead of this process's

@@ -17,7 +17,7 @@ from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
-from gridformer.parallel.data.zero import part_of, stored
+from gridformer.parallel.data.zero import replica_part, stored
 from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import next_words
@@ -197,7 +197,7 @@ def memory_of(layout: Layout, model: dict[str, Any]) -> Memory:
     for step in range(2):
         stepper(step, read_of(built, step))
     stepper.evaluate([read_of(built, 0)])
-    parts = [part for part in map(part_of, parameters) if part is not None]
+    parts = [part for part in map(replica_part, parameters) if part is not None]
     storages = {t.untyped_storage().data_ptr(): in_memory(t) for t in [*parameters, *parts]}
     found.parameters = sum(storages.values())
     found.gradients = sum(t.grad.numel() for t in [*parameters, *parts] if t.grad is not None)
@@ -405,7 +405,9 @@ def computed_again(layout: Layout, inside: bool) -> float:
             plain = getattr(layer, name)
             setattr(layer, name, partial(checkpoint, plain, use_reentrant=False))
         stepper(0, read_of(built, 0))
-        found.append([part.grad for p in built.parameters() if (part := part_of(p)) is not None])
+        found.append(
+            [part.grad for p in built.parameters() if (part := replica_part(p)) is not None]
+        )
         assert all(not in_memory(p) for p in built.parameters())
     assert len(found[0]) == len(found[1]) > 0
     return max(float((a - b).abs().max()) for a, b in zip(*found) if a.numel())

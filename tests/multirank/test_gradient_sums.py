@@ -44,7 +44,7 @@ def built(layout: Layout) -> tuple[Model, Axes]:
     return build_parallel(CONFIG, plan, axes, 1, CPU, "float64"), axes
 
 
-def part_of(axes: Axes, micro: int = 0) -> Tensor:
+def sample_part(axes: Axes, micro: int = 0) -> Tensor:
     """This rank's samples of a micro-batch."""
     batch = batch_of(micro, CONFIG, B).chunk(axes.dp.size)[axes.dp.index]
     return batch.chunk(axes.batch.size)[axes.batch.index]
@@ -107,7 +107,7 @@ def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
             model.train()
             model.zero_grad()
             for micro in range(2):
-                part = part_of(axes, micro)
+                part = sample_part(axes, micro)
                 loss = model.loss_sum(part[:, :-1], part[:, 1:])
                 with begun.last_backward() if begun and micro == 1 else nullcontext():
                     loss.backward()

@@ -19,7 +19,7 @@ from gridformer.memory.tracker import MemoryTracker
 from gridformer.models import Model, build_model
 from gridformer.models.blocks import Layer, Linear, RecomputeMode
 from gridformer.parallel import build_parallel
-from gridformer.parallel.data.fsdp import Gathering, Unit
+from gridformer.parallel.data.fsdp import FSDPUnit, Gathering
 from gridformer.parallel.pipeline.stage_io import StageIO
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import Stepper
@@ -334,19 +334,19 @@ def gathered(
     assert isinstance(gathering, Gathering)
     batch = batches_of(0, config, 16)
     found: list[tuple[int, bool]] = []
-    gather = Unit.gather
+    unshard = FSDPUnit.unshard
 
-    def watched(unit: Unit) -> None:
+    def watched(unit: FSDPUnit) -> None:
         if not unit.whole and unit in gathering.layers:
             found.append((gathering.layers.index(unit), unit._coming is not None))
-        gather(unit)
+        unshard(unit)
 
-    with record() as recorder, patch.object(Unit, "gather", watched):
+    with record() as recorder, patch.object(FSDPUnit, "unshard", watched):
         stepper(0, lambda rows: {key: value[rows] for key, value in batch.items()})
 
-    def comes(unit: Unit) -> int:
+    def comes(unit: FSDPUnit) -> int:
         """Elements from other replicas."""
-        return sum((flat_bucket.axis.size - 1) * flat_bucket.share for flat_bucket in unit._parcels)
+        return sum((flat_bucket.axis.size - 1) * flat_bucket.share for flat_bucket in unit._buckets)
 
     layers = sum(map(comes, gathering.layers))
     said = 2 * plan.micro_batches * layers + comes(gathering.rest)

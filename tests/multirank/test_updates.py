@@ -18,7 +18,7 @@ from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.memory.tracker import Entry, MemoryTracker
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
-from gridformer.parallel.data.zero import part_of
+from gridformer.parallel.data.zero import replica_part
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.choosing import full_unless
@@ -171,7 +171,7 @@ def held(layout: Layout, train: dict[str, Any]) -> ZeroShard:
     step(0)  # the optimizer's state comes into being
     for parameter in model.parameters():
         parameter.grad = None
-        part = part_of(parameter)
+        part = replica_part(parameter)
         if part is not None:
             part.grad = None
     gc.collect()
@@ -186,7 +186,7 @@ def held(layout: Layout, train: dict[str, Any]) -> ZeroShard:
 
 
 def grad_bytes(parameter: nn.Parameter) -> int:
-    grads = [p.grad for p in (parameter, part_of(parameter)) if p is not None]
+    grads = [p.grad for p in (parameter, replica_part(parameter)) if p is not None]
     return sum(grad.numel() * grad.element_size() for grad in grads if isinstance(grad, Tensor))
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model, build_model
-from gridformer.models.blocks import Init, new_parameter
+from gridformer.models.blocks import Init, new_parameter, with_init
 from gridformer.parallel import parallelize
 from gridformer.parallel.sharding import (
-    Placement,
-    Shard,
+    ParamPlacement,
+    ParamShard,
+    info_of,
     place,
     shard_of,
     vocabulary_multiple,
@@ -28,7 +29,7 @@ from tests.parallel.grids import LAYOUTS, name_of, ranks
 AXIS = st.sampled_from([None, "row", "col"])
 
 
-def placed(shape: tuple[int, ...], placement: Placement, axes: Axes) -> nn.Parameter:
+def placed(shape: tuple[int, ...], placement: ParamPlacement, axes: Axes) -> nn.Parameter:
     module = nn.Module()
     with torch.device("meta"):
         module.weight = new_parameter(*shape, init=Init(std=0.5))
@@ -41,7 +42,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(1, math.prod(shape) + 1).reshape(shape)
 
 
-def tile(whole: Tensor, held: list[tuple[Shard, torch.Size]]) -> Tensor:
+def tile(whole: Tensor, held: list[tuple[ParamShard, torch.Size]]) -> Tensor:
     """How many of the given blocks hold each element of `whole`, their values checked."""
     times = torch.zeros_like(whole)
     for shard, shape in held:
@@ -73,7 +74,7 @@ def test_blocks_tile_the_whole(
     """Every element once for each rank of the axes that do not cut, whatever the sizes."""
     rows, cols = grid
     pad = tuple(math.lcm(rows, cols) if each else 0 for each in pads)
-    placement = Placement(cut=cut, pad=pad)
+    placement = ParamPlacement(cut=cut, pad=pad)
     held, shapes = [], set()
     for axes in ranks(rows, cols):
         parameter = placed(shape, placement, axes)
@@ -105,7 +106,7 @@ def test_one_copy_is_the_owner(
     cut = {"row": "col", "col": "row", "grid": None}[copies]
     held = []
     for axes in ranks(rows, cols):
-        parameter = placed((size,), Placement((cut,), copies=copies, partial=partial), axes)
+        parameter = placed((size,), ParamPlacement((cut,), copies=copies, partial=partial), axes)
         shard = shard_of(parameter)
         assert shard.copies == (copies if axes[copies].size > 1 else None)
         assert shard.partial == (partial and axes[copies].size > 1)
@@ -118,19 +119,19 @@ def test_placing_keeps_type_and_initial_values() -> None:
     axes = next(ranks(2, 2))
     module = nn.Module()
     weight: Any = nn.Parameter(torch.empty(4, 6, dtype=torch.float64, device="meta"))
-    weight.init = Init(mean=1.0, std=0.5)
+    with_init(weight, Init(mean=1.0, std=0.5))
     module.weight = weight
-    place(module, "weight", Placement(("row", "col")), axes)
+    place(module, "weight", ParamPlacement(("row", "col")), axes)
     local: Any = module.get_parameter("weight")
     assert local.dtype == torch.float64
-    assert local.init == Init(mean=1.0, std=0.5)
+    assert info_of(local).init == Init(mean=1.0, std=0.5)
     assert local.shape == (2, 3)
 
 
 def test_a_plain_parameter_is_whole_and_owned() -> None:
     parameter = nn.Parameter(torch.zeros(3, 5))
     shard = shard_of(parameter)
-    assert shard == Shard(size=(3, 5), offset=(0, 0))
+    assert shard == ParamShard(size=(3, 5), offset=(0, 0))
     assert shard.owned
     assert shard.valid(parameter).shape == (3, 5)
     whole = numbered((3, 5))
@@ -160,7 +161,7 @@ def test_owners_of_a_model_hold_each_element_once(
     """Each rank updates what it owns: every element of every parameter, exactly once."""
     models = shards_of(layout, vocab_size, max_seq_len)
     plain = shards_of(LayoutConfig(), vocab_size, max_seq_len)[0]
-    held: dict[str, list[tuple[Shard, torch.Size]]] = {}
+    held: dict[str, list[tuple[ParamShard, torch.Size]]] = {}
     for model in models:
         for name, parameter in model.named_parameters():
             shard = shard_of(parameter)
@@ -184,5 +185,5 @@ def test_vocabulary_is_padded_as_the_layout_says(layout: LayoutConfig) -> None:
 
 def test_other_networks_are_refused_with_what_can_be_cut_of_them() -> None:
     layout = LayoutConfig(scheme="megatron", cols=2)
-    with pytest.raises(TypeError, match=r"not a Linear.*Branches.*branches\.parallelize"):
+    with pytest.raises(TypeError, match=r"not a Linear.*Branches.*branches\.parallelize_branches"):
         parallelize(torch.nn.Linear(3, 3), layout, Axes())  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from gridformer.config import LayoutConfig, TrainConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.train.optimizer import Unit
+from gridformer.train.optimizer import UpdateUnit
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import ConfigError, DivergedError
@@ -35,7 +35,7 @@ def step(device: Stepper, number: int) -> float:
     return device(number, lambda rows: next_words(tokens[rows])).grad_norm
 
 
-def norm_of(unit: Unit) -> float:
+def norm_of(unit: UpdateUnit) -> float:
     return math.sqrt(sum(float(p.grad.square().sum()) for p in unit.updated if p.grad is not None))
 
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from gridformer.parallel.sharding import Shard
+from gridformer.parallel.sharding import ParamShard
 from gridformer.utils.errors import CheckpointError
 
 
@@ -52,7 +52,7 @@ class Block:
     offset: tuple[int, ...]
 
     @staticmethod
-    def of(local: Tensor, shard: Shard) -> Block:
+    def of(local: Tensor, shard: ParamShard) -> Block:
         return Block(shard.valid(local.detach()), shard.size, shard.offset)
 
     @property
@@ -65,7 +65,7 @@ class Block:
         return self.tensor.numel() == 0
 
 
-def write_blocks(shards: Mapping[str, tuple[Tensor, Shard]], folder: Path) -> None:
+def write_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) -> None:
     """Write the blocks of all ranks; equal blocks of several ranks (replicas) are written once.
 
     shards: local tensors by name, and where each lies.
@@ -80,7 +80,7 @@ def write_blocks(shards: Mapping[str, tuple[Tensor, Shard]], folder: Path) -> No
         )
 
 
-def read_blocks(shards: Mapping[str, tuple[Tensor, Shard]], folder: Path) -> None:
+def read_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) -> None:
     """Fill local tensors, in place, from whatever blocks were written.
 
     Raises CheckpointError where a tensor is missing or has another global shape.
@@ -101,7 +101,7 @@ def read_blocks(shards: Mapping[str, tuple[Tensor, Shard]], folder: Path) -> Non
         raise
 
 
-def _blocks(shards: Mapping[str, tuple[Tensor, Shard]]) -> dict[str, Block]:
+def _blocks(shards: Mapping[str, tuple[Tensor, ParamShard]]) -> dict[str, Block]:
     return {name: Block.of(local, shard) for name, (local, shard) in shards.items()}
 
 

@@ -29,7 +29,7 @@ from gridformer.config.renamed import with_new_names
 from gridformer.mesh import Axes
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
-from gridformer.parallel.sharding import Shard, shard_of
+from gridformer.parallel.sharding import ParamShard, shard_of
 from gridformer.utils.errors import CheckpointError
 from gridformer.utils.folders import (
     begin_folder,
@@ -217,7 +217,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, axes: Axes
     from gridformer.checkpoint.blocks_io import read_blocks
 
     manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
-    shards: dict[str, tuple[Tensor, Shard]] = {
+    shards: dict[str, tuple[Tensor, ParamShard]] = {
         f"model.{name}": (stored(parameter), shard_of(stored(parameter)))
         for name, parameter in model.named_parameters()
     }
@@ -229,14 +229,14 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, axes: Axes
     return manifest
 
 
-def _shards(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, Shard]]:
+def _shards(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:
     parameters = {
         f"model.{name}": (parameter, shard_of(parameter)) for name, parameter in owned(model)
     }
     return parameters | _moments(model, optimizer)
 
 
-def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, Shard]]:
+def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:
     state = optimizer.state
     return {
         f"{moment}.{name}": (state[parameter][moment], shard_of(parameter))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gridformer.memory.tracker import Entry, MemoryTracker
 from gridformer.models import blocks
 from gridformer.models.blocks.recompute import in_backward
-from gridformer.parallel.data.zero import part_of
+from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.pipeline import Event
 from gridformer.parallel.tensor import norm as grid_norms
 from gridformer.train.step import Stepper
@@ -88,7 +88,7 @@ def take_breakdown(
     model, updates = stepper.model, stepper.updates
     held: dict[int, Tensor] = {}
     for parameter in model.parameters():
-        part = part_of(parameter)
+        part = replica_part(parameter)
         held |= {id(p): p for p in (parameter, part) if p is not None}
     tracker.mark(held.values(), "parameters")
     tracker.mark((t for state in updates.state.values() for t in state.values()), "optimizer")

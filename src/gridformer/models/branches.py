@@ -3,8 +3,9 @@
     self.paths = Branches([Path(c) for _ in range(32)])            # y = sum of path_i(x)
     self.towers = Branches([user, item], "slice", "concat", sizes=(24, 40))
 
-On one device all branches run one after the other. `gridformer.parallel.branches.parallelize` puts
-them on sub-grids of processes; the network around them stays as it is.
+On one device all branches run one after the other.
+`gridformer.parallel.branches.parallelize_branches` puts them on sub-grids of processes; the network
+around them stays as it is.
 """
 
 from __future__ import annotations

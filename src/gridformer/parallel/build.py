@@ -43,7 +43,7 @@ def parallelize(
             f"({', '.join(FAMILIES)}), not a {type(model).__name__}: build one with "
             "build_parallel, or put the branches of your own network into "
             "gridformer.models.branches.Branches and call "
-            "gridformer.parallel.branches.parallelize(network, g)"
+            "gridformer.parallel.branches.parallelize_branches(network, g)"
         )
     choices = choices or decide(model.config, layout)
     table = spec_of(layout).table(model, axes, choices, layout)

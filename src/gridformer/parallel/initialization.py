@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.models.blocks import Init
-from gridformer.parallel.sharding import shard_of
+from gridformer.parallel.sharding import info_of, set_info
 from gridformer.utils import rng
 
 _CHUNK = 1 << 20  # elements filled at a time, so that the float64 workspace stays small
@@ -29,14 +29,15 @@ def initialize(
     """
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
-        shard, init = shard_of(parameter), _init_of(parameter)
+        info = info_of(parameter)
+        shard, init = info.shard, info.init
+        assert init is not None, f"{name} of a model says how it begins"
         shape = parameter.shape[::-1] if shard.transposed else parameter.shape
         local = torch.zeros(shape, dtype=dtype, device=device)
         local = local.t() if shard.transposed else local
         if filled:
             _fill(shard.valid(local), init, rng.key(seed, name), shard.offset)
-        ours = nn.Parameter(local)
-        ours.shard, ours.init = shard, init  # type: ignore[attr-defined]
+        ours = set_info(nn.Parameter(local), info)
         setattr(model.get_submodule(module_name), leaf, ours)
         if cut is not None:
             cut(ours)
@@ -61,8 +62,3 @@ def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:
         chunk = rows[start : start + step]
         index = torch.arange(first_row + start, first_row + start + len(chunk), device=part.device)
         chunk.copy_(rng.normal(key, index, cols).mul_(std).add_(init.mean))
-
-
-def _init_of(parameter: Tensor) -> Init:
-    init: Init = parameter.init  # type: ignore[attr-defined]
-    return init

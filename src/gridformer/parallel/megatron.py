@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gridformer.mesh import Axes
     from gridformer.models import Model, blocks
     from gridformer.models.blocks import ActivationPartition
-    from gridformer.parallel.sharding import Placement
+    from gridformer.parallel.sharding import ParamPlacement
 
 
 class Megatron(SchemeSpec):
@@ -81,13 +81,13 @@ class Megatron(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.sharding import Placement
+        from gridformer.parallel.sharding import ParamPlacement
         from gridformer.parallel.tensor.partitioned_activations import PartitionedActivations
 
         cuts_sequence = layout.sequence_parallel
         partition = None if cuts_sequence else PartitionedActivations(axes.col)
         # Between sections every device holds these; it has seen all tokens, or its part.
-        closing = Placement((None,), copies="col", partial=cuts_sequence)
+        closing = ParamPlacement((None,), copies="col", partial=cuts_sequence)
         return one_dimensional(model, axes, choices, self.boundary(layout), closing, partition)
 
 
@@ -96,14 +96,14 @@ def one_dimensional(
     axes: Axes,
     choices: Choices,
     boundary: BoundarySpec,
-    whole: Placement,
+    whole: ParamPlacement,
     partition: ActivationPartition | None = None,
 ) -> ModuleTable:
     """The table of every scheme that cuts sections by columns and whose norms are local.
 
     whole: how a vector lies that every device needs whole between sections.
     """
-    from gridformer.parallel.sharding import Placement, place
+    from gridformer.parallel.sharding import ParamPlacement, place
     from gridformer.parallel.tensor.boundary import Replicated, boundary_of
     from gridformer.parallel.tensor.linear import (
         GridLinear,
@@ -119,11 +119,11 @@ def one_dimensional(
     col, cuts_sequence = axes.col, boundary.lies == "s"
     schedules = Schedules(axes, boundary_of(boundary, axes))
     of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
-    opening = Placement(("col",), copies="row", partial=True)
+    opening = ParamPlacement(("col",), copies="row", partial=True)
     head, table = choices["head"], keep_gathered_of(choices["head"])
     part = (col.index, col.size) if cuts_sequence else (0, 1)
 
-    def everywhere(parameter: nn.Parameter) -> Placement:
+    def everywhere(parameter: nn.Parameter) -> ParamPlacement:
         return replace(whole, cut=(None,) * parameter.dim())
 
     def linear(plain: blocks.Linear) -> nn.Module:
@@ -137,7 +137,7 @@ def one_dimensional(
         plain.part = part
 
     def relative_bias(plain: blocks.RelativeBias) -> None:
-        place(plain, "weight", Placement((None, "col"), copies="row", partial=True), axes)
+        place(plain, "weight", ParamPlacement((None, "col"), copies="row", partial=True), axes)
 
     def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
         plain.head_block = col.index

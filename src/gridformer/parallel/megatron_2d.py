@@ -73,7 +73,7 @@ class Megatron2D(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.sharding import Placement
+        from gridformer.parallel.sharding import ParamPlacement
 
-        whole = Placement((None,), copies="grid", partial=True)
+        whole = ParamPlacement((None,), copies="grid", partial=True)
         return one_dimensional(model, axes, choices, self.boundary(layout), whole)

@@ -73,7 +73,7 @@ class Optimus(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.sharding import Placement, place
+        from gridformer.parallel.sharding import ParamPlacement, place
         from gridformer.parallel.tensor.boundary import boundary_of
         from gridformer.parallel.tensor.linear import (
             GridLinear,
@@ -91,7 +91,7 @@ class Optimus(SchemeSpec):
         inside = {name for name, choice in choices.products.items() if choice.norm_inside}
         # Tables that are looked up locally, positions and biases of scores, lie over the columns,
         # too: they are small, and no device needs another's columns of them.
-        over_columns = Placement(cut=(None, "col"), copies="row", partial=True)
+        over_columns = ParamPlacement(cut=(None, "col"), copies="row", partial=True)
 
         def linear(plain: blocks.Linear) -> nn.Module:
             return GridLinear(plain, choices[plain.role.product], VECTOR, schedules)

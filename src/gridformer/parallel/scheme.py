@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gridformer.mesh import Axes
     from gridformer.models import Model
     from gridformer.models.blocks import ActivationPartition
-    from gridformer.parallel.sharding import Placement
+    from gridformer.parallel.sharding import ParamPlacement
 
 LayoutAxis = Literal["rows", "cols", "branches"]  # keys of a layout
 MESH_AXIS: dict[LayoutAxis, str] = {"rows": "row", "cols": "col", "branches": "branch"}
@@ -64,7 +64,7 @@ class ModuleTable:
     """
 
     roles: Mapping[str, Callable[[Any], nn.Module | None]]
-    rest: Callable[[nn.Parameter], Placement] | None = None
+    rest: Callable[[nn.Parameter], ParamPlacement] | None = None
     partition: ActivationPartition | None = None
     stops_early: bool = True
 

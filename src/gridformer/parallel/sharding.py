@@ -1,18 +1,26 @@
-"""Where each parameter lies: the block of the global tensor that a device holds, and its owner."""
+"""What gridformer knows of a parameter: `ParamInfo`, the one record that a parameter carries.
+
+info_of(parameter).shard    the block of the global tensor that this device holds, and its owner
+place(module, name, ParamPlacement(cut=("row", "col")), axes)    cuts a parameter over the mesh
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gridformer.mesh import Axes
+from gridformer.models.blocks import Init, init_of
+
+_ATTRIBUTE = "_gridformer_info"
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParamPlacement:
     """How a parameter lies on the mesh.
 
     cut: for each dimension the axis that cuts it, or None. Each rank of that axis holds one block.
@@ -37,7 +45,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParamShard:
     """One device's part of a parameter.
 
     The local tensor is the block that begins at `offset` of the global tensor of true shape
@@ -71,20 +79,61 @@ class Shard:
         return local
 
 
-def shard_of(parameter: Tensor) -> Shard:
-    """The Shard of a parameter; one of a plain model is whole and its own."""
-    shard: Shard | None = getattr(parameter, "shard", None)
-    if shard is None:
-        return Shard(tuple(parameter.shape), (0,) * parameter.dim())
-    return shard
+class ParamGroup(Protocol):
+    """Parameters that are materialized together (gridformer.parallel.data.fsdp)."""
+
+    def unshard(self) -> None: ...
+
+
+@dataclass
+class ParamInfo:
+    """What gridformer knows of a parameter of this device.
+
+    Args:
+        shard: which block of the global tensor the local one is, and who else holds it.
+        init: how the global tensor begins; None of a network that is not ours.
+        replica_part: the rows that this replica updates (dp_mode zero1 and fsdp), a parameter with
+            a ParamInfo of its own; None where every replica updates the whole block.
+        resharded: whether `replica_part` is all that lies in memory between steps (dp_mode fsdp).
+        group: materializes the whole block, with others; None where it always is in memory.
+    """
+
+    shard: ParamShard
+    init: Init | None
+    replica_part: nn.Parameter | None = None
+    resharded: bool = False
+    group: ParamGroup | None = None
+
+
+def info_of(parameter: Tensor) -> ParamInfo:
+    """The ParamInfo of a parameter; that of a plain model's parameter says that it is whole.
+
+    Only what `set_info` has attached may be changed in place.
+    """
+    info: ParamInfo | None = getattr(parameter, _ATTRIBUTE, None)
+    if info is None:
+        whole = ParamShard(tuple(parameter.shape), (0,) * parameter.dim())
+        return ParamInfo(whole, init_of(parameter))
+    return info
+
+
+def set_info(parameter: nn.Parameter, info: ParamInfo) -> nn.Parameter:
+    """Attach a ParamInfo to a parameter, which is returned."""
+    setattr(parameter, _ATTRIBUTE, info)
+    return parameter
+
+
+def shard_of(parameter: Tensor) -> ParamShard:
+    """The shard of a parameter; one of a plain model is whole and its own."""
+    return info_of(parameter).shard
 
 
 def is_placed(parameter: Tensor) -> bool:
     """Whether `place` made this parameter."""
-    return hasattr(parameter, "shard")
+    return hasattr(parameter, _ATTRIBUTE)
 
 
-def place(module: nn.Module, name: str, placement: Placement, axes: Axes) -> None:
+def place(module: nn.Module, name: str, placement: ParamPlacement, axes: Axes) -> None:
     """Replace a whole (meta) parameter of `module` by this device's block, still unallocated."""
     whole = module.get_parameter(name)
     size, offset = list(whole.shape), [0] * whole.dim()
@@ -98,8 +147,7 @@ def place(module: nn.Module, name: str, placement: Placement, axes: Axes) -> Non
         offset[dim] = axis.index * size[dim]
     copies = placement.copies if placement.copies and axes[placement.copies].size > 1 else None
     local = nn.Parameter(torch.empty(size, device="meta", dtype=whole.dtype))
-    local.init = whole.init  # type: ignore[attr-defined]
-    local.shard = Shard(  # type: ignore[attr-defined]
+    shard = ParamShard(
         size=tuple(whole.shape),
         offset=tuple(offset),
         copies=copies,
@@ -108,7 +156,7 @@ def place(module: nn.Module, name: str, placement: Placement, axes: Axes) -> Non
         owned=copies is None or axes[copies].index == 0,
         transposed=placement.transposed,
     )
-    setattr(module, name, local)
+    setattr(module, name, set_info(local, ParamInfo(shard, init_of(whole))))
 
 
 def vocabulary_multiple(axes: Axes) -> int:

@@ -137,7 +137,7 @@ class Branched(SchemeSpec):
         import torch
         from torch import nn
 
-        from gridformer.parallel.sharding import Placement, place
+        from gridformer.parallel.sharding import ParamPlacement, place
         from gridformer.parallel.tensor.boundary import boundary_of
         from gridformer.parallel.tensor.branched import (
             ConcatLinear,
@@ -160,15 +160,17 @@ class Branched(SchemeSpec):
         schedules = Schedules(as_grid, boundary_of(self.boundary(layout), axes))
         width = model.config.hidden_size
 
-        def common(parameter: nn.Parameter) -> Placement:
-            return Placement((None,) * parameter.dim(), replicas="dp" if first else "dp_branch")
+        def common(parameter: nn.Parameter) -> ParamPlacement:
+            return ParamPlacement(
+                (None,) * parameter.dim(), replicas="dp" if first else "dp_branch"
+            )
 
         def linear(plain: blocks.Linear) -> nn.Module | None:
             choice = choices[plain.role.product]
             if not choice.common:
-                bias = Placement(cut=("col",))
+                bias = ParamPlacement(cut=("col",))
                 if not plain.role.opens:
-                    bias = Placement((None,), replicas="dp" if first else "dp_branch")
+                    bias = ParamPlacement((None,), replicas="dp" if first else "dp_branch")
                     if absent:
                         plain.bias = None  # added where the sum arrives
                 return GridLinear(plain, choice, bias, schedules)
@@ -189,7 +191,7 @@ class Branched(SchemeSpec):
                 plain.clock = GatheredClock(model.clock, branch)
 
         def relative_bias(plain: blocks.RelativeBias) -> None:
-            place(plain, "weight", Placement(cut=(None, "col")), as_grid)
+            place(plain, "weight", ParamPlacement(cut=(None, "col")), as_grid)
 
         roles: dict[str, Any] = {
             "opening": linear,

@@ -39,7 +39,7 @@ from gridformer.parallel.data.gradients import (
     counted_square,
     scale_gradients,
 )
-from gridformer.parallel.data.zero import part_of
+from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.sharding import shard_of
 
 LABEL = "norms"
@@ -47,7 +47,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
-class Unit:
+class UpdateUnit:
     """Parameters of this rank that are updated together. updated: `parameters`, or their parts."""
 
     parameters: list[nn.Parameter]
@@ -55,10 +55,10 @@ class Unit:
     optimizer: torch.optim.AdamW
 
     @staticmethod
-    def of(parameters: list[nn.Parameter], train: TrainConfig) -> Unit:
+    def of(parameters: list[nn.Parameter], train: TrainConfig) -> UpdateUnit:
         updated = []
         for parameter in parameters:
-            part = part_of(parameter)
+            part = replica_part(parameter)
             updated.append(parameter if part is None else part)
         groups = [
             {"params": [p for p in updated if p.dim() > 1], "weight_decay": train.weight_decay},
@@ -71,7 +71,7 @@ class Unit:
             eps=train.adam_eps,
             fused=True,
         )
-        return Unit(parameters, updated, optimizer)
+        return UpdateUnit(parameters, updated, optimizer)
 
 
 class Updates:
@@ -83,15 +83,15 @@ class Updates:
         self.in_backward = train.update == "in_backward"
         apart = self.in_backward or train.clip_by == "layer" or train.offload == "optimizer"
         held = {p: None for p in model.parameters() if shard_of(p).owned}
-        self.units: list[Unit] = []
+        self.units: list[UpdateUnit] = []
         if apart:
             for layer in layers:
                 mine = [p for p in layer.parameters() if p in held and p.dim() > 1]
                 for parameter in mine:
                     assert not shard_of(parameter).partial, "a matrix of a layer is whole here"
                     del held[parameter]
-                self.units.append(Unit.of(mine, train))
-        self.units.append(Unit.of([*held], train))
+                self.units.append(UpdateUnit.of(mine, train))
+        self.units.append(UpdateUnit.of([*held], train))
         self.sums = GradientSums.of(
             model, axes, [unit.parameters for unit in self.units] if self.in_backward else None
         )
@@ -183,13 +183,13 @@ class Updates:
                 self._update(unit, clipping(math.sqrt(square) / scale, clip) / scale)
         self._update(last, clipping(last_norm, clip) / scale)
 
-    def _update(self, unit: Unit, factor: float) -> None:
+    def _update(self, unit: UpdateUnit, factor: float) -> None:
         scale_gradients(unit.updated, factor)
         with self._brought(unit):
             unit.optimizer.step()
 
     @contextmanager
-    def _brought(self, unit: Unit) -> Iterator[None]:
+    def _brought(self, unit: UpdateUnit) -> Iterator[None]:
         """Copies of a unit's moments on its device, for as long as it is updated."""
         if self.train.offload != "optimizer":
             yield

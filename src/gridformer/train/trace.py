@@ -43,11 +43,11 @@ class StepTrace:
         """Write all processes' parts into one file, on shared storage. On rank 0
         returns the time in which ranks of the pipeline waited over that in which they computed."""
         rank = self.axes.world.index
-        part_of(path, rank).write_text(json.dumps(self._part()), encoding="utf-8")
+        rank_file(path, rank).write_text(json.dumps(self._part()), encoding="utf-8")
         comm.barrier((self.axes.world,))
         if rank:
             return None
-        files = [part_of(path, index) for index in range(self.axes.world.size)]
+        files = [rank_file(path, index) for index in range(self.axes.world.size)]
         parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         path.write_text(json.dumps(merged(parts)), encoding="utf-8")
         for file in files:
@@ -66,7 +66,7 @@ class StepTrace:
         }
 
 
-def part_of(path: Path, rank: int) -> Path:
+def rank_file(path: Path, rank: int) -> Path:
     return path.with_name(f".{path.name}.{rank}")
 
 

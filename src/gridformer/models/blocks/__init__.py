@@ -29,7 +29,9 @@ from gridformer.models.blocks.linear import (
     Init,
     Linear,
     Role,
+    init_of,
     new_parameter,
+    with_init,
 )
 from gridformer.models.blocks.loss import CrossEntropy, LabelLoss, chunked_loss, places_per_chunk
 from gridformer.models.blocks.norm import LayerNorm, RMSNorm, new_norm
@@ -71,7 +73,9 @@ __all__ = [
     "TokenEmbedding",
     "added_to_scores",
     "chunked_loss",
+    "init_of",
     "new_norm",
     "new_parameter",
     "places_per_chunk",
+    "with_init",
 ]

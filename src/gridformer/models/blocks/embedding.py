@@ -34,7 +34,7 @@ class PositionEmbedding(nn.Module):
         self.weight = new_parameter(max_seq_len, h, init=Init(std=std))
 
     def forward(self, s: int, start: int = 0) -> Tensor:
-        first, size = part_of(s, self.part)
+        first, size = chunk_bounds(s, self.part)
         return self.weight[start + first : start + first + size]
 
 
@@ -52,8 +52,8 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, s: int, start: int, like: Tensor) -> Tensor:
         """Of `like`'s device, in at least float32."""
-        first, size = part_of(s, self.part)
-        left, width = part_of(self.h, self.columns)
+        first, size = chunk_bounds(s, self.part)
+        left, width = chunk_bounds(self.h, self.columns)
         dtype = torch.promote_types(like.dtype, torch.float32)
         positions = torch.arange(start + first, start + first + size, device=like.device)
         column = torch.arange(left, left + width, device=like.device)
@@ -71,7 +71,7 @@ class SegmentEmbedding(nn.Module):
         self.weight = new_parameter(2, h, init=Init(std=std))
 
     def forward(self, segments_BS: Tensor) -> Tensor:
-        first, size = part_of(segments_BS.shape[1], self.part)
+        first, size = chunk_bounds(segments_BS.shape[1], self.part)
         return F.embedding(segments_BS[:, first : first + size], self.weight)
 
 
@@ -91,7 +91,7 @@ class TiedHead(nn.Module):
         return F.linear(x_BSH, table_VH.to(x_BSH.dtype), bias)
 
 
-def part_of(whole: int, part: tuple[int, int]) -> tuple[int, int]:
+def chunk_bounds(whole: int, part: tuple[int, int]) -> tuple[int, int]:
     """Where part (index, number of parts) of `whole` begins, and its size."""
     index, n_parts = part
     return index * (whole // n_parts), whole // n_parts

@@ -34,9 +34,19 @@ class Init:
 
 def new_parameter(*shape: int, init: Init) -> nn.Parameter:
     """An unfilled parameter and its Init; gridformer.parallel.initialization fills it."""
-    parameter = nn.Parameter(torch.empty(*shape))
+    return with_init(nn.Parameter(torch.empty(*shape)), init)
+
+
+def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
+    """Records how a parameter begins; `init_of` reads it."""
     parameter.init = init  # type: ignore[attr-defined]
     return parameter
+
+
+def init_of(parameter: Tensor) -> Init | None:
+    """How a parameter begins; None where nothing was recorded."""
+    init: Init | None = getattr(parameter, "init", None)
+    return init
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Sub-graph parallelism for any network: its `Branches` go to sub-grids, the rest stays as written.
 
     torch.manual_seed(0)
-    placed = parallelize(Net(), g=4)                    # on every process
+    placed = parallelize_branches(Net(), g=4)                    # on every process
     for images, labels in batches:                      # whole batches, of any size
         x, y = placed.local(images), placed.local(labels)
         loss = F.cross_entropy(placed.model(x), y, reduction="sum") / len(images)
@@ -49,7 +49,7 @@ _BRANCH = "branch "  # no module can have this name
 Common = Literal["all", "first"] | Sequence[int]
 
 
-def parallelize(
+def parallelize_branches(
     model: nn.Module,
     g: int | Mapping[str, int],
     common: Common = "all",

@@ -1,4 +1,4 @@
-"""What `parallelize` makes of a network: sections on this process, and what one does with them."""
+"""What `parallelize_branches` makes of a network: its sections on this process, and their use."""
 
 from __future__ import annotations
 

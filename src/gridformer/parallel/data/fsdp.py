@@ -27,31 +27,31 @@ from gridformer import comm
 from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
 from gridformer.models.blocks import Layer, Recompute
-from gridformer.parallel.data.zero import FlatBucket, part_of, release, unshard
-from gridformer.parallel.sharding import shard_of
+from gridformer.parallel.data.zero import FlatBucket, free_storage, replica_part, unshard
+from gridformer.parallel.sharding import info_of
 
 LABEL = "parameters"
 
 
-class Unit:
+class FSDPUnit:
     """Parameters that are gathered and let go of together.
 
     after, before: the units that are needed next, forward and backward.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], axes: Axes) -> None:
-        self.parameters = [p for p in parameters if part_of(p) is not None]
-        self.after: Unit | None = None
-        self.before: Unit | None = None
+        self.parameters = [p for p in parameters if replica_part(p) is not None]
+        self.after: FSDPUnit | None = None
+        self.before: FSDPUnit | None = None
         self.whole = False
         self._in_backward = False
         self._missing: set[nn.Parameter] = set()
         self._coming: list[comm.Pending] | None = None
         groups: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
         for parameter in self.parameters:
-            parameter.unit = self  # type: ignore[attr-defined]
-            groups[shard_of(parameter).replicas or "", parameter.dtype].append(parameter)
-        self._parcels = [FlatBucket(members, axes[name]) for (name, _), members in groups.items()]
+            info_of(parameter).group = self
+            groups[info_of(parameter).shard.replicas or "", parameter.dtype].append(parameter)
+        self._buckets = [FlatBucket(members, axes[name]) for (name, _), members in groups.items()]
 
     def watch(self, layer: nn.Module, recompute: Recompute) -> None:
         """Gather and let go as this layer is run."""
@@ -61,46 +61,46 @@ class Unit:
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._gradient_done)
 
-    def start(self) -> None:
+    def prefetch(self) -> None:
         """Send the parts on their way, unless they are here or on their way."""
         if not self.whole and self._coming is None:
-            self._coming = [_start(flat_bucket) for flat_bucket in self._parcels]
+            self._coming = [_start(flat_bucket) for flat_bucket in self._buckets]
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Have the parameters whole."""
         if self.whole:
             return
-        self.start()
+        self.prefetch()
         assert self._coming is not None
-        for flat_bucket, pending in zip(self._parcels, self._coming):
+        for flat_bucket, pending in zip(self._buckets, self._coming):
             unshard(flat_bucket, pending.wait())
         self._coming, self.whole = None, True
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         self._coming, self.whole, self._in_backward = None, False, False
         for parameter in self.parameters:
-            release(parameter)
+            free_storage(parameter)
 
     def _before_forward(self, *_: Any) -> None:
-        self.gather()
+        self.unshard()
         if self.after is not None and not self._in_backward:
-            self.after.start()
+            self.after.prefetch()
 
     def _after_forward(self, *_: Any) -> None:
         if not self._in_backward:  # else computed again, for the backward pass about to come
-            self.free()
+            self.reshard()
 
     def _before_backward(self, _: Tensor) -> None:
         self._in_backward, self._missing = True, set(self.parameters)
-        self.gather()
+        self.unshard()
         if self.before is not None:
-            self.before.start()
+            self.before.prefetch()
 
     def _gradient_done(self, parameter: nn.Parameter) -> None:
         """A parameter's gradient is the last that is made of its value."""
         self._missing.discard(parameter)
         if self._in_backward and not self._missing:
-            self.free()
+            self.reshard()
 
 
 class Gathering:
@@ -108,13 +108,13 @@ class Gathering:
 
     def __init__(self, model: Model, axes: Axes) -> None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
-        self.layers = [Unit(layer.parameters(), axes) for layer in layers]
+        self.layers = [FSDPUnit(layer.parameters(), axes) for layer in layers]
         for layer, unit in zip(layers, self.layers):
             unit.watch(layer, model.recompute)
         for unit, after in pairwise(self.layers):
             unit.after, after.before = after, unit
         inside = {parameter for layer in layers for parameter in layer.parameters()}
-        self.rest = Unit([p for p in model.parameters() if p not in inside], axes)
+        self.rest = FSDPUnit([p for p in model.parameters() if p not in inside], axes)
         mine = set(self.rest.parameters)
         self._open = False
         for module in model.modules():
@@ -126,12 +126,12 @@ class Gathering:
         """While parameters are read and do not change."""
         self._open = True
         try:
-            self.rest.gather()
+            self.rest.unshard()
             yield
         finally:
             self._open = False
             for unit in (self.rest, *self.layers):
-                unit.free()
+                unit.reshard()
 
     def _check(self, *_: Any) -> None:
         if not self._open:
@@ -159,9 +159,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 def materialized(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter that is about to be read outside its layer's turn, with its memory filled."""
-    unit = getattr(parameter, "unit", None)
-    if isinstance(unit, Unit):
-        unit.gather()
+    group = info_of(parameter).group
+    if group is not None:
+        group.unshard()
     return parameter
 
 

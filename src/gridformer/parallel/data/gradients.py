@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.mesh import Axes, Axis
-from gridformer.parallel.data.zero import FlatBucket, part_of, stored
-from gridformer.parallel.sharding import Shard, shard_of
+from gridformer.parallel.data.zero import FlatBucket, replica_part, stored
+from gridformer.parallel.sharding import ParamShard, shard_of
 
 _BUCKET_BYTES = 25 << 20
 _IN_FLIGHT = 2  # messages of parts: whole gradients are held until theirs has arrived
@@ -45,7 +45,7 @@ def clear_gradients(model: nn.Module) -> None:
     """Of all that a model computes with and of what is updated."""
     for parameter in model.parameters():
         parameter.grad = None
-        part = part_of(parameter)
+        part = replica_part(parameter)
         if part is not None:
             part.grad = None
 
@@ -93,7 +93,7 @@ def reduce_gradients(
         grads = [_grad(_updated(p)) for _, p in shared if shard_of(p).owned]
         _in_buckets(grads, lambda flat, axis=axis: _sum_over_stages(flat, axis))  # type: ignore[misc]
     for parameter in model.parameters():
-        if part_of(parameter) is not None:
+        if replica_part(parameter) is not None:
             parameter.grad = None  # a copy's, whose owner has the sum
 
 
@@ -230,7 +230,7 @@ class _Bucket:
         self.axis, self.parameters = axis, list(parameters)
         self.missing = set(parameters)
         self._pending: comm.Pending | None = None
-        self.cut = part_of(self.parameters[0]) is not None
+        self.cut = replica_part(self.parameters[0]) is not None
         self._flat_bucket = FlatBucket(self.parameters, axis) if self.cut else None
 
     def start(self) -> None:
@@ -252,7 +252,7 @@ class _Bucket:
         total, self._pending = self._pending.wait(), None
         if self._flat_bucket is not None:
             for parameter, sums in zip(self.parameters, self._flat_bucket.parts(total.view(-1))):
-                part = part_of(parameter)
+                part = replica_part(parameter)
                 assert part is not None
                 part.grad = sums
             return
@@ -276,7 +276,7 @@ def counted_square(parameters: Iterable[nn.Parameter], axes: Axes) -> Tensor:
     return torch.stack([grad.square().sum() for grad in grads]).double().sum()
 
 
-def _counts(shard: Shard, axes: Axes) -> bool:
+def _counts(shard: ParamShard, axes: Axes) -> bool:
     first_stage = not shard.stages or axes.pp.index == shard.stages[0]
     return first_stage and (shard.replicas is None or axes[shard.replicas].index == 0)
 
@@ -299,7 +299,7 @@ def share_parts(model: nn.Module, axes: Axes) -> None:
     parts, in buckets that are all on their way together."""
     whole: dict[str, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
-        if part_of(parameter) is not None and stored(parameter) is parameter:
+        if replica_part(parameter) is not None and stored(parameter) is parameter:
             whole[_replicas(parameter)].append(parameter)
     coming = []
     for name, parameters in whole.items():
@@ -382,7 +382,7 @@ def _replicas(parameter: nn.Parameter) -> str:
 
 def _updated(parameter: nn.Parameter) -> nn.Parameter:
     """What this rank updates of a parameter that it owns: its part, or all of it."""
-    part = part_of(parameter)
+    part = replica_part(parameter)
     return parameter if part is None else part
 
 

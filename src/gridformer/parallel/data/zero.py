@@ -19,28 +19,16 @@ fsdp too. One micro-batch keeps only what two messages of gradients hold.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from gridformer.mesh import Axes, Axis
-from gridformer.parallel.sharding import shard_of
+from gridformer.parallel.sharding import ParamInfo, info_of, set_info, shard_of
 
 Mode = Literal["replicate", "zero1", "fsdp"]
-
-
-@dataclass(frozen=True)
-class ZeroShard:
-    """What a device keeps of a parameter that is cut over replicas.
-
-    part: its rows, with a Shard of their own; the optimizer's. A view of the parameter under zero1.
-    alone: nothing else lies in memory between steps (fsdp).
-    """
-
-    part: nn.Parameter
-    alone: bool
 
 
 def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
@@ -48,7 +36,8 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
 
     Under zero1 copies that are not their owners have none: nothing is updated of them.
     """
-    shard = shard_of(parameter)
+    info = info_of(parameter)
+    shard = info.shard
     axis = axes[shard.replicas] if shard.replicas else Axis("none")
     if mode == "replicate" or axis.size == 1 or (mode == "zero1" and not shard.owned):
         return
@@ -60,32 +49,31 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
     offset = list(shard.offset)
     offset[dim] += start
     part = nn.Parameter(rows_here.clone() if mode == "fsdp" else rows_here)
-    part.shard = replace(shard, offset=tuple(offset), replicas=None)  # type: ignore[attr-defined]
-    parameter.held = ZeroShard(part, mode == "fsdp")  # type: ignore[attr-defined]
+    set_info(part, ParamInfo(replace(shard, offset=tuple(offset), replicas=None), info.init))
+    set_info(parameter, replace(info, replica_part=part, resharded=mode == "fsdp"))
     if mode == "fsdp":
-        release(parameter)
+        free_storage(parameter)
 
 
-def part_of(parameter: nn.Parameter) -> nn.Parameter | None:
-    """This replica's rows of a parameter; None where replicas hold all of it alike."""
-    held: ZeroShard | None = getattr(parameter, "held", None)
-    return held.part if held else None
+def replica_part(parameter: nn.Parameter) -> nn.Parameter | None:
+    """The rows of a parameter that this replica updates; None where all replicas update all."""
+    return info_of(parameter).replica_part
 
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:
-    """What lies in memory between steps: of a parameter under fsdp its part, else itself."""
-    held: ZeroShard | None = getattr(parameter, "held", None)
-    return held.part if held and held.alone else parameter
+    """What lies in memory between steps: a replica's part under fsdp, else the parameter itself."""
+    info = info_of(parameter)
+    return info.replica_part if info.resharded and info.replica_part is not None else parameter
 
 
-def release(parameter: nn.Parameter) -> None:
-    """Let go of a parameter's memory. The tensor stays, and views of it that autograd has saved:
-    they are valid again once it is refilled."""
+def free_storage(parameter: nn.Parameter) -> None:
+    """Free a parameter's memory. The tensor and views of it that autograd has saved stay, and are
+    valid again after `allocate_storage` and filling."""
     parameter.untyped_storage().resize_(0)
 
 
-def allocate(parameter: nn.Parameter) -> None:
-    """Memory for a released parameter, of undefined content."""
+def allocate_storage(parameter: nn.Parameter) -> None:
+    """Allocate memory of undefined content for a parameter whose storage was freed."""
     parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
 
 
@@ -151,7 +139,7 @@ class FlatBucket:
 
     @staticmethod
     def _part(parameter: nn.Parameter) -> Tensor:
-        part = part_of(parameter)
+        part = replica_part(parameter)
         assert part is not None, "only what is cut over replicas travels in flat buckets"
         return part.data
 
@@ -174,7 +162,7 @@ def _rows_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def unshard(flat_bucket: FlatBucket, everything: Tensor) -> None:
-    """Give released parameters their values, from all replicas' shares [replicas, share]."""
+    """Allocate and fill parameters whose storage was freed, from all shares [replicas, share]."""
     for parameter in flat_bucket.parameters:
-        allocate(parameter)
+        allocate_storage(parameter)
     flat_bucket.part(everything, [parameter.data for parameter in flat_bucket.parameters])

@@ -13,7 +13,7 @@ from torch import nn
 
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.parallel.sharding import shard_of
+from gridformer.parallel.sharding import info_of, set_info
 
 
 def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
@@ -35,16 +35,16 @@ def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
 
 
 def mark_shared(model: Model, axes: Axes) -> None:
-    """Note in a parameter's Shard which ranks along pp hold it, where several do."""
+    """Note in a parameter's shard which ranks along pp hold it, where several do."""
     shared = {path: ranks for path, ranks in _holders(model, axes.pp.size).items() if ranks[1:]}
     for name, parameter in model.named_parameters():
         path = name.rpartition(".")[0]
         while path and path not in shared:
             path = path.rpartition(".")[0]
         if path:
-            parameter.shard = replace(  # type: ignore[attr-defined]
-                shard_of(parameter), stages=shared[path]
-            )
+            info = info_of(parameter)
+            info.shard = replace(info.shard, stages=shared[path])
+            set_info(parameter, info)
 
 
 def shared_sets(model: Model, pp: int) -> list[tuple[int, ...]]:

@@ -21,12 +21,12 @@ from gridformer.mesh import Axes, Axis
 from gridformer.models import blocks
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.data.fsdp import gathered, materialized
-from gridformer.parallel.sharding import Placement, place, vocabulary_multiple
+from gridformer.parallel.sharding import ParamPlacement, place, vocabulary_multiple
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.boundary import Boundary
 
-OUTPUT_STAYS = Placement(cut=("row", "col"))
-INPUT_STAYS = Placement(cut=("col", "row"), transposed=True)  # B is read row by row
+OUTPUT_STAYS = ParamPlacement(cut=("row", "col"))
+INPUT_STAYS = ParamPlacement(cut=("col", "row"), transposed=True)  # B is read row by row
 
 
 class Schedules:
@@ -71,7 +71,7 @@ class GridLinear(nn.Module):
     """y = x W + b. x [.., in/c], y [.., out/c]; W as its choice says; b [out/c]."""
 
     def __init__(
-        self, plain: blocks.Linear, choice: Choice, bias: Placement, schedules: Schedules
+        self, plain: blocks.Linear, choice: Choice, bias: ParamPlacement, schedules: Schedules
     ) -> None:
         super().__init__()
         self.output_stays = choice.stays == "output"
@@ -118,7 +118,7 @@ class GridTokenEmbedding(nn.Module):
         self.weight = plain.weight
         cut = ("col", "row") if self.head_output_stays else ("row", "col")
         # The vocabulary alone: a width that columns do not divide is whole on each of them.
-        place(self, "weight", Placement(cut=cut, pad=(vocabulary_multiple(axes), 0)), axes)
+        place(self, "weight", ParamPlacement(cut=cut, pad=(vocabulary_multiple(axes), 0)), axes)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         table = self.weight.t() if self.head_output_stays else self.weight
@@ -146,7 +146,7 @@ class GridTiedHead(nn.Module):
             self.of_column = summa.Gather(replace(axes, row=Axis("row")), self.schedule.boundary)
         if plain.bias is not None:
             pad = (vocabulary_multiple(axes),)
-            lies = Placement(("col",), copies="row", partial=True, pad=pad)
+            lies = ParamPlacement(("col",), copies="row", partial=True, pad=pad)
             place(self, "bias", lies, axes)
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,11 +180,13 @@ class RowParallelLabelHead(nn.Module):
         self.col = axes.col
         self.weight, self.bias = plain.weight, plain.bias
         partial = copies is not None
-        place(self, "weight", Placement(cut=("col", None), copies=copies, partial=partial), axes)
+        place(
+            self, "weight", ParamPlacement(cut=("col", None), copies=copies, partial=partial), axes
+        )
         if self.col.index:
             self.bias = None
         else:
-            place(self, "bias", Placement(cut=(None,), copies=copies, partial=partial), axes)
+            place(self, "bias", ParamPlacement(cut=(None,), copies=copies, partial=partial), axes)
 
     def forward(self, x_BH: Tensor) -> Tensor:
         terms = x_BH @ self.weight.to(x_BH.dtype)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.mesh import Axes
 from gridformer.models import blocks
-from gridformer.parallel.sharding import Placement, place
+from gridformer.parallel.sharding import ParamPlacement, place
 from gridformer.parallel.tensor import summa
 
 # Vectors lie over h like activations. Each row of the grid holds a copy and sees b/r sequences, so
 # gradients are partial; row 0 owns. The paper sends them along the columns in every layer; here
 # all travel once a step, in one message (gridformer.parallel.data.gradients).
-VECTOR = Placement(cut=("col",), copies="row", partial=True)
+VECTOR = ParamPlacement(cut=("col",), copies="row", partial=True)
 LABEL = "norm"
 
 
@@ -26,7 +26,7 @@ class DeferredNorm(nn.Module):
     Weight and bias [h] are whole on every device of the grid. Nothing is computed here.
     """
 
-    PLACE = Placement(cut=(None,), copies="grid", partial=True)
+    PLACE = ParamPlacement(cut=(None,), copies="grid", partial=True)
 
     def __init__(self, plain: blocks.LayerNorm | blocks.RMSNorm, axes: Axes) -> None:
         super().__init__()
