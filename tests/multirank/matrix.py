@@ -173,8 +173,8 @@ def write(
         about = (
             "A ResNeXt, whose branches are paths of convolutions, over 5 steps of SGD (largest "
             f"absolute difference): {said}. `gridformer.parallel.branches.parallelize_branches` "
-            "places any network with branches on sub-grids; the other schemes, pipelines and modes of "
-            "replicas are of transformers."
+            "places any network with branches on sub-grids; the other schemes, pipelines and "
+            "modes of replicas are of transformers."
         )
         lines += ["", *textwrap.wrap(about, 118)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
