@@ -158,6 +158,39 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, name: s
         assert 2 in found.itemsizes.get("product", {2}), "activations"
 
 
+# --------------------------------------------------------------------------- rows at once
+
+N_EQUAL = 8  # sequences, all the same: a sum over them is eight times one of them
+
+
+def largest_scale(layout: Layout) -> int:
+    """The largest power of two by which a step's loss can be scaled without an overflow."""
+    torch.set_num_threads(1)
+    plan, config = LayoutConfig(**layout), tiny(max_seq_len=4)
+    axes = axes_of(plan)
+    rows = next_words(batch_of(0, config, 1).expand(N_EQUAL, -1))
+    settings = TrainConfig(global_batch=N_EQUAL, dtype="float16")
+    for power in range(30, 0, -1):
+        model = build_parallel(config, plan, axes, 1, CPU, "float16")
+        stepper = Stepper(model, settings, axes, plan)
+        stepper.scale.scale = 2.0**power
+        if not stepper(0, lambda part: {key: x[part] for key, x in rows.items()}).skipped:
+            return power
+    raise AssertionError("every scale overflows")
+
+
+def test_what_is_summed_in_half_decides_what_overflows(pool: WorkerPool) -> None:
+    """The example of docs/reference/precision.md: a product sums the rows that a device has at
+    once, and its result is float16; over micro-batches and replicas gradients are summed in
+    float32."""
+    (together,) = pool.run(1, largest_scale, {})
+    (halves,) = pool.run(1, largest_scale, {"micro_batches": 2})
+    (one_by_one,) = pool.run(1, largest_scale, {"micro_batches": N_EQUAL})
+    assert together < halves < one_by_one
+    for layout, wanted in (({"dp": 2}, halves), ({"dp": 2, "micro_batches": 4}, one_by_one)):
+        assert pool.run(2, largest_scale, layout) == [wanted] * 2
+
+
 # --------------------------------------------------------------------------- as one device
 
 
