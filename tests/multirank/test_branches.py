@@ -236,8 +236,8 @@ def test_slices_must_fit() -> None:
     ("arguments", "says"),
     [
         ({"dim": 0}, "dim=0 holds samples"),
-        ({"enter": "slices"}, "enter is 'split' or 'slice'"),
-        ({"sizes": (1, 2)}, "sizes are of slices"),
+        ({"enter": "slices"}, "enter must be 'split' or 'slice'"),
+        ({"sizes": (1, 2)}, "sizes need enter"),
         ({"enter": "slice", "sizes": (1,)}, "1 sizes for 2 branches"),
         ({"costs": (1.0, -1.0)}, "must not be negative"),
     ],

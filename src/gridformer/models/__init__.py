@@ -1,4 +1,4 @@
-"""Plain single-device models; there is no distributed code in this package."""
+"""Plain single-device models. This package contains no distributed code."""
 
 import torch
 
@@ -34,11 +34,18 @@ FAMILIES: dict[Family, type[Model]] = {
 
 
 def build_model(config: ModelConfig) -> Model:
-    """The model that a config describes, unfilled; see `gridformer.parallel.parallelize`."""
+    """Builds the model that a config describes, with uninitialized parameters.
+
+    Build it under `torch.device("meta")` and pass it to `gridformer.parallel.parallelize`, which
+    shards, allocates and initializes it.
+
+    Raises:
+        ValueError: `config.vocab_size` is not known yet.
+    """
     return FAMILIES[config.family](config)
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Elements of all parameters of a model, shared ones once."""
+    """Returns the number of parameter elements of a model, counting shared parameters once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build_model(config).parameters())

@@ -1,8 +1,8 @@
-"""BERT (Devlin et al. 2019): an encoder that fills in masked words and tells sentence pairs.
+"""BERT (Devlin et al. 2019): an encoder trained on masked tokens and on sentence pairs.
 
-With `norm_position: post`, as published, LayerNorm follows each residual. With `pre` it stands at
-the input of each sub-layer and once at the end, which Megatron needed to train beyond 336M
-parameters (Shoeybi et al. 2019, section 5.3).
+With `norm_position: post`, as published, LayerNorm follows each residual addition. With `pre` it is
+applied to the input of each sub-layer and once at the end, which Megatron needed to train more than
+336M parameters (Shoeybi et al. 2019, section 5.3).
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ from gridformer.utils.batch import Batch
 
 
 class BERT(Model):
-    """Tokens [b, s] to logits [b, s, v], and of the branches: whether sentence B follows A, read
-    from the first token ([CLS]); a label, read from a chosen token."""
+    """Maps tokens [b, s] to logits [b, s, v] and to the logits of two optional branches.
+
+    The branch `pair` reads the first token ([CLS]) and tells whether sentence B follows sentence A:
+    [b, 2]. The branch `labels` classifies one chosen token of each sequence: [b, n_labels].
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -74,7 +77,13 @@ class BERT(Model):
         segments_BS: Tensor | None = None,
         valid_BS: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every place; valid: which tokens are no padding."""
+        """Computes logits [b, s, v].
+
+        Args:
+            tokens_BS: Tokens [b, s].
+            segments_BS: 0 for tokens of sentence A, 1 for sentence B [b, s]; None means all 0.
+            valid_BS: False where a token is padding [b, s]; None means there is no padding.
+        """
         batch = {"tokens": tokens_BS}
         if segments_BS is not None:
             batch["segments"] = segments_BS

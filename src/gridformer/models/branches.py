@@ -1,11 +1,11 @@
-"""A section of independent branches, for any network: the paths of a ResNeXt, towers, experts.
+"""A module of independent branches for any network: the paths of a ResNeXt, towers, experts.
 
     self.paths = Branches([Path(c) for _ in range(32)])            # y = sum of path_i(x)
     self.towers = Branches([user, item], "slice", "concat", sizes=(24, 40))
 
-On one device all branches run one after the other.
-`gridformer.parallel.branches.parallelize_branches` puts them on sub-grids of processes; the network
-around them stays as it is.
+One device runs the branches one after the other.
+`gridformer.parallel.branches.parallelize_branches` places them on sub-grids of processes; the
+network around them stays unchanged.
 """
 
 from __future__ import annotations
@@ -21,16 +21,26 @@ Leave = Literal["sum", "concat"]
 
 
 class Branches(nn.Module):
-    """y = branch_0(x_0) + branch_1(x_1) + ..., or joined along `dim`. Dimension 0 holds samples.
+    """Computes branch_0(x_0) + branch_1(x_1) + ..., or concatenates the results along `dim`.
+
+    Dimension 0 of the input holds the samples.
 
     Args:
-        branches: modules of one tensor to one tensor; results to be added have one shape.
-        enter: `split` gives every branch all of x, `slice` gives branch i its part along `dim`.
-        leave: `sum` adds the results up, `concat` joins them along `dim`, in order of the branches.
-        dim: features, not samples: any but 0.
-        sizes: of the slices; equal ones if there are none.
-        costs: the branches' work in any unit, for sharing them out; if there are none, elements of
-            their parameters, or 1 where a branch has none.
+        branches: Modules that map one tensor to one tensor. Results that are summed must have the
+            same shape.
+        enter: `split` passes all of x to every branch; `slice` passes branch i its slice along
+            `dim`.
+        leave: `sum` adds the results; `concat` concatenates them along `dim` in order of the
+            branches.
+        dim: A dimension of features, so any but 0.
+        sizes: The sizes of the slices; None makes them equal.
+        costs: The work of each branch in any unit, for assigning branches to sub-grids. None uses
+            the number of parameter elements, or 1 for a branch without parameters.
+
+    Raises:
+        ValueError: There is no branch, `dim` is 0, `enter` or `leave` is unknown, `sizes` or
+            `costs` does not have one entry per branch, `sizes` is given without `enter="slice"`, or
+            a cost is negative. `forward` raises it if the input does not divide into the slices.
     """
 
     def __init__(
@@ -43,23 +53,23 @@ class Branches(nn.Module):
         costs: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        # By number, so that names stay the same where a process holds some of the branches only.
+        # A ModuleDict keeps parameter names the same in a process that holds only some branches.
         self.branches = nn.ModuleDict({str(i): branch for i, branch in enumerate(branches)})
         n = len(self.branches)
         if n == 0:
-            raise ValueError("a section needs at least one branch")
+            raise ValueError("Branches needs at least one branch")
         if dim == 0:
-            raise ValueError("dim=0 holds samples: name a dimension of features, such as 1 or -1")
+            raise ValueError("dim=0 holds samples: use a dimension of features, such as 1 or -1")
         if enter not in ("split", "slice") or leave not in ("sum", "concat"):
             raise ValueError(
-                f"enter={enter!r}, leave={leave!r}: enter is 'split' or 'slice', leave is 'sum' or "
-                "'concat'"
+                f"enter={enter!r}, leave={leave!r}: enter must be 'split' or 'slice', and leave "
+                "'sum' or 'concat'"
             )
         for name, values in (("sizes", sizes), ("costs", costs)):
             if values is not None and len(values) != n:
-                raise ValueError(f"{len(values)} {name} for {n} branches: give one each")
+                raise ValueError(f"{len(values)} {name} for {n} branches: pass one per branch")
         if sizes is not None and enter != "slice":
-            raise ValueError("sizes are of slices: use enter='slice', or leave sizes out")
+            raise ValueError("sizes need enter='slice': set it, or omit sizes")
         if costs is not None and min(costs) < 0:
             raise ValueError(f"costs must not be negative: {[*costs]}")
         self.enter, self.leave, self.dim = enter, leave, dim
@@ -80,7 +90,7 @@ class Branches(nn.Module):
         return total
 
     def work(self) -> list[float]:
-        """The branches' costs; see the class."""
+        """Returns the cost of each branch; see `costs` of the class."""
         if self.costs is not None:
             return [float(cost) for cost in self.costs]
         return [
@@ -90,11 +100,18 @@ class Branches(nn.Module):
 
 
 def slice_widths(sizes: Sequence[int] | None, n: int, total: int) -> list[int]:
-    """Of n slices of an input that is `total` wide; see `Branches`."""
+    """Returns the widths of the n slices of an input dimension of size `total`; see `Branches`.
+
+    Raises:
+        ValueError: `sizes` do not add up to `total`, or `total` is not divisible by n.
+    """
     if sizes is not None:
         if sum(sizes) != total:
             raise ValueError(f"sizes {(*sizes,)} add up to {sum(sizes)}, not to {total}")
         return [*sizes]
     if total % n:
-        raise ValueError(f"{total} does not divide into {n} equal slices: give sizes, one a branch")
+        raise ValueError(
+            f"a dimension of size {total} does not divide into {n} equal slices: give sizes, one "
+            "per branch"
+        )
     return [total // n] * n

@@ -1,4 +1,4 @@
-"""Families of two stacks: an encoder reads a source, a decoder continues a text about it."""
+"""Encoder-decoder families: an encoder reads a source, a decoder generates a text from it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ StackName = Literal["encoder", "decoder"]
 
 
 class Stack(nn.Module):
-    """Layers and what belongs to them all: dropout before, a norm after where they are pre-norm,
-    and a bias of scores where the family has one (t5)."""
+    """The encoder's or decoder's layers, and the modules around them.
+
+    These are dropout before the first layer, a norm after the last one if the layers are pre-norm,
+    and a relative bias of attention scores in the family t5.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class Stack(nn.Module):
             }
         )
         if config.norm_position == "pre":
-            # The encoder's is read by every layer of the decoder.
+            # Every decoder layer reads the encoder's norm; only the head reads the decoder's.
             reader = "head" if decoder else None
             self.norm = new_norm(style.norm, config.hidden_size, config.norm_eps, reader)
             if decoder and isinstance(self.norm, RMSNorm):
@@ -76,12 +79,18 @@ class Stack(nn.Module):
 
 
 class EncoderDecoder(Model):
-    """Source [b, S] and tokens [b, s] to logits [b, s, v]. One table embeds both and is the head's.
+    """Maps source [b, S] and tokens [b, s] to logits [b, s, v].
 
-    head_scale: of the decoder's last norm, where that is an RMSNorm.
+    One table embeds source and tokens, and the head shares it.
+
+    Args:
+        config: The model's config.
+        style: What the layers of the family have in common.
+        embedding_std: The standard deviation with which the table is initialized.
+        head_scale: A factor on the decoder's last norm, if that is an RMSNorm.
     """
 
-    position_modules: tuple[str, ...] = ()  # what `embed` runs besides the table
+    position_modules: tuple[str, ...] = ()  # the modules that `embed` runs besides `tokens`
 
     def __init__(
         self, config: ModelConfig, style: Style, embedding_std: float, head_scale: float = 1.0
@@ -98,7 +107,13 @@ class EncoderDecoder(Model):
     def forward(
         self, source_BT: Tensor, tokens_BS: Tensor, source_valid_BT: Tensor | None = None
     ) -> Tensor:
-        """Logits; source_valid: which tokens of the source are no padding."""
+        """Computes logits [b, s, v].
+
+        Args:
+            source_BT: The encoder's tokens [b, S].
+            tokens_BS: The decoder's tokens [b, s].
+            source_valid_BT: False where a source token is padding [b, S]; None means there is none.
+        """
         batch = {"source": source_BT, "tokens": tokens_BS}
         if source_valid_BT is not None:
             batch["source_valid"] = source_valid_BT
@@ -117,7 +132,7 @@ class EncoderDecoder(Model):
         encoder, decoder = self.encoder, self.decoder
         encoder_layers = self._layers(encoder.layers, "encoder.layers", links)
         decoder_layers = self._layers(decoder.layers, "decoder.layers", links)
-        seen = None  # which tokens of the source are no padding
+        seen = None  # which tokens of the source are not padding
         if (encoder_layers or decoder_layers) and "source_valid" in batch:
             seen = self.source_mask(batch["source_valid"])
 
@@ -128,12 +143,12 @@ class EncoderDecoder(Model):
             s = batch["source"].shape[1]
             bias = encoder.bias(s, s) if self.relative else None
             mask = added_to_scores(s, hidden.dtype, seen, bias)
-            del bias  # what is added to scores is a tensor of its own
+            del bias  # `mask` does not share its memory
         for _, layer in encoder_layers:
             hidden = self.recompute.block(layer, hidden, mask)
 
         if "decoder.embedding" in links:
-            if memory is None:  # else a decoder alone goes on about it
+            if memory is None:  # `decode` passes the memory in
                 memory = self._memory_of(hidden)
             hidden = decoder.dropout(self._cast(self.embed(batch["tokens"], start)))
 
@@ -150,8 +165,8 @@ class EncoderDecoder(Model):
 
         return Activations(hidden, memory)
 
-    # The decoder's last norm is part of the logits: a chunked loss takes it of some tokens at a
-    # time.
+    # The decoder's last norm is part of the logits, so that a chunked loss runs it on one chunk at
+    # a time.
 
     def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
         x = self.decoder.norm(hidden_BSH) if self.pre else hidden_BSH
@@ -161,18 +176,18 @@ class EncoderDecoder(Model):
         return (self.decoder.norm, self.head) if self.pre else (self.head,)
 
     def embed(self, tokens_BS: Tensor, start: int) -> Tensor:
-        """The family's own: a vector for each token, of which the first is at `start`."""
+        """Embeds tokens [b, s] as [b, s, h], the first of them at position `start`."""
         raise NotImplementedError
 
     def _memory_of(self, hidden_BTH: Tensor) -> Tensor:
-        """The encoder's result, of its last hidden states."""
+        """Returns the encoder's output [b, S, h], given its last hidden states."""
         memory: Tensor = self.encoder.norm(hidden_BTH) if self.pre else hidden_BTH
         return memory
 
     # ------------------------------------------------------------------ for generation
 
     def encode(self, batch: Batch) -> Tensor:
-        """The encoder's result [b, S, h], for `decode`."""
+        """Runs the encoder and returns its output [b, S, h], for `decode`."""
         links = self._link_names()[: self.config.n_layers + 1]
         hidden = self.run(batch, links=links).hidden
         assert hidden is not None
@@ -186,7 +201,15 @@ class EncoderDecoder(Model):
         caches: Sequence[KVCache] | None = None,
         start: int = 0,
     ) -> Tensor:
-        """Logits; with `caches` (one a decoder layer) `tokens_BS` continue at position `start`."""
+        """Runs the decoder and computes logits [b, s, v].
+
+        Args:
+            tokens_BS: The decoder's tokens [b, s].
+            memory_BTH: The encoder's output [b, S, h].
+            source_valid_BT: False where a source token is padding [b, S]; None means there is none.
+            caches: For generation, one cache per decoder layer, which the tokens continue.
+            start: The position of the first token.
+        """
         batch = {"tokens": tokens_BS}
         if source_valid_BT is not None:
             batch["source_valid"] = source_valid_BT

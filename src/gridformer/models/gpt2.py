@@ -27,20 +27,21 @@ from gridformer.utils.batch import Batch
 
 
 class GPT2(Model):
-    """Tokens [b, s] to logits [b, s, v], and of a classification branch where there is one."""
+    """Maps tokens [b, s] to logits [b, s, v], and to [b, n_labels] if there is a classifier."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         h, std, n = config.hidden_size, config.init_std, config.n_layers
-        # The two projections into the residual stream start smaller, so that the variance of the
-        # sum over all layers does not grow with depth (Radford et al. 2019, section 2.3).
+        # The two projections into the residual stream are initialized with a smaller std, so that
+        # the variance of the residual stream does not grow with depth (Radford et al. 2019,
+        # section 2.3).
         std_out = std / math.sqrt(2 * n)
         style = Style(Spread(std, std, std, std_out, std, std_out), "gelu_tanh")
         self.tokens = TokenEmbedding(config.vocab_size, h, std)
         self.positions = PositionEmbedding(config.max_seq_len, h, std)
         self.dropout = Dropout(config.dropout, "embedding", self.clock)
         self.mask = PaddingMask()
-        # A ModuleDict, so that names stay the same where a device holds some of the layers only.
+        # A ModuleDict keeps parameter names the same on a device that holds only some layers.
         self.layers = nn.ModuleDict(
             {
                 str(i): Layer(config, style, self.clock, "", f"layers.{i}", causal=True)
@@ -55,7 +56,13 @@ class GPT2(Model):
     def forward(
         self, tokens_BS: Tensor, caches: Sequence[KVCache] | None = None, start: int = 0
     ) -> Tensor:
-        """Logits; with `caches` (one a layer) `tokens_BS` continue at position `start`."""
+        """Computes logits [b, s, v].
+
+        Args:
+            tokens_BS: Tokens [b, s].
+            caches: For generation, one cache per layer, which the tokens continue.
+            start: The position of the first token.
+        """
         return self.token_logits(self.hidden({"tokens": tokens_BS}, caches, start))
 
     def run(
@@ -76,7 +83,7 @@ class GPT2(Model):
             hidden = self.dropout(self._cast(hidden))
 
         layers = self._layers(self.layers, "layers", links)
-        mask = None  # of padding; the past alone needs none
+        mask = None  # needed for padding only: attention is causal without one
         if layers and "valid" in batch:
             mask = added_to_scores(s, hidden.dtype, self.mask(batch["valid"]), causal=True)
         for i, layer in layers:
@@ -85,7 +92,7 @@ class GPT2(Model):
 
         return Activations(hidden)
 
-    # The last norm is part of the logits: a chunked loss takes it of some tokens at a time.
+    # The last norm is part of the logits, so that a chunked loss runs it on one chunk at a time.
 
     def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
         return self._tied_head(self.norm(hidden_BSH), table)

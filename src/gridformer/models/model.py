@@ -1,8 +1,8 @@
-"""What all families share: how a model is run, whole or in pipeline stages, and its losses.
+"""The base class of all families: running a model, whole or in pipeline stages, and its losses.
 
-A family says in `run` how a batch becomes hidden states, from top to bottom, and in `token_logits`
-and `branch_logits` what becomes of the last of them. A whole model runs all of `run`; a pipeline
-stage runs the links that it is given, and hands its `Activations` to the next.
+A family implements `run`, which turns a batch into hidden states, and `token_logits` and
+`branch_logits`, which turn the last hidden states into logits. A whole model runs every link of
+`run`; a pipeline stage runs its own links and passes its `Activations` to the next stage.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ from gridformer.models.blocks import (
 )
 from gridformer.utils.batch import IGNORE, Batch
 
-# A model's losses, and the keys of a batch that hold their targets.
+# Maps each loss of a model to the key of a batch that holds its targets.
 LOSSES = {"tokens": "targets", "pair": "pair", "labels": "labels"}
 
 
 @dataclass
 class Activations:
-    """What one pipeline stage hands to the next.
+    """The tensors that one pipeline stage sends to the next.
 
-    hidden: [b, s, h], or [b, S, h] of a source. memory: [b, S, h], the encoder's result, once there
-    is one. Everything else a stage makes for itself from the batch.
+    A stage computes everything else that it needs from the batch.
+
+    Attributes:
+        hidden: Hidden states [b, s, h], or [b, S, h] while an encoder runs.
+        memory: The encoder's output [b, S, h], once it exists.
     """
 
     hidden: Tensor | None = None
@@ -49,8 +52,10 @@ class Activations:
 
     @staticmethod
     def taken(entering: Activations | None) -> tuple[Any, Any]:
-        """Hidden states and memory of what comes in, which is emptied: so what another stage has
-        sent is freed as soon as it is used. Nothing comes into the first stage."""
+        """Takes `hidden` and `memory` out of `entering`, or (None, None) for the first stage.
+
+        `entering` is emptied, so that what the previous stage sent is freed once it has been used.
+        """
         if entering is None:
             return None, None
         found = entering.hidden, entering.memory
@@ -60,10 +65,13 @@ class Activations:
 
 @dataclass(frozen=True)
 class Link:
-    """A part of a model that a pipeline does not cut: the embedding, a layer, or the head.
+    """A part of a model that a pipeline does not split: the embedding, a layer, or the head.
 
-    modules: names of the submodules that it runs; several links may run one. memory: whether it
-    makes `Activations.memory`, of the hidden states that come in, or reads it.
+    Attributes:
+        name: The name of the link within its model.
+        modules: Names of the submodules that it runs. Several links may run the same submodule.
+        memory: Whether the link makes `Activations.memory` from the hidden states that enter it, or
+            reads it.
     """
 
     name: str
@@ -72,15 +80,20 @@ class Link:
 
 
 class Model(nn.Module):
-    """Base of the families. Build one on torch's meta device and hand it to
-    `gridformer.parallel.parallelize`, which cuts it, allocates what this device holds and fills it.
+    """The base class of the families.
+
+    Build a model on torch's meta device and pass it to `gridformer.parallel.parallelize`, which
+    shards it, then allocates and initializes the parameters of this device.
 
     Attributes:
-        compute_dtype: of activations.
-        stages: of a pipeline, all ranks' together, as ranges of links; none where a device runs all
-            links.
-        loss_chunk_tokens: how many tokens' logits exist at a time when a loss is computed; 0: all.
-        recompute: which activations of blocks are kept for the backward pass.
+        compute_dtype: The dtype of activations; None keeps that of the embedding's result.
+        stages: The pipeline stages of all ranks, as ranges of links; empty without a pipeline.
+        loss_chunk_tokens: How many tokens' logits exist at a time while the loss is computed; 0
+            means all of them.
+        recompute: Which activations of layers are kept for the backward pass.
+
+    Raises:
+        ValueError: `config.vocab_size` is not known yet.
     """
 
     tokens: TokenEmbedding
@@ -89,7 +102,10 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.vocab_size < 1:
-            raise ValueError("vocab_size must be known before a model is built")
+            raise ValueError(
+                f"model.vocab_size is {config.vocab_size}: set it to at least 1 before building a "
+                "model"
+            )
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.stages: tuple[range, ...] = ()
@@ -99,10 +115,10 @@ class Model(nn.Module):
         self.loss_chunk_tokens = 0
         self.recompute = Recompute()
 
-    # ------------------------------------------------------------------ what a family says
+    # ------------------------------------------------------------------ implemented by a family
 
     def links(self) -> list[Link]:
-        """The parts between which a pipeline may cut, in the order in which `run` runs them."""
+        """Returns the parts between which a pipeline may split, in the order `run` runs them."""
         raise NotImplementedError
 
     def run(
@@ -113,29 +129,37 @@ class Model(nn.Module):
         caches: Sequence[KVCache] | None = None,
         start: int = 0,
     ) -> Activations:
-        """A batch through the model, up to its last hidden states [b, s, h].
+        """Runs a batch through the model up to its last hidden states [b, s, h].
 
         Args:
-            entering: what the stage before handed over; it is emptied.
-            links: names of the links to run, which lie side by side; None: all.
-            caches, start: of generation: one cache a decoder layer, and the position of the first
-                token.
+            batch: The tensors of a batch by key, as `gridformer.data.samples` makes them.
+            entering: The activations of the previous stage, which are taken out of it.
+            links: Names of the links to run, which must be consecutive; None runs all of them.
+            caches: For generation, one cache per decoder layer.
+            start: For generation, the position of the first token.
+
+        Returns:
+            The hidden states after the last link that ran, and the encoder's output if there is
+            one.
         """
         raise NotImplementedError
 
     def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
-        """Logits [b, s, v] of the last hidden states, or of some places of them.
+        """Computes logits [b, s, v] from the last hidden states, or from some positions of them.
 
-        table: that of the tokens as `TiedHead.prepare` made it, where it is read many times.
+        Args:
+            hidden_BSH: Hidden states [b, s, h].
+            table: The token table as `TiedHead.prepare` returned it, for callers that use it many
+                times; None reads the table of `tokens`.
         """
         raise NotImplementedError
 
     def head_modules(self) -> tuple[nn.Module, ...]:
-        """The modules that `token_logits` runs."""
+        """Returns the modules that `token_logits` runs."""
         raise NotImplementedError
 
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Logits of the other outputs that a batch asks for, by loss."""
+        """Computes the logits of the classification branches that a batch asks for, by loss."""
         return {}
 
     # ------------------------------------------------------------------ the whole model
@@ -143,22 +167,22 @@ class Model(nn.Module):
     def hidden(
         self, batch: Batch, caches: Sequence[KVCache] | None = None, start: int = 0
     ) -> Tensor:
-        """The last hidden states [b, s, h]; see `run`."""
+        """Returns the last hidden states [b, s, h]; see `run`."""
         hidden = self.run(batch, caches=caches, start=start).hidden
         assert hidden is not None
         return hidden
 
     def logits(self, batch: Batch) -> dict[str, Tensor]:
-        """By loss: `tokens` [b, s, v], and [b, labels] of branches the batch asks for."""
+        """Computes logits by loss: `tokens` [b, s, v] and [b, n_labels] of the batch's branches."""
         hidden = self.hidden(batch)
         return {"tokens": self.token_logits(hidden)} | self.branch_logits(hidden, batch)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """Each loss summed over this device's targets; `counts` says over how many."""
+        """Computes each loss, summed over this device's targets; `counts` returns their number."""
         return self.losses_of(self.hidden(batch), batch)
 
     def losses_of(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """The same from the last hidden states: what a pipeline's last stage does."""
+        """Computes `losses` from the last hidden states, as a pipeline's last stage does."""
         logits = self.branch_logits(hidden_BSH, batch)
         losses: dict[str, Tensor] = {}
         for name, key in LOSSES.items():
@@ -171,12 +195,18 @@ class Model(nn.Module):
         return losses
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """The loss of tokens alone, of families that read nothing else."""
+        """Computes the token loss of a family that reads nothing but tokens.
+
+        Args:
+            tokens_BS: Tokens [b, s].
+            targets_BS: Targets [b, s], IGNORE where there is none.
+        """
         return self.losses({"tokens": tokens_BS, "targets": targets_BS})["tokens"]
 
     def _token_loss(self, hidden_BSH: Tensor, targets_BS: Tensor) -> Tensor:
         places = places_per_chunk(hidden_BSH, targets_BS, self.loss_chunk_tokens)
-        if places >= hidden_BSH.shape[1] or hidden_BSH.is_meta:  # on meta another device has it
+        # On meta the hidden states belong to another device, so there is no memory to save.
+        if places >= hidden_BSH.shape[1] or hidden_BSH.is_meta:
             loss: Tensor = self.loss(self.token_logits(hidden_BSH), targets_BS)
             return loss
         table = self.head.prepare(self.tokens.weight, hidden_BSH.dtype)
@@ -186,8 +216,8 @@ class Model(nn.Module):
 
     @staticmethod
     def counts(batch: Batch) -> dict[str, Tensor]:
-        """How many targets each loss has in a batch."""
-        # Not a sum, which would first make an integer of each truth.
+        """Returns how many targets each loss has in a batch, as scalar tensors."""
+        # Not sum(), which would first convert every boolean to an integer.
         return {
             name: (batch[key] != IGNORE).count_nonzero()
             for name, key in LOSSES.items()
@@ -196,7 +226,10 @@ class Model(nn.Module):
 
     @staticmethod
     def n_tokens(batch: Batch) -> Tensor:
-        """Tokens that a batch makes a model read, padding left out. A decoder's are its targets."""
+        """Returns how many tokens of a batch the model reads, without padding.
+
+        Of an encoder-decoder's batch it counts the source's tokens and the decoder's targets.
+        """
 
         def real(key: str, mask: str) -> Tensor:
             return batch.get(mask, torch.ones_like(batch[key], dtype=torch.bool)).count_nonzero()
@@ -208,7 +241,7 @@ class Model(nn.Module):
     # ------------------------------------------------------------------ for the families
 
     def recomputes(self, mode: RecomputeMode) -> None:
-        """See gridformer.models.blocks.Recompute."""
+        """Sets which activations are recomputed; see `gridformer.models.blocks.Recompute`."""
         self.recompute.mode = mode
         for module in self.modules():
             if isinstance(module, Attention | CrossAttention):
@@ -221,7 +254,7 @@ class Model(nn.Module):
     def _layers(
         layers: nn.ModuleDict, prefix: str, links: Collection[str]
     ) -> list[tuple[int, nn.Module]]:
-        """Of a stack the layers that are to be run, with their numbers."""
+        """Returns the layers of a stack that `links` names, with their numbers."""
         return [(int(i), layer) for i, layer in layers.items() if f"{prefix}.{i}" in links]
 
     def _cast(self, x: Tensor) -> Tensor:

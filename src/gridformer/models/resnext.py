@@ -1,7 +1,7 @@
-"""ResNeXt (Xie et al. 2017): residual blocks whose middle is a sum of many narrow paths.
+"""ResNeXt (Xie et al. 2017): residual blocks that sum many narrow paths.
 
-Small, for small images: a network with branches that is no transformer. GroupNorm stands where the
-paper has BatchNorm, because statistics over a batch would depend on how its samples are shared out.
+A small network for small images, as an example of branches outside transformers. GroupNorm replaces
+the paper's BatchNorm, whose statistics would depend on how a batch is distributed over devices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gridformer.models.branches import Branches
 
 
 class Path(nn.Module):
-    """One branch: c channels to a few, a 3x3 convolution, and back. [b, c, y, x] to the same."""
+    """One branch: reduces c channels to `width`, convolves 3x3, expands. Keeps [b, c, y, x]."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Path(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """x + norm(sum of the paths of x)."""
+    """Computes relu(x + norm(sum of path_i(x))) for x [b, c, y, x]."""
 
     def __init__(self, channels: int, width: int, branches: int) -> None:
         super().__init__()
@@ -43,11 +43,15 @@ class ResidualBlock(nn.Module):
 
 
 class ResNeXt(nn.Module):
-    """Images [b, colors, y, x] to logits [b, classes].
+    """Maps images [b, colors, y, x] to logits [b, classes].
 
     Args:
-        channels, width: of the blocks, and of each path inside one. branches: paths of a block (the
-            paper's cardinality). blocks: how many.
+        channels: Channels between blocks.
+        width: Channels inside each path.
+        branches: Paths per block (the paper's cardinality).
+        blocks: Number of residual blocks.
+        classes: Number of classes.
+        colors: Channels of an image.
     """
 
     def __init__(

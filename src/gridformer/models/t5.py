@@ -10,8 +10,11 @@ from gridformer.models.encoder_decoder import EncoderDecoder
 
 
 class T5(EncoderDecoder):
-    """The first release: scores are not scaled (the queries start smaller instead), the head shares
-    the embedding's table and reads its input times h^-1/2."""
+    """T5 as first released.
+
+    Attention scores are not scaled; the query matrices are initialized with a smaller std instead.
+    The head shares the embedding's table and multiplies its input by h^-1/2.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         h, f = config.hidden_size, config.ffn_size

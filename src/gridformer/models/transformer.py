@@ -1,4 +1,4 @@
-"""The original Transformer (Vaswani et al. 2017): two stacks, post-LayerNorm, sinusoids."""
+"""The original Transformer (Vaswani et al. 2017): encoder-decoder, post-LayerNorm, sinusoids."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from gridformer.models.encoder_decoder import EncoderDecoder
 
 
 class Transformer(EncoderDecoder):
-    """One table embeds source and target, times h^1/2, and is the head's (section 3.4).
+    """One table, scaled by h^1/2, embeds source and target; the head shares it (section 3.4).
 
-    Matrices start as Glorot and Bengio 2010 have them, normal: std = (2 / (in + out))^1/2.
+    Matrices are initialized from a normal distribution with std = (2 / (in + out))^1/2 (Glorot and
+    Bengio 2010).
     """
 
     position_modules = ("positions",)

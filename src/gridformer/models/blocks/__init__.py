@@ -1,9 +1,9 @@
-"""Plain single-device building blocks: the reference that every parallel layout must equal.
+"""Plain single-device building blocks: the reference that every parallel layout must match.
 
-Shapes are written as suffixes with the specification's symbols: b sequences, s tokens (S of a
-source), h hidden size, n heads, d head size, f feed-forward size, v vocabulary. A weight is
-[in, out], so that `y = x W + b` reads as in the papers; see `gridformer.parallel` for how weights
-are cut.
+Suffixes of names are shapes: B sequences, S tokens, T tokens of a source (written S in docstrings),
+H hidden size, N heads, D head size, V vocabulary, I and O a product's inputs and outputs. A weight
+is [in, out], so that `y = x W + b` reads as in the papers; see `gridformer.parallel` for how they
+are sharded.
 """
 
 from gridformer.models.blocks.attention import (

@@ -1,4 +1,4 @@
-"""Attention: of a sequence to itself or to a source, with masks and biases of scores."""
+"""Self-attention and cross-attention, their masks and biases of scores, and the KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gridformer.utils import rng
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, and those of the source, for generation."""
+    """One layer's keys and values of past tokens and of the source, for generation."""
 
     def __init__(self) -> None:
         self.k: Tensor | None = None
@@ -23,13 +23,14 @@ class KVCache:
         self.source: tuple[Tensor, Tensor] | None = None
 
     def append(self, k_BNSD: Tensor, v_BNSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds keys and values of new tokens [b, n, s, d] and returns those of all tokens."""
         if self.k is not None and self.v is not None:
             k_BNSD, v_BNSD = torch.cat((self.k, k_BNSD), 2), torch.cat((self.v, v_BNSD), 2)
         self.k, self.v = k_BNSD, v_BNSD
         return k_BNSD, v_BNSD
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these sequences, in this order: a beam search's."""
+        """Keeps the sequences that `rows` indexes, in that order, as a beam search needs."""
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k[rows], self.v[rows]
         if self.source is not None:
@@ -37,17 +38,24 @@ class KVCache:
 
 
 class PaddingMask(nn.Module):
-    """Which tokens may be looked at: valid [b, s] to a mask [b, 1, 1, s] of scores."""
+    """Turns valid [b, s], False for padding, into a mask of attention scores [b, 1, 1, s]."""
 
     def forward(self, valid_BS: Tensor) -> Tensor:
         return valid_BS[:, None, None, :]
 
 
 class RelativeBias(nn.Module):
-    """A number for each head and bucket of distances, added to scores (Raffel et al. 2020, 2.1).
+    """A learned bias of scores per head and bucket of distances (Raffel et al. 2020, section 2.1).
 
-    Half of the buckets hold one distance each, the others ever wider ranges up to `furthest`.
-    Where a model looks both ways, each direction has half of all buckets. [n, s, S].
+    Half of the buckets hold one distance each; the others hold logarithmically wider ranges up to
+    `furthest`.
+
+    Args:
+        buckets: Number of buckets.
+        furthest: The distance from which on all keys share the last bucket.
+        n: Number of heads.
+        both_ways: Whether queries also see later keys; each direction then has half of the buckets.
+        std: The standard deviation with which the table is initialized.
     """
 
     def __init__(self, buckets: int, furthest: int, n: int, both_ways: bool, std: float) -> None:
@@ -56,7 +64,7 @@ class RelativeBias(nn.Module):
         self.weight = new_parameter(buckets, n, init=Init(std=std))
 
     def forward(self, queries: int, keys: int) -> Tensor:
-        """Of the last `queries` of `keys` positions."""
+        """Returns the bias [n, queries, keys] of the last `queries` of `keys` positions."""
         place = torch.arange(keys, device=self.weight.device)
         distance = place - place[keys - queries :, None]  # of a key from a query
         return F.embedding(self._bucket(distance), self.weight).permute(2, 0, 1)
@@ -83,12 +91,19 @@ def added_to_scores(
     bias_NST: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor | None:
-    """What all layers of a stack add to their scores, made once and held by all: [b or 1, n or 1,
-    queries or 1, S]. None: nothing, or nothing but the past of `causal`, of which a fused kernel
-    knows.
+    """Builds the tensor that all layers of a stack add to their scores, so that it exists once.
 
-    mask: true where a key may be seen, see `PaddingMask`. bias: see `RelativeBias`. causal: a query
-    sees keys up to its own place, the last query being the last key's.
+    Args:
+        queries: Number of queries.
+        dtype: The dtype of the result.
+        mask: True where a key may be attended to [b, 1, 1, S]; see `PaddingMask`.
+        bias_NST: Bias of the scores [n, s, S]; see `RelativeBias`.
+        causal: Whether a query attends only to keys up to its own position. The last query and the
+            last key are at the same position.
+
+    Returns:
+        [b or 1, n or 1, queries or 1, S], or None without `mask` and `bias_NST`: attention applies
+        causality by itself.
     """
     which = bias_NST if mask is None else mask
     if which is None:
@@ -105,12 +120,20 @@ def added_to_scores(
 
 
 def _past(queries: int, seen: int, device: torch.device) -> Tensor:
-    """Which keys lie at or before a query's place."""
+    """Returns a mask [queries, seen]: True where a key is not after the query's position."""
     return torch.ones(queries, seen, dtype=torch.bool, device=device).tril(seen - queries)
 
 
 class _Heads(nn.Module):
-    """What both attentions share: from q, k and v of the heads held here to their results."""
+    """The part that both attentions share: from q, k and v of this device's heads to their results.
+
+    Args:
+        head_dim: Size of a head.
+        scaled: Whether scores are divided by sqrt(head_dim).
+        dropout: Probability of dropping an attention probability.
+        site: The name of this module in dropout masks.
+        clock: The step and rows on which dropout masks depend.
+    """
 
     def __init__(
         self, head_dim: int, scaled: bool, dropout: float, site: str, clock: Clock
@@ -119,7 +142,7 @@ class _Heads(nn.Module):
         self.head_dim = head_dim
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
         self.dropout, self.site, self.clock = dropout, site, clock
-        self.head_block = 0  # which block of heads is held here
+        self.head_block = 0  # index of the block of heads that this device holds
         self.recompute = Recompute()
 
     def _attend(
@@ -130,12 +153,13 @@ class _Heads(nn.Module):
         causal: bool,
         mask: Tensor | None,
     ) -> Tensor:
-        """The heads' results side by side, [b, s, n d]. mask: see `added_to_scores`."""
+        """Returns the heads' results concatenated, [b, s, n d]. For mask see `added_to_scores`."""
         b, _, s, _ = q_BNSD.shape
         seen = k_BNTD.shape[2]
         unfused = self.training and self.dropout > 0.0
         causal = causal and mask is None and s > 1
-        if causal and (unfused or s < seen):  # a fused kernel counts places from the first key
+        # A fused kernel's causal mask aligns the first query with the first key.
+        if causal and (unfused or s < seen):
             mask, causal = _past(s, seen, q_BNSD.device), False
         if unfused:
             o_BNSD = self._unfused(q_BNSD, k_BNTD, v_BNTD, mask)
@@ -146,7 +170,7 @@ class _Heads(nn.Module):
         return o_BNSD.transpose(1, 2).reshape(b, s, -1)
 
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention with dropout of its probabilities, which a fused kernel cannot address."""
+        """Attention whose dropout mask is indexed globally, which a fused kernel cannot do."""
         b, n, s, _ = q.shape
         scores = q @ k.transpose(-1, -2) * self.scale
         if mask is not None and mask.dtype == torch.bool:
@@ -163,10 +187,10 @@ class _Heads(nn.Module):
 
 
 class Attention(_Heads):
-    """Multi-head attention of a sequence to itself.
+    """Multi-head self-attention, [b, s, h] to [b, s, h].
 
-    The columns of `qkv` are ordered [n, 3, d]: a contiguous block of columns is whole heads, which
-    is what a cut over any number of devices that divides n needs.
+    The columns of `qkv` are ordered [n, 3, d], so that a contiguous block of columns holds whole
+    heads. They can then be sharded over any number of devices that divides n.
     """
 
     def __init__(
@@ -190,7 +214,13 @@ class Attention(_Heads):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """mask: see `added_to_scores`, which was told whether this is causal."""
+        """Attends from x [b, s, h] to itself, and to the tokens in `cache`, which it extends.
+
+        Args:
+            x_BSH: Input [b, s, h].
+            mask: The result of `added_to_scores`, called with this module's `causal`.
+            cache: Keys and values of past tokens, for generation.
+        """
         q, k, v = _heads(self.qkv(x_BSH), 3, self.head_dim)
         if cache is not None:
             k, v = cache.append(k, v)
@@ -200,7 +230,7 @@ class Attention(_Heads):
 
 
 class CrossAttention(_Heads):
-    """Multi-head attention of a sequence to a source. Columns of `kv` are ordered [n, 2, d]."""
+    """Multi-head attention from a sequence to a source. Columns of `kv` are ordered [n, 2, d]."""
 
     def __init__(
         self,
@@ -223,7 +253,15 @@ class CrossAttention(_Heads):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """memory: the encoder's result. With a cache it is read the first time only."""
+        """Attends from x to the encoder's output.
+
+        Args:
+            x_BSH: Input [b, s, h].
+            memory_BTH: The encoder's output [b, S, h]. With a cache it is read in the first call
+                only.
+            mask: The result of `added_to_scores` for the source's padding.
+            cache: Where the source's keys and values are kept, for generation.
+        """
         (q,) = _heads(self.q(x_BSH), 1, self.head_dim)
         if cache is not None and cache.source is not None:
             k, v = cache.source
@@ -237,6 +275,6 @@ class CrossAttention(_Heads):
 
 
 def _heads(x: Tensor, n_parts: int, head_dim: int) -> tuple[Tensor, ...]:
-    """[b, s, n parts d] to one [b, n, s, d] a part."""
+    """Splits [b, s, n * n_parts * d] into `n_parts` tensors [b, n, s, d]."""
     b, s, _ = x.shape
     return x.view(b, s, -1, n_parts, head_dim).permute(3, 0, 2, 1, 4).unbind(0)

@@ -1,4 +1,4 @@
-"""The second output branch: one vector of each sequence to a label (Optimus, figure 2)."""
+"""The second output branch: classifies one vector of each sequence (Optimus, figure 2)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from gridformer.models.blocks.linear import Init, Linear, Role, new_parameter
 
 
 class Classifier(nn.Module):
-    """The hidden vector at one chosen token of each sequence to a label.
+    """Classifies each sequence by the hidden vector of one chosen token.
 
-    x [b, s, h] and positions [b] to logits [b, n_labels]: `choose`, a pooler with tanh, `labels`.
+    Maps x [b, s, h] and positions [b] to logits [b, n_labels] through `choose`, a pooler with tanh,
+    and `labels`.
     """
 
     def __init__(self, h: int, n_labels: int, std: float) -> None:
@@ -28,14 +29,14 @@ class Classifier(nn.Module):
 
 
 class ChosenToken(nn.Module):
-    """One token's vector of each sequence: x [b, s, h], positions [b], to [b, h]."""
+    """Selects one token's vector of each sequence: x [b, s, h] and positions [b] to [b, h]."""
 
     def forward(self, x_BSH: Tensor, at_B: Tensor) -> Tensor:
         return x_BSH[torch.arange(len(at_B), device=at_B.device), at_B]
 
 
 class LabelHead(nn.Module):
-    """[b, h] to logits [b, n_labels]: too few columns to be cut."""
+    """Maps [b, h] to logits [b, n_labels], which have too few columns to be sharded."""
 
     def __init__(self, h: int, n_labels: int, std: float) -> None:
         super().__init__()

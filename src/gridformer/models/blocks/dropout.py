@@ -1,4 +1,4 @@
-"""Dropout whose masks no layout can change, and the clock that they depend on."""
+"""Dropout whose masks do not depend on the layout, and the clock that they do depend on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gridformer.utils import rng
 
 
 class Clock(Protocol):
-    """What a dropout mask depends on besides its place."""
+    """What a dropout mask depends on besides its site and the element's index."""
 
     @property
     def seed(self) -> int: ...
@@ -24,10 +24,13 @@ class Clock(Protocol):
 
 @dataclass
 class DropoutClock:
-    """The Clock of a model, shared by all its dropouts.
+    """The Clock of a model, shared by all its dropout modules.
 
-    `first_sample` is the global number, within the step's batch, of this rank's first sequence, and
-    `n_samples` counts those of its micro-batch.
+    Attributes:
+        seed: The seed of the run.
+        step: The optimizer step.
+        first_sample: The index of this rank's first sequence within the step's global batch.
+        n_samples: The number of sequences in this rank's micro-batch.
     """
 
     seed: int = 0
@@ -36,14 +39,15 @@ class DropoutClock:
     n_samples: int = 0
 
     def at(self, rows: slice) -> None:
-        """These rows of the step's batch come next."""
+        """Sets the rows of the step's global batch that the model runs next."""
         self.first_sample, self.n_samples = rows.start, rows.stop - rows.start
 
 
 class Dropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, site, global element index).
 
-    Input [b, s, h], or a block of it: `block` says which block along s and along h is held here.
+    The input is [b, s, h] or a block of it; `block` holds the indices along s and along h of the
+    block on this device.
     """
 
     def __init__(self, p: float, site: str, clock: Clock) -> None:
@@ -61,7 +65,14 @@ class Dropout(nn.Module):
 
 @dataclass(frozen=True)
 class Mask:
-    """Which elements of a [b, s, h] stay: they are multiplied by 1 / (1 - p), the others by 0."""
+    """A mask over [b, s, h] that scales kept elements by 1 / (1 - p) and zeroes the others.
+
+    Attributes:
+        key: The random key of the seed, step and site.
+        first_sample: The global index of the first sequence.
+        block: Indices along s and along h of the block that the mask covers.
+        p: The probability of dropping an element.
+    """
 
     key: int
     first_sample: int
@@ -69,7 +80,8 @@ class Mask:
     p: float
 
     def times(self, x_BSH: Tensor) -> Tensor:
-        """x masked. Some rows at a time: the integers that decide take several times x's memory."""
+        """Returns x [b, s, h] masked."""
+        # Runs on some rows at a time: the random integers take several times the memory of x.
         b, s, h = x_BSH.shape
         samples = indices(self.first_sample, b, x_BSH).view(b, 1)
         tokens = indices(self.block[0] * s, s, x_BSH)
@@ -84,15 +96,15 @@ class Mask:
         return out.mul_(1.0 / (1.0 - self.p)).view_as(x_BSH)
 
 
-# Elements; on a GPU (True) many, since there each piece costs a launch.
+# Elements per chunk, by whether the tensor is on a GPU: there each chunk costs kernel launches.
 _AT_ONCE = {False: 1 << 18, True: 1 << 24}
 
 
 class _Masked(torch.autograd.Function):
-    """x times a mask that is made again for the backward pass, which therefore keeps nothing.
+    """Multiplies x by a mask, which backward generates again, so that nothing is saved.
 
-    So nothing of a block that ends in dropout needs its last product, either, and recomputation can
-    end before it.
+    A block that ends in dropout therefore does not need the output of its last product in backward,
+    and recomputation can stop before it.
     """
 
     @staticmethod
@@ -106,5 +118,5 @@ class _Masked(torch.autograd.Function):
 
 
 def indices(start: int, n: int, like: Tensor) -> Tensor:
-    """start, start + 1, ...: n of them, where `like` is."""
+    """Returns the n integers from `start` on, on the device of `like`."""
     return torch.arange(start, start + n, device=like.device)

@@ -1,6 +1,6 @@
-"""Tokens, positions and segments as vectors, and the head that shares the tokens' table.
+"""Embeddings of tokens, positions and segments, and the head that shares the tokens' table.
 
-Where a device holds a part of the sequence only, `part` says which, of how many equal ones.
+On a device that holds only a part of the sequence, `part` is (index, number of equal parts).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gridformer.models.blocks.linear import Init, new_parameter
 
 
 class TokenEmbedding(nn.Module):
-    """Rows of a [v, h] table, one a token. The table also serves the tied head."""
+    """Maps tokens [b, s] to rows of a [v, h] table, [b, s, h]. `TiedHead` shares the table."""
 
     def __init__(self, v: int, h: int, std: float) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """The rows `start` to `start + s` of a [max_seq_len, h] table."""
+    """Returns rows `start` to `start + s` of a [max_seq_len, h] table, [s, h]."""
 
     def __init__(self, max_seq_len: int, h: int, std: float) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class PositionEmbedding(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """sin and cos of positions at h/2 wavelengths (Vaswani et al. 2017, section 3.5): [s, h].
+    """Sine and cosine of positions at h/2 wavelengths (Vaswani et al. 2017, section 3.5), [s, h].
 
-    Columns come in pairs, sin and cos. `columns` says which block of them is held here, of how
-    many: [s, h/size].
+    Columns alternate between sine and cosine. `columns` is (index, number of blocks) of the block
+    of columns on this device, which is [s, h / number of blocks].
     """
 
     def __init__(self, h: int) -> None:
@@ -51,7 +51,7 @@ class SinusoidalPositions(nn.Module):
         self.part, self.columns = (0, 1), (0, 1)
 
     def forward(self, s: int, start: int, like: Tensor) -> Tensor:
-        """Of `like`'s device, in at least float32."""
+        """Returns positions `start` to `start + s` on the device of `like`, in at least float32."""
         first, size = chunk_bounds(s, self.part)
         left, width = chunk_bounds(self.h, self.columns)
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -63,7 +63,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class SegmentEmbedding(nn.Module):
-    """Rows of a [2, h] table for sentences A and B: segments [b, s] to [b, s, h]."""
+    """Maps segments [b, s] to rows of a [2, h] table for sentences A and B, [b, s, h]."""
 
     def __init__(self, h: int, std: float) -> None:
         super().__init__()
@@ -76,14 +76,21 @@ class SegmentEmbedding(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Logits from the embedding's own table: x Tᵀ, plus a bias [v] where there is one (BERT)."""
+    """Computes logits [b, s, v] = x Tᵀ from the embedding's table T [v, h].
+
+    Args:
+        biases: Size of the bias that is added, v in BERT; 0 for none.
+    """
 
     def __init__(self, biases: int = 0) -> None:
         super().__init__()
         self.bias: nn.Parameter | None = new_parameter(biases, init=Init()) if biases else None
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
-        """The table as it may be read many times in `dtype`: nothing to do where it is whole."""
+        """Returns the table in the form that `forward(..., prepared=True)` reads many times.
+
+        Here that is the table itself; a parallel head may gather it in `dtype` first.
+        """
         return table_VH
 
     def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
@@ -92,6 +99,6 @@ class TiedHead(nn.Module):
 
 
 def chunk_bounds(whole: int, part: tuple[int, int]) -> tuple[int, int]:
-    """Where part (index, number of parts) of `whole` begins, and its size."""
+    """Returns the start and the size of `part`, (index, number of parts), of `whole` elements."""
     index, n_parts = part
     return index * (whole // n_parts), whole // n_parts

@@ -1,4 +1,4 @@
-"""One layer of any family: attention, attention to a source, feed-forward, each with a residual."""
+"""One layer of any family: self-attention, cross-attention and feed-forward with residuals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gridformer.models.blocks.norm import NormKind, new_norm
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviations of a layer's matrices at the start; several where one makes q, k, v."""
+    """The standard deviations with which the matrices of a layer are initialized."""
 
     q: float
     k: float
@@ -28,9 +28,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Style:
-    """What the layers of one family have in common and another's have not.
+    """How the layers of one family differ from those of others.
 
-    scaled: scores are divided by sqrt(d).
+    Attributes:
+        spread: Standard deviations of the initialization.
+        activation: The activation of the feed-forward.
+        norm: The kind of norm.
+        bias: Whether products have a bias.
+        scaled: Whether attention scores are divided by sqrt(d).
     """
 
     spread: Spread
@@ -41,11 +46,19 @@ class Style:
 
 
 class Layer(nn.Module):
-    """[b, s, h] to [b, s, h]; with `norm_position` pre, x + f(norm(x)) for each sub-layer f, with
-    post norm(x + f(x)).
+    """One layer, [b, s, h] to [b, s, h].
 
-    stack: the prefix of the layer's products, empty where a model has one stack. site: the layer's
-    name in dropout masks. crossed: between the two, attention to a source.
+    For each sub-layer f it computes x + f(norm(x)) if `norm_position` is pre, and norm(x + f(x)) if
+    it is post.
+
+    Args:
+        config: The model's config.
+        style: What the layers of the family have in common.
+        clock: The step and rows on which dropout masks depend.
+        stack: The prefix of the names of the layer's products; empty if the model has one stack.
+        site: The name of the layer in dropout masks.
+        causal: Whether self-attention sees only the past.
+        crossed: Whether there is cross-attention between self-attention and feed-forward.
     """
 
     def __init__(
@@ -75,7 +88,7 @@ class Layer(nn.Module):
             return Linear(n_in, n_out, role, Init(std=std, width=d), style.bias)
 
         def norm(reader: str) -> nn.Module:
-            alone = None if self.post else stack + reader  # else the residual reads it, too
+            alone = None if self.post else stack + reader  # post: the residual reads it as well
             return new_norm(style.norm, h, config.norm_eps, alone)
 
         drop = config.attention_dropout
@@ -108,6 +121,15 @@ class Layer(nn.Module):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
     ) -> Tensor:
+        """Runs the layer on x [b, s, h].
+
+        Args:
+            x: Input [b, s, h].
+            mask: Added to the scores of self-attention; see `added_to_scores`.
+            cache: Keys and values of past tokens, for generation.
+            memory: The encoder's output [b, S, h], for cross-attention.
+            memory_mask: Added to the scores of cross-attention.
+        """
         if self.post:
             x = self.norm1(x + self.dropout1(self.attention(x, mask, cache)))
             if self.crossed:

@@ -1,4 +1,4 @@
-"""Parameters, how they begin, and the matrix products of a model."""
+"""The matrix products of a model, their roles, and the initialization of parameters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter begins: every element `mean`, plus normal noise of `std`.
+    """How a parameter is initialized: `mean` plus normal noise with standard deviation `std`.
 
-    Several std take turns, each for `width` columns: q, k and v of a matrix that makes all three.
+    Attributes:
+        mean: The mean of all elements.
+        std: One standard deviation, or several that alternate every `width` columns, such as those
+            of q, k and v in a matrix that computes all three.
+        width: How many columns each of several standard deviations covers at a time.
     """
 
     mean: float = 0.0
@@ -33,30 +37,36 @@ class Init:
 
 
 def new_parameter(*shape: int, init: Init) -> nn.Parameter:
-    """An unfilled parameter and its Init; gridformer.parallel.initialization fills it."""
+    """Returns an uninitialized parameter with its `Init`.
+
+    `gridformer.parallel.initialization` initializes it.
+    """
     return with_init(nn.Parameter(torch.empty(*shape)), init)
 
 
 def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
-    """Records how a parameter begins; `init_of` reads it."""
+    """Records how a parameter is initialized, and returns it; `init_of` reads the record."""
     parameter.init = init  # type: ignore[attr-defined]
     return parameter
 
 
 def init_of(parameter: Tensor) -> Init | None:
-    """How a parameter begins; None where nothing was recorded."""
+    """Returns how a parameter is initialized, or None if `with_init` was not called on it."""
     init: Init | None = getattr(parameter, "init", None)
     return init
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a product is in its model, which is all that a parallel scheme needs to know of it.
+    """The role of a product in its model, which is all that a parallel scheme knows about it.
 
-    product: a name that all layers of a stack share, for instance `decoder.qkv`. section: what it
-    is part of. opens: whether it opens its section (h to wider, cut by columns in 1-D schemes) or
-    closes it. reads: whose tokens its input has: the model's own, its source's, or one vector of
-    each sequence.
+    Attributes:
+        product: A name that all layers of a stack share, for instance `decoder.qkv`.
+        section: The section that the product belongs to.
+        opens: Whether the product opens its section (h to wider; 1-D schemes shard it by columns)
+            or closes it.
+        reads: What dimension s of its input holds: the model's own tokens, the source's tokens, or
+            no tokens but one vector per sequence.
     """
 
     product: str
@@ -66,10 +76,15 @@ class Role:
 
 
 def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x W + b in the precision of x.
+    """Computes x W + b in the precision of x.
 
-    Of a weight in another precision autograd keeps the weight, and not what is cast of it: of all
-    layers together that would be as much again as the model, in that precision.
+    For a weight in another precision, autograd saves the weight itself and not its cast copy: the
+    copies of all layers would take as much memory as the whole model in that precision.
+
+    Args:
+        x: Input [..., in].
+        weight_IO: Weight [in, out].
+        bias_O: Bias [out], or None.
     """
     if weight_IO.dtype == x.dtype:
         return F.linear(x, weight_IO.t(), bias_O)
@@ -80,8 +95,10 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 class _CastLinear(torch.autograd.Function):
-    """Records x W + b for the backward pass, before `_CastLinearResult` computes it: so a block
-    that ends in it need not compute it again."""
+    """Records x W + b for the backward pass before `_CastLinearResult` computes it.
+
+    A block that ends in this product then does not need to recompute it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -99,7 +116,7 @@ class _CastLinear(torch.autograd.Function):
 
 
 class _CastLinearResult(torch.autograd.Function):
-    """x W + b in the place of what stands for it."""
+    """Computes x W + b, whose backward pass `_CastLinear` has recorded."""
 
     @staticmethod
     def forward(
@@ -114,7 +131,15 @@ class _CastLinearResult(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """y = x W + b, W [in, out]."""
+    """Computes y = x W + b with W [in, out]: x [..., in] to [..., out].
+
+    Args:
+        n_in: Size of the input's last dimension.
+        n_out: Size of the output's last dimension.
+        role: What the product is in its model.
+        init: How the weight is initialized; the bias starts at 0.
+        bias: Whether there is a bias.
+    """
 
     def __init__(self, n_in: int, n_out: int, role: Role, init: Init, bias: bool = True) -> None:
         super().__init__()
@@ -127,7 +152,7 @@ class Linear(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """h to f, an activation, f to h."""
+    """A product from h to f, an activation, and a product from f to h: [b, s, h] to [b, s, h]."""
 
     def __init__(self, up: Linear, down: Linear, activation: Activation) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses as sums over targets: sums of parts add up to the whole's, so the trainer divides once."""
+"""Losses as sums over targets. Sums of parts add up to the total, so the trainer divides once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from gridformer.utils.batch import IGNORE
 
 
 class CrossEntropy(nn.Module):
-    """Sum (not mean) of the cross entropy over targets that are not IGNORE, in at least float32.
+    """Sums the cross entropy over all targets that are not IGNORE, in at least float32.
 
-    smoothing: the share of each target that is spread evenly over the vocabulary, in training
-    (Vaswani et al. 2017, section 5.4).
+    Maps logits [b, s, v] and targets [b, s] to a scalar.
+
+    Args:
+        smoothing: The fraction of each target that training distributes evenly over the vocabulary
+            (Vaswani et al. 2017, section 5.4).
     """
 
     def __init__(self, smoothing: float = 0.0) -> None:
@@ -34,15 +37,20 @@ class CrossEntropy(nn.Module):
 
 
 class LabelLoss(nn.Module):
-    """The same of a label a sequence: logits [b, n_labels], labels [b]."""
+    """Sums the cross entropy of one label per sequence: logits [b, n_labels], labels [b]."""
 
     def forward(self, logits_BL: Tensor, labels_B: Tensor) -> Tensor:
         return F.cross_entropy(_wide(logits_BL), labels_B, ignore_index=IGNORE, reduction="sum")
 
 
 def places_per_chunk(hidden_BSH: Tensor, targets_BS: Tensor, chunk_tokens: int) -> int:
-    """How many places of each sequence this device takes at a time, so that the logits of about
-    `chunk_tokens` tokens exist together; all of them where that is 0."""
+    """Returns how many positions of each sequence one chunk of `chunked_loss` has on this device.
+
+    Args:
+        hidden_BSH: This device's hidden states [b, s, h], or [b, s/c, h] if s is sharded.
+        targets_BS: Targets [b, s].
+        chunk_tokens: About how many tokens' logits may exist at a time; 0 means all of them.
+    """
     n_chunks = -(-targets_BS.numel() // chunk_tokens) if chunk_tokens else 1
     return -(-hidden_BSH.shape[1] // n_chunks)
 
@@ -55,18 +63,24 @@ def chunked_loss(
     loss: Callable[[Tensor, Tensor], Tensor],
     parameters: Sequence[Tensor],
 ) -> Tensor:
-    """The sum of loss(head(chunk), its targets) over chunks of `places` places of each sequence.
+    """Sums loss(head(chunk), targets of the chunk) over chunks of the sequence dimension.
 
-    The logits of one chunk exist at a time: of each, the gradients of its loss are taken at once,
-    with respect to the hidden states and to parameters, and the chunk is let go of. Backward has
-    nothing left to do but to scale them. So the head's products are multiplied as often as without
-    chunks, and a device holds logits of b * places tokens instead of b * s.
+    Only the logits of one chunk exist at a time. The forward pass computes the gradients of each
+    chunk's loss with respect to the hidden states and the parameters, then frees the chunk; the
+    backward pass only scales them. The head therefore multiplies as often as without chunks, and a
+    device holds the logits of b * places tokens instead of b * s.
 
-    Where s is cut over devices, the hidden states are this device's [b, s/c, h], and the head makes
-    logits of all s places: those of a chunk lie in every device's part of the sequence.
+    If s is sharded over devices, the hidden states are this device's [b, s/c, h] and the head
+    computes logits of all s positions, so a chunk takes positions from every device's part of the
+    sequence.
 
     Args:
-        parameters: what the head reads besides, which gradients are wanted for.
+        hidden_BSH: This device's hidden states [b, s, h] or [b, s/c, h].
+        targets_BS: Targets [b, s].
+        places: Positions per chunk of each sequence on this device; see `places_per_chunk`.
+        head: Maps hidden states of a chunk to logits.
+        loss: Maps logits and targets of a chunk to the sum of their losses.
+        parameters: The other tensors that the head reads and that need gradients.
     """
     b, s = hidden_BSH.shape[:2]
     targets = targets_BS.view(b, -1, s)

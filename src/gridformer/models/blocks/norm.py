@@ -1,4 +1,4 @@
-"""Normalization over h, statistics in at least float32."""
+"""Normalization over h, computed in the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ NormKind = Literal["layer", "rms"]
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std, times a weight, plus a bias.
+    """Computes (x - mean) / std * weight + bias over h for x [b, s, h].
 
-    reader: the product that alone reads the result, if there is one.
+    Args:
+        h: Hidden size.
+        eps: Added to the variance.
+        reader: The name of the product that alone reads the result, or None if others read it too.
     """
 
     def __init__(self, h: int, eps: float, reader: str | None = None) -> None:
@@ -31,7 +34,10 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean of x²), times a weight and `scale` (Zhang and Sennrich 2019); T5's norm."""
+    """Computes x / sqrt(mean(x²) + eps) * weight * scale over h for x [b, s, h]; T5's norm.
+
+    See Zhang and Sennrich 2019. For `reader` see `LayerNorm`.
+    """
 
     def __init__(self, h: int, eps: float, reader: str | None = None, scale: float = 1.0) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""Which activations of blocks are kept for the backward pass, and which are computed again.
+"""Which activations of blocks are kept for the backward pass, and which are recomputed.
 
-    none        all that backward needs
-    selective   scores and probabilities of attention are computed again (Korthikanti et al. 2022);
-                with a fused kernel they never exist
-    full        of each block its input alone, and that cut over the devices that would all hold it
+    none        keeps everything that backward needs
+    selective   recomputes scores and probabilities of attention (Korthikanti et al. 2022); with a
+                fused kernel they never exist
+    full        keeps only the input of each block, sharded over the devices that would all hold it
 
-What is computed again ends where backward needs no more of it: the last product of a block is not
-multiplied again, unless a norm reads it. Dropout's masks are functions of a sample's place, so they
-are the same again.
+Recomputation stops as soon as backward has what it needs: the last product of a block is not
+recomputed unless a norm reads it. Dropout masks are functions of an element's global index, so
+recomputation generates the same ones.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Mode = Literal["none", "selective", "full"]
 
 
 def in_backward() -> bool:
-    """Whether the code that asks runs inside a backward pass, or is computed again for one."""
+    """Returns whether the caller runs inside a backward pass, recomputation included."""
     return torch._C._current_graph_task_id() != -1
 
 
 class ActivationPartition(Protocol):
-    """How several devices share what each of them would hold."""
+    """How devices that would all hold the same activation keep only a part of it each."""
 
     def part(self, x: Tensor) -> Tensor:
-        """This device's part of x, in memory of its own."""
+        """Returns this device's part of x, in memory of its own."""
 
     def whole(self, part: Tensor, like: torch.Size) -> Tensor:
-        """x again, of this shape, from all parts."""
+        """Gathers all parts and returns x with the shape `like`."""
 
 
 class Unpartitioned:
-    """Nobody else holds it."""
+    """The ActivationPartition for an activation that no other device holds."""
 
     def part(self, x: Tensor) -> Tensor:
         return x
@@ -49,7 +49,7 @@ class Unpartitioned:
 
 
 class _Input:
-    """A block's input: itself during the forward pass, then this device's part of it."""
+    """A block's input: the whole tensor during the forward pass, then this device's part of it."""
 
     def __init__(self, x: Tensor) -> None:
         self._x: Tensor | None = x
@@ -67,8 +67,11 @@ class _Input:
 
 
 class _Begin(torch.autograd.Function):
-    """The end of a block that is computed again before anything else of it is gone back through,
-    whether this device needs it by then or not."""
+    """An identity at the end of a block that saves a tensor.
+
+    Its backward therefore triggers the recomputation of the block before anything else in the
+    block runs backward, whether this device needs it by then or not.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -83,10 +86,13 @@ class _Begin(torch.autograd.Function):
 
 @dataclass
 class Recompute:
-    """What a model does about its blocks.
+    """Runs the blocks of a model and recomputes their activations as configured.
 
-    partition: of each block's input. stops_early: whether computing again may begin when this
-    device first needs something, and end as soon as it needs no more; not where others wait for it.
+    Attributes:
+        mode: What is recomputed; see the module's docstring.
+        partition: How each block's input is partitioned with `full`.
+        stops_early: Whether recomputation may begin when this device first needs a saved tensor and
+            stop as soon as it needs no more. False if other devices wait for its messages.
     """
 
     mode: Mode = "none"
@@ -95,18 +101,20 @@ class Recompute:
     _hooks: dict[nn.Module, list[Callable[[Tensor], None]]] = field(default_factory=dict)
 
     def before_backward(self, block: nn.Module, hook: Callable[[Tensor], None]) -> None:
-        """Call `hook` in every backward pass when the gradient of the block's output is there,
-        before anything of the block is computed again or gone back through.
+        """Registers a hook that every backward pass calls with the gradient of the block's output.
 
-        A hook on what the block itself returns would come after the computing again where
-        `stops_early` is false, and before it where it is true: devices that have to agree on the
-        order of their messages would not.
+        It runs before anything in the block is recomputed or runs backward. A hook on the tensor
+        that the block itself returns would run after recomputation if `stops_early` is false and
+        before it if true, so that devices could disagree on the order of their messages.
         """
         self._hooks.setdefault(block, []).append(hook)
 
     def block(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
-        """block(x, *rest). With `full`, what is made inside is let go of; `rest` is kept as it is,
-        since all blocks of a stack share it."""
+        """Runs block(x, *rest).
+
+        With `full`, activations inside the block are freed. `rest` is kept as it is, because all
+        blocks of a stack share it.
+        """
         out = self._run(block, x, *rest)
         if out.requires_grad:
             for hook in self._hooks.get(block, ()):
@@ -119,7 +127,7 @@ class Recompute:
             return out
         entering = _Input(x)
 
-        def run() -> Tensor:  # no arguments, of which torch expects that they are on one device
+        def run() -> Tensor:  # without arguments, which torch expects to be on one device
             found: Tensor = block(entering.take(), *rest)
             return found if self.stops_early else _Begin.apply(found)
 
@@ -129,7 +137,7 @@ class Recompute:
         return out
 
     def attention(self, run: Callable[..., Tensor], *args: Any) -> Tensor:
-        """run(*args), from queries, keys and values to results."""
+        """Runs attention, `run(*args)`, from queries, keys and values to results."""
         if self.mode != "selective" or not torch.is_grad_enabled():
             return run(*args)
         out: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
