@@ -246,8 +246,8 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gcc or clang" in c_compiler
     monkeypatch.setenv("CXX", "my-c++")
     monkeypatch.setenv("CC", "my-cc")
-    assert "there is no my-c++" in compile_problems(run_of(ON))[0]
-    assert "there is no my-cc" in compile_problems(run_of({**ON, "device": "cuda"}))[1]
+    assert "my-c++ was not found" in compile_problems(run_of(ON))[0]
+    assert "my-cc was not found" in compile_problems(run_of({**ON, "device": "cuda"}))[1]
 
 
 def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

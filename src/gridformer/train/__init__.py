@@ -1,1 +1,1 @@
-"""Training: one step, the loop around it, and what survives of it on disk."""
+"""Training: one optimizer step, the loop around it, the optimizer, metrics and console output."""

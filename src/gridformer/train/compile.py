@@ -1,8 +1,8 @@
-"""torch.compile, block by block: where it may be used, what it needs, and switching it on.
+"""torch.compile, block by block: checking what it needs on this machine, and applying it.
 
-What is compiled is a transformer block, the head and the loss, each in place: names of modules and
-parameters stay, so checkpoints do too. All blocks are the same code on the same shapes, so one
-compilation serves all of them, and what it costs does not grow with the depth of the model.
+Transformer blocks, the head and the loss are compiled in place, so that names of modules and
+parameters, and therefore checkpoints, stay the same. All blocks run the same code on the same
+shapes: one compilation serves all of them, and its cost does not grow with the model's depth.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ _OFF = "use train.compile=false"
 
 
 def compile_model(model: Model, backend: str = "inductor") -> None:
-    """Compile a model's blocks, head and loss in place; they are compiled when first called.
+    """Compiles a model's blocks, head and loss in place, each when it is first called.
 
-    Shapes are taken as fixed, as they are in training: another micro-batch or sequence length
-    compiles anew, and so does evaluation, which keeps nothing for a backward pass.
+    Shapes are treated as static, as they are in training. Another micro-batch size or sequence
+    length recompiles, and so does evaluation, which saves nothing for a backward pass.
 
-    Dropout stays outside the compiled code: its mask is a function of the step and of the
-    micro-batch, Python numbers that compiled code would take for constants and be compiled anew
-    for. A block is then several compiled pieces with a mask between them; masks are the same bits.
+    Dropout stays outside of the compiled code. Its mask is a function of the step and the
+    micro-batch, which are Python numbers: compiled code would treat them as constants and recompile
+    for every new value. A block with dropout is therefore several compiled pieces with a mask
+    between them. The masks are bit-identical to those of uncompiled code.
 
     Args:
-        model: whose blocks hold no communication; see `compile_problems`.
-        backend: of torch.compile; `aot_eager` needs no C++ compiler and gains no speed.
+        model: The model, whose blocks must not communicate; `gridformer.parallel.validation.check`
+            rejects layouts whose blocks do.
+        backend: The backend of torch.compile; `aot_eager` needs no C++ compiler and is not faster.
     """
     kinds = (Layer, TiedHead, CrossEntropy)
     parts = [module for module in model.modules() if isinstance(module, kinds)]
@@ -55,9 +57,10 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
 
 
 def compile_problems(run: RunConfig) -> list[str]:
-    """Why this machine cannot compile, one sentence each with its remedy; none when it is off.
+    """Returns why this machine cannot compile a run, each reason with its remedy.
 
-    Which layouts cannot be compiled `gridformer.parallel.validation.check` says.
+    The result is empty if `train.compile` is off. `gridformer.parallel.validation.check` rejects
+    layouts that cannot be compiled.
     """
     if not run.train.compile:
         return []
@@ -65,19 +68,19 @@ def compile_problems(run: RunConfig) -> list[str]:
 
 
 def toolchain_problems(device_type: str) -> list[str]:
-    """What torch.compile needs on this machine and does not find, for `cpu` or `cuda`."""
+    """Returns what torch.compile needs for `device_type`, `cpu` or `cuda`, and does not find."""
     return (_problems_on_cuda() if device_type == "cuda" else _problems_on_cpu()) + _no_headers()
 
 
 def _leave_out(module: Dropout | Attention | CrossAttention, method: str) -> None:
-    """Have one module's method run as it is, between the compiled pieces before and after it."""
+    """Excludes one module's method from compilation."""
     from torch.compiler import disable
 
     setattr(module, method, disable(getattr(module, method)))
 
 
 def _takes_cuda(run: RunConfig) -> bool:
-    """Whether the run will be on GPUs, as `gridformer.launch.init_world` will choose."""
+    """Returns whether the run will use GPUs, as `gridformer.launch.init_world` decides it."""
     import torch
 
     if run.train.device != "auto":
@@ -88,37 +91,36 @@ def _takes_cuda(run: RunConfig) -> bool:
 
 
 def _problems_on_cpu() -> list[str]:
-    """torch.compile writes C++ for the CPU and compiles it with $CXX, or g++."""
+    """Looks for a C++ compiler: for CPUs torch.compile generates C++ and builds it with $CXX."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is not None:
         return []
     return [
-        f"train.compile=true needs a C++ compiler on the CPU, and there is no {compiler}: "
-        f"install one (Debian, Ubuntu: apt install g++), name one in CXX, or {_OFF}"
+        f"train.compile=true needs a C++ compiler on the CPU, and {compiler} was not found: "
+        f"install one (Debian, Ubuntu: apt install g++), set CXX to one, or {_OFF}"
     ]
 
 
 def _problems_on_cuda() -> list[str]:
-    """torch.compile writes Triton for GPUs, which builds its launchers with $CC, gcc or clang."""
+    """Looks for Triton and a C compiler: Triton builds its launchers with $CC, gcc or clang."""
     problems = []
     if find_spec("triton") is None:
         problems.append(
-            "train.compile=true needs the package triton on a GPU, and there is none: pip install "
-            f"triton (CUDA builds of torch for Linux bring it), or {_OFF}"
+            "train.compile=true needs the package triton on a GPU, and it is not installed: pip "
+            f"install triton (CUDA builds of torch for Linux include it), or {_OFF}"
         )
     named = os.environ.get("CC")
     if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
         problems.append(
-            f"train.compile=true needs a C compiler for Triton, and there is no "
-            f"{named or 'gcc or clang'}: install one (Debian, Ubuntu: apt install gcc), name one "
-            f"in CC, or {_OFF}"
+            f"train.compile=true needs a C compiler for Triton, and {named or 'gcc or clang'} was "
+            f"not found: install one (Debian, Ubuntu: apt install gcc), set CC to one, or {_OFF}"
         )
     return problems
 
 
 def _no_headers() -> list[str]:
-    """Compiled code is loaded as Python modules, which takes Python's own C headers."""
-    scheme = "nt" if os.name == "nt" else "posix_prefix"  # where torch and Triton look
+    """Looks for Python's C headers: compiled code is loaded as Python modules."""
+    scheme = "nt" if os.name == "nt" else "posix_prefix"  # where torch and Triton look for them
     if (Path(sysconfig.get_path("include", scheme)) / "Python.h").exists():
         return []
     return [

@@ -1,4 +1,4 @@
-"""What a person sees on the terminal while a run trains. Rank 0 only."""
+"""What a training run prints on the terminal. Used on rank 0 only."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ if TYPE_CHECKING:
     from gridformer.mesh.process_group import World
     from gridformer.train.plan import Plan
 
-_LINE_EVERY_S = 5.0  # where the output is no terminal
+_LINE_EVERY_S = 5.0  # if the output is not a terminal
 
 
 class Reporter:
-    """A progress bar on a terminal, a line now and then elsewhere, and lines at both ends."""
+    """Prints a summary, a progress bar (or a line every few seconds off a terminal), and an end.
+
+    Args:
+        plan: The run.
+        world: The processes of the run.
+        n_train_tokens: Tokens of training text.
+        batches: The training batches.
+    """
 
     def __init__(self, plan: Plan, world: World, n_train_tokens: int, batches: Batches) -> None:
         self.plan = plan
@@ -43,7 +50,7 @@ class Reporter:
         for note in notes(run):
             self._print(f"  {note}")
         if batches.n_left_out:
-            self._print(f"  {batches.n_left_out:,} pairs are left out: they are longer than that")
+            self._print(f"  {batches.n_left_out:,} pairs are skipped because they are longer")
         if plan.resume is not None:
             self._print(f"  resuming after step {plan.resume_step} from {plan.resume}")
         self.progress = Progress(
@@ -61,11 +68,11 @@ class Reporter:
         self.progress.start()
 
     def say(self, what: str) -> None:
-        """Show what goes on between steps."""
+        """Shows what the run does between steps."""
         self.progress.update(self._task, description=what)
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """One line of metrics.jsonl has been written."""
+        """Shows the metrics of one step, given its line of metrics.jsonl."""
         step = metrics["step"]
         parts = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
         if "val_loss" in metrics:
@@ -84,29 +91,35 @@ class Reporter:
             self._print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
 
     def skipped(self, step: int, scale: float) -> None:
-        """float16 gradients overflowed."""
+        """Prints that the gradients of a step overflowed float16, and the new loss scale."""
         self._print(
             f"  step {step}: gradients overflowed float16; nothing was updated, and the loss is "
             f"now scaled by {scale:g}"
         )
 
     def traced(self, path: Path, idle: float | None, layout: LayoutConfig) -> None:
-        """A step's timeline has been written."""
+        """Prints where the timeline of a step was written, and how long pipeline ranks waited."""
         text = f"  timeline of this step: {path} (open it in ui.perfetto.dev)"
         if layout.pp > 1 and idle is not None:
             ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
-            text += f"; ranks waited {idle:.0%} of the time that they computed, with equal stages "
-            text += f"it would be {ideal:.0%}"
+            text += f"; ranks waited for {idle:.0%} of the time that they computed "
+            text += f"({ideal:.0%} with equal stages)"
         self._print(text)
 
     def end(self, step: int, saved: int, stopped: bool) -> None:
-        """The run is over; say where it left off."""
+        """Stops the progress bar and prints how the run ended.
+
+        Args:
+            step: The last step that ran.
+            saved: The step of the last checkpoint.
+            stopped: Whether the run was told to stop before its last step.
+        """
         self.close()
         out = self.plan.out
         if stopped:
             self._print(
-                f"  stopped after step {step}; checkpoint of step {saved} saved: the same command "
-                "goes on from there"
+                f"  stopped after step {step}; checkpoint of step {saved} saved: run the same "
+                "command to resume from it"
             )
         else:
             self._print(
@@ -115,25 +128,26 @@ class Reporter:
             )
 
     def close(self) -> None:
+        """Stops the progress bar."""
         self.progress.stop()
 
     def _print(self, text: str) -> None:
-        """A line as it is: one that is folded at 80 columns cannot be searched or copied."""
+        """Prints a line without folding it, so that it can be searched and copied."""
         self.console.print(text, soft_wrap=True)
 
 
 def title_of(run: RunConfig) -> str:
-    """`demo: demo-4m (3.87M parameters) on optimus 2x2`."""
+    """Returns a title such as `demo: demo-4m (3.87M parameters) on optimus 2x2`."""
     model = run.model.family if run.model.name == "custom" else run.model.name
-    size = format_count(count_parameters(run.model))  # a rank may hold some stages only
+    size = format_count(count_parameters(run.model))  # this rank may hold only some stages
     return f"{run.name}: {model} ({size} parameters) on {describe(run.layout)}"
 
 
 def _lengths(run: RunConfig) -> str:
-    """`128`, or `128 + 114` where samples have a source."""
+    """Returns `128`, or `128 + 114` if samples have a source."""
     return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), without overflowing on a diverged one."""
+    """Returns exp(loss), limited so that the loss of a diverged run does not overflow."""
     return math.exp(min(loss, 700.0))

@@ -1,4 +1,4 @@
-"""Forward and backward over the micro-batches of a step."""
+"""Forward and backward passes over the micro-batches of a step, without or with a pipeline."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ Losses = dict[str, Tensor]
 
 
 class Passes(Protocol):
-    """How a step's micro-batches go through what this process holds of a model.
+    """Runs the micro-batches of a step through this process's part of a model.
 
-    Both return this process's sums of each loss, in float64; 0 where others compute it.
-    on_action: told of each pass, of messages between stages, and when they were.
+    Both methods return this process's sum of each loss in float64, which is 0 if other processes
+    compute the loss.
+
+    Attributes:
+        on_action: Called with each pass and each message between stages, and their times.
     """
 
     on_action: OnAction | None
@@ -29,17 +32,24 @@ class Passes(Protocol):
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
     ) -> Losses:
-        """Accumulate the gradients of scale * the sum over all losses of (its sum / its count)."""
+        """Accumulates the gradients of scale * the sum over losses of (sum / count).
+
+        Args:
+            work: This process's micro-batches.
+            counts: How many targets each loss has in the global batch.
+            scale: The loss scale.
+        """
 
     def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
-        """Without gradients."""
+        """Computes the losses without gradients."""
 
 
 class WholeModel:
-    """One micro-batch after the other through all of the model.
+    """Runs one micro-batch after the other through the whole model.
 
-    sums: of gradients over replicas; they start during the last micro-batch's backward pass.
-    on_action: told of each pass, as by `gridformer.parallel.pipeline.Executor`.
+    Args:
+        model: This rank's model.
+        sums: Sums gradients over replicas, beginning in the last micro-batch's backward pass.
     """
 
     def __init__(self, model: Model, sums: GradientSums) -> None:
@@ -74,9 +84,9 @@ class WholeModel:
 
 
 class Pipeline:
-    """Micro-batches through the stages of a pipeline, of which this process holds some.
+    """Runs micro-batches through the pipeline stages that this process holds.
 
-    The last stage has the losses; the other ranks' sums stay 0.
+    The last stage computes the losses; the sums of other ranks stay 0.
     """
 
     def __init__(self, model: Model, executor: Executor) -> None:
@@ -114,8 +124,8 @@ class Pipeline:
 
 
 def weighted(losses: Losses, counts: Mapping[str, Tensor], scale: float) -> Tensor:
-    """The loss that is minimized: of each kind the mean over its targets, added up; scaled."""
-    # A loss that is computed elsewhere (D&SP-cSub) is on the meta device: so its count goes there.
+    """Returns scale * the sum of the mean losses, which is what training minimizes."""
+    # D&SP-cSub puts a loss that another device computes on the meta device; its count must follow.
     parts = [loss / counts[name].clamp(min=1).to(loss) for name, loss in losses.items()]
     total: Tensor = parts[0]
     for part in parts[1:]:
@@ -124,7 +134,7 @@ def weighted(losses: Losses, counts: Mapping[str, Tensor], scale: float) -> Tens
 
 
 def zeros(counts: Mapping[str, Tensor]) -> Losses:
-    """A sum for each loss, where its count is."""
+    """Returns a zero in float64 for each loss, on the device of its count."""
     return {
         name: torch.zeros((), dtype=torch.float64, device=count.device)
         for name, count in counts.items()
@@ -132,7 +142,7 @@ def zeros(counts: Mapping[str, Tensor]) -> Losses:
 
 
 def add(totals: Losses, losses: Losses) -> None:
-    """A loss that is computed elsewhere (D&SP-cSub) has no value here: nothing to add."""
+    """Adds losses to totals in place."""
     for name, loss in losses.items():
-        if not loss.is_meta:
+        if not loss.is_meta:  # another device computes it (D&SP-cSub)
             totals[name] += loss.detach()

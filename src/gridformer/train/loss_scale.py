@@ -1,12 +1,12 @@
-"""Dynamic loss scaling: what keeps float16's gradients between its smallest and largest numbers.
+"""Dynamic loss scaling, which keeps float16 gradients within the range of float16.
 
 float16 ends at 65,504 and loses digits below 6e-5. The loss is multiplied by a power of two before
-the backward pass, the gradients, which are float32 by then, are divided by it after (Micikevicius
-et al. 2018, section 3.2). A step whose gradients overflow on any rank is skipped on all of them and
-halves the scale; many good steps in a row double it.
+the backward pass, and the gradients, which are float32 by then, are divided by it afterwards
+(Micikevicius et al. 2018, section 3.2). A step whose gradients overflow on any rank is skipped on
+all ranks and halves the scale; many good steps in a row double it.
 
-The scale is applied behind the forward pass, so it cannot mend a forward pass that overflows: then
-the loss is no number, and the run ends.
+The scale is applied after the forward pass, so it cannot help if the forward pass itself overflows:
+the loss is then NaN and the run ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ LARGEST_SCALE = 2.0**24
 
 @dataclass
 class LossScale:
-    """The scale of the next step; 1, and always so, unless it is `dynamic`.
+    """The loss scale of the next step.
 
-    good: steps since it last changed. skipped: steps of the whole run.
+    Attributes:
+        scale: The factor on the loss; always 1 unless `dynamic`.
+        good: Number of good steps since the scale last changed.
+        skipped: Number of skipped steps in the whole run.
+        dynamic: Whether the scale changes, which it does for float16.
     """
 
     scale: float = 1.0
@@ -32,24 +36,26 @@ class LossScale:
 
     @staticmethod
     def of(dtype: str) -> LossScale:
+        """Returns the scale with which a run in `dtype` (as in `train.dtype`) starts."""
         half = dtype == "float16"
         return LossScale(FIRST_SCALE if half else 1.0, dynamic=half)
 
     def go_on(self, scale: float, good: int) -> None:
-        """From where a float16 run before stopped."""
+        """Resumes from the scale and the good steps of a float16 run's checkpoint."""
         if self.dynamic:
             self.scale, self.good = scale, good
 
     @property
     def exhausted(self) -> bool:
-        """An overflow now is the model's own: no smaller scale would help."""
+        """Whether a smaller scale cannot help against an overflow."""
         return not self.dynamic or self.scale <= 1.0
 
     def overflowed(self) -> None:
-        """The step is skipped."""
+        """Counts a skipped step and halves the scale."""
         self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
 
     def succeeded(self) -> None:
+        """Counts a good step; after GROWS_AFTER of them in a row, doubles the scale."""
         if not self.dynamic:
             return
         self.good += 1

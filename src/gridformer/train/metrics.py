@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, TensorBoard events, loss.png, lines on the terminal."""
+"""The metrics of a run: metrics.jsonl, TensorBoard events and loss.png."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ EVENTS = "tensorboard"
 
 
 class MetricsLog:
-    """Writes one object a step. Used on rank 0 only.
+    """Writes one JSON object per step to metrics.jsonl, and TensorBoard events. Rank 0 only.
 
-    On resuming at `resume_step`, lines of later steps, left by a run that died after its last
-    checkpoint, are dropped: those steps are run again, with the same result.
+    A run that died after its last checkpoint leaves lines of later steps. Resuming removes them,
+    because those steps run again, with the same result.
+
+    Args:
+        run_dir: The run directory.
+        resume_step: The step of the checkpoint to resume from; 0 for a new run.
     """
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
@@ -32,7 +36,7 @@ class MetricsLog:
         self._events = SummaryWriter(str(run_dir / EVENTS), purge_step=resume_step + 1)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Append one step's metrics; they are on disk when this returns."""
+        """Appends the metrics of one step and flushes metrics.jsonl."""
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
         for name, value in metrics.items():
@@ -48,7 +52,7 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All complete lines of a run's metrics.jsonl; a last line cut short by a crash is left out."""
+    """Returns all complete lines of a run's metrics.jsonl, without lines truncated by a crash."""
     path = run_dir / METRICS
     if not path.exists():
         return []
@@ -62,7 +66,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def plot_loss(run_dir: Path, title: str) -> Path | None:
-    """Draw training and validation loss over steps; returns the picture's path."""
+    """Plots training and validation loss over steps.
+
+    Returns:
+        The path of the picture, or None if the run has no metrics yet.
+    """
     metrics = read_metrics(run_dir)
     train = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
     val = [(m["step"], m["val_loss"]) for m in metrics if "val_loss" in m]
@@ -83,7 +91,7 @@ def plot_loss(run_dir: Path, title: str) -> Path | None:
     if val:
         axes.plot(*zip(*val), color="#d1495b", marker="o", markersize=5, label="validation")
         _, loss = val[-1]
-        # Beyond the axes, where no curve is.
+        # Outside the axes, so that the text covers no curve.
         axes.annotate(
             f"{loss:.2f}\nperplexity\n{math.exp(min(loss, 50)):,.1f}",
             (1.01, loss),
@@ -92,7 +100,7 @@ def plot_loss(run_dir: Path, title: str) -> Path | None:
             color="#d1495b",
             annotation_clip=False,
         )
-    axes.set(xlabel="step", ylabel="cross entropy (nats a token)", title=title)
+    axes.set(xlabel="step", ylabel="cross entropy (nats per token)", title=title)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -103,7 +111,7 @@ def plot_loss(run_dir: Path, title: str) -> Path | None:
 
 
 def _smooth(values: tuple[float, ...], weight: float) -> list[float]:
-    """Exponential moving average, corrected for its start."""
+    """Returns an exponential moving average with bias correction."""
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:
         total = weight * total + (1 - weight) * value

@@ -1,19 +1,21 @@
-"""The optimizer, unit by unit: what is clipped, updated and kept elsewhere together.
+"""The optimizer. It clips, updates and offloads parameters in units.
 
-A unit is the matrices of one layer; the last unit is all else: embeddings, heads, vectors. After
-the backward pass units are updated one after the other. With `update: in_backward` a layer is
-updated as soon as its gradients are there, summed over replicas, and they are let go of, so that
-memory for the gradients of one layer (two, where sums over replicas are on their way) serves all.
+A unit is the matrices of one layer; the last unit is everything else: embeddings, heads, vectors.
+After the backward pass, units are updated one after the other. With `update: in_backward` a layer
+is updated as soon as its gradients are complete and summed over replicas. Its gradients are then
+freed, so that the memory for the gradients of one layer (of two while sums over replicas are in
+flight) serves all layers.
 
-Clipping. `global`: by the norm of all gradients, which nobody knows before the last of them: so not
-`in_backward`. `layer`: each unit by its own norm. Both are the same on every layout, and `layer` is
-the same whenever the update is.
+Clipping: `global` uses the norm of all gradients, which is known only after the last of them, so it
+excludes `in_backward`. `layer` clips each unit by its own norm. Both give the same result on every
+layout, and `layer` gives the same result with every `update`.
 
-Gradients of several micro-batches are added up, so until the last one's backward pass those of all
-layers are held. They are let go of in it, one by one; but only one micro-batch saves memory.
+Gradients of several micro-batches accumulate, so the gradients of all layers exist until the last
+micro-batch's backward pass, which then frees them one by one. Only a single micro-batch saves
+memory.
 
-`offload: optimizer` keeps the moments in the host's memory; a copy of a unit's is on the device
-while it is updated, by the same arithmetic as without.
+`offload: optimizer` keeps the moments in host memory and copies those of a unit to the device while
+it is updated. The arithmetic is the same as without offloading.
 """
 
 from __future__ import annotations
@@ -48,7 +50,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class UpdateUnit:
-    """Parameters of this rank that are updated together. updated: `parameters`, or their parts."""
+    """Parameters of this rank that are updated together.
+
+    Attributes:
+        parameters: The parameters.
+        updated: What the optimizer updates: the parameters, or this rank's ZeRO shards of them.
+        optimizer: The AdamW of `updated`.
+    """
 
     parameters: list[nn.Parameter]
     updated: list[nn.Parameter]
@@ -56,6 +64,7 @@ class UpdateUnit:
 
     @staticmethod
     def of(parameters: list[nn.Parameter], train: TrainConfig) -> UpdateUnit:
+        """Builds a unit of `parameters`; vectors such as biases and norms get no weight decay."""
         updated = []
         for parameter in parameters:
             part = replica_part(parameter)
@@ -75,7 +84,19 @@ class UpdateUnit:
 
 
 class Updates:
-    """See the module's text. Needs `sums`, whose messages it makes one or more a unit."""
+    """The optimizer of this rank's parameters; see the module's docstring.
+
+    Args:
+        model: This rank's model.
+        train: The training config.
+        axes: The axes of the mesh.
+
+    Attributes:
+        units: The units, the last of which holds everything that is in no other.
+        sums: The sums of gradients over replicas. With `update: in_backward` each of their messages
+            belongs to one unit.
+        in_backward: Whether layers are updated within the backward pass.
+    """
 
     def __init__(self, model: Model, train: TrainConfig, axes: Axes) -> None:
         self.model, self.train, self.axes = model, train, axes
@@ -88,7 +109,7 @@ class Updates:
             for layer in layers:
                 mine = [p for p in layer.parameters() if p in held and p.dim() > 1]
                 for parameter in mine:
-                    assert not shard_of(parameter).partial, "a matrix of a layer is whole here"
+                    assert not shard_of(parameter).partial, "a layer's matrix has partial gradients"
                     del held[parameter]
                 self.units.append(UpdateUnit.of(mine, train))
         self.units.append(UpdateUnit.of([*held], train))
@@ -101,8 +122,9 @@ class Updates:
         self._updated: set[int] = set()
         self._inside = False
         in_layers = {p for unit in self.units[:-1] for p in unit.parameters}
-        # The norms of layers are all-reduced in the backward pass, so all ranks of a stage must lag
-        # alike: those, too, that hold no matrix of any layer (of D&SP-cSub's other sub-grids).
+        # The norms of layers are all-reduced in the backward pass, so all ranks of a stage must
+        # have the same lag, including ranks that hold no matrix of any layer (on the other
+        # sub-grids of D&SP-cSub).
         under_way = axes.dp.size > 1 or not in_layers.isdisjoint(self.sums.parameters)
         self._lag = int(under_way)
         if self.in_backward:
@@ -114,7 +136,7 @@ class Updates:
 
     @property
     def done(self) -> set[nn.Parameter]:
-        """What a backward pass updates."""
+        """The parameters that the backward pass updates."""
         layers = self.units[:-1] if self.in_backward else []
         return {parameter for unit in layers for parameter in unit.parameters}
 
@@ -122,7 +144,7 @@ class Updates:
 
     @property
     def state(self) -> Mapping[nn.Parameter, dict[str, Tensor]]:
-        """AdamW's, by what is updated. Moments are where they are kept."""
+        """AdamW's state by updated parameter. With offloading, the moments are in host memory."""
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for unit in self.units:
             for parameter in unit.updated:
@@ -132,10 +154,11 @@ class Updates:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all units."""
         return [group for unit in self.units for group in unit.optimizer.param_groups]
 
     def allocate(self, step: int) -> None:
-        """The state that AdamW has after `step` updates, its moments zero."""
+        """Allocates AdamW's state as it is after `step` updates, with zero moments."""
         for unit in self.units:
             for parameter in unit.updated:
                 unit.optimizer.state[parameter] = {
@@ -144,34 +167,40 @@ class Updates:
                 }
 
     def _moment_of(self, parameter: Tensor) -> Tensor:
-        """Zero, where it is kept. Pinned, so that a GPU copies it without going through the CPU."""
+        """Returns a zero moment in the memory where it is kept."""
         if self.train.offload != "optimizer":
             return torch.zeros_like(parameter)
-        pinned = parameter.device.type == "cuda"
+        pinned = parameter.device.type == "cuda"  # the GPU can then copy it without the CPU
         return torch.zeros_like(parameter, device="cpu", pin_memory=pinned)
 
     # ------------------------------------------------------------------ a step
 
     def begin(self, lr: float) -> None:
-        """Before the passes of a step, whose learning rate it is."""
+        """Begins a step with the learning rate `lr`. Call it before the forward pass."""
         self._finite, self._squares, self._updated = True, [], set()
         for group in self.param_groups:
             group["lr"] = lr
 
     def squares(self) -> list[Tensor]:
-        """This rank's shares, to be added up over all ranks, of the squared norms (float64): of all
-        gradients, and of the last unit's. Call when gradients are complete."""
+        """Returns this rank's contributions, in float64, to two squared gradient norms.
+
+        These are the squared norms of all gradients and of the last unit's gradients. A sum over
+        all ranks completes them. Call it when the gradients are complete.
+        """
         each = [counted_square(unit.updated, self.axes) for unit in self.units]
         return [torch.stack([*each, *self._squares]).sum(), each[-1]]
 
     def finish(self, norm: float, last_norm: float, scale: float = 1.0) -> None:
-        """Update what is not updated yet. norm: of all gradients; last_norm: of the last unit's.
+        """Clips and updates the units that the backward pass has not updated.
 
-        scale: that gradients are multiplied with, the norms not.
+        Args:
+            norm: The norm of all gradients, without the loss scale.
+            last_norm: The norm of the last unit's gradients, without the loss scale.
+            scale: The loss scale, which the gradients still contain.
         """
         clip = self.train.clip_norm
         missed = {*range(len(self.units) - 1)} - self._updated if self.in_backward else ()
-        assert not any(self.units[number].parameters for number in missed), "gone back past a layer"
+        assert not any(self.units[number].parameters for number in missed), "backward missed layers"
         if self.train.clip_by == "global":
             for unit in self.units[-1:] if self.in_backward else self.units:
                 self._update(unit, clipping(norm, clip) / scale)
@@ -190,7 +219,7 @@ class Updates:
 
     @contextmanager
     def _brought(self, unit: UpdateUnit) -> Iterator[None]:
-        """Copies of a unit's moments on its device, for as long as it is updated."""
+        """Holds copies of a unit's offloaded moments on the device inside the context."""
         if self.train.offload != "optimizer":
             yield
             return
@@ -204,16 +233,16 @@ class Updates:
             state[name] = home.copy_(state[name])
 
     def _over_stage(self, squares: Tensor) -> Tensor:
-        """Added up over all ranks that hold parts of the same layers."""
+        """Sums over all ranks that hold shards of the same layers."""
         for axis in (self.axes.grid, self.axes.dp_branch):
             squares = comm.all_reduce(squares, axis, label=LABEL)
         return squares
 
-    # ------------------------------------------------------------------ while backward goes on
+    # ------------------------------------------------------------------ within the backward pass
 
     @contextmanager
     def _around_last(self) -> Iterator[None]:
-        """The last backward pass of a stage: each of its layers is updated in it, or at its end."""
+        """Wraps the last backward pass of a stage, which updates each layer of the stage."""
         self._inside = True
         try:
             yield
@@ -222,14 +251,16 @@ class Updates:
         self._update_reached(0)
 
     def _reach(self, number: int, _: Tensor) -> None:
-        """All that follows the layer has been gone back through."""
+        """Hook: backward is about to enter layer `number`, so the layers after it are complete."""
         if self._inside:
             self._update_reached(self._lag)
             self._reached.append(number)
 
     def _update_reached(self, but: int) -> None:
-        """Layers whose gradients are complete, but for so many that were reached last: their sums
-        over replicas are on their way."""
+        """Updates the layers that backward has reached, except for the last `but` of them.
+
+        The sums over replicas of those last ones are still in flight.
+        """
         while len(self._reached) > but:
             number = self._reached.pop(0)
             unit = self.units[number]

@@ -1,4 +1,4 @@
-"""A run that can start, as gridformer.launch.plan makes it."""
+"""The plan of a run, which `gridformer.launch.plan` makes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from gridformer.parallel.auto.decisions import Decisions
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can start: everything was checked, and what `auto` leaves open was decided.
+    """A run that can start: its config is checked and every `auto` is decided.
 
-    resume: the checkpoint to go on from.
+    Attributes:
+        run: The checked config.
+        out: The run directory.
+        resume: The checkpoint to resume from, or None.
+        resume_step: The step of that checkpoint, or 0.
+        decisions: What was chosen for each `auto`.
     """
 
     run: RunConfig
@@ -28,5 +33,5 @@ class Plan:
 
     @property
     def done(self) -> bool:
-        """The checkpoint has all the steps that were asked for."""
+        """Whether the checkpoint already contains all steps of the run."""
         return self.resume_step >= self.run.train.steps

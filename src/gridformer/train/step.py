@@ -1,4 +1,4 @@
-"""One optimizer step on any layout: forward, backward, gradients, clipping, update."""
+"""One optimizer step on any layout: forward, backward, gradient reduction, clipping, update."""
 
 from __future__ import annotations
 
@@ -29,16 +29,22 @@ from gridformer.train.optimizer import Updates
 from gridformer.utils.batch import Batch, MicroBatch
 from gridformer.utils.errors import DivergedError
 
-# Reads the given rows of a step's global batch; see gridformer.utils.batch.
+# Reads these rows of a step's global batch; see gridformer.utils.batch.
 ReadRows = Callable[[slice], Batch]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank. losses: each a mean over its targets in the global batch; loss: their
-    sum, which is minimized. tokens: that were read. flagged: some rank raised its flag (it was told
-    to stop) before this step. skipped: float16 gradients overflowed, nothing was updated; grad_norm
-    is then infinite or no number.
+    """The result of one step, which is the same on every rank.
+
+    Attributes:
+        loss: The sum of `losses`, which is minimized.
+        losses: Each loss as a mean over its targets in the global batch.
+        grad_norm: The norm of all gradients before clipping; infinite or NaN if `skipped`.
+        lr: The learning rate.
+        tokens: How many tokens of the global batch were read.
+        flagged: Whether a rank raised its flag before this step, because it was told to stop.
+        skipped: Whether float16 gradients overflowed, so that nothing was updated.
     """
 
     loss: float
@@ -52,17 +58,24 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """See StepResult."""
+    """Mean losses over the evaluated batches; see `StepResult`."""
 
     loss: float
     losses: dict[str, float]
 
 
 class Stepper:
-    """Holds the optimizer and knows which rows of a global batch this device takes.
+    """Runs optimizer steps and evaluations of one model on one layout.
 
-    A global batch of B sequences is cut into dp contiguous parts, each into micro-batches, each of
-    those over the grid's rows or over branches: so every layout sees the same batch, in one order.
+    A global batch of B sequences is split into dp contiguous parts, each part into micro-batches,
+    and each micro-batch over the grid's rows or over branches. Every layout therefore trains on the
+    same batch in the same order.
+
+    Args:
+        model: This rank's model, as `gridformer.parallel.build_parallel` returns it.
+        train: The training config.
+        axes: The axes of the mesh.
+        layout: The layout. It may be None without a pipeline, which means one micro-batch.
     """
 
     def __init__(
@@ -76,14 +89,14 @@ class Stepper:
         self.sums = self.updates.sums
         self.passes: Passes = WholeModel(model, self.sums)
         if axes.pp.size > 1:
-            assert layout is not None, "a pipeline is what its layout says"
+            assert layout is not None, "a pipeline needs its layout"
             self.passes = Pipeline(model, Executor(model, layout, axes, self.sums))
         self.scale = LossScale.of(train.dtype)
         held = next(model.parameters(), None)
         self.device = torch.device(axes.device_type) if held is None else held.device
 
     def rows(self, micro: int) -> slice:
-        """The rows of a global batch that make up one of this device's micro-batches."""
+        """Returns the rows of a global batch that are this device's micro-batch number `micro`."""
         n_rows, n_micro = self.train.global_batch, self.micro_batches
         batch = self.axes.batch
         size, rest = divmod(n_rows, self.axes.dp.size * n_micro * batch.size)
@@ -92,9 +105,17 @@ class Stepper:
         return slice(part * size, (part + 1) * size)
 
     def __call__(self, step: int, read: ReadRows, flag: bool = False) -> StepResult:
-        """Train on the global batch of `step` (counted from 0); all ranks learn of any flag.
+        """Trains on the global batch of one step. All ranks call it together.
 
-        Raises DivergedError, on all ranks and before any update, if loss or norm is not finite.
+        Args:
+            step: The number of the step, counted from 0.
+            read: Reads rows of the step's global batch.
+            flag: Whether this rank was told to stop. Every rank's result tells if any rank was.
+
+        Raises:
+            DivergedError: The loss or the gradient norm is not finite, and no smaller loss scale
+                can help. All ranks raise it. Nothing has been updated, except that with
+                `update: in_backward` layers may have been.
         """
         with self._timed("read the batch"):
             work = self._work(read)
@@ -123,8 +144,8 @@ class Stepper:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(
                 f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
-                f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), lengthen "
-                f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or look at the "
+                f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), raise "
+                f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or inspect the "
                 "data of this step"
             )
         with self._timed("update"):
@@ -136,11 +157,11 @@ class Stepper:
 
     def _unchanged(self) -> str:
         if self.updates.in_backward:
-            return "layers were updated before that was known: go on from a checkpoint"
+            return "layers were updated before this was known, so resume from a checkpoint"
         return "nothing was updated"
 
     def _wider(self) -> str:
-        """What else helps where a forward pass, or gradients at scale 1, overflow float16."""
+        """The remedy if the forward pass, or gradients at loss scale 1, overflow float16."""
         return ", use train.dtype=bfloat16" if self.train.dtype == "float16" else ""
 
     def _timed(self, kind: str) -> AbstractContextManager[None]:
@@ -148,7 +169,13 @@ class Stepper:
 
     @torch.no_grad()
     def evaluate(self, reads: Sequence[ReadRows]) -> Evaluation:
-        """Mean losses over several global batches, without dropout."""
+        """Computes mean losses over several global batches, without dropout.
+
+        All ranks call it together and get the same result.
+
+        Args:
+            reads: For each global batch, a function that reads rows of it.
+        """
         self.model.eval()
         totals: dict[str, Tensor] = {}
         with weights_kept(self.model):
@@ -166,7 +193,7 @@ class Stepper:
         return Evaluation(sum(parts.values()), parts)
 
     def _work(self, read: ReadRows) -> list[MicroBatch]:
-        """This device's micro-batches of a global batch."""
+        """Reads this device's micro-batches of a global batch and copies them to the device."""
         found = []
         for micro in range(self.micro_batches):
             rows = self.rows(micro)
@@ -177,7 +204,7 @@ class Stepper:
         return found
 
     def _count(self, work: list[MicroBatch], flag: bool) -> tuple[dict[str, Tensor], int, int]:
-        """Over the global batch: targets of each loss; tokens that are read; flags raised."""
+        """Counts over the global batch: targets of each loss, tokens read, flags raised."""
         each = [Model.counts(micro.batch) for micro in work]
         mine = [torch.stack([counts[name] for counts in each]).sum() for name in each[0]]
         mine.append(torch.stack([Model.n_tokens(micro.batch) for micro in work]).sum())
@@ -188,17 +215,26 @@ class Stepper:
         return dict(zip(each[0], totals.unbind())), int(tokens), int(flags)
 
     def _first(self) -> int:
-        """1 on the one rank of those that hold the same rows, so that a world-wide sum is right."""
+        """Returns 1 on one of the ranks that hold the same rows and 0 on the others.
+
+        With this factor, a sum over all ranks counts every row once.
+        """
         return int(self.axes.same_batch.index == 0)
 
     def _reads_first(self) -> int:
-        """1 on one rank of a pipeline's, all of which read the same rows. (Losses are the last
-        stage's.)"""
+        """Returns 1 on one rank of a pipeline, since all of them read the same rows, otherwise 0.
+
+        Losses do not need this factor, because only the last stage has them.
+        """
         return int(self.axes.pp.index == 0)
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Linear warm-up, then a cosine down to min_lr_ratio at the last step."""
+    """Returns the learning rate of `step`, counted from 0.
+
+    It rises linearly for `warmup_steps` to `lr`, then follows a cosine down to
+    `lr * min_lr_ratio` at the last step.
+    """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
     span = max(1, train.steps - 1 - train.warmup_steps)

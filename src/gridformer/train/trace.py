@@ -1,7 +1,7 @@
-"""One step of all processes as a timeline, for Perfetto or Chrome's trace viewer.
+"""Records one step of all processes as a timeline for Perfetto or Chrome's trace viewer.
 
-`train.trace_step=N` records step N into RUNDIR/trace-step-N.json: what each process computed, what
-it sent over which axis and how much, and when it waited. Open it in ui.perfetto.dev.
+`train.trace_step=N` writes step N to RUNDIR/trace-step-N.json: what each process computed, how many
+bytes it sent over which axis, and when it waited. Open the file in ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PASSES = ("forward", "backward")
 
 
 class StepTrace:
-    """One step as one process sees it; all processes `record` it together, and then `write` it."""
+    """One step as one process sees it. All processes call `record` together, then `write`."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
@@ -33,15 +33,19 @@ class StepTrace:
 
     @contextmanager
     def record(self) -> Iterator[OnAction]:
-        """Around the step; what comes of it is to be told of its passes."""
+        """Records messages inside the context, and the actions passed to the yielded function."""
         comm.barrier((self.axes.world,))
         self.zero = time.perf_counter()
         with comm.record() as self.recorder:
             yield self.events.append
 
     def write(self, path: Path) -> float | None:
-        """Write all processes' parts into one file, on shared storage. On rank 0
-        returns the time in which ranks of the pipeline waited over that in which they computed."""
+        """Writes the timelines of all processes into one file, which must be on shared storage.
+
+        Returns:
+            On rank 0, the time that pipeline ranks waited divided by the time that they computed;
+            None on other ranks.
+        """
         rank = self.axes.world.index
         rank_file(path, rank).write_text(json.dumps(self._part()), encoding="utf-8")
         comm.barrier((self.axes.world,))
@@ -67,14 +71,15 @@ class StepTrace:
 
 
 def rank_file(path: Path, rank: int) -> Path:
+    """Returns the path of the temporary file in which a rank writes its part of `path`."""
     return path.with_name(f".{path.name}.{rank}")
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The parts of all ranks, in order, as one Chrome trace. Microseconds from the step's start.
+    """Merges the parts of all ranks, in order of rank, into one Chrome trace.
 
-    Processes of one machine share a clock. Those of several do not: each counts from the barrier
-    before the step.
+    Times are microseconds since the start of the step. Processes on one machine share a clock; on
+    several machines each process counts from the barrier before the step.
     """
     one_clock = len({part["host"] for part in parts}) == 1
     found: list[dict[str, Any]] = []
@@ -126,9 +131,9 @@ def _slice(rank: int, zero: float, event: Event) -> dict[str, Any]:
 def _traveling(
     rank: int, zero: float, number: str, message: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """A collective on its axis' own track, and the wait for it among the passes."""
+    """Returns events for a collective on its axis's track and for the wait among the passes."""
     began, waited, ended = message["times"]
-    if not ended:  # nobody waited for it within the step
+    if not ended:  # this process did not wait for it within the step
         return []
     args = {key: message[key] for key in ("axis", "ranks", "bytes", "label")}
     axis, label = message["axis"], message["label"]

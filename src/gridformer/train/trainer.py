@@ -1,4 +1,4 @@
-"""The loop around the steps: data, evaluation, checkpoints, metrics, and stopping in between."""
+"""The training loop: steps, data, evaluation, checkpoints, metrics, and stopping between steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from gridformer.utils.signals import install
 
 
 class Trainer:
-    """Trains one run from its start, or from its newest checkpoint, to its last step."""
+    """Trains one run from its start, or from a checkpoint, to its last step.
+
+    Args:
+        plan: The checked run.
+        world: The processes of the run.
+    """
 
     def __init__(self, plan: Plan, world: World) -> None:
         run = plan.run
@@ -64,7 +69,11 @@ class Trainer:
             self.report = Reporter(plan, world, folder.train.n_tokens, self.batches)
 
     def fit(self) -> None:
-        """Run the remaining steps. Ends early, with a checkpoint, when told to stop."""
+        """Runs the remaining steps. When told to stop, it saves a checkpoint and returns early.
+
+        Raises:
+            DivergedError: The loss or the gradient norm of a step is not finite.
+        """
         train, step = self.run.train, self.plan.resume_step
         saved = step
         try:
@@ -119,7 +128,7 @@ class Trainer:
         return metrics, result.flagged
 
     def _traced(self, step: int, read: ReadRows) -> StepResult:
-        """The step, and its timeline in the run directory."""
+        """Runs a step and writes its timeline to the run directory."""
         trace = StepTrace(self.axes)
         with trace.record() as told:
             self.stepper.passes.on_action = told
@@ -132,7 +141,7 @@ class Trainer:
         return result
 
     def _evaluate(self) -> dict[str, float]:
-        """val_loss, and its parts where there are several."""
+        """Returns `val_loss`, and its parts if there are several losses."""
         if self.run.train.sanity_checks:
             assert_copies_equal(self.model, self.axes)
         if self.report:
@@ -164,7 +173,7 @@ class Trainer:
             self.report.step(metrics)
 
     def _prepare_folder(self) -> None:
-        """The run directory explains itself: config and tokenizer lie beside the checkpoints."""
+        """Writes config and tokenizer to the run directory, beside the checkpoints."""
         out = self.plan.out
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
@@ -176,7 +185,7 @@ class Trainer:
 
 
 def _parts(name: str, losses: dict[str, float]) -> dict[str, float]:
-    """A loss of several parts, part by part: `loss_tokens`, `loss_pair`."""
+    """Names the parts of a loss, such as `loss_tokens` and `loss_pair`, if there are several."""
     return {f"{name}_{part}": loss for part, loss in losses.items()} if len(losses) > 1 else {}
 
 
