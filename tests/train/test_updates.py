@@ -85,7 +85,7 @@ def test_a_diverged_step_in_backward_says_that_layers_were_updated(clip: dict[st
         device.model.get_parameter("layers.1.mlp.up.weight")[0, 0] = math.nan
     with pytest.raises(
         DivergedError,
-        match=r"step 2: .* layers were updated before this was known, so resume from a checkpoint\. ",
+        match=r"step 2: .* layers were updated before this was known, so resume from",
     ):
         step(device, 1)
 
