@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.launching import Start, starting
-from tests.multirank.pool import WorkerPool
+from tests.support.launch.programs import Start, starting
+from tests.support.multirank.pool import WorkerPool
 
 # `make test` tries the same examples each time: what passed once goes on passing. `make test-all`
 # looks for others. No deadlines, which fail by chance where others use the machine too.
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    """Persistent worker processes: `pool.run(4, function, *args)`; see tests/multirank/pool.py."""
+    """Persistent worker processes: `pool.run(4, function, *args)`."""
     workers = WorkerPool()
     yield workers
     workers.close()
@@ -35,7 +35,7 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("steps", 2)` runs an entrypoint of launch_entrypoints.py; its files: `tmp_path`."""
+    """`start("steps", 2)` runs one of support/launch/entrypoints.py; its files: `tmp_path`."""
     with starting(tmp_path) as started:
         yield started
 

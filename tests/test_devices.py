@@ -1,4 +1,4 @@
-"""No rank mixes devices where its tensors lie on a GPU: see tests/fake_gpu.py.
+"""No rank mixes devices where its tensors lie on a GPU: see tests/support/fake_gpu.py.
 
 Every scheme, pipelines, modes of replicas and methods that save memory; of D&SP-cSub both kinds of
 sub-grids, whose messages also have to come in one order.
@@ -23,8 +23,9 @@ from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.branches import parallelize_branches
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
-from tests.choosing import full_unless
-from tests.fake_gpu import (
+from tests.multirank.test_branches import NETWORKS, batch
+from tests.multirank.test_memory import a_run
+from tests.support.fake_gpu import (
     NAME,
     Step,
     Watch,
@@ -34,9 +35,8 @@ from tests.fake_gpu import (
     playing,
     step_of,
 )
-from tests.multirank.matrix import MODELS
-from tests.multirank.test_branches import NETWORKS, batch
-from tests.multirank.test_memory import a_run
+from tests.support.marks import full_unless
+from tests.support.multirank.matrix import MODELS
 
 InProcess = Callable[..., Any]
 

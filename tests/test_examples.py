@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from examples import resnext_digits, two_towers
 
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.pool import WorkerPool
 
 ROOT = Path(__file__).parents[1]
 Learned = tuple[list[float], float]

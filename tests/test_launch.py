@@ -13,7 +13,7 @@ from gridformer.mesh.launch_env import expand_counts, expand_nodes, joined
 from gridformer.mesh.process_group import check_devices, init_world
 from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import n_cores
-from tests.launching import Start, assert_gone, finish, wait_for
+from tests.support.launch.programs import Start, assert_gone, finish, wait_for
 
 SRUN = {
     "SLURM_JOB_ID": "4711",

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.launching import Start, finish, wait_for
+from tests.support.launch.programs import Start, finish, wait_for
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/net/tcp").exists(), reason="sockets are found in /proc, which Linux has"

@@ -19,9 +19,9 @@ from gridformer.launch import worker_process as working
 from gridformer.launch.local import Failure
 from gridformer.mesh.process_group import abandon_world
 from gridformer.utils.signals import StopRequest
-from tests.launching import TORCHRUN, Start, assert_gone, finish, wait_for
+from tests.support.launch.programs import TORCHRUN, Start, assert_gone, finish, wait_for
 
-FAILING = "launch_training:one_fails_in_training"
+FAILING = "training:one_fails_in_training"
 PIDS = ["pid0", "pid1", "pid2"]
 
 

@@ -16,7 +16,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.registry import SPECS
 from gridformer.parallel.validation import check, problems
 from gridformer.utils.errors import ConfigError
-from tests.offers import changed, rules, run_of
+from tests.support.offers import changed, rules, run_of
 
 # --------------------------------------------------------------------------- each rule
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gridformer.config import SCHEMES, Family, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from gridformer.parallel.validation import problems
-from tests.offers import changed, rules, run_of
+from tests.support.offers import changed, rules, run_of
 
 
 @st.composite

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.launching import Start, finish
+from tests.support.launch.programs import Start, finish
 
 # torch's builds for Linux use GNU's OpenMP, which says how its threads will wait as it is loaded.
 TELL = {"OMP_DISPLAY_ENV": "true"}

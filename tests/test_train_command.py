@@ -16,8 +16,8 @@ import yaml
 
 from gridformer.checkpoint import checkpoint
 from gridformer.train.metrics import read_metrics
-from tests.choosing import full_unless
-from tests.commands import gridformer_here
+from tests.support.commands import gridformer_here
+from tests.support.marks import full_unless
 
 COMMAND = [sys.executable, "-m", "gridformer"]
 GRID = {"scheme": "optimus", "rows": 2, "cols": 2}

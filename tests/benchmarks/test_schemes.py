@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gridformer import comm
 from gridformer.mesh import Axis
-from tests.choosing import full_unless
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.pool import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 ONE = cases.Case("tiny", 1, recompute=False)

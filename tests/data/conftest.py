@@ -6,7 +6,7 @@ import pytest
 
 from gridformer.data import TokenFolder
 from gridformer.data.prepare.prepare import prepare_corpus
-from tests.data.helpers import labeled_source, listed, pairs_source, sentences
+from tests.support.data import labeled_source, listed, pairs_source, sentences
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,7 @@ from gridformer.data import (
     special_ids,
 )
 from gridformer.data.samples.batches import CausalBatches
-from tests.data.helpers import a_run, counting_split
+from tests.support.data import a_run, counting_split
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("gpt2", {}),

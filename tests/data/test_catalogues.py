@@ -12,7 +12,7 @@ from gridformer.data.prepare import gettext as catalogues
 from gridformer.data.prepare.gettext import CatalogueSource, catalogue_source, system_folders
 from gridformer.data.prepare.sources import open_sources
 from gridformer.utils.errors import DataError, UserError
-from tests.data.helpers import texts
+from tests.support.data import texts
 
 
 def write(path: Path, *pairs: tuple[str, str], **metadata: str) -> Path:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gridformer.data.prepare.text_chunks import pieces
 from gridformer.data.tokenizer import Tokenizer
-from tests.data.helpers import sentences
+from tests.support.data import sentences
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
 chunks = st.lists(st.text(max_size=30), max_size=20)

@@ -18,7 +18,7 @@ from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import prepare as preparing
 from gridformer.data.prepare.prepare import Progress, prepare_corpus, sample
 from gridformer.utils.errors import DataError, UserError
-from tests.data.helpers import (
+from tests.support.data import (
     ListSource,
     documents,
     labeled_source,
@@ -202,7 +202,7 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
         from pathlib import Path
         from gridformer.data import Tokenizer
         from gridformer.data.prepare import prepare as preparing
-        from tests.data.helpers import ListSource, sentences
+        from tests.support.data import ListSource, sentences
 
         preparing._BATCH_CHARS = 10
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from gridformer.cli.prepare import prepare
 from gridformer.data import TokenFolder
 from gridformer.utils.errors import DataError, UserError
-from tests.data.helpers import documents, sentences
+from tests.support.data import documents, sentences
 
 
 def run(*arguments: str | Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.sources import Source, open_sources
 from gridformer.utils.errors import DataError, UserError
-from tests.data.helpers import texts
+from tests.support.data import texts
 
 PAIRS: list[dict[str, Any]] = [
     {"en": " one ", "de": "eins"},

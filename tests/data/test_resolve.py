@@ -7,7 +7,7 @@ import pytest
 from gridformer.data import TokenFolder, resolve, special_ids
 from gridformer.data.samples.spans import target_length
 from gridformer.utils.errors import ConfigError
-from tests.data.helpers import a_run
+from tests.support.data import a_run
 
 
 def problems(folder: TokenFolder, family: str, **values: Any) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gridformer.data import BatchSampler
 from gridformer.utils.errors import DataError
-from tests.data.helpers import counting_split
+from tests.support.data import counting_split
 
 sizes = st.tuples(st.integers(1, 400), st.integers(1, 12), st.integers(1, 40)).filter(
     lambda size: size[0] > size[1]

@@ -12,7 +12,7 @@ import pytest
 from gridformer.data.prepare import files, records
 from gridformer.data.prepare.sources import FileSource, open_sources, python_stdlib
 from gridformer.utils.errors import DataError, UserError
-from tests.data.helpers import texts
+from tests.support.data import texts
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from gridformer.data.samples.spans import (
 from gridformer.data.samples.special import SpecialIds
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
-from tests.data.helpers import counting_split
+from tests.support.data import counting_split
 
 N = 10_000
 SPECIAL = SpecialIds(

@@ -5,7 +5,7 @@ from tokenizers import models
 
 from gridformer.data.samples.special import SENTINELS, SpecialIds
 from gridformer.data.tokenizer import Tokenizer
-from tests.data.helpers import sentences
+from tests.support.data import sentences
 
 BYTES = Tokenizer.train(sentences(50), 300)
 

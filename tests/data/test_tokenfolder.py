@@ -12,7 +12,7 @@ import pytest
 from gridformer.data import BatchSampler, TokenFolder, Tokenizer
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.utils.errors import DataError
-from tests.data.helpers import listed, sentences
+from tests.support.data import listed, sentences
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tokenizers import models, processors
 
 from gridformer.data.tokenizer import EOS_NAMES, SMALLEST_VOCAB, Tokenizer
 from gridformer.utils.errors import DataError, UserError
-from tests.data.helpers import sentences
+from tests.support.data import sentences
 
 TRAINED = Tokenizer.train(sentences(200), 300)
 

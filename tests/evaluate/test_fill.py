@@ -21,7 +21,7 @@ from gridformer.evaluate.fill import fill_spans, fill_words
 from gridformer.evaluate.generate import translate
 from gridformer.models import BERT, EncoderDecoder
 from gridformer.utils.errors import UserError
-from tests.data.helpers import sentences
+from tests.support.data import sentences
 
 # Its vocabulary has 300 words at most, of which the end of text is one; other special ids follow.
 TOKENIZER = Tokenizer.train(sentences(50), 300)

@@ -19,8 +19,8 @@ from gridformer.mesh import Axes
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
-from tests.models.hf import tokens_of, transformers
 from tests.models.test_hf import pair
+from tests.support.reference.shared import tokens_of, transformers
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gridformer.config import ModelConfig
 from gridformer.models import BERT
 from gridformer.models.blocks import IGNORE
-from tests.models.hf import (
+from tests.support.reference.shared import (
     DTYPES,
     LEAVES,
     assert_close,

@@ -12,7 +12,7 @@ from torch import Tensor
 from gridformer.config import ModelConfig
 from gridformer.models import T5
 from gridformer.models.blocks import IGNORE, KVCache
-from tests.models.hf import (
+from tests.support.reference.shared import (
     assert_close,
     lengths_mask,
     plain,

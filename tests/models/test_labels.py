@@ -13,7 +13,7 @@ from gridformer.config import ModelConfig
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
 from tests.models import test_hf, test_hf_bert
-from tests.models.hf import assert_close, lengths_mask, plain, randomize, tokens_of
+from tests.support.reference.shared import assert_close, lengths_mask, plain, randomize, tokens_of
 
 N_LABELS = 5
 S = 12

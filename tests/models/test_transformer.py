@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models import Transformer, build_model
 from gridformer.models.blocks import SinusoidalPositions
-from tests.models.hf import assert_close, lengths_mask, plain, randomize, tokens_of
+from tests.support.reference.shared import assert_close, lengths_mask, plain, randomize, tokens_of
 
 V = 97
 

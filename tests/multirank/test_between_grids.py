@@ -18,8 +18,8 @@ from gridformer.models.branches import Branches
 from gridformer.parallel.branches import Placed, parallelize_branches
 from gridformer.parallel.branches.grids import Grid
 from gridformer.parallel.branches.section import Columns, Section
-from tests.multirank.exactness import CPU
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.exactness import CPU
+from tests.support.multirank.pool import WorkerPool
 
 # --------------------------------------------------------------------------- between grids
 

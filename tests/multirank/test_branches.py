@@ -20,7 +20,7 @@ from gridformer.models.branches import Branches
 from gridformer.models.resnext import ResNeXt
 from gridformer.parallel.branches import parallelize_branches
 from gridformer.parallel.branches.grids import assign
-from tests.multirank.pool import RankFailed, WorkerPool
+from tests.support.multirank.pool import RankFailed, WorkerPool
 
 # --------------------------------------------------------------------------- networks
 

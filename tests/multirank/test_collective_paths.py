@@ -1,6 +1,6 @@
 """Every collective on both of its ways, gloo's and NCCL's, for tensors however they lie in memory.
 
-NCCL's way is run over gloo, see tests/multirank/nccl_path.py.
+NCCL's way is run over gloo, see tests/support/multirank/nccl_path.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gridformer.comm import Pending, collectives
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axis
 from gridformer.parallel.data.gradients import _checksum
-from tests.choosing import full_unless
-from tests.multirank.cutting import grid_axes
-from tests.multirank.exactness import TOLERANCE, compare
-from tests.multirank.nccl_path import on_nccl
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_exactness import TRAIN
+from tests.support.marks import full_unless
+from tests.support.multirank.cutting import grid_axes
+from tests.support.multirank.exactness import TOLERANCE, compare
+from tests.support.multirank.nccl_path import on_nccl
+from tests.support.multirank.pool import WorkerPool
 
 
 def contiguous(*shape: int) -> Tensor:

@@ -22,9 +22,9 @@ from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import DivergedError
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

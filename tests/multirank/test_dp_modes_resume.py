@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.choosing import full_unless
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_resume import (
     assert_same_run,
     losses,
@@ -21,6 +19,8 @@ from tests.multirank.test_resume import (
     title,
     train,
 )
+from tests.support.marks import full_unless
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

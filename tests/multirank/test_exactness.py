@@ -13,9 +13,9 @@ import torch
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import assert_copies_equal
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, TOLERANCE, axes_of, compare, tiny
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, compare, tiny
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

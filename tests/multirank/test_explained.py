@@ -20,10 +20,10 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, axes_of, batches_of, tiny
-from tests.multirank.matrix import MODELS
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny
+from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

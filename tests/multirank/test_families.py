@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from gridformer.config import LayoutConfig
-from tests.choosing import full_unless
-from tests.multirank.exactness import TOLERANCE, compare
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_exactness import TRAIN
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import TOLERANCE, compare
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

@@ -31,10 +31,6 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.step import Stepper
 from gridformer.train.trainer import Trainer
 from gridformer.utils.batch import next_words
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, axes_of, batch_of, compare, tiny
-from tests.multirank.matrix import MODELS
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_exactness import TRAIN
 from tests.multirank.test_resume import (
     MIDDLE,
@@ -44,6 +40,10 @@ from tests.multirank.test_resume import (
     train,
 )
 from tests.multirank.test_resume import stored as blocks_of
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, compare, tiny
+from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Random models, layouts and methods together train as one device: tests/multirank/fuzz.py.
+"""Random models, layouts and methods together train as one device: tests/support/fuzz.
 
 `make test` runs the cases of the first seeds, `make test-all` as many again as it is told with
 `--fuzz-cases`, of seeds that nobody has tried. A failure prints the case on one line, and the
@@ -16,12 +16,12 @@ from unittest.mock import patch
 import pytest
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from tests.multirank import drawing, fuzz_ranks
-from tests.multirank.drawing import Chooser, refusals, run_of, values_of
-from tests.multirank.exactness import without_methods
-from tests.multirank.fuzz import CaseFailed, check_case
-from tests.multirank.fuzz_case import QUICK, Case, case_of
-from tests.multirank.pool import RankFailed, WorkerPool
+from tests.support.fuzz import drawing, ranks
+from tests.support.fuzz.case import QUICK, Case, case_of
+from tests.support.fuzz.check import CaseFailed, check_case
+from tests.support.fuzz.drawing import Chooser, refusals, run_of, values_of
+from tests.support.multirank.exactness import without_methods
+from tests.support.multirank.pool import RankFailed, WorkerPool
 
 # Seconds: a leg of a case that takes longer hangs. It takes one, but on a machine that others use,
 # too, 16 processes have been seen to take a minute.
@@ -37,7 +37,7 @@ def by_size(seeds: list[int]) -> list[tuple[int, Case]]:
 
 def check_seed(pool: WorkerPool, seed: int, case: Case, folder: Path) -> None:
     with pool.limit(LONGEST):
-        check_case(pool, case, folder, f"python -m tests.multirank.fuzz --seed {seed}")
+        check_case(pool, case, folder, f"python -m tests.support.fuzz --seed {seed}")
 
 
 @pytest.fixture(scope="module")
@@ -194,23 +194,23 @@ SMALL = Case(
 )
 
 
-def with_a_faster_reference(text: str, folder: str) -> tuple[fuzz_ranks.Found, fuzz_ranks.Found]:
+def with_a_faster_reference(text: str, folder: str) -> tuple[ranks.Found, ranks.Found]:
     """What is found as it is, and when one device's learning rate is a millionth higher."""
-    found = fuzz_ranks.train(text, 0, folder)
+    found = ranks.train(text, 0, folder)
 
     def faster(train: TrainConfig) -> TrainConfig:
         settings = without_methods(train)
         return settings.model_copy(update={"lr": settings.lr * (1 + 1e-6)})
 
-    with patch.object(fuzz_ranks, "without_methods", faster):
+    with patch.object(ranks, "without_methods", faster):
         other = replace(Case.read(text), steps=3)  # which is not remembered
-        return found, fuzz_ranks.train(other.text(), 0, folder)
+        return found, ranks.train(other.text(), 0, folder)
 
 
 def test_another_step_than_one_devices_is_noticed(pool: WorkerPool, tmp_path: Path) -> None:
     """Parameters differ, and nothing that comes before the first update."""
     ((found, other),) = pool.run(1, with_a_faster_reference, SMALL.text(), str(tmp_path))
-    limit = fuzz_ranks.LIMIT
+    limit = ranks.LIMIT
     assert all(value <= limit[name] for name, value in found.items())
     assert other["parameter"] > limit["parameter"]
     assert other["gradient"] <= limit["gradient"]
@@ -243,6 +243,6 @@ def test_a_failure_names_the_case_and_the_command(tmp_path: Path, answer: Any, k
         check_seed(Broken(answer), 17, SMALL, tmp_path)
     assert failure.value.kind == kind
     first, second, *_ = str(failure.value).splitlines()
-    assert first.endswith("python -m tests.multirank.fuzz --seed 17")
+    assert first.endswith("python -m tests.support.fuzz --seed 17")
     assert Case.read(second.removeprefix("the case: ")) == SMALL
     assert run_of(SMALL.run).model.n_heads == 2

@@ -23,11 +23,11 @@ from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.boundary import Replicated, Sharded
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import GridLayerNorm
-from tests.choosing import full_unless
-from tests.multirank.collective_cases import COL, EACH, ROW, CaseMaker, collectives_of
-from tests.multirank.cutting import Case, Dims, check, cut, grid_axes, join
-from tests.multirank.nccl_path import on_nccl
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.collective_cases import COL, EACH, ROW, CaseMaker, collectives_of
+from tests.support.multirank.cutting import Case, Dims, check, cut, grid_axes, join
+from tests.support.multirank.nccl_path import on_nccl
+from tests.support.multirank.pool import WorkerPool
 
 GRIDS = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 4)]
 
@@ -427,6 +427,6 @@ def check_on_rank_on_nccl(grid: tuple[int, int], name: str) -> None:
 def test_gradients_over_nccl_equal_finite_differences(
     pool: WorkerPool, case: tuple[tuple[int, int], str]
 ) -> None:
-    """Whole operands and sums come another way there (tests/multirank/nccl_path.py)."""
+    """Whole operands and sums come another way there (tests/support/multirank/nccl_path.py)."""
     grid, name = case
     pool.run(math.prod(grid), check_on_rank_on_nccl, grid, name)

@@ -20,8 +20,8 @@ from gridformer.parallel.data import gradients as reductions
 from gridformer.parallel.data.gradients import GradientSums, reduce_gradients
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
-from tests.multirank.exactness import CPU, axes_of, batch_of, gradients, tiny
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, gradients, tiny
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

@@ -20,8 +20,8 @@ from gridformer.comm.p2p import _pairs_apart
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.parallel.axes import build_axes
-from tests.multirank.nccl_path import on_nccl
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.nccl_path import on_nccl
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

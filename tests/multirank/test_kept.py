@@ -15,9 +15,9 @@ from gridformer.parallel.auto.cost import Work
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.linear import weights_kept
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.pool import WorkerPool
 
 B = 12
 CONFIG = tiny()

@@ -21,9 +21,9 @@ from gridformer.parallel.data.gradients import (
     reduce_gradients,
     share_copies,
 )
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, batch_of, distance, gradients, tiny, values
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, batch_of, distance, gradients, tiny, values
+from tests.support.multirank.pool import WorkerPool
 
 B, N_LABELS = 12, 3
 CONFIG = tiny(n_labels=N_LABELS, dropout=0.1)

@@ -13,9 +13,9 @@ from gridformer.config import LayoutConfig
 from gridformer.memory.tracker import MemoryTracker
 from gridformer.parallel import build_parallel
 from gridformer.parallel.tensor.linear import weights_kept
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, axes_of, batches_of, tiny
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

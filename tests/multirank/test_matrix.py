@@ -1,8 +1,9 @@
-"""Every combination trains exactly as one device: the exactness matrix (tests/multirank/matrix.py).
+"""Every combination trains exactly as one device: the exactness matrix.
 
-Loss, norm, every gradient and the parameters after 5 AdamW steps with clipping, in float64.
-`make test` runs cells in which every two values meet, `make test-all` all of them, and writes the
-table in docs/results/exactness.md.
+Its cells are those of tests/support/multirank/matrix.py. Loss, norm, every gradient
+and the parameters after 5 AdamW steps with clipping, in float64. `make test` runs cells in which
+every two values meet, `make test-all` all of them, and writes the table in
+docs/results/exactness.md.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.parallel import validation as layout
 from gridformer.utils.errors import ConfigError
-from tests.choosing import full_unless
-from tests.multirank.exactness import TOLERANCE, compare, tiny
-from tests.multirank.matrix import CELLS, Cell, quick, remember, write
-from tests.multirank.nccl_path import on_nccl
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_branches import compare as compare_network
 from tests.multirank.test_exactness import TRAIN
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import TOLERANCE, compare, tiny
+from tests.support.multirank.matrix import CELLS, Cell, quick, remember, write
+from tests.support.multirank.nccl_path import on_nccl
+from tests.support.multirank.pool import WorkerPool
 
 STEPS = 5  # of the table; without one fewer
 SETTINGS: dict[str, Any] = {**TRAIN, "global_batch": 32, "dtype": "float64"}
@@ -126,7 +127,7 @@ def worst_of(ranks: list[dict[str, float]]) -> float:
     ids=lambda cell: cell.title,
 )
 def test_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
-    """What differs there is run over gloo, see tests/multirank/nccl_path.py."""
+    """What differs there is run over gloo, see tests/support/multirank/nccl_path.py."""
     worst_of(pool.run(n_of(cell), on_nccl, compare, cell.layout, cell.config, SETTINGS, 3))
 
 

@@ -20,10 +20,10 @@ from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.validation import check
-from tests.choosing import full_unless
-from tests.multirank.exactness import tiny
-from tests.multirank.matrix import CELLS, Cell, quick
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import tiny
+from tests.support.multirank.matrix import CELLS, Cell, quick
+from tests.support.multirank.pool import WorkerPool
 
 AGREE = 0.05
 SETTINGS: dict[str, Any] = {"global_batch": 32, "loss_chunk_tokens": 32}

@@ -2,7 +2,8 @@
 
 Loss, norm, every gradient and the parameters after 2 AdamW steps with clipping, in float64, with
 blocks computed again and losses in parts, over cells of the exactness matrix
-(tests/multirank/matrix.py) and what is none of its dimensions: schedules of products and pipelines.
+(tests/support/multirank/matrix.py) and what is none of its dimensions: schedules of products and
+pipelines.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 import pytest
 
 from gridformer.config import LayoutConfig
-from tests.choosing import full_unless
-from tests.multirank.exactness import TOLERANCE, compare
-from tests.multirank.matrix import CELLS, MODELS, REPLICAS, SCHEMES, Cell
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_matrix import SETTINGS, n_of, refusal
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import TOLERANCE, compare
+from tests.support.multirank.matrix import CELLS, MODELS, REPLICAS, SCHEMES, Cell
+from tests.support.multirank.pool import WorkerPool
 
 STEPS = 2
 METHODS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gridformer.mesh import Axes
 from gridformer.mesh.node_placement import MESH_AXES, NodeBlock, Sizes, rank_grid
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.pool import WorkerPool
 
 Seen = dict[str, tuple[int, list[int]]]
 

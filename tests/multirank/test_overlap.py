@@ -14,8 +14,8 @@ from torch import Tensor
 from gridformer.comm import Pending, collectives
 from gridformer.parallel.tensor import boundary, summa
 from gridformer.parallel.tensor.summa import gather, products, transport
-from tests.multirank.cutting import cut, grid_axes
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.cutting import cut, grid_axes
+from tests.support.multirank.pool import WorkerPool
 
 ROW, COL = "row", "col"
 

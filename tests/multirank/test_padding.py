@@ -20,10 +20,10 @@ from gridformer.parallel.sharding import shard_of
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_exactness import name_of
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.pool import WorkerPool
 
 # 5 words on 1x4 and 7 on 2x3 leave the last rank with nothing but padding.
 CASES: list[tuple[dict[str, Any], int]] = [

@@ -25,13 +25,22 @@ from gridformer.parallel.auto.cost import Choices, Work
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.linear import GridLinear, weights_kept
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
-from tests.multirank.matrix import MODELS
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_matrix import SETTINGS
 from tests.multirank.test_memory import a_run, agrees_of, measured
-from tests.multirank.volumes import CONFIG, B, S, Volume, agrees, predicted, record, volume_of
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
+from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.volumes import (
+    CONFIG,
+    B,
+    S,
+    Volume,
+    agrees,
+    predicted,
+    record,
+    volume_of,
+)
 
 STEPS = 2
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Recorder, autograd, record
 from gridformer.mesh import Axes, Axis
-from tests.multirank.cutting import Case, Dims, check, cut, grid_axes, join
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.cutting import Case, Dims, check, cut, grid_axes, join
+from tests.support.multirank.pool import WorkerPool
 
 ROW, COL = "row", "col"
 AXES = [(1, 4, COL), (2, 2, ROW), (3, 2, COL)]

@@ -9,10 +9,10 @@ import pytest
 from gridformer.config import ENCODER_DECODER, Family, LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.parallel.registry import describe
-from tests.choosing import full_unless
-from tests.multirank.exactness import axes_of
-from tests.multirank.pipelines import Layout, compare, family, reads_of, stepper_of
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import axes_of
+from tests.support.multirank.pipelines import Layout, compare, family, reads_of, stepper_of
+from tests.support.multirank.pool import WorkerPool
 
 Case = tuple[Layout, Family]
 

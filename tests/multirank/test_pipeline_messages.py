@@ -18,10 +18,18 @@ from gridformer.models.blocks import KVCache
 from gridformer.parallel.data.gradients import GradientSums, assert_copies_equal
 from gridformer.parallel.pipeline import Event, Executor, idle_fraction
 from gridformer.utils.batch import Batch, MicroBatch
-from tests.choosing import full_unless
-from tests.multirank.exactness import axes_of
-from tests.multirank.pipelines import LENGTH, ROWS, SOURCE, Layout, family, reads_of, stepper_of
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import axes_of
+from tests.support.multirank.pipelines import (
+    LENGTH,
+    ROWS,
+    SOURCE,
+    Layout,
+    family,
+    reads_of,
+    stepper_of,
+)
+from tests.support.multirank.pool import WorkerPool
 
 H = 16
 TOKENS, SOURCES = ROWS * LENGTH * H, ROWS * SOURCE * H

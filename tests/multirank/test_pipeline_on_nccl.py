@@ -1,7 +1,7 @@
 """A pipeline's messages as NCCL carries them out: exact, and without waiting in a circle.
 
-NCCL's way is run over gloo, see tests/multirank/nccl_path.py. gloo cannot show a deadlock that NCCL
-has, so what the ranks did is played again by NCCL's rules.
+NCCL's way is run over gloo, see tests/support/multirank/nccl_path.py. gloo cannot show a deadlock
+that NCCL has, so what the ranks did is played again by NCCL's rules.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from gridformer.comm import P2PChannel, Pending
 from gridformer.config import LayoutConfig
 from gridformer.parallel.pipeline import Executor
-from tests.choosing import full_unless
-from tests.multirank.exactness import TOLERANCE, axes_of
-from tests.multirank.nccl_path import on_nccl
-from tests.multirank.pipelines import Layout, compare, family, reads_of, stepper_of
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import TOLERANCE, axes_of
+from tests.support.multirank.nccl_path import on_nccl
+from tests.support.multirank.pipelines import Layout, compare, family, reads_of, stepper_of
+from tests.support.multirank.pool import WorkerPool
 
 INTERLEAVED: Layout = {"pp": 4, "stages_per_rank": 2, "micro_batches": 8}
 LAYOUTS: list[Layout] = [

@@ -13,10 +13,6 @@ from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.registry import describe
 from gridformer.train.compile import compile_model
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, axes_of, distance, values
-from tests.multirank.pipelines import SETTINGS, Layout, family, reads_of, stepper_of
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_resume import (
     MIDDLE,
     assert_same_run,
@@ -26,6 +22,10 @@ from tests.multirank.test_resume import (
     stored,
     train,
 )
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, distance, values
+from tests.support.multirank.pipelines import SETTINGS, Layout, family, reads_of, stepper_of
+from tests.support.multirank.pool import WorkerPool
 
 ONE: Layout = {}
 TWO: Layout = {"pp": 2, "micro_batches": 4}

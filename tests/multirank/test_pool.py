@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multirank.pool import RankFailed, WorkerPool, group_cache
+from tests.support.multirank.pool import RankFailed, WorkerPool, group_cache
 
 
 def total(value: float) -> float:
@@ -89,7 +89,7 @@ def test_processes_and_group_are_kept(pool: WorkerPool) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_worn_group_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of the subgroups that tests made end with it."""
-    monkeypatch.setattr("tests.multirank.pool.GROUP_SERVES", 3 * 3)
+    monkeypatch.setattr("tests.support.multirank.pool.GROUP_SERVES", 3 * 3)
     pool.run(2, ranked, "")
     pool.run(3, total, 1.0)  # another size: a new group
     made = [pool.run(3, make_a_subgroup)[0] for _ in range(2)]
@@ -170,7 +170,7 @@ def test_workers_die_with_the_session(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import threading, time
-            from tests.multirank.pool import PRELOAD, WorkerPool
+            from tests.support.multirank.pool import PRELOAD, WorkerPool
             from tests.multirank.test_pool import hang_on, total
 
             if __name__ == "__main__":

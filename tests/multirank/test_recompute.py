@@ -24,10 +24,10 @@ from gridformer.parallel.pipeline.stage_io import StageIO
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, axes_of, batches_of, tiny
-from tests.multirank.matrix import MODELS
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny
+from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

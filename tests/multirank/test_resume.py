@@ -23,9 +23,9 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from gridformer.utils.errors import CheckpointError
-from tests.choosing import full_unless
-from tests.multirank.pool import RankFailed, WorkerPool
 from tests.multirank.test_exactness import GRIDS, name_of
+from tests.support.marks import full_unless
+from tests.support.multirank.pool import RankFailed, WorkerPool
 
 STEPS, MIDDLE = 6, 3
 

@@ -21,10 +21,10 @@ from gridformer.mesh import Axis
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import assert_copies_equal
 from gridformer.train.step import Stepper
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, axes_of, batches_of, tiny
-from tests.multirank.matrix import MODELS
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny
+from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

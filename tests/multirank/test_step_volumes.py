@@ -23,9 +23,20 @@ from gridformer.parallel.data import gradients as reductions
 from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch, next_words
-from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
-from tests.multirank.pool import WorkerPool
-from tests.multirank.volumes import CONFIG, B, H, S, V, Volume, agrees, optimus, short, volume_of
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.volumes import (
+    CONFIG,
+    B,
+    H,
+    S,
+    V,
+    Volume,
+    agrees,
+    optimus,
+    short,
+    volume_of,
+)
 
 
 @dataclass

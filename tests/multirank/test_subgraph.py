@@ -23,8 +23,9 @@ from gridformer.parallel.data.gradients import (
     reduce_gradients,
     share_copies,
 )
-from tests.choosing import full_unless
-from tests.multirank.exactness import (
+from tests.multirank.test_exactness import EVERYTHING, TRAIN
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import (
     CPU,
     TOLERANCE,
     axes_of,
@@ -35,8 +36,7 @@ from tests.multirank.exactness import (
     tiny,
     values,
 )
-from tests.multirank.pool import WorkerPool
-from tests.multirank.test_exactness import EVERYTHING, TRAIN
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

@@ -24,11 +24,11 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch, next_words
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_subgraph import KINDS, in_branches, n_of, short, subgraph
-from tests.multirank.volumes import B, passes
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.volumes import B, passes
 
 Layout = dict[str, Any]
 

@@ -21,13 +21,13 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import replica_part
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
-from tests.choosing import full_unless
-from tests.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
-from tests.multirank.matrix import Cell
-from tests.multirank.pool import WorkerPool
 from tests.multirank.test_matrix import QUICK, SETTINGS, n_of
 from tests.multirank.test_resume import assert_same_run, plan_of, start_from
 from tests.multirank.test_resume import train as run
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
+from tests.support.multirank.matrix import Cell
+from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

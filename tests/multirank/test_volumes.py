@@ -16,10 +16,10 @@ import pytest
 from gridformer.config import LayoutConfig
 from gridformer.parallel.auto.cost import Work
 from gridformer.parallel.auto.heuristics import decide
-from tests.choosing import full_unless
-from tests.multirank.exactness import tiny
-from tests.multirank.pool import WorkerPool
-from tests.multirank.volumes import (
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import tiny
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.volumes import (
     BSH,
     CONFIG,
     B,

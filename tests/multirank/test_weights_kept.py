@@ -17,9 +17,9 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.boundary import Sharded
 from gridformer.parallel.tensor.linear import weights_kept
-from tests.multirank.cutting import cut, grid_axes
-from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.cutting import cut, grid_axes
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.pool import WorkerPool
 
 ROW, COL = "row", "col"
 Gathers = Counter[str]  # of one product, by axis

@@ -18,7 +18,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.initialization import initialize
 from gridformer.parallel.sharding import ParamPlacement, place, shard_of
 from gridformer.utils import rng
-from tests.parallel.grids import LAYOUTS, name_of, ranks
+from tests.support.layouts import LAYOUTS, name_of, ranks
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(n_layers=2, hidden_size=48, n_heads=12, vocab_size=89, max_seq_len=25)

@@ -24,7 +24,7 @@ from gridformer.parallel.sharding import (
     shard_of,
     vocabulary_multiple,
 )
-from tests.parallel.grids import LAYOUTS, name_of, ranks
+from tests.support.layouts import LAYOUTS, name_of, ranks
 
 AXIS = st.sampled_from([None, "row", "col"])
 

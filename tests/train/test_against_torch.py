@@ -29,7 +29,7 @@ from gridformer.train.step import Stepper
 from gridformer.utils import rng
 from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.models import test_hf, test_hf_bert, test_hf_t5, test_transformer
-from tests.models.hf import lengths_mask, plain, tokens_of
+from tests.support.reference.shared import lengths_mask, plain, tokens_of
 
 SEED, DROPOUT, ATTENTION_DROPOUT = 5, 0.2, 0.3
 RATES = {"dropout": DROPOUT, "attention_dropout": ATTENTION_DROPOUT}

@@ -28,8 +28,8 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.step import Stepper, StepResult
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import ConfigError
-from tests.choosing import full_unless
-from tests.multirank.pool import WorkerPool
+from tests.support.marks import full_unless
+from tests.support.multirank.pool import WorkerPool
 
 CPU = torch.device("cpu")
 ON: dict[str, Any] = {"compile": True, "device": "cpu"}

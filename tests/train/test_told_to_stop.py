@@ -20,7 +20,7 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from gridformer.utils import signals as stopping
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.pool import WorkerPool
 
 
 def train(folder: Path, out: Path, told: int) -> tuple[int, bool]:

@@ -20,7 +20,7 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
-from tests.multirank.pool import WorkerPool
+from tests.support.multirank.pool import WorkerPool
 
 SEQ, STEPS = 16, 4
 

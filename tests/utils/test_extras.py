@@ -9,7 +9,7 @@ import pytest
 
 from gridformer.data.prepare.sources import open_sources
 from gridformer.utils.errors import UserError
-from tests.commands import gridformer_here
+from tests.support.commands import gridformer_here
 
 
 @pytest.mark.parametrize(

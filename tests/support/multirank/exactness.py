@@ -27,7 +27,7 @@ from gridformer.parallel.sharding import ParamShard, shard_of
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, MicroBatch, next_words
-from tests.multirank.pool import group_cache
+from tests.support.multirank.pool import group_cache
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}

@@ -1,23 +1,9 @@
-"""A fuzzer: random models, layouts and methods together, each trained exactly as one device.
-
-A case follows from its seed. It trains two or three steps with the production steps on real
-processes, and its losses, norms, gradients and parameters must be those of one device without any
-method that saves memory. Some cases move: they stop in between, save a checkpoint, and go on under
-another layout with other methods. In float32, bfloat16 and float16 a case must only not fail.
-
-    python -m tests.multirank.fuzz --seed 17           # that case alone
-    python -m tests.multirank.fuzz --seed 17 --shrink  # the shortest case that fails likewise
-    python -m tests.multirank.fuzz --cases 400 --from 1000
-    python -m tests.multirank.fuzz --case '{...}'      # a case that a failure printed
-"""
+"""Whether a case trains exactly as one device, and the shortest case that fails likewise."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,13 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gridformer.parallel.registry import describe
-from tests.multirank.drawing import Sections, refusals
-from tests.multirank.fuzz_case import Case, case_of
-from tests.multirank.fuzz_ranks import LIMIT, Found, train
-from tests.multirank.pool import RankFailed, WorkerPool
-
-# --------------------------------------------------------------------------- running one
+from tests.support.fuzz.case import Case
+from tests.support.fuzz.drawing import Sections, refusals
+from tests.support.fuzz.ranks import LIMIT, Found, train
+from tests.support.multirank.pool import RankFailed, WorkerPool
 
 
 class CaseFailed(AssertionError):  # noqa: N818 - reads as a sentence in pytest.raises
@@ -47,7 +30,7 @@ def check_case(pool: WorkerPool, case: Case, folder: Path, how: str = "") -> flo
 
     how: the command that runs it again. Raises CaseFailed, with the case on one line.
     """
-    again = how or f"python -m tests.multirank.fuzz --case '{case.text()}'"
+    again = how or f"python -m tests.support.fuzz --case '{case.text()}'"
     header = f"to run it again: {again}\nthe case: {case.text()}\n"
     worst = 0.0
     for number, leg in enumerate(case.legs):
@@ -123,51 +106,3 @@ def _smaller(case: Case) -> Iterator[Case]:
                         changed[section][key] = less
                     values_of: dict[str, Any] = {**asdict(case), part: changed}
                     yield Case(**values_of)
-
-
-# --------------------------------------------------------------------------- by hand
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, help="the case of this seed")
-    parser.add_argument("--case", help="a case, as a failure printed it")
-    parser.add_argument("--cases", type=int, default=1, help="how many, of consecutive seeds")
-    parser.add_argument("--from", dest="first", type=int, default=0, help="the first seed")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds: longer is a hang")
-    parser.add_argument("--shrink", action="store_true", help="look for the shortest that fails")
-    options = parser.parse_args(arguments)
-    if options.case:
-        cases = [("the case", Case.read(options.case))]
-    else:
-        first = options.first if options.seed is None else options.seed
-        seeds = range(first, first + options.cases)
-        cases = [(f"seed {seed}", case_of(seed)) for seed in seeds]
-    cases.sort(key=lambda named: named[1].n_processes)  # groups are made anew for another number
-    pool, failed, began = WorkerPool(options.timeout), 0, time.monotonic()
-    try:
-        for name, case in cases:
-            try:
-                start = time.monotonic()
-                with tempfile.TemporaryDirectory() as folder:
-                    worst = check_case(pool, case, Path(folder))
-                seconds = time.monotonic() - start
-                print(f"{name}: {worst:.0e}, {_short(case)}, {seconds:.1f} s", flush=True)
-            except CaseFailed as failure:
-                failed += 1
-                print(f"{name} FAILED ({failure.kind})\n{failure}\n", flush=True)
-                if options.shrink:
-                    small = shrunk(pool, case, failure.kind)
-                    print(f"{name}, shortest: {small.text()}\n", flush=True)
-    finally:
-        pool.close()
-    print(f"{len(cases)} cases, {failed} failed, {time.monotonic() - began:.0f} s")
-    return 1 if failed else 0
-
-
-def _short(case: Case) -> str:
-    return " -> ".join(f"{leg.model.family} on {describe(leg.layout)}" for leg in case.legs)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

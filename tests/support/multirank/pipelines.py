@@ -14,7 +14,7 @@ from gridformer.parallel.data.gradients import assert_copies_equal, reduce_gradi
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch
-from tests.multirank.exactness import (
+from tests.support.multirank.exactness import (
     CPU,
     Tensors,
     axes_of,
@@ -93,7 +93,7 @@ def stepper_of(
 
 
 def compare(layout: Layout, config: ModelConfig, n_steps: int = 3) -> dict[str, float]:
-    """The largest relative differences to one device, see tests.multirank.exactness.compare."""
+    """The largest relative differences to one device, see exactness.compare."""
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
     want = computed_once(_one_device, config.model_dump_json(), n_steps)

@@ -1,4 +1,4 @@
-"""A case of the fuzzer: a random small run, which may move on its way; see tests/multirank/fuzz.py.
+"""A case of the fuzzer: a random small run, which may move on its way.
 
 A case follows from its seed and the schema of a run's settings.
 """
@@ -10,7 +10,7 @@ import random
 from dataclasses import asdict, dataclass
 
 from gridformer.config import RunConfig
-from tests.multirank.drawing import Sections, draw_run, run_of, shortened
+from tests.support.fuzz.drawing import Sections, draw_run, run_of, shortened
 
 QUICK = 40  # the first so many seeds are those of `make test`, and of few processes
 LARGEST, USUAL, FEW = 16, 8, 4  # processes: of one case in eight, of the others, of quick ones

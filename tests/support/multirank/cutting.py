@@ -24,7 +24,7 @@ from torch import Tensor
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.parallel.axes import build_axes
-from tests.multirank.pool import group_cache
+from tests.support.multirank.pool import group_cache
 
 Dims = tuple[str | None, ...]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gridformer.comm import autograd
 from gridformer.mesh import Axes
-from tests.multirank.cutting import Case, Dims, cut, join
+from tests.support.multirank.cutting import Case, Dims, cut, join
 
 ROW, COL = "row", "col"
 CaseMaker = Callable[[Axes], Case]

@@ -1,6 +1,7 @@
-"""A command line that launches one of launch_entrypoints.py, for tests of `launch`.
+"""A command line that launches one of entrypoints.py, for tests of `launch`.
 
-python -m tests.launch_main NAME N_PROCESSES FOLDER     (or MODULE:NAME, of a module of tests)
+python -m tests.support.launch.main NAME N_PROCESSES FOLDER     (or MODULE:NAME,
+of a module of this package)
 """
 
 import importlib
@@ -20,7 +21,7 @@ forkserver.PRELOAD.remove("torch.distributed.checkpoint")
 def main() -> None:
     file, _, name = sys.argv[1].rpartition(":")
     n, folder = int(sys.argv[2]), Path(sys.argv[3])
-    module = f"tests.{file or 'launch_entrypoints'}"
+    module = f"tests.support.launch.{file or 'entrypoints'}"
     if n > 1 and not joined():
         warm_up(module)
     try:

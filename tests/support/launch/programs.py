@@ -1,4 +1,4 @@
-"""Programs that launch one of launch_entrypoints.py, watched from outside: for tests of `launch`.
+"""Programs that launch one of entrypoints.py, watched from outside: for tests of `launch`.
 
 What they wait for takes seconds at most; the limits are far longer, for machines that others use.
 """
@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 LIMIT_S = 150.0
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 class Start(Protocol):
-    """`start("steps", 2)` runs an entrypoint of launch_entrypoints.py in a session of its own."""
+    """`start("steps", 2)` runs an entrypoint of entrypoints.py in a session of its own."""
 
     def __call__(
         self, name: str, n: int, *before: str, env: dict[str, str] | None = None
@@ -37,7 +37,7 @@ def starting(folder: Path) -> Iterator[Start]:
         name: str, n: int, *before: str, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, *before, "-m", "tests.launch_main", name, str(n), folder],
+            [sys.executable, *before, "-m", "tests.support.launch.main", name, str(n), folder],
             cwd=ROOT,
             env={k: v for k, v in os.environ.items() if not k.startswith("OMP_")} | (env or {}),
             stdout=subprocess.PIPE,

@@ -43,7 +43,7 @@ MAX_RANKS = 16
 # threads on every rank: after hundreds of layouts 16 processes had 5,000, and were slowed tenfold.
 GROUP_SERVES = 96
 # What every worker would import by itself.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.multirank.preload"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.support.multirank.preload"]
 
 
 class RankFailed(Exception):  # noqa: N818 - reads as a sentence in pytest.raises

@@ -12,7 +12,7 @@ for name in (
     "torch.distributed.checkpoint",
     "gridformer.launch.run",
     "gridformer.memory.measure",
-    "tests.multirank.exactness",
+    "tests.support.multirank.exactness",
 ):
     with contextlib.suppress(Exception):
         importlib.import_module(name)

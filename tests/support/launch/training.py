@@ -1,4 +1,4 @@
-"""A run that fails in training, for test_launch_failing.py; see launch_entrypoints.py."""
+"""A run that fails in training, for test_launch_failing.py; see entrypoints.py."""
 
 import os
 import time
@@ -20,7 +20,7 @@ from gridformer.launch import run as runner
 from gridformer.mesh.process_group import World
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
-from tests.launch_entrypoints import note
+from tests.support.launch.entrypoints import note
 
 
 def one_fails_in_training(folder: Path, n: int) -> None:

@@ -20,7 +20,7 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.cost import Choices, Traffic
 from gridformer.parallel.tensor.linear import weights_kept
-from tests.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
 
 B = 12  # sequences, divides over 1, 2, 3 and 4
 CONFIG = tiny()

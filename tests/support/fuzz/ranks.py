@@ -19,7 +19,8 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import assert_copies_equal
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
-from tests.multirank.exactness import (
+from tests.support.fuzz.case import Case
+from tests.support.multirank.exactness import (
     CPU,
     Tensors,
     batch_gradients,
@@ -28,8 +29,7 @@ from tests.multirank.exactness import (
     values,
     without_methods,
 )
-from tests.multirank.fuzz_case import Case
-from tests.multirank.pool import group_cache
+from tests.support.multirank.pool import group_cache
 
 Found = dict[str, float]
 # Largest differences; `loose`: of the first loss in few bits. The others are relative in float64.
