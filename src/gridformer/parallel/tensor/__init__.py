@@ -1,1 +1,1 @@
-"""Parallel forms of a model's modules."""
+"""Tensor-parallel forms of a model's modules."""

@@ -1,14 +1,14 @@
-"""The boundary of a section: how activations lie between sections, gathered inside, summed after.
+"""How activations are sharded between sections, gathered inside a section, and summed after it.
 
-    between sections        gather (enter)   reduce_scatter   scheme
-    nothing cut             -                all-reduce       Megatron
-    s cut over columns      all-gather s     reduce-scatter   Megatron, sequence parallel, and 2-D
-    h cut over columns      all-gather h     reduce-scatter   Optimus, `gather` schedule
-    b cut over branches     all-gather b     reduce-scatter   SUPER, D&SP
-    on the first branch     broadcast        reduce           SUPER, D&SP-cSub
+    between sections          gather (enter)   reduce_scatter   scheme
+    replicated                -                all-reduce       Megatron
+    s sharded over columns    all-gather s     reduce-scatter   Megatron, sequence parallel, and 2-D
+    h sharded over columns    all-gather h     reduce-scatter   Optimus, `gather` schedule
+    b sharded over branches   all-gather b     reduce-scatter   SUPER, D&SP
+    on the first branch       broadcast        reduce           SUPER, D&SP-cSub
 
-The two are conjugate: backwards, gradients are reduce-scattered where activations were gathered,
-and gathered where activations were reduce-scattered (specification, section 5).
+The two form a conjugate pair: in the backward pass, gradients are reduce-scattered where
+activations were gathered, and gathered where activations were reduce-scattered.
 """
 
 from __future__ import annotations
@@ -28,30 +28,43 @@ LABEL = "product"
 
 
 class Boundary(Protocol):
-    """How activations [b, s, h] lie between sections, over the devices of a row."""
+    """How activations [b, s, h] are sharded between sections over the devices of a row."""
 
     def gather(self, x: Tensor) -> Pending:
-        """This device's part of an activation to all of it."""
+        """Start to gather the full activation from this device's part x of it."""
 
     def reduce_scatter(self, partial: Tensor) -> Pending:
-        """Terms of a sum, one on each device, to this device's part of the sum. May overwrite."""
+        """Start to sum `partial` over devices and keep this one's part; may overwrite `partial`."""
 
     def empty_gathered_like(self, x: Tensor, width: int) -> Tensor:
-        """For what a product makes of `gather(x)`: its type and shape, without its memory."""
+        """Return a tensor shaped as the gathered x but with `width` as its last dimension.
+
+        It stands for the result of a product and holds at most one element.
+        """
 
     def empty_result_like(self, like: Tensor, shape: torch.Size) -> Tensor:
-        """For what `reduce_scatter` makes of terms of that shape: type and shape without memory."""
+        """Return a tensor with the shape and dtype of a reduce-scattered sum.
+
+        It holds at most one element.
+
+        Args:
+            like: gives dtype and device.
+            shape: shape of each partial sum.
+        """
 
     def n_lines(self, shape: torch.Size) -> int:
-        """How many lines activations of that shape have: any chunk of them can be gathered, or
-        reduce-scattered, by itself. A part of an activation and all of it have as many."""
+        """Return the number of lines of activations of that shape, full or sharded alike.
+
+        Lines are the indices of a dimension that is not sharded, so any range of lines can be
+        gathered or reduce-scattered by itself.
+        """
 
     def chunk(self, x: Tensor, lines: slice) -> Tensor:
-        """A view of some lines of an activation, of a part of it or of all."""
+        """Return a view of some lines of an activation, whether full or sharded."""
 
 
 def boundary_of(spec: BoundarySpec, axes: Axes) -> Boundary:
-    """The boundary between sections where activations lie so."""
+    """Return the boundary that a scheme's `BoundarySpec` describes."""
     axis = axes[spec.axis]
     if spec.lies == "replicated":
         return Replicated(axis)
@@ -62,7 +75,7 @@ def boundary_of(spec: BoundarySpec, axes: Axes) -> Boundary:
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every device holds all of an activation."""
+    """Activations are replicated: `gather` does nothing, and `reduce_scatter` is an all-reduce."""
 
     col: Axis
 
@@ -87,7 +100,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Sharded:
-    """Activations are cut along `dim`: 0 for b, 1 for s, 2 (or -1) for h."""
+    """Activations are sharded along `dim`: 0 for b, 1 for s, 2 (or -1) for h."""
 
     col: Axis
     dim: int
@@ -119,15 +132,18 @@ class Sharded:
         return x[lines] if self._other(x.dim()) == 0 else x[:, lines]
 
     def _other(self, dims: int) -> int:
-        """b where s is cut and s where b is."""
+        """Return the dimension b if s is sharded, and s if b is."""
         assert dims == 3, "an activation [b, s, h]"
         return 1 - self.dim
 
 
 @dataclass(frozen=True)
 class OnFirst:
-    """The first device holds all of an activation; on the others it is on the meta device, which
-    gives its shape and takes neither memory nor arithmetic."""
+    """The first device holds the full activation; the others hold a tensor on the meta device.
+
+    The meta tensor gives the shape and takes neither memory nor arithmetic. `gather` is a broadcast
+    and `reduce_scatter` a reduce.
+    """
 
     col: Axis
     device: torch.device

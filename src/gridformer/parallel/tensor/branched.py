@@ -1,6 +1,7 @@
 """The modules of transformers under sub-graph parallelism; see gridformer.parallel.subgraph.
 
-On sub-grids that do not hold the common layers what stands for their results is on the meta device.
+On a sub-grid without the common layers (D&SP-cSub), tensors on the meta device stand for their
+results.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gridformer.models.blocks.linear import linear
 
 @dataclass(frozen=True)
 class GatheredClock:
-    """The clock of a branch in D&SP: its samples are those of all g processes, in their order."""
+    """Dropout clock of a branch in D&SP, whose samples are those of all g processes in order."""
 
     clock: blocks.DropoutClock
     branch: Axis
@@ -38,7 +39,10 @@ class GatheredClock:
 
 
 class GatheredMask(nn.Module):
-    """The mask of a branch in D&SP: of the samples of all g processes, in their order."""
+    """Attention mask of a branch in D&SP, for the samples of all g processes in order.
+
+    All-gathers valid [b, s] over `branch`: [g b, 1, 1, s].
+    """
 
     def __init__(self, branch: Axis) -> None:
         super().__init__()
@@ -49,9 +53,15 @@ class GatheredMask(nn.Module):
 
 
 class SliceLinear(nn.Module):
-    """The common projection to q, k or v, and the heads' slices of it for each branch.
+    """A common projection to q, k, v or all three, followed by SUPER's slice: its heads per branch.
 
-    x [b, s, h] to [g b, s, o/g] (D&SP) or [b, s, o/g] (cSub), o = 3h where it makes all three.
+    Maps x [b, s, h] to [g b, s, o/g] (D&SP: all-to-all in both directions) or to [b, s, o/g] (cSub:
+    forward scatter, backward gather). o is the width of the projection: 3h for a fused QKV.
+
+    Args:
+        plain: the projection.
+        axes: axes with `branch`, which has g ranks.
+        first: whether only the first sub-grid holds the projection (cSub).
     """
 
     def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
@@ -74,7 +84,16 @@ class SliceLinear(nn.Module):
 
 
 class ConcatLinear(nn.Module):
-    """The heads' results of all branches joined again, and the common projection of them."""
+    """SUPER's concat, which joins the heads of all branches, followed by a common projection.
+
+    Maps x [g b, s, i/g] (D&SP: all-to-all in both directions) or [b, s, i/g] (cSub: forward gather,
+    backward scatter) to [b, s, h]. i is the width of all heads together.
+
+    Args:
+        plain: the projection.
+        axes: axes with `branch`, which has g ranks.
+        first: whether only the first sub-grid holds the projection (cSub).
+    """
 
     def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
         super().__init__()
@@ -95,7 +114,7 @@ class ConcatLinear(nn.Module):
 
 
 class NoEmbedding(nn.Module):
-    """Shape and type of what is embedded elsewhere."""
+    """Stands for an embedding that another sub-grid computes: a meta tensor [b, s, h]."""
 
     weight = None
 
@@ -108,6 +127,8 @@ class NoEmbedding(nn.Module):
 
 
 class NoPositions(nn.Module):
+    """Stands for position embeddings that another sub-grid computes: a meta tensor [s, h]."""
+
     def __init__(self, h: int) -> None:
         super().__init__()
         self.h = h
@@ -117,12 +138,12 @@ class NoPositions(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """A head or a loss that is computed elsewhere: a number without a value, to go back from."""
+    """Stands for a head or loss of another sub-grid: a meta scalar to start the backward pass."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
         return x.sum()
 
 
 def _elsewhere(x: Tensor, width: int) -> Tensor:
-    """On the meta device: what a product makes of x [.., any] elsewhere, [.., width]."""
+    """Return a meta tensor [.., width] that stands for a product of the meta tensor x."""
     return x[..., :1].expand(*x.shape[:-1], width)

@@ -1,7 +1,8 @@
-"""The modules whose products travel, for every scheme on a grid; Megatron's grid has one row.
+"""Linear layers, embeddings and heads of all schemes on a device grid; Megatron's grid has one row.
 
-A module here stands in for its plain namesake: same name, same parameters, local blocks. Where its
-blocks lie follows from which operand of its product stays (gridformer.parallel.auto.cost):
+Each module here replaces the plain module it is named after, with the same parameter names and
+local blocks of the parameters. Where the blocks lie depends on which operand of the product stays
+in place (gridformer.parallel.auto.cost):
 
     output stays    W [in, out]: in over rows, out over columns    C = A B, B = W
     input stays     W [in, out]: in over columns, out over rows    C = A Bᵀ, B = Wᵀ
@@ -30,7 +31,7 @@ INPUT_STAYS = ParamPlacement(cut=("col", "row"), transposed=True)  # B is read r
 
 
 class Schedules:
-    """One of each schedule that a model uses, so that its products share their workspace."""
+    """The schedules of a model: one object for each kind, so that products share its workspace."""
 
     def __init__(self, axes: Axes, boundary: Boundary) -> None:
         self.axes, self.boundary = axes, boundary
@@ -38,14 +39,18 @@ class Schedules:
         self._last: summa.WeightPrefetcher | None = None
 
     def chain(self, weight: summa.WeightPrefetcher) -> None:
-        """Products are made in forward order; each may ask for its neighbor's weight early."""
+        """Link the prefetcher of a product to that of the previous product.
+
+        Modules are built in forward order, so a product can prefetch its neighbors' weights.
+        """
         if self.axes.row.size == 1:
-            return  # weights are whole
+            return  # no weight is gathered
         if self._last is not None:
             self._last.after, weight.before = weight, self._last
         self._last = weight
 
     def __getitem__(self, choice: Choice) -> summa.Schedule:
+        """Return the schedule that `choice` names, created on first use."""
         key = choice.schedule, choice.n_chunks
         if key not in self._made:
             match choice.schedule:
@@ -61,6 +66,7 @@ class Schedules:
 
 
 def keep_gathered_of(choice: Choice) -> summa.KeepGathered:
+    """Return what `choice` keeps of a product's gathered operands."""
     gathers = choice.schedule == "gather"
     return summa.KeepGathered(
         choice.keep_input, summa.WeightPrefetcher(choice.keep_weight) if gathers else None
@@ -68,7 +74,17 @@ def keep_gathered_of(choice: Choice) -> summa.KeepGathered:
 
 
 class GridLinear(nn.Module):
-    """y = x W + b. x [.., in/c], y [.., out/c]; W as its choice says; b [out/c]."""
+    """y = x W + b, with x [.., in/c], y [.., out/c] and b [out/c].
+
+    W is [in/r, out/c] if the output stays (Optimus, Algorithm 1), and [in/c, out/r] if the input
+    stays (Algorithm 2 with B = Wᵀ).
+
+    Args:
+        plain: the module to replace; its parameters are sharded.
+        choice: which operand stays, and by which schedule the others travel.
+        bias: placement of the bias.
+        schedules: the schedules of the model.
+    """
 
     def __init__(
         self, plain: blocks.Linear, choice: Choice, bias: ParamPlacement, schedules: Schedules
@@ -87,7 +103,7 @@ class GridLinear(nn.Module):
             schedules.chain(self.keep.weight)
 
     def _source(self) -> tuple[Tensor, summa.Schedule]:
-        weight = materialized(self.weight)  # of a layer whose turn may be yet to come
+        weight = materialized(self.weight)  # its layer may not have been reached yet
         return weight if self.output_stays else weight.t(), self.schedule
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,11 +113,19 @@ class GridLinear(nn.Module):
 
 
 class GridTokenEmbedding(nn.Module):
-    """Rows of the table [v, h] for tokens [b/r, s] that are equal along a row of devices.
+    """Embeds tokens [b/r, s], equal along a row of devices, with a table [v, h]: [b/r, s, h/c].
 
-    The tied head reads the same table, so the head's choice places it. Head's output stays: v over
-    columns, h over rows; each column finds the tokens of its range, and the terms are summed.
-    Head's input stays (the paper's): v over rows, h over columns.
+    The tied head reads the same table, so the head's choice decides where it lies:
+
+    - The head's output stays: v over columns, h over rows. Each column of devices looks up the
+      tokens of its range, and the partial sums are reduced.
+    - The head's input stays (as in the paper): v over rows, h over columns.
+
+    Args:
+        plain: the module to replace; its table is sharded.
+        head: choice of the tied head.
+        keep: what is kept of the gathered table; shared with the head.
+        schedules: the schedules of the model.
     """
 
     def __init__(
@@ -117,7 +141,8 @@ class GridTokenEmbedding(nn.Module):
         self.head_output_stays = head.stays == "output"
         self.weight = plain.weight
         cut = ("col", "row") if self.head_output_stays else ("row", "col")
-        # The vocabulary alone: a width that columns do not divide is whole on each of them.
+        # Only v is padded to this multiple. h is sharded over the other axis alone, so on a grid of
+        # one row it may be whole and need not be divisible by the columns.
         place(self, "weight", ParamPlacement(cut=cut, pad=(vocabulary_multiple(axes), 0)), axes)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -128,9 +153,15 @@ class GridTokenEmbedding(nn.Module):
 
 
 class GridTiedHead(nn.Module):
-    """Logits [b/r, s, v/c] = x Tᵀ with the table that also embeds, and what it keeps of it.
+    """Logits [b/r, s, v/c] = x Tᵀ for x [b/r, s, h/c] and the table T of the token embedding.
 
-    A bias [v] lies over the columns, as the logits do; every row holds a copy.
+    A bias [v] is sharded over columns, as the logits are, and each row of devices holds a copy.
+
+    Args:
+        plain: the module to replace; its bias, if any, is sharded.
+        choice: which operand stays, and by which schedule the others travel.
+        keep: what is kept of the gathered table; shared with the embedding.
+        schedules: the schedules of the model.
     """
 
     def __init__(
@@ -141,7 +172,7 @@ class GridTiedHead(nn.Module):
         self.schedule, self.keep = schedules[choice], keep
         self.bias = plain.bias
         axes = schedules.axes
-        self.of_column = self.schedule  # for a table that is prepared
+        self.of_column = self.schedule  # multiplies a table from `prepare`
         if isinstance(self.schedule, summa.Gather):
             self.of_column = summa.Gather(replace(axes, row=Axis("row")), self.schedule.boundary)
         if plain.bias is not None:
@@ -150,9 +181,17 @@ class GridTiedHead(nn.Module):
             place(self, "bias", lies, axes)
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
-        """What this column of devices reads of the table: [V/c, h], or [V, h/c].
+        """Gather the part of the table that this column of devices reads, for several products.
 
-        Panel by panel it is never whole: then it travels again for each part of a loss.
+        Forward all-gather down the column, backward reduce-scatter. Schedules that work panel by
+        panel never gather the table: they return it as it is and send it again in each product.
+
+        Args:
+            table_VH: local block of the table.
+            dtype: dtype of the products.
+
+        Returns:
+            [V/c, h] if the output stays and [V, h/c] otherwise, V being the padded vocabulary.
         """
         if not isinstance(self.schedule, summa.Gather) or self.schedule.row.size == 1:
             return table_VH
@@ -162,7 +201,7 @@ class GridTiedHead(nn.Module):
 
     def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
         schedule, keep = self.schedule, self.keep
-        if prepared:  # a part of a loss, whose gradient is taken at once
+        if prepared:  # a chunk of a loss: its backward pass follows at once, so keep the input
             schedule, keep = self.of_column, summa.KeepGathered(input=True)
         if self.output_stays:
             return summa.product_ab(x_BSH, table_VH.t(), schedule, self.bias, keep)
@@ -170,9 +209,15 @@ class GridTiedHead(nn.Module):
 
 
 class RowParallelLabelHead(nn.Module):
-    """Logits [b, n_labels] = x W + b, x [b, h/c]: terms over the columns are added up.
+    """Logits [b, n_labels] = x W + b for x [b, h/c] and W [h/c, n_labels].
 
-    W [h/c, n_labels]. The bias exists on column 0 alone, which adds it to its terms.
+    Forward all-reduce of partial sums over columns, backward identity. Only column 0 has the bias
+    and adds it to its partial sum.
+
+    Args:
+        plain: the module to replace; its weight is sharded.
+        copies: the axis along which every rank holds a copy of the parameters, or None.
+        axes: axes of the grid.
     """
 
     def __init__(self, plain: blocks.LabelHead, copies: str | None, axes: Axes) -> None:
@@ -196,7 +241,11 @@ class RowParallelLabelHead(nn.Module):
 
 
 class SequenceParallelChosenToken(nn.Module):
-    """One token's vector of each sequence where s is cut over columns; every column gets it."""
+    """Selects one token of each sequence where s is sharded over columns.
+
+    x [b, s/c, h] and global positions [b] give [b, h] on every column: forward all-reduce, backward
+    identity.
+    """
 
     def __init__(self, axes: Axes) -> None:
         super().__init__()
@@ -213,9 +262,10 @@ class SequenceParallelChosenToken(nn.Module):
 
 @contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """While weights do not change: what is gathered of them may be kept, as the choices say.
+    """Let products keep and prefetch gathered weights, as their choices say, inside this context.
 
-    Where they lie cut over replicas they are gathered inside it, layer by layer.
+    The weights must not change inside it. With FSDP, it also enables gathering the parameters of
+    each layer from the replicas.
     """
     keeps = [getattr(module, "keep", None) for module in model.modules()]
     weights = [

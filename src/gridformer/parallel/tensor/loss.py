@@ -1,7 +1,7 @@
-"""Cross entropy over logits whose vocabulary is cut over an axis; never a gather of them.
+"""Cross entropy of logits whose vocabulary is sharded over an axis, without gathering the logits.
 
-Shoeybi et al. 2019, section 3; Optimus, section 3.2.3, with the row-wide maximum that the paper
-omits and the exponential that its gradient formula drops.
+Shoeybi et al. 2019, section 3; Optimus, section 3.2.3. Unlike the Optimus paper it subtracts the
+maximum over the row of devices, and it has the exponential that the paper's gradient formula lacks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ _LABEL = "loss"
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """Sum of the cross entropy of logits [b, s, V/size], V the vocabulary padded to divide.
+    """Cross entropy of logits [b, s, V/size], summed over tokens; V is the padded vocabulary.
 
-    Rank k of `axis` holds the logits of words k*V/size and up; columns beyond the true vocabulary
-    do not count. Three all-reduces of b*s numbers: maximum, sum of exponentials, target's logit;
-    with label smoothing, the third is of the logits as the smoothed target weighs them.
+    Rank k of `axis` holds the logits of words k*V/size to (k+1)*V/size - 1; padding does not count.
+    Targets [b, s] equal to `IGNORE` contribute zero. Forward does three all-reduces of b*s numbers:
+    the maximum, the sum of exponentials, and the target's logit (with label smoothing, the logits
+    weighted by the smoothed target). Backward sends nothing.
+
+    Args:
+        axis: axis that shards the vocabulary.
+        vocab_size: true size of the vocabulary.
+        smoothing: label smoothing in training, from 0 to 1.
     """
 
     def __init__(self, axis: Axis, vocab_size: int, smoothing: float = 0.0) -> None:
@@ -55,7 +61,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first = axis.index * logits_TV.shape[1]
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
         x_TV = logits_TV.to(dtype, copy=True)
-        n_words = min(max(0, vocab_size - first), x_TV.shape[1])  # the others are padding
+        n_words = min(max(0, vocab_size - first), x_TV.shape[1])  # the rest is padding
         x_TV[:, n_words:] = -torch.inf
 
         top_T = comm.all_reduce(x_TV.amax(1), axis, "max", _LABEL)

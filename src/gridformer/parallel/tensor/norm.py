@@ -1,4 +1,4 @@
-"""Norms over h where h is cut over the columns of a grid (Optimus)."""
+"""LayerNorm and RMSNorm where h is sharded over the columns of a grid (Optimus)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from gridformer.models import blocks
 from gridformer.parallel.sharding import ParamPlacement, place
 from gridformer.parallel.tensor import summa
 
-# Vectors lie over h like activations. Each row of the grid holds a copy and sees b/r sequences, so
-# gradients are partial; row 0 owns. The paper sends them along the columns in every layer; here
-# all travel once a step, in one message (gridformer.parallel.data.gradients).
+# Weight and bias are sharded over h, as activations are. Each row of the grid holds a copy and sees
+# only b/r sequences, so the gradients of the copies are partial sums; row 0 owns the parameter. The
+# paper broadcasts and reduces these vectors along the columns in every layer; here all of them
+# travel once per step, in one message (gridformer.parallel.data.gradients).
 VECTOR = ParamPlacement(cut=("col",), copies="row", partial=True)
 LABEL = "norm"
 
 
 class DeferredNorm(nn.Module):
-    """A norm that is left to the product which reads it and gathers its rows anyway.
+    """A norm that the next product computes, because that product gathers whole rows anyway.
 
-    Weight and bias [h] are whole on every device of the grid. Nothing is computed here.
+    It returns its input x [b/r, s, h/c] with the norm's parameters and computes nothing itself.
+    Weight and bias [h] are replicated on all devices of the grid.
     """
 
     PLACE = ParamPlacement(cut=(None,), copies="grid", partial=True)
@@ -44,10 +46,10 @@ class DeferredNorm(nn.Module):
 
 
 class GridLayerNorm(nn.Module):
-    """LayerNorm over h where h is cut over the columns.
+    """LayerNorm of x [b/r, s, h/c] over h, which is sharded over columns.
 
-    One message each way: forward the devices of a row exchange (mean, variance) and combine them,
-    which does not cancel as E[x²]-E[x]² does; backward two sums a token are all-reduced.
+    Forward, each row of devices all-gathers the local (mean, variance) of every token and combines
+    them, which avoids the cancellation of E[x²]-E[x]². Backward, it all-reduces two sums per token.
     """
 
     def __init__(self, plain: blocks.LayerNorm, axes: Axes) -> None:
@@ -71,7 +73,7 @@ class _GridLayerNorm(torch.autograd.Function):
         width = x.shape[-1]
         var, mean = torch.var_mean(x, -1, correction=0)
         parts = comm.all_gather(torch.stack((mean, var))[None], axes.col, 0, LABEL)
-        # Chan, Golub, LeVeque 1979: within-part variances plus the variance of the parts' means.
+        # Chan, Golub, LeVeque 1979: mean of the local variances plus variance of the local means.
         mean = parts[:, 0].mean(0)
         var = parts[:, 1].mean(0) + (parts[:, 0] - mean).square().mean(0)
         rstd = torch.rsqrt(var + eps).unsqueeze(-1)
@@ -94,7 +96,10 @@ class _GridLayerNorm(torch.autograd.Function):
 
 
 class GridRMSNorm(nn.Module):
-    """RMSNorm over h where h is cut over the columns: one sum a token each way."""
+    """RMSNorm of x [b/r, s, h/c] over h, which is sharded over columns.
+
+    One sum per token is all-reduced in each direction.
+    """
 
     def __init__(self, plain: blocks.RMSNorm, axes: Axes) -> None:
         super().__init__()
@@ -131,7 +136,7 @@ class _GridRMSNorm(torch.autograd.Function):
 
 
 def grid_norm(plain: blocks.LayerNorm | blocks.RMSNorm, axes: Axes) -> nn.Module:
-    """The form of a norm that sends its sums along the rows."""
+    """Return the sharded form of a norm, which all-reduces its sums along each row of devices."""
     if isinstance(plain, blocks.RMSNorm):
         return GridRMSNorm(plain, axes)
     return GridLayerNorm(plain, axes)

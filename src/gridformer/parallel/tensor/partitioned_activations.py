@@ -1,7 +1,7 @@
-"""How devices share the inputs of blocks that are computed again, where each would hold them whole.
+"""Shards the saved inputs of recomputed blocks over devices that would each hold them in full.
 
-Optimus and the sequence-parallel form of Megatron have them cut already, D&SP over its samples.
-With these two a device keeps b s h / p elements of each block under every scheme.
+Optimus and sequence-parallel Megatron have these inputs sharded already, D&SP over its samples.
+With the two classes here, a device keeps b s h / p elements per block under every scheme.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LABEL = "kept"
 
 @dataclass(frozen=True)
 class PartitionedActivations:
-    """All devices of an axis have x: each keeps an equal part, and all gather it (Megatron)."""
+    """All devices of an axis have x: each keeps an equal part, and an all-gather restores x."""
 
     axis: Axis
 
@@ -34,9 +34,11 @@ class PartitionedActivations:
 
 @dataclass(frozen=True)
 class PartitionedFromFirst:
-    """The first device of an axis has x: it gives each an equal part, and gets them back (cSub).
+    """Only the first device of an axis has x: it scatters equal parts and gathers them (cSub).
 
-    On the others x is on the meta device. device: where their parts are.
+    Args:
+        axis: the devices that each keep a part.
+        device: device of the parts; on all ranks but the first, x itself is on the meta device.
     """
 
     axis: Axis
@@ -56,6 +58,6 @@ class PartitionedFromFirst:
 
 
 def _parts(x: Tensor, size: int) -> Tensor:
-    """x as [size, width], the end filled with zeros."""
+    """Reshape x to [size, width], padded with zeros at the end."""
     width = -(-x.numel() // size)
     return F.pad(x.reshape(-1), (0, width * size - x.numel())).view(size, width)

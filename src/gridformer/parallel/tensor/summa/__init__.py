@@ -1,14 +1,14 @@
 """SUMMA: the three matrix products of 2-D tensor parallelism, their schedules and gradients.
 
-Read `products` first: the paper's three algorithms. Beside them:
+Start with `products`, which holds the three algorithms of the Optimus paper. The other modules:
 
-    panels, transport    which panels there are, and how they travel
-    gather               the same three products with all panels at once
-    chunks, chunked      that, with activations gathered chunk by chunk
-    operands             blocks of matrices, and the one-hot matrix of tokens
-    autograd             the products' gradients, and table lookup
-    prefetch             weights that are gathered early or kept
-    fused_norm           a norm inside the product that reads it
+    panels, transport    which panels exist, and how they are broadcast and reduced
+    gather               the same products with all panels gathered at once
+    chunks, chunked      the same, with activations gathered chunk by chunk
+    operands             blocks of matrices, and the one-hot matrix of token ids
+    autograd             gradients of the products, and the embedding lookup
+    prefetch             weights that are gathered early, or kept gathered
+    fused_norm           a norm that is computed inside the product that reads it
 """
 
 from gridformer.parallel.tensor.summa.autograd import (

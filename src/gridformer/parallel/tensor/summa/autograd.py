@@ -1,11 +1,13 @@
-"""The products as autograd sees them. The set is closed under differentiation (Xu et al. 2021):
+"""The products as differentiable functions.
+
+The set of three products is closed under differentiation (Xu et al. 2021):
 
     C = A B     dA = dC Bᵀ    dB = Aᵀ dC
     C = A Bᵀ    dA = dC B     dB = dCᵀ A
     C = Aᵀ B    dA = B dCᵀ    dB = A dC
 
-Backward, both gradients' operands are asked for first, and the first gradient's sum travels while
-the second is multiplied.
+A backward pass first starts to gather the operands of both gradients. The sum of the first gradient
+travels while the second one is multiplied.
 """
 
 from __future__ import annotations
@@ -40,10 +42,20 @@ def product_ab(
     bias: Tensor | None = None,
     keep: KeepGathered = NOTHING,
 ) -> Tensor:
-    """Differentiable C = A B + bias. a [.., K/c], b [K/r, N/c], bias [N/c]; result [.., N/c].
+    """Compute C = A B + bias (Optimus, Algorithm 1), differentiable.
 
-    The input stays behind; A travels along the rows. A `Normed` a needs the schedule `Gather`: the
-    rows are gathered first and normalized whole, so that the norm itself sends nothing.
+    C stays where it is computed; A is sent along the rows of the grid, and B down its columns.
+
+    Args:
+        a: local block [.., K/c]. A `Normed` is gathered first and normalized as whole rows, so that
+            the norm sends nothing itself; it needs the schedule `Gather`.
+        b: local block [K/r, N/c].
+        schedule: how panels travel.
+        bias: local part [N/c].
+        keep: which gathered operands are kept for later.
+
+    Returns:
+        Local block [.., N/c] of C.
     """
     if isinstance(a, Normed):
         return product_of_norm(a, b, schedule, bias, keep)
@@ -70,9 +82,21 @@ def product_abt(
     bias: Tensor | None = None,
     keep: KeepGathered = NOTHING,
 ) -> Tensor:
-    """Differentiable C = A Bᵀ + bias. a [.., K/c], b [N/r, K/c], bias [N/c]; result [.., N/c].
+    """Compute C = A Bᵀ + bias (Optimus, Algorithm 2), differentiable.
 
-    A stays where it is; terms of C travel along the rows, summed.
+    A stays where it is; partial sums of C are reduced along the rows of the grid, and B is sent
+    down its columns.
+
+    Args:
+        a: local block [.., K/c].
+        b: local block [N/r, K/c].
+        schedule: how panels travel.
+        bias: local part [N/c].
+        keep: which gathered operands are kept for later. The gathered input is not one of them
+            here, since A is not gathered.
+
+    Returns:
+        Local block [.., N/c] of C.
     """
 
     def compute() -> Tensor:
@@ -90,7 +114,16 @@ def product_abt(
 
 
 def product_atb(a: Tensor, b: Tensor, schedule: Schedule) -> Tensor:
-    """Differentiable C = Aᵀ B. a [K/r, M/c], b [K/r, N/c]; result [M/r, N/c]."""
+    """Compute C = Aᵀ B (Optimus, Algorithm 3), differentiable.
+
+    Args:
+        a: local block [K/r, M/c].
+        b: local block [K/r, N/c].
+        schedule: how panels travel.
+
+    Returns:
+        Local block [M/r, N/c] of C.
+    """
     out: Tensor = _AtB.apply(a, b, schedule)
     return out
 
@@ -103,10 +136,21 @@ def lookup(
     output_stays: bool,
     keep: KeepGathered = NOTHING,
 ) -> Tensor:
-    """Differentiable rows of a table for tokens [...] that are equal along a row: [..., h/c].
+    """Look up the table rows of tokens, differentiable with respect to the table.
 
-    The one-hot matrix of the tokens times the table: C = A B with table [v/r, h/c], or
-    (`output_stays` false) C = A Bᵀ with table [h/r, v/c]. Nothing of the one-hot matrix travels.
+    This is the product of the one-hot matrix of the tokens and the table (Xu et al. 2021). The
+    one-hot matrix is never materialized or sent.
+
+    Args:
+        tokens: token ids [...], equal along a row of devices.
+        table: local block [v/r, h/c] for C = A B, or [h/r, v/c] for C = A Bᵀ.
+        schedule: how panels of the table travel.
+        axes: axes of the grid.
+        output_stays: True for C = A B, False for C = A Bᵀ.
+        keep: whether the gathered table is kept for later.
+
+    Returns:
+        Local columns [..., h/c] of the embeddings.
     """
     out: Tensor = _Lookup.apply(tokens, table, schedule, axes, output_stays, keep)
     return out
@@ -115,10 +159,19 @@ def lookup(
 def whole_column(
     b: Tensor, dtype: torch.dtype, schedule: Gather, keep: KeepGathered = NOTHING
 ) -> Tensor:
-    """Differentiable: all of a weight's column in `dtype`, [K/r, N/c] to [K, N/c].
+    """Gather a weight down its column: forward all-gather of rows, backward reduce-scatter of rows.
 
-    For several products in turn, on a grid of one row: the weight travels once for all of them, and
-    so does the sum of its gradients.
+    Several products can then read the result as on a grid of one row, and the weight and the sum of
+    its gradients travel only once for all of them.
+
+    Args:
+        b: local block [K/r, N/c].
+        dtype: dtype of the result.
+        schedule: gathers the weight.
+        keep: whether the gathered weight is kept for later.
+
+    Returns:
+        The column [K, N/c] of the weight.
     """
     out: Tensor = _WholeColumn.apply(b, dtype, schedule, keep)
     return out
@@ -139,11 +192,11 @@ class _WholeColumn(torch.autograd.Function):
 
 
 class _AB(torch.autograd.Function):
-    """Records C = A B + bias for the backward pass. `_Carry` computes it, after.
+    """Saves the operands of C = A B + bias for the backward pass; `_Carry` computes C afterwards.
 
-    So where a block that ends in this product is computed again in the backward pass
-    (torch.utils.checkpoint), that ends before it: nothing backward needs its result. Of an input
-    that is kept gathered the gathering is needed.
+    The backward pass does not need C. torch.utils.checkpoint stops recomputing as soon as it has
+    every saved tensor, so it skips this product at the end of a block (Xu et al. 2021). If the
+    gathered input is kept, it is a saved tensor and is gathered again.
     """
 
     @staticmethod
@@ -173,16 +226,16 @@ class _AB(torch.autograd.Function):
         schedule.prefetch(operand if wants_b else None, weight if wants_a else None)
         ctx.keep.prefetch_previous(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
-        del weight  # and what was gathered of it
+        del weight  # frees what was gathered of it
         grad_b = schedule.atb(operand, grad) if wants_b else None
         grad_bias = bias_gradient(grads[0], ctx.bias)
-        # The weight's first: what is left to multiply for it is done while both sums travel.
+        # Waits for grad_b first: its remaining product then runs while both sums travel.
         weight_gradient = arrived(grad_b, b.dtype)
         return arrived(grad_a, a.dtype), weight_gradient, grad_bias, None, None, None
 
 
 class _ABt(torch.autograd.Function):
-    """Records C = A Bᵀ + bias for the backward pass; `_Carry` computes it, after. See _AB."""
+    """Saves the operands of C = A Bᵀ + bias; `_Carry` computes C afterwards, see `_AB`."""
 
     @staticmethod
     def forward(
@@ -207,18 +260,18 @@ class _ABt(torch.autograd.Function):
         ctx.keep.prefetch_previous(a.dtype)
         grad_a: Pending | None
         grad_b: Pending | None
-        if isinstance(schedule, Gather) and wants_a and wants_b:  # whole lines serve both
+        if isinstance(schedule, Gather) and wants_a and wants_b:  # gathers dC once for both
             grad_a, grad_b = schedule.ab_and_atb(grad, weight, a)
         else:
             grad_b = schedule.atb(grad, Operand(a)) if wants_b else None
             grad_a = schedule.ab(grad, weight) if wants_a else None
-        del weight  # and what was gathered of it
+        del weight  # frees what was gathered of it
         grad_bias = bias_gradient(grads[0], ctx.bias)
         return arrived(grad_a, a.dtype), arrived(grad_b, b.dtype), grad_bias, None, None
 
 
 class _Carry(torch.autograd.Function):
-    """The result of `compute` in the place of a tensor that stands for it."""
+    """Replaces the empty result of `_AB` or `_ABt` by that of `compute`; identity backward."""
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, compute: Callable[[], Tensor]) -> Tensor:

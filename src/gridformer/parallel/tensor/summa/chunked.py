@@ -1,7 +1,7 @@
-"""`Gather` with activations that travel chunk by chunk.
+"""The `Gather` schedule with activations that are gathered chunk by chunk.
 
-What lies gathered is then a chunk of an activation and not all of it, and the next one travels
-while this one is multiplied. What travels is the same, in more messages.
+Only a chunk of an activation is materialized at a time, and the next chunk travels while this one
+is multiplied (as in MeshSlice, Nam et al. 2025). The volume is that of `Gather`, in more messages.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from gridformer.parallel.tensor.summa.operands import (
 
 
 class ChunkedGather(Gather):
-    """See the module.
+    """Gathers and reduce-scatters activations in chunks that overlap with the products.
 
     Args:
-        n_chunks: of each activation, if it has as many lines.
+        axes: axes of the grid.
+        boundary: how activations are sharded between sections.
+        n_chunks: number of chunks of each activation; fewer if it has fewer lines.
 
     Attributes:
-        split: the chunks of so many lines, for at most so many chunks.
+        split: function of (number of lines, maximum number of chunks) that returns the chunks.
     """
 
     def __init__(self, axes: Axes, boundary: Boundary, n_chunks: int) -> None:
@@ -47,14 +49,14 @@ class ChunkedGather(Gather):
         self.split: Callable[[int, int], list[slice]] = even_chunks
 
     def ab(
-        self, a: Operand, b: Operand, of: Callable[[Tensor], Tensor] = lambda whole: whole
+        self, a: Operand, b: Operand, transform: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> Pending:
         if isinstance(a, OneHotOperand) or self._at_once(a):
-            return super().ab(a, b, of)
+            return super().ab(a, b, transform)
         weight = self.whole_column(b)
         result = self._result(a, weight.shape[1])
         for chunk, arriving in self.arriving(a):
-            result.multiply(chunk, of(arriving.wait()), weight)
+            result.multiply(chunk, transform(arriving.wait()), weight)
             del arriving
         return Pending(result.all())
 
@@ -91,19 +93,19 @@ class ChunkedGather(Gather):
         return Pending(result.all()), terms.pending()
 
     def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
-        """Activations are sent when their turn comes."""
+        """Start to gather the weight; activations are gathered chunk by chunk as they are used."""
         super().prefetch(activation if self.n_chunks == 1 else None, weight)
 
     def chunks(self, shape: torch.Size) -> list[slice]:
-        """Of an activation of that shape, the lines of each chunk."""
+        """Return the lines of each chunk for an activation of that shape."""
         if self.n_chunks == 1:
             return [ALL]
         return self.split(self.boundary.n_lines(shape), self.n_chunks)
 
     def arriving(self, a: Operand) -> Iterator[tuple[slice, Pending]]:
-        """The chunks of an activation, whole, one after the other.
+        """Yield (lines, gathered chunk) of an activation in order, gathering one chunk ahead.
 
-        Who takes a chunk has it alone, and lets go of it before asking for the next.
+        The caller holds the only reference to a chunk, and drops it before asking for the next.
         """
         if self._at_once(a):
             yield from super().arriving(a)
@@ -122,7 +124,7 @@ class ChunkedGather(Gather):
         return WeightGradient(self.sum_of_blocks, self.row, n_chunks)
 
     def _at_once(self, a: Operand) -> bool:
-        """Whether it is whole already (kept for the backward pass), or one chunk is all of it."""
+        """Whether `a` is gathered already (kept for the backward pass) or consists of one chunk."""
         return a.whole is not None or len(self.chunks(a.local.shape)) == 1
 
     def _result(self, a: Operand, width: int) -> ChunkedResult:
@@ -131,7 +133,7 @@ class ChunkedGather(Gather):
         )
 
     def _lines_of(self, x: Matrix, chunk: slice) -> Matrix:
-        """Some lines of an activation, of a part of it or of all."""
+        """Return some lines of an activation, whether sharded or gathered."""
         if isinstance(x, OneHot):
             tokens = self.boundary.chunk(x.tokens.unsqueeze(-1), chunk).squeeze(-1)
             return OneHot(tokens, x.first, x.size)

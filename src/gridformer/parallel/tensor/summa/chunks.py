@@ -1,8 +1,8 @@
-"""Results that are made chunk by chunk: a chunk is some lines of an activation [b, s, h].
+"""Results that are computed chunk by chunk.
 
-Which dimension lines are counted along is up to the boundary of a section, see
-`gridformer.parallel.tensor.boundary`: any chunk of them can be gathered, or reduce-scattered, by
-itself.
+A chunk is a range of lines of an activation [b, s, h]. Which dimension counts as lines depends on
+the boundary of the section (gridformer.parallel.tensor.boundary): any range of lines can be
+gathered, or reduce-scattered, independently of the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALL = slice(None)
 
 
 def even_chunks(n: int, n_chunks: int) -> list[slice]:
-    """n lines in at most so many chunks; where n does not divide, the first ones are larger."""
+    """Split n lines into at most `n_chunks` slices, the first ones one line longer if needed."""
     n_chunks = min(n_chunks, n)
     size, larger = divmod(n, n_chunks)
     ends = [size * i + min(i, larger) for i in range(n_chunks + 1)]
@@ -30,20 +30,21 @@ def even_chunks(n: int, n_chunks: int) -> list[slice]:
 
 
 class ChunkedResult:
-    """An activation that is made chunk by chunk."""
+    """An activation of the given shape that is filled chunk by chunk."""
 
     def __init__(self, boundary: Boundary, shape: torch.Size) -> None:
         self._boundary, self._shape = boundary, shape
         self._made: Tensor | None = None
 
     def put(self, chunk: slice, lines: Tensor) -> None:
+        """Store the lines of a chunk; `ALL` takes the tensor as the result without a copy."""
         if chunk == ALL:
             self._made = lines
             return
         self._place(chunk, lines).copy_(lines)
 
     def multiply(self, chunk: slice, a: Tensor, b: Tensor) -> None:
-        """Put a [.., K] times b [K, N] there."""
+        """Store a [.., K] times b [K, N] as the lines of a chunk."""
         place = None if chunk == ALL else self._place(chunk, a)
         if place is not None and place.is_contiguous():
             torch.matmul(a, b, out=place)
@@ -51,6 +52,7 @@ class ChunkedResult:
             self.put(chunk, times(a, b))
 
     def all(self) -> Tensor:
+        """Return the result, once every chunk is stored."""
         assert self._made is not None
         return self._made
 
@@ -61,7 +63,13 @@ class ChunkedResult:
 
 
 class ChunkedSum:
-    """A sum over a row of devices, of which each keeps its part; terms come chunk by chunk."""
+    """Reduce-scatters partial sums of an activation over a row of devices, chunk by chunk.
+
+    Args:
+        boundary: says how activations are sharded, and thus what each device keeps.
+        shape: shape of the full activation.
+        like: gives dtype and device.
+    """
 
     def __init__(self, boundary: Boundary, shape: torch.Size, like: Tensor) -> None:
         self._boundary = boundary
@@ -69,23 +77,24 @@ class ChunkedSum:
         self._coming: tuple[slice, Pending] | None = None
 
     def start(self, chunk: slice, terms: Tensor) -> None:
-        """The sum of these lines, on its way while those of the next chunk are multiplied."""
-        self._land()
+        """Wait for the previous chunk, then start to reduce-scatter partial sums of this one."""
+        self._finish_chunk()
         self._coming = chunk, self._boundary.reduce_scatter(terms)
 
     def pending(self) -> Pending:
+        """Return this device's part of the sum; the last chunk may still be in flight."""
         assert self._coming is not None
         chunk, last = self._coming
         if chunk == ALL:
             return last
 
-        def landed(lines: Tensor) -> Tensor:
+        def complete(lines: Tensor) -> Tensor:
             self._result.put(chunk, lines)
             return self._result.all()
 
-        return last.then(landed)
+        return last.then(complete)
 
-    def _land(self) -> None:
+    def _finish_chunk(self) -> None:
         if self._coming is not None:
             chunk, pending = self._coming
             self._coming = None
@@ -93,10 +102,14 @@ class ChunkedSum:
 
 
 class WeightGradient:
-    """Aᵀ B summed down a column of devices, the lines of A and B coming chunk by chunk.
+    """Aᵀ B summed down a column of devices, where lines of A and B come chunk by chunk.
 
-    Chunks are added up in float32 at least, as one product would. at_once: how the sum is made of
-    one chunk that is all.
+    Chunks are accumulated in float32 at least, as a single product accumulates its terms.
+
+    Args:
+        at_once: starts the sum of Aᵀ B when a single chunk holds all lines.
+        row: the axis whose ranks each keep one block of rows of the sum.
+        n_chunks: number of calls to `add` that follow.
     """
 
     def __init__(
@@ -108,6 +121,7 @@ class WeightGradient:
         self._dtype: torch.dtype | None = None
 
     def add(self, a: Matrix, b: Matrix) -> None:
+        """Add the lines of one chunk: a [.., M] and b [.., N/c]."""
         if self._n_chunks == 1:
             self._pending = self._at_once(a, b)
             return
@@ -121,12 +135,13 @@ class WeightGradient:
             self._terms += transposed_times(a, b)
 
     def pending(self) -> Pending:
+        """Start the sum over the column, once, and return this device's block [M/r, N/c]."""
         if self._pending is None:
             assert self._terms is not None
             row, terms = self._row, self._terms.to(self._dtype)
             blocks = dict(enumerate(terms.chunk(row.size)))
             blocks[row.index] = blocks[row.index].clone() if row.size > 1 else terms
             self._terms = None
-            del terms  # and its memory, once the other blocks were copied to be sent
+            del terms  # its memory is freed once the other blocks were copied for sending
             self._pending = comm.start_sum_of_parts(blocks.pop, row, LABEL)
         return self._pending

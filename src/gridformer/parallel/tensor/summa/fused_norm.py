@@ -1,7 +1,7 @@
-"""C = norm(X) B for products that gather whole rows of X anyway: so the norm itself sends nothing.
+"""C = norm(X) B for products that gather whole rows of X, so that the norm sends nothing itself.
 
-X is gathered along the rows of the grid, and each device normalizes whole rows before it multiplies
-them.
+X is gathered along the rows of the grid. Each device normalizes the gathered rows and multiplies
+them by its columns of B.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gridformer.parallel.tensor.summa.products import Schedule
 
 @dataclass
 class Norm:
-    """A norm over whole rows: weight [h] and bias [h] are the same on every device of the grid.
+    """A norm over h: LayerNorm if it has a bias, RMSNorm otherwise.
 
-    With a bias a LayerNorm, without one an RMSNorm.
+    Weight [h] and bias [h] are equal on all devices of the grid.
     """
 
     weight: Tensor
@@ -34,7 +34,7 @@ class Norm:
 
 @dataclass
 class Normed:
-    """An activation [.., h/c] whose norm is left to the product that reads it."""
+    """An activation x [.., h/c] that is normalized by the product that reads it."""
 
     x: Tensor
     norm: Norm
@@ -51,7 +51,18 @@ def product_of_norm(
     bias: Tensor | None = None,
     keep: KeepGathered = NOTHING,
 ) -> Tensor:
-    """Differentiable C = norm(X) B + bias. X [.., K/c], b [K/r, N/c], bias [N/c], C [.., N/c]."""
+    """Compute C = norm(X) B + bias, differentiable.
+
+    Args:
+        a: local block [.., K/c] of X, and its norm.
+        b: local block [K/r, N/c] of the weight.
+        schedule: must be a `Gather`, since panels never hold whole rows.
+        bias: local part [N/c].
+        keep: which gathered operands are kept for later.
+
+    Returns:
+        Local block [.., N/c] of C.
+    """
     assert isinstance(schedule, Gather), "a product panel by panel never has whole rows"
     norm = a.norm
     out: Tensor = _NormedAB.apply(a.x, norm.weight, norm.bias, b, bias, norm.eps, schedule, keep)
@@ -100,14 +111,15 @@ class _NormedAB(torch.autograd.Function):
         shape = torch.Size((*grads[0].shape[:-1], column.shape[1]))
         sums = schedule.sum_of(shape, x)
         terms_b = schedule.weight_gradient(operand)
-        of_norm: list[tuple[Tensor, Tensor | None]] = []
+        norm_grads: list[tuple[Tensor, Tensor | None]] = []
         for chunk, arriving in schedule.arriving(operand):
             grad = grads[0] if chunk == ALL else schedule.boundary.chunk(grads[0], chunk)
-            # Terms of the norm's gradient: this device's columns of B have seen all of a row. A
-            # norm's gradient is linear in its output's, so they pass through it and are summed.
+            # These are partial sums of the gradient of norm(X): this device has whole rows of it
+            # for its own columns of B. The gradient of a norm is linear in that of its output, so
+            # the partial sums go through the norm first and are reduce-scattered after it.
             terms = grad @ column
             if chunk == ALL or chunk.stop == schedule.boundary.n_lines(shape):
-                del column  # what was gathered of the weight
+                del column  # frees the gathered weight
             x_whole = arriving.wait()
             del arriving
             normed, statistics = normalize(x_whole, norm_weight, norm_bias, ctx.eps)
@@ -115,18 +127,18 @@ class _NormedAB(torch.autograd.Function):
                 terms, x_whole, norm_weight, norm_bias, statistics
             )
             del terms, x_whole
-            of_norm.append((terms_weight, terms_bias))
+            norm_grads.append((terms_weight, terms_bias))
             sums.start(chunk, terms_x.to(x.dtype))
             del terms_x
             terms_b.add(normed, grad)
             del normed
         grad_x, grad_b = sums.pending(), terms_b.pending()
-        grad_norm_weight = _added_up([weight for weight, _ in of_norm])
+        grad_norm_weight = _total([weight for weight, _ in norm_grads])
         grad_norm_bias = None
         if norm_bias is not None:
-            grad_norm_bias = _added_up([bias for _, bias in of_norm if bias is not None])
+            grad_norm_bias = _total([bias for _, bias in norm_grads if bias is not None])
         grad_bias = bias_gradient(grads[0], ctx.bias)
-        weight_gradient = arrived(grad_b, b.dtype)  # first, as in _AB
+        weight_gradient = arrived(grad_b, b.dtype)  # before grad_x, as in _AB
         return (
             grad_x.wait(),
             grad_norm_weight,
@@ -139,14 +151,27 @@ class _NormedAB(torch.autograd.Function):
         )
 
 
-def _added_up(terms: list[Tensor]) -> Tensor:
+def _total(terms: list[Tensor]) -> Tensor:
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A norm in the parameters' precision: result in x's, and its statistics."""
+    """Apply LayerNorm, or RMSNorm if `bias` is None, over the last dimension.
+
+    Computes in the wider dtype of x and weight.
+
+    Args:
+        x: [.., h].
+        weight: [h].
+        bias: [h], or None for RMSNorm.
+        eps: added to the variance, or to the mean square.
+
+    Returns:
+        The normalized tensor [.., h] in the dtype of x, and the statistics [.., 1] that
+        `normalize_backward` reads: (mean, rstd), or (rstd,) for RMSNorm.
+    """
     wide = x.to(torch.promote_types(x.dtype, weight.dtype))
     if bias is None:
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -162,7 +187,15 @@ def normalize_backward(
     bias: Tensor | None,
     statistics: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, weight and bias."""
+    """Return the gradients of x [.., h], weight [h] and bias [h] of `normalize`.
+
+    Args:
+        grad: gradient [.., h] of the output.
+        x: the input [.., h].
+        weight: [h].
+        bias: [h], or None for RMSNorm, whose gradient is None.
+        statistics: as `normalize` returned them.
+    """
     wide = torch.promote_types(x.dtype, weight.dtype)
     grad, x = grad.to(wide), x.to(wide)
     if bias is None:
@@ -176,9 +209,17 @@ def normalize_backward(
 def rms_norm_backward(
     grad: Tensor, normed: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight of y = normed * weight, normed = x * rstd.
+    """Return the gradients of x [.., h] and weight [h] of RMSNorm.
 
-    mean: of grad * weight * normed over h, [.., 1]; computed here if it is None.
+    The forward pass is y = normed * weight with normed = x * rstd.
+
+    Args:
+        grad: gradient [.., h] of y.
+        normed: [.., h].
+        weight: [h].
+        rstd: [.., 1].
+        mean: mean of grad * weight * normed over the global h, [.., 1], where h is sharded; None
+            if h is whole here, and the mean is then computed.
     """
     grad_normed = grad * weight
     if mean is None:

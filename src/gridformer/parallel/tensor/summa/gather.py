@@ -1,15 +1,15 @@
-"""The schedule that makes operands whole: few messages and large products.
+"""The schedule that gathers whole operands: few messages and large products.
 
-The three products once more (see `products`), all panels at once. A weight is gathered down its
-column; an activation is gathered along its row, and a sum of activations reduce-scattered, as the
-section's boundary says (gridformer.parallel.tensor.boundary):
+It computes the three products of `products` with all panels at once. A weight is all-gathered down
+its column of devices. The boundary of the section (gridformer.parallel.tensor.boundary) says how an
+activation is gathered along its row, and how a sum of activations is reduce-scattered:
 
     product    along row i of devices        down column j of devices
     C = A B    gather A_i                    all-gather B_j              C_ij = A_i B_j
     C = A Bᵀ   reduce-scatter A_ij B_jᵀ      all-gather B_j
     C = Aᵀ B   gather A_i                    reduce-scatter A_iᵀ B_ij
 
-What of an activation lies gathered at a time can be less than all of it: see `chunked`.
+`chunked` gathers an activation in chunks instead, so that it is never materialized as a whole.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from gridformer.parallel.tensor.summa.operands import (
 
 
 class Gather:
-    """All panels at once: one product, one sum.
+    """Gathers all panels at once, so that each product is one multiplication and one sum.
 
-    With activations cut over h this is a SUMMA schedule; with them cut over s or not at all it is
-    Megatron, whose grid has one row.
+    With activations sharded over h this is a schedule of SUMMA. With activations sharded over s, or
+    replicated, on a grid of one row it is Megatron.
     """
 
     def __init__(self, axes: Axes, boundary: Boundary) -> None:
@@ -49,34 +49,50 @@ class Gather:
     # ------------------------------------------------------------------ the products
 
     def ab(
-        self, a: Operand, b: Operand, of: Callable[[Tensor], Tensor] = lambda whole: whole
+        self, a: Operand, b: Operand, transform: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> Pending:
-        """C = A B. of: what is done to whole lines of A before they are multiplied (a norm)."""
+        """Compute C = A B. a [.., K/c], b [K/r, N/c], result [.., N/c].
+
+        Args:
+            a: activation, gathered along the row.
+            b: weight, gathered down the column.
+            transform: applied to the gathered rows of A before the product, such as a norm.
+        """
         self.prefetch(a, b)
         weight = self.whole_column(b)
         if isinstance(a, OneHotOperand):
             return Pending(times(a.all, weight))
-        return Pending(times(of(self._taken(a).wait()), weight))
+        return Pending(times(transform(self._take_whole(a).wait()), weight))
 
     def abt(self, a: Operand, b: Operand) -> Pending:
-        """C = A Bᵀ."""
+        """Compute C = A Bᵀ. a [.., K/c], b [N/r, K/c], result [.., N/c]."""
         return self.boundary.reduce_scatter(times(a.local, self.whole_column(b).t()))
 
     def atb(self, a: Operand, b: Operand) -> Pending:
-        """C = Aᵀ B."""
-        whole = a.all if isinstance(a, OneHotOperand) else self._taken(a).wait()
+        """Compute C = Aᵀ B. a [.., M/c], b [.., N/c], result [M/r, N/c]."""
+        whole = a.all if isinstance(a, OneHotOperand) else self._take_whole(a).wait()
         return self.sum_of_blocks(whole, b.local)
 
     def ab_and_atb(self, a: Operand, b: Operand, c: Tensor) -> tuple[Pending, Pending]:
-        """A B and Aᵀ C for one gathering of A."""
-        whole = self._taken(a).wait()
+        """Compute A B [.., N/c] and Aᵀ C [K/r, M/c] and gather A only once.
+
+        a [.., K/c], b [K/r, N/c], c [.., M/c].
+        """
+        whole = self._take_whole(a).wait()
         atc = self.sum_of_blocks(whole, c)
         return Pending(times(whole, self.whole_column(b))), atc
 
     def sum_of_blocks(self, whole: Matrix, local: Matrix) -> Pending:
-        """Aᵀ B of whole lines of A, summed down the column: this device keeps its block of rows.
+        """Compute Aᵀ B summed down the column, of which this device keeps its block of rows.
 
-        The others' blocks are multiplied first, and travel while this device's own is.
+        The blocks of other devices are multiplied first, and travel while the own one multiplies.
+
+        Args:
+            whole: gathered lines [.., M] of A.
+            local: this device's columns [.., N/c] of B.
+
+        Returns:
+            The block [M/r, N/c] of the sum.
         """
         rows = whole.shape[-1] // self.row.size
 
@@ -94,50 +110,55 @@ class Gather:
             a, torch.Size((*a.shape[:-1], b_rows * self.row.size))
         )
 
-    # ------------------------------------------------------------------ whole operands
+    # ------------------------------------------------------------------ gathered operands
 
     def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
-        """Start to gather these; the products above and below wait for them."""
+        """Start to gather these operands; the products wait for them."""
         if weight is not None and weight.whole is None:
             weight.whole = comm.start_all_gather(tensor_of(weight), self.row, 0, LABEL)
         if activation is not None:
             self._start(activation)
 
     def whole_row(self, a: Operand) -> Tensor:
-        """All of an activation's row, which stays with the operand."""
+        """Return the activation gathered along its row; the operand keeps a reference to it."""
         self._start(a)
         assert a.whole is not None
         return a.whole.wait()
 
     def whole_column(self, b: Operand) -> Tensor:
-        """All of a weight's column, which stays with the operand."""
+        """Return the weight [K, N/c] gathered down its column; the operand keeps a reference."""
         Gather.prefetch(self, None, b)
         assert b.whole is not None
         return b.whole.wait()
 
     def _start(self, activation: Operand) -> None:
         if isinstance(activation.local, OneHot):
-            return  # every device of a row knows the tokens
+            return  # every device of a row holds the tokens
         if activation.whole is None:
             activation.whole = self.boundary.gather(tensor_of(activation))
 
-    def _taken(self, a: Operand) -> Pending:
-        """All of an activation's row, which is freed when its taker no longer holds it."""
+    def _take_whole(self, a: Operand) -> Pending:
+        """Gather an activation; the caller holds the only reference, so it can free the memory."""
         self._start(a)
         whole, a.whole = a.whole, None
         assert whole is not None
         return whole
 
-    # ------------------------------------------------------------------ for loops over chunks
+    # ------------------------------------------------------------------ loops over chunks
 
     def arriving(self, a: Operand) -> Iterator[tuple[slice, Pending]]:
-        """The chunks of an activation, whole, in order: here there is one."""
-        yield ALL, self._taken(a)
+        """Yield (lines, gathered chunk) of an activation in order; here one chunk is everything."""
+        yield ALL, self._take_whole(a)
 
     def sum_of(self, shape: torch.Size, like: Tensor) -> ChunkedSum:
-        """Of terms of an activation, whole and of that shape: what this device keeps of it."""
+        """Return the reduce-scatter, chunk by chunk, of partial sums of a full activation.
+
+        Args:
+            shape: shape of the full activation.
+            like: gives dtype and device.
+        """
         return ChunkedSum(self.boundary, shape, like)
 
     def weight_gradient(self, a: Operand) -> WeightGradient:
-        """Aᵀ B, for the chunks of A as they come."""
+        """Return the accumulator of Aᵀ B for the chunks of A that `arriving` yields."""
         return WeightGradient(self.sum_of_blocks, self.row, 1)

@@ -1,4 +1,4 @@
-"""What a product is made of: blocks of matrices, and what has been gathered of them already."""
+"""Operands of the products: blocks of matrices, what was gathered of them, and one-hot matrices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from gridformer.mesh import Axis
 
 @dataclass(frozen=True)
 class OneHot:
-    """The columns [first, first + size) of the one-hot matrix of tokens, as far as products need.
+    """Columns [first, first + size) of the one-hot matrix of token ids.
 
-    tokens: any shape [...]; the matrix is [..., size], and is never built.
+    The matrix [..., size] of `tokens` [...] is never materialized: the products below index rows
+    instead.
     """
 
     tokens: Tensor
@@ -28,23 +29,26 @@ class OneHot:
         return torch.Size((*self.tokens.shape, self.size))
 
     def columns(self, start: int, stop: int) -> OneHot:
-        """Other columns of the same matrix, counted from the vocabulary's beginning."""
+        """Return columns [start, stop) of the same matrix, in the order of the vocabulary."""
         return OneHot(self.tokens, start, stop - start)
 
     def rows_of(self, table: Tensor) -> Tensor:
-        """This matrix times [size, N]: rows of a table, zero for tokens of other columns."""
+        """Multiply this matrix by a table [size, N]: [..., N].
+
+        The result has the row of each token, and zeros for tokens outside these columns.
+        """
         here, local = self._here()
         rows = F.embedding(local, table)
         return rows.mul_(here.unsqueeze(-1).to(rows.dtype))
 
     def added_up(self, grad: Tensor) -> Tensor:
-        """This matrix's transpose times [..., N]: rows added up by token, [size, N]."""
+        """Multiply this matrix's transpose by grad [..., N]: rows summed by token, [size, N]."""
         here, local = self._here()
         grad = (grad * here.unsqueeze(-1).to(grad.dtype)).flatten(0, -2)
         return grad.new_zeros((self.size, grad.shape[-1])).index_add_(0, local.flatten(), grad)
 
     def _here(self) -> tuple[Tensor, Tensor]:
-        """Which tokens are of these columns, and which of them (0 for the others)."""
+        """Return whether each token is in these columns, and its local column (0 if not)."""
         local = self.tokens - self.first
         here = (local >= 0) & (local < self.size)
         return here, torch.where(here, local, 0)
@@ -54,10 +58,10 @@ Matrix = Tensor | OneHot
 
 
 class Operand:
-    """A matrix cut over the grid: this device's block, and the whole of its row or column.
+    """A matrix sharded over the grid: this device's block, and what was gathered of it so far.
 
-    An activation [.., K/c] is made whole along its row of devices, a weight [K/r, N/c] down its
-    column. Neither is ever needed both ways, so one `whole` serves.
+    An activation [.., K/c] is only ever gathered along its row of devices, and a weight [K/r, N/c]
+    only down its column, so one field `whole` serves both.
     """
 
     def __init__(self, local: Matrix, whole: Pending | None = None) -> None:
@@ -65,13 +69,18 @@ class Operand:
 
 
 def tensor_of(operand: Operand) -> Tensor:
-    """This device's block, which must be a tensor."""
+    """Return this device's block, which must be a tensor and not a one-hot matrix."""
     assert isinstance(operand.local, Tensor)
     return operand.local
 
 
 class OneHotOperand(Operand):
-    """The one-hot matrix of tokens that every device of a row knows: nothing of it travels."""
+    """The one-hot matrix of tokens [...]. All devices of a row hold the tokens: nothing is sent.
+
+    Args:
+        tokens: token ids, equal along a row of devices.
+        size: padded size of the vocabulary, divisible by the size of `col`.
+    """
 
     def __init__(self, tokens: Tensor, size: int, col: Axis) -> None:
         part = size // col.size
@@ -80,17 +89,17 @@ class OneHotOperand(Operand):
 
 
 def columns(a: Matrix, start: int, stop: int) -> Matrix:
-    """Of a whole matrix [.., M], the columns [start, stop)."""
+    """Return columns [start, stop) of a full matrix [.., M]."""
     return a.columns(start, stop) if isinstance(a, OneHot) else a[..., start:stop]
 
 
 def times(a: Matrix, b: Tensor) -> Tensor:
-    """a [.., K] times b [K, N]."""
+    """Multiply a [.., K] by b [K, N]: [.., N]."""
     return a.rows_of(b) if isinstance(a, OneHot) else a @ b
 
 
 def transposed_times(a: Matrix, b: Matrix) -> Tensor:
-    """The transpose of a [.., M] times b [.., N], leading dimensions alike: [M, N]."""
+    """Multiply the transpose of a [.., M] by b [.., N], summed over leading dimensions: [M, N]."""
     if isinstance(a, OneHot):
         assert isinstance(b, Tensor)
         return a.added_up(b)
@@ -100,7 +109,7 @@ def transposed_times(a: Matrix, b: Matrix) -> Tensor:
 
 
 def add_times(c: Tensor, a: Matrix, b: Tensor) -> Tensor:
-    """c [.., N] += a [.., K] times b [K, N], in place."""
+    """Add a [.., K] times b [K, N] to c [.., N] in place, and return c."""
     if isinstance(a, OneHot):
         c += times(a, b)
     else:
@@ -109,7 +118,7 @@ def add_times(c: Tensor, a: Matrix, b: Tensor) -> Tensor:
 
 
 def times_into(out: Tensor, a: Matrix, b: Tensor) -> None:
-    """out = a [.., K] times b [K, N]."""
+    """Write a [.., K] times b [K, N] to out [.., N]."""
     if isinstance(a, OneHot):
         out.copy_(times(a, b))
     else:
@@ -117,23 +126,23 @@ def times_into(out: Tensor, a: Matrix, b: Tensor) -> None:
 
 
 def transposed_times_into(out: Tensor, a: Matrix, b: Matrix) -> None:
-    """out = the transpose of a [.., M] times b [.., N]."""
+    """Write the transpose of a [.., M] times b [.., N] to out [M, N]."""
     if isinstance(a, OneHot) or isinstance(b, OneHot):
         out.copy_(transposed_times(a, b))
     else:
         torch.mm(a.flatten(0, -2).t(), b.flatten(0, -2), out=out)
 
 
-# What backward passes do with results that may still be on their way.
+# Helpers of the backward passes, whose results may still be in flight.
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """Of a bias [N] of that type, if there is one, added to what has the gradient [.., N]."""
+    """Return the gradient [N] of a bias of that dtype from the output's gradient [.., N]."""
     return None if dtype is None else grad.flatten(0, -2).sum(0).to(dtype)
 
 
 def arrived(gradient: Pending | None, dtype: torch.dtype) -> Tensor | None:
-    """A gradient in the type of what it is of, if one is wanted."""
+    """Wait for a gradient and cast it to the dtype of its variable; None if none is wanted."""
     return None if gradient is None else gradient.wait().to(dtype)
 
 

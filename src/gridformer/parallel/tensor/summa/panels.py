@@ -1,4 +1,4 @@
-"""The panels in which SUMMA walks a dimension that two operands cut differently."""
+"""The panels over which SUMMA loops: ranges of a dimension within one block of either matrix."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Panel:
-    """The range [start, stop) of a dimension, and where it lies within its owners' blocks."""
+    """The range [start, stop) of a dimension, and its position in the blocks of its owners.
+
+    Attributes:
+        col: column of devices that owns the range where the dimension is sharded over columns.
+        row: row of devices that owns it where the dimension is sharded over rows.
+        in_col: the range within the block of column `col`.
+        in_row: the range within the block of row `row`.
+    """
 
     start: int
     stop: int
-    col: int  # owner column, and the range within its block
-    row: int  # owner row, and the range within its block
+    col: int
+    row: int
     in_col: slice
     in_row: slice
 
@@ -24,9 +31,14 @@ class Panel:
 
 
 def panels(size: int, rows: int, cols: int) -> Iterator[Panel]:
-    """The common refinement of cutting `size` over `rows` and over `cols`, in order.
+    """Yield the panels of a dimension that is sharded over rows in one matrix, columns in another.
 
-    There are rows + cols - gcd(rows, cols) of them. `size` must divide by both.
+    They are the common refinement of both ways to shard it: rows + cols - gcd(rows, cols) panels.
+
+    Args:
+        size: global size of the dimension; must be divisible by `rows` and by `cols`.
+        rows: number of rows of the grid.
+        cols: number of columns of the grid.
     """
     per_row, per_col = size // rows, size // cols
     cuts = sorted({*range(0, size, per_row), *range(0, size, per_col), size})

@@ -1,6 +1,7 @@
-"""What of a product's gathered operands outlasts one use, and weights that are gathered early.
+"""Gathered operands that are kept beyond one use, and weights that are gathered early.
 
-Optional beside every product: with `NOTHING` it gathers what it needs when it needs it.
+Both are optional for every product: with `NOTHING`, a product gathers its operands when it needs
+them and frees them afterwards.
 """
 
 from __future__ import annotations
@@ -17,23 +18,33 @@ from gridformer.parallel.tensor.summa.products import Schedule
 
 
 class WeightPrefetcher:
-    """What is gathered of one product's weight beyond one use of it, between `open` and `close`.
+    """Keeps or prefetches the gathered weight of one product, between `open` and `close`.
 
-    keeps: the whole of the weight's column, from the first product with it until `close`. Without,
-    it may be asked for early, by the product before (`prefetch`), and is let go of when it is used.
-    Nothing outlasts `close`: only who knows that weights do not change opens one.
+    The caller opens it only while weights do not change. `close` frees everything.
+
+    Args:
+        keeps: whether the gathered column of the weight is kept from its first product until
+            `close`. Otherwise it is freed after each use, but the neighboring product may have
+            gathered it early (`prefetch`).
+
+    Attributes:
+        source: returns the weight and the schedule that gathers it; None turns prefetching off.
+        after: the prefetcher of the next product in forward order.
+        before: the prefetcher of the previous product in forward order.
+        ends_block: whether the next product belongs to another block.
     """
 
     def __init__(self, keeps: bool = True) -> None:
         self.keeps = keeps
-        self.source: Callable[[], tuple[Tensor, Schedule]] | None = None  # for `prefetch`
-        self.after: WeightPrefetcher | None = None  # the next product's, in forward order
+        self.source: Callable[[], tuple[Tensor, Schedule]] | None = None
+        self.after: WeightPrefetcher | None = None
         self.before: WeightPrefetcher | None = None
-        self.ends_block = False  # the next product is of another block
+        self.ends_block = False
         self._open = False
         self._operands: dict[torch.dtype, Operand] = {}
 
     def operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
+        """Return the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
         if not self._open:
             return Operand(weight.to(dtype))
         if not self.keeps:
@@ -43,7 +54,7 @@ class WeightPrefetcher:
         return self._operands[dtype]
 
     def prefetch(self, dtype: torch.dtype) -> None:
-        """Start to gather the weight: the product before this one is about to multiply."""
+        """Start to gather the weight early, while the neighboring product multiplies."""
         if not self._open or self.source is None or dtype in self._operands:
             return
         weight, schedule = self.source()
@@ -51,36 +62,43 @@ class WeightPrefetcher:
         schedule.prefetch(None, self._operands[dtype])
 
     def open(self) -> None:
+        """Allow the weight to be kept and prefetched; it must not change until `close`."""
         self._open = True
 
     def close(self) -> None:
+        """Free what is gathered."""
         self._open = False
         self._operands = {}
 
 
 @dataclass
 class KeepGathered:
-    """What of a product's gathered operands is kept: its input for the backward pass, its weight
-    for the whole step. What is not kept is gathered again when it is needed again."""
+    """Which gathered operands of a product are kept; the others are gathered again when needed.
+
+    Attributes:
+        input: whether the gathered input is kept for the backward pass.
+        weight: keeps the gathered weight for the whole step, or prefetches it; None does neither.
+    """
 
     input: bool = False
     weight: WeightPrefetcher | None = None
 
     def weight_operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
+        """Return the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
         if self.weight is None:
             return Operand(weight.to(dtype))
         return self.weight.operand(weight, dtype)
 
     def prefetch_next(self, dtype: torch.dtype) -> None:
-        """While this product multiplies, the next one's weight may travel. Not that of the next
-        block where this one is computed again: backward has left that behind."""
+        """Start to gather the weight of the next product, while this one multiplies."""
         if self.weight is None or self.weight.after is None:
             return
+        # A block that is recomputed in the backward pass is followed by an earlier block.
         if not (self.weight.ends_block and in_backward()):
             self.weight.after.prefetch(dtype)
 
     def prefetch_previous(self, dtype: torch.dtype) -> None:
-        """The same in the backward pass, where the product before this one is the next."""
+        """Like `prefetch_next`, in the backward pass, where the previous product comes next."""
         if self.weight is not None and self.weight.before is not None:
             self.weight.before.prefetch(dtype)
 

@@ -1,22 +1,23 @@
 """The three matrix products of SUMMA, panel by panel: C = A B, C = A Bᵀ and C = Aᵀ B.
 
-These are algorithms 1 to 3 of Optimus (Xu, Li, Gong, You 2021), after van de Geijn and
-Watts 1997. A matrix [M, K] lies with M cut over the rows of the grid and K over its columns: device
-(i, j) holds the block [M/r, K/c]. A loop runs over panels l of the dimension that the operands cut
-differently:
+These are Algorithms 1 to 3 of Optimus (Xu, Li, Gong, You 2021, "An Efficient 2D Method for Training
+Super-Large Deep Learning Models"), after van de Geijn and Watts 1997. A matrix [M, K] is sharded
+over the whole grid, M over its rows and K over its columns: device (i, j) holds the block
+[M/r, K/c]. A loop runs over the panels l of the dimension that is sharded over columns in one
+matrix and over rows in another:
 
-    algorithm  product    along row i of devices     down column j of devices
+    Algorithm  product    along row i of devices     down column j of devices
     1          C = A B    broadcast A_il             broadcast B_lj             C_ij += A_il B_lj
-    2          C = A Bᵀ   sum A_ij B_ljᵀ to C_il     broadcast B_lj
-    3          C = Aᵀ B   broadcast A_il             sum A_ilᵀ B_ij to C_lj
+    2          C = A Bᵀ   reduce A_ij B_ljᵀ to C_il  broadcast B_lj
+    3          C = Aᵀ B   broadcast A_il             reduce A_ilᵀ B_ij to C_lj
 
-The paper's grid is square, and panel l is block l of both operands. Here it has any r rows and c
-columns: a panel is a range that lies within one block of each (`panels`), so it has one owner among
-the rows, `panel.row`, and one among the columns, `panel.col`. Activations may have several leading
-dimensions, which count as M.
+The grid of the paper is square, and panel l is block l of both matrices. Here a grid has any r rows
+and c columns: a panel is a range that lies within one block of each matrix (`panels`), so exactly
+one row (`panel.row`) and one column (`panel.col`) of devices own it. Activations may have several
+leading dimensions, which together count as M.
 
-How a panel travels, and how many at a time, is the business of `PanelTransport`. What the products
-have as gradients is in `autograd`, where each of them is one of the three again.
+`PanelTransport` moves the panels and decides how many are in flight. `autograd` has the gradients,
+each of which is one of the same three products.
 """
 
 from __future__ import annotations
@@ -39,32 +40,44 @@ from gridformer.parallel.tensor.summa.transport import PanelTransport
 
 
 class Schedule(Protocol):
-    """How products communicate. Results may still be on their way."""
+    """How the products of a grid communicate.
+
+    A product returns a `Pending`: its last communication may still be in flight, and `wait()`
+    returns the result.
+    """
 
     def ab(self, a: Operand, b: Operand) -> Pending:
-        """C = A B. a [.., K/c], b [K/r, N/c], result [.., N/c]."""
+        """Compute C = A B: a [.., K/c], b [K/r, N/c], result [.., N/c]."""
 
     def abt(self, a: Operand, b: Operand) -> Pending:
-        """C = A Bᵀ. a [.., K/c], b [N/r, K/c], result [.., N/c]."""
+        """Compute C = A Bᵀ: a [.., K/c], b [N/r, K/c], result [.., N/c]."""
 
     def atb(self, a: Operand, b: Operand) -> Pending:
-        """C = Aᵀ B. a [.., M/c], b [.., N/c], leading dimensions alike; result [M/r, N/c]."""
+        """Compute C = Aᵀ B: a [.., M/c], b [.., N/c], result [M/r, N/c].
+
+        The leading dimensions of `a` and `b` are equal and are summed over.
+        """
 
     def empty_ab_like(self, a: Tensor, b_columns: int) -> Tensor:
-        """For A B, b having so many columns: its shape and type without its memory."""
+        """Return a tensor with the shape and dtype of A B that holds at most one element.
+
+        Args:
+            a: local block [.., K/c].
+            b_columns: columns N/c of the local block of B.
+        """
 
     def empty_abt_like(self, a: Tensor, b_rows: int) -> Tensor:
-        """The same of A Bᵀ, b having so many rows."""
+        """Like `empty_ab_like`, for A Bᵀ with `b_rows` = N/r rows in the local block of B."""
 
     def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
-        """A hint: these will be needed whole. A schedule may start to gather them."""
+        """Hint that these operands will be needed soon; a schedule may start to gather them."""
 
 
 class Broadcast:
-    """The paper's schedule: a panel is broadcast just before it is multiplied, a sum is reduced
-    just after.
+    """The schedule of the paper: broadcast a panel, multiply it, then reduce its sum.
 
-    `in_flight` panels are on their way while one is multiplied: 0 here, 1 in `Pipelined`.
+    `in_flight` is the number of panels that travel while another one is multiplied: 0 here, and 1
+    in `Pipelined`.
     """
 
     in_flight = 0
@@ -74,7 +87,7 @@ class Broadcast:
         self.transport = PanelTransport(axes, self.in_flight)
 
     def ab(self, a: Operand, b: Operand) -> Pending:
-        """Algorithm 1: for every l, C_ij += A_il B_lj."""
+        """Optimus, Algorithm 1: for each panel l, C_ij += A_il B_lj."""
         k = tensor_of(b).shape[0] * self.axes.row.size
         c: Tensor | None = None
         for _, a_il, b_lj in self.transport.broadcast(k, along_rows=a, down_columns=b):
@@ -83,26 +96,26 @@ class Broadcast:
         return Pending(c)
 
     def abt(self, a: Operand, b: Operand) -> Pending:
-        """Algorithm 2: for every l, C_il = sum over j of A_ij B_ljᵀ, on the owner of column l."""
+        """Optimus, Algorithm 2: for each panel l, reduce A_ij B_ljᵀ over j to C_il on its owner."""
         b_ij = tensor_of(b)
         n = b_ij.shape[0] * self.axes.row.size
         c = b_ij.new_empty((*a.local.shape[:-1], n // self.axes.col.size))
         sums = self.transport.reduce(self.axes.col)
         for panel, _, b_lj in self.transport.broadcast(n, down_columns=b):
-            terms = sums.room((*c.shape[:-1], panel.width), b_ij)
+            terms = sums.buffer((*c.shape[:-1], panel.width), b_ij)
             times_into(terms, a.local, b_lj.t())
             sums.start(terms, panel.col, c[..., panel.in_col])
         sums.finish()
         return Pending(c)
 
     def atb(self, a: Operand, b: Operand) -> Pending:
-        """Algorithm 3: for every l, C_lj = sum over i of A_ilᵀ B_ij, on the owner of row l."""
+        """Optimus, Algorithm 3: for each panel l, reduce A_ilᵀ B_ij over i to C_lj on its owner."""
         like = a.local if isinstance(a.local, Tensor) else tensor_of(b)
         m, n = a.local.shape[-1] * self.axes.col.size, b.local.shape[-1]
         c = like.new_empty((m // self.axes.row.size, n))
         sums = self.transport.reduce(self.axes.row)
         for panel, a_il, _ in self.transport.broadcast(m, along_rows=a):
-            terms = sums.room((panel.width, n), like)
+            terms = sums.buffer((panel.width, n), like)
             transposed_times_into(terms, a_il, b.local)
             sums.start(terms, panel.row, c[panel.in_row])
         sums.finish()
@@ -116,10 +129,10 @@ class Broadcast:
         return a.new_empty(()).expand(*a.shape[:-1], width)
 
     def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
-        pass  # panels are sent when their turn comes
+        pass  # each panel is broadcast only when the loop reaches it
 
 
 class Pipelined(Broadcast):
-    """Panel l+1 travels, and the sum of panel l-1 returns, while panel l multiplies."""
+    """Broadcasts panel l+1 and reduces the sum of panel l-1 while panel l multiplies."""
 
     in_flight = 1

@@ -1,4 +1,4 @@
-"""How panels travel: one at a time, or the next while one is multiplied; and where they lie."""
+"""Moves panels: broadcasts those of operands, reduces those of results, and owns their buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gridformer.parallel.tensor.summa.panels import Panel, panels
 
 
 class Arrived(NamedTuple):
-    """A panel of both operands, as far as they were asked for: a (Matrix) and b (Tensor)."""
+    """A panel of each requested operand: a is a Matrix, b a Tensor; None where not requested."""
 
     panel: Panel
     a: Any
@@ -27,13 +27,17 @@ class Arrived(NamedTuple):
 
 
 class Workspace:
-    """Memory for the panels in flight, allocated once and used again by every product."""
+    """Buffers for the panels in flight, allocated once and reused by every product."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A contiguous tensor of undefined content; the next `take` of this name overwrites it."""
+        """Return a contiguous, uninitialized tensor with the dtype and device of `like`.
+
+        The next `take` of the same name returns the same memory. A buffer grows when a larger one
+        is asked for, and never shrinks.
+        """
         key, size = (name, like.dtype, like.device), torch.Size(shape).numel()
         if key not in self._buffers or self._buffers[key].numel() < size:
             self._buffers[key] = like.new_empty(size)
@@ -41,9 +45,10 @@ class Workspace:
 
 
 class PanelTransport:
-    """Broadcasts panels and reduces sums, `in_flight` of each at a time while one is multiplied.
+    """Broadcasts panels and reduces sums, with `in_flight` of each on the way during a product.
 
-    Each of `in_flight + 1` panels in flight has its own turn in the workspace.
+    The workspace has `in_flight + 1` slots for each kind of panel: one for the panel that is
+    multiplied and one for each panel that travels.
     """
 
     def __init__(self, axes: Axes, in_flight: int) -> None:
@@ -53,43 +58,53 @@ class PanelTransport:
     def broadcast(
         self, size: int, along_rows: Operand | None = None, down_columns: Operand | None = None
     ) -> Iterator[Arrived]:
-        """The panels of a dimension in order, each when its parts of the operands are here."""
-        turns = self.in_flight + 1
+        """Yield the panels of a dimension in order, each when its parts of the operands are here.
+
+        Args:
+            size: global size of the dimension, divisible by the numbers of rows and columns.
+            along_rows: activation [.., size/c] whose columns are broadcast along each row.
+            down_columns: weight [size/r, N/c] whose rows are broadcast down each column.
+
+        Yields:
+            Each panel with a [.., width] and b [width, N/c]: views of the workspace or of the
+            operands, valid until the next panel is requested.
+        """
+        slots = self.in_flight + 1
         coming: deque[Callable[[], Arrived]] = deque()
         for number, panel in enumerate(panels(size, self.axes.row.size, self.axes.col.size)):
-            turn = number % turns
-            a = self._send_columns(along_rows, panel, turn) if along_rows else None
-            b = self._send_rows(down_columns, panel, turn) if down_columns else None
+            slot = number % slots
+            a = self._send_columns(along_rows, panel, slot) if along_rows else None
+            b = self._send_rows(down_columns, panel, slot) if down_columns else None
             coming.append(partial(_arrived, panel, a, b))
-            if len(coming) == turns:
+            if len(coming) == slots:
                 yield coming.popleft()()
         while coming:
             yield coming.popleft()()
 
     def reduce(self, axis: Axis) -> PanelSums:
-        """Sums of a product's panels over an axis."""
+        """Return the sums over `axis` that the panels of one product make."""
         return PanelSums(axis, self.in_flight, self.workspace)
 
-    def _send_columns(self, a: Operand, panel: Panel, turn: int) -> Pending | OneHot:
-        """Columns of an activation, from their owner to the other devices of its row."""
+    def _send_columns(self, a: Operand, panel: Panel, slot: int) -> Pending | OneHot:
+        """Broadcast a panel of columns of an activation from its owner along the row of devices."""
         if isinstance(a, OneHotOperand):
             return a.all.columns(panel.start, panel.stop)
         axis, local = self.axes.col, tensor_of(a)
         if axis.size == 1:
             return Pending(local[..., panel.in_col])
-        part = self.workspace.take(f"a {turn}", (*local.shape[:-1], panel.width), local)
+        part = self.workspace.take(f"a {slot}", (*local.shape[:-1], panel.width), local)
         if axis.index == panel.col:
             part.copy_(local[..., panel.in_col])
         return self._start_broadcast(part, axis, panel.col)
 
-    def _send_rows(self, b: Operand, panel: Panel, turn: int) -> Pending:
-        """Rows of a weight, from their owner to the other devices of its column."""
+    def _send_rows(self, b: Operand, panel: Panel, slot: int) -> Pending:
+        """Broadcast a panel of rows of a weight from its owner down the column of devices."""
         axis, local = self.axes.row, tensor_of(b)
         if axis.size == 1:
             return Pending(local[panel.in_row])
         if axis.index == panel.row and local.is_contiguous():
-            return self._start_broadcast(local[panel.in_row], axis, panel.row)  # where it lies
-        part = self.workspace.take(f"b {turn}", (panel.width, local.shape[1]), local)
+            return self._start_broadcast(local[panel.in_row], axis, panel.row)  # no copy
+        part = self.workspace.take(f"b {slot}", (panel.width, local.shape[1]), local)
         if axis.index == panel.row:
             part.copy_(local[panel.in_row])
         return self._start_broadcast(part, axis, panel.row)
@@ -101,36 +116,43 @@ class PanelTransport:
 
 
 class PanelSums:
-    """Sums over an axis, each kept by its owner; `in_flight` of them may be on their way."""
+    """Reduces partial sums over an axis, each to its owner, with `in_flight` of them on the way."""
 
     def __init__(self, axis: Axis, in_flight: int, workspace: Workspace) -> None:
         self.axis, self.in_flight, self.workspace = axis, in_flight, workspace
         self._number = 0
         self._coming: deque[Callable[[], None]] = deque()
 
-    def room(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Where the terms of the next sum are put."""
-        turn = self._number % (self.in_flight + 1)
+    def buffer(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return an uninitialized buffer for the partial sum of the next panel."""
+        slot = self._number % (self.in_flight + 1)
         self._number += 1
-        return self.workspace.take(f"sum {turn}", shape, like)
+        return self.workspace.take(f"sum {slot}", shape, like)
 
     def start(self, terms: Tensor, owner: int, place: Tensor) -> None:
-        """Add up every rank's `terms`; on the owner the sum goes to `place`."""
+        """Start to reduce the `terms` of all ranks, and copy the total to `place` on the owner.
+
+        Args:
+            terms: this rank's partial sum, from `buffer`.
+            owner: index along the axis of the rank that keeps the total.
+            place: destination of the total; used on the owner alone.
+        """
         if self.in_flight:
             pending = comm.start_reduce(terms, self.axis, owner, LABEL)
         else:
             pending = Pending(comm.reduce(terms, self.axis, owner, LABEL))
 
-        def land() -> None:
+        def store() -> None:
             total = pending.wait()
             if self.axis.index == owner:
                 place.copy_(total)
 
-        self._coming.append(land)
+        self._coming.append(store)
         while len(self._coming) > self.in_flight:
             self._coming.popleft()()
 
     def finish(self) -> None:
+        """Wait for all sums that are still on the way."""
         while self._coming:
             self._coming.popleft()()
 
