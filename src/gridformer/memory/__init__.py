@@ -1,1 +1,1 @@
-"""What a run holds in memory: estimated before anything is allocated, measured, and made to fit."""
+"""The memory of a run: estimates before anything is allocated, measurements, and budgets."""

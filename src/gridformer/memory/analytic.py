@@ -1,7 +1,7 @@
-"""About what a device of a run holds, by formulas: at once, where `estimate` takes seconds.
+"""Approximate memory of a device by formulas, instantly where `estimate` takes seconds.
 
-Of parameters there are the matrices alone, and of activations what any layer keeps. What a device
-really holds, to the byte, `gridformer memory` finds by running the code (memory/estimate.py).
+The formulas cover the matrices among parameters, and the activations that every layer keeps.
+`gridformer memory` finds the exact number of bytes by running the code (memory/estimate.py).
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from gridformer.parallel.auto.heuristics import decide
 
 
 def states_of(run: RunConfig) -> float:
-    """Bytes of parameters, gradients and optimizer on a device: a bound from below of what the
-    fullest one holds, whatever its batch."""
+    """Returns bytes of parameters, gradients and optimizer per device, averaged over the stages.
+
+    This is a lower bound of what the fullest device holds with any batch.
+    """
     choices = decide(run.model, run.layout, work_of(run))
     return sum(_states(run, choices)) / run.layout.pp
 
 
 def total_states(run: RunConfig) -> float:
-    """The same of one replica's devices together."""
+    """Returns bytes of parameters, gradients and optimizer of all devices of one replica."""
     choices = decide(run.model, run.layout, work_of(run))
     return float(choices.parameters) * choices.work.state_bytes
 
 
 def quick_estimate(run: RunConfig) -> float:
-    """About the most bytes that a device holds at a time."""
+    """Returns the approximate peak of the fullest device in bytes."""
     choices, pp = decide(run.model, run.layout, work_of(run)), run.layout.pp
     in_layers, head = _states(run, choices)
     n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
-    # Of the layers, in the fullest stage: the head's multiplications are worth some.
+    # The fraction of the layers in the fullest stage; the partition counts the head's work as that
+    # of some layers.
     head_layers = run.model.vocab_size / (4 * run.model.hidden_size + 2 * run.model.ffn_size)
     share = min(1.0, math.ceil((n_layers + head_layers) / pp) / n_layers)
     states = in_layers * share + head
@@ -40,7 +43,7 @@ def quick_estimate(run: RunConfig) -> float:
     logits = _logits(run, choices)
     if pp == 1:
         return states + activations + logits
-    # The first stage has most micro-batches under way, the last one the logits.
+    # The first stage has the most micro-batches in flight, the last stage has the logits.
     under_way = run.layout.micro_batches
     if run.layout.pipeline_order != "gpipe":
         under_way = min(pp, under_way)
@@ -48,8 +51,10 @@ def quick_estimate(run: RunConfig) -> float:
 
 
 def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
-    """Bytes of all layers' matrices with their gradients and moments, and of those outside layers,
-    on a device that has both."""
+    """Returns bytes of matrices with gradients and moments: those of all layers, and the others.
+
+    Both are for a device that holds its shards of all stages.
+    """
     layout, grid, layers, head = run.layout, choices.rows * choices.cols, 0.0, 0.0
     everywhere = layout.branches if choices.between == "cut" else 1  # replicas of common layers
     each, of_common = choices.work.state_bytes, state_bytes(run, layout.dp * everywhere)
@@ -65,13 +70,14 @@ def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
 
 
 def _kept(run: RunConfig, choices: Choices) -> float:
-    """Bytes that all layers keep of one micro-batch for its backward pass.
+    """Returns the bytes that all layers keep of one micro-batch for its backward pass.
 
-    A product that opens a section keeps the input and the result of its norm, and makes what the
-    section works on; one that closes it keeps its input.
+    A product that opens a section keeps its norm's input and output, and its own output; a product
+    that closes a section keeps its input.
     """
     work, h, grid = choices.work, run.model.hidden_size, choices.rows * choices.cols
-    between = 1 / grid if choices.between == "cut" else 1.0  # of a whole activation, on a device
+    # The fraction of an activation between sections that a device holds.
+    between = 1 / grid if choices.between == "cut" else 1.0
     kept = 0.0
     for choice in choices.products.values():
         product = choice.product
@@ -83,7 +89,7 @@ def _kept(run: RunConfig, choices: Choices) -> float:
         width = product.n_in if product.closes else product.n_out
         kept += (around + inside * width) * product.count
     n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
-    if work.recompute == "full":  # inputs of all layers, and one layer
+    if work.recompute == "full":  # the inputs of all layers, and everything of one layer
         rows = max(work.tokens, work.source)
         kept = rows * h * between * n_layers + kept / n_layers
     return kept * work.itemsize
@@ -94,7 +100,7 @@ def _kept_inputs(choices: Choices) -> float:
 
 
 def _logits(run: RunConfig, choices: Choices) -> float:
-    """Logits, probabilities and gradients, of as many tokens as there are at a time."""
+    """Returns bytes of logits, probabilities and their gradients that exist at a time."""
     work = choices.work
     replicated = choices.between != "cut"
     rows = work.tokens if replicated else work.tokens / choices.rows

@@ -1,10 +1,10 @@
-"""What one rank of a run holds while it makes an optimizer step, by kind and over time.
+"""The memory of one rank during an optimizer step, by kind and over time.
 
-parameters, gradients, optimizer    what a rank keeps from step to step
-activations                         made in a forward pass and kept for its backward pass, by
-                                    the kind of module that made them
-recomputed                          activations that are computed again in a backward pass
-workspace                           all else: what lives within one pass, and messages
+parameters, gradients, optimizer    kept from step to step
+activations                         made in a forward pass and kept for its backward pass, by the
+                                    kind of module that made them
+recomputed                          activations that a backward pass recomputes
+workspace                           everything else: tensors that live within one pass, and messages
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gridformer.parallel.tensor import norm as grid_norms
 from gridformer.train.step import Stepper
 
 STATES = ("parameters", "gradients", "optimizer")
-# Of modules, what is made in them; of several around each other, the innermost's counts.
+# An activation belongs to the innermost of these modules in which it was made.
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "attention": (blocks.Attention, blocks.CrossAttention),
     "feed-forward": (blocks.FeedForward,),
@@ -39,13 +39,21 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
 _OUTSIDE = "embedding, loss"
 ACTIVATIONS = tuple(f"activations: {kind}" for kind in (*_MODULES, _OUTSIDE))
 KINDS = (*STATES, *ACTIVATIONS, "recomputed", "workspace")
-_POINTS = 1500  # of a timeline
+_POINTS = 1500  # points of a timeline
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes over time, by kind. Time is counted in allocations and frees; of each stretch of it the
-    moment with the most bytes is kept. phases: (time, what was going on from then on)."""
+    """Bytes over time, by kind.
+
+    Time counts allocations and frees. The timeline is divided into intervals, and the moment with
+    the most bytes represents each of them.
+
+    Attributes:
+        times: The moments.
+        bytes_of: For each kind, its bytes at these moments.
+        phases: (time at which a phase of the step begins, its name).
+    """
 
     times: list[int]
     bytes_of: dict[str, list[int]]
@@ -54,11 +62,16 @@ class Timeline:
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Bytes of one rank over one optimizer step.
+    """The bytes of one rank during one optimizer step.
 
-    peak: the most it held at a time; moment: what was going on then; by_kind: what it was made of.
-    between: held between steps. host: of all that, what lies in the host's memory instead of the
-    device's (train.offload), which is in no other number.
+    Attributes:
+        rank: The rank.
+        peak: The most bytes that it holds at a time.
+        moment: What the rank was doing at the peak.
+        by_kind: The bytes at the peak by kind.
+        between: The bytes held between steps.
+        host: The bytes that lie in host memory (train.offload). No other number contains them.
+        timeline: The bytes over time.
     """
 
     rank: int
@@ -71,18 +84,20 @@ class MemoryBreakdown:
 
     @property
     def activations(self) -> int:
-        """Of all kinds."""
+        """The bytes of all activations at the peak."""
         return sum(self.by_kind.get(kind, 0) for kind in ACTIVATIONS)
 
 
 def take_breakdown(
     stepper: Stepper, rank: int, step: Callable[[], object], host: Sequence[Tensor] = ()
 ) -> MemoryBreakdown:
-    """Watch one optimizer step.
+    """Runs one optimizer step and returns its breakdown.
 
     Args:
-        step: runs it. The optimizer's state exists already.
-        host: of that, what would lie in the host's memory and not in the device's.
+        stepper: The stepper, whose optimizer state must already be allocated.
+        rank: The rank, for the result.
+        step: Runs the step.
+        host: The tensors of the optimizer state that lie in host memory in a real run.
     """
     tracker = MemoryTracker()
     model, updates = stepper.model, stepper.updates
@@ -115,11 +130,15 @@ def take_breakdown(
 def _watching(
     stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]
 ) -> Iterator[list[tuple[int, str]]]:
-    """Tell the memory tracker which module is run, forward and backward, and which tensors are
-    gradients.
+    """Tells the tracker which module runs, forward or backward, and which tensors are gradients.
 
-    held: all that has gradients. Yields a list that fills with the parts of the step: when each was
-    done, and its name.
+    Args:
+        stepper: The stepper that will run the step.
+        tracker: The memory tracker.
+        held: All tensors that can have gradients.
+
+    Yields:
+        A list that is filled with (time of its end, name) for each phase of the step.
     """
     model = stepper.model
     done: list[tuple[int, str]] = []
@@ -170,7 +189,7 @@ def _watching(
 
 
 def _moment(tracker: MemoryTracker, when: int, done: list[tuple[int, str]]) -> str:
-    """In words: the module that was run, or the part of the step."""
+    """Names the module that ran at a time, or else the phase of the step."""
     _, _, doing = tracker.place_at(when).partition("|")
     if doing:
         return doing

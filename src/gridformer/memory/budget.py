@@ -1,4 +1,4 @@
-"""Whether a run fits into its devices, and if not, the nearest settings that do."""
+"""Checks whether a run fits into its devices' memory, and finds the nearest settings that do."""
 
 from __future__ import annotations
 
@@ -25,30 +25,35 @@ from gridformer.parallel.validation import broken_rules
 from gridformer.utils.hardware import free_memory
 from gridformer.utils.units import GIB, format_bytes, format_setting
 
-# What was found, if anything, and what goes on from now on.
+# Called with what was found, which may be empty, and with what begins now.
 Tell = Callable[[str, str], None]
 
-SEARCH_S = 20.0  # for settings that fit; a user waits for it
+SEARCH_S = 20.0  # seconds to search for settings that fit; a user waits for it
 
-OWN_CPU = GIB * 2 // 5  # what a process holds before any tensor
-OWN_CUDA = GIB  # the driver's context, NCCL's buffers
-USABLE = 0.95  # of a GPU: what an allocator that caches and rounds can give out
+OWN_CPU = GIB * 2 // 5  # bytes that a process holds before any tensor
+OWN_CUDA = GIB  # bytes of the driver's context and of NCCL's buffers
+USABLE = 0.95  # fraction of a GPU that a caching, rounding allocator can give to tensors
 
 
 def silent(found: str, doing: str) -> None:
-    """For callers whom nobody watches."""
+    """A `Tell` that ignores everything, for callers without a terminal."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that the tensors of one process may take, and where that is from."""
+    """The budget of one process.
+
+    Attributes:
+        n_bytes: The bytes that the tensors of one process may take.
+        why: Where that number comes from, as part of a sentence.
+    """
 
     n_bytes: int
     why: str
 
 
 def room_of(run: RunConfig) -> Room | None:
-    """What this machine has for each of its processes; None if it does not tell."""
+    """Returns the budget of each process on this machine, or None if it is not known."""
     if run.train.memory_gib:
         gib = run.train.memory_gib
         return Room(round(gib * GIB), f"train.memory_gib={gib:g}")
@@ -60,29 +65,39 @@ def room_of(run: RunConfig) -> Room | None:
         usable = round(least * USABLE) - OWN_CUDA
         return Room(
             usable,
-            f"{format_bytes(usable)} of a GPU's {format_bytes(least)} can be given to tensors",
+            f"{format_bytes(usable)} of a GPU's {format_bytes(least)} are available to tensors",
         )
     free = free_memory()
     if free is None:
         return None
     share = max(0, free // n_here - OWN_CPU)
-    own = f"{n_here} processes, which take {format_bytes(OWN_CPU)} each for themselves"
+    own = f"each takes {format_bytes(OWN_CPU)} for itself"
     return Room(
-        share, f"{format_bytes(share)} each are left, with {format_bytes(free)} free here and {own}"
+        share,
+        f"{format_bytes(share)} are left for each of {n_here} processes, with "
+        f"{format_bytes(free)} free here, of which {own}",
     )
 
 
 def fit_problems(
     run: RunConfig, tell: Tell = silent, decisions: Decisions | None = None
 ) -> list[str]:
-    """Why a checked run cannot fit on this machine, with settings that do; mostly none.
+    """Returns why a checked run does not fit on this machine, with settings that do.
 
-    The breakdown is only taken where bounds that cost nothing do not already answer. tell: is told
-    at once what is found and what goes on, for settings that fit may take a while to find.
-    decisions: what `decide_run` said of the run; it is asked if they are not given.
+    Memory is only estimated if cheap bounds do not already give the answer.
+
+    Args:
+        run: The checked run.
+        tell: Called at once with what was found and what begins now, since finding settings that
+            fit may take a while.
+        decisions: The result of `decide_run(run)`; None calls it.
+
+    Returns:
+        At most one problem; none if the run fits or the budget is not known. On each machine only
+        the process with local rank 0 checks.
     """
     place = joined()
-    if place and place.local_rank > 0:  # the first process of a machine speaks for all of them
+    if place and place.local_rank > 0:  # the first process of a machine checks for all of them
         return []
     room = room_of(run)
     if room is None or at_most(run) <= room.n_bytes:
@@ -106,11 +121,16 @@ def refusal(
     tell: Tell = silent,
     took: float = 0.0,
 ) -> str:
-    """That it does not fit, of what it consists, and what would.
+    """Returns the message that a run does not fit: what it holds, and settings that fit.
 
-    worst: the breakdown of the rank that holds most; not needed where the room is too small for
-    parameters, gradients and optimizer alone. took: seconds that it took; settings of which each
-    would take longer than there is time are not tried.
+    Args:
+        run: The checked run.
+        worst: The breakdown of the fullest rank; None if the budget is too small for parameters,
+            gradients and optimizer alone.
+        room: The budget.
+        tell: Called at once with what was found, because the search for settings takes a while.
+        took: Seconds that the estimate took. The search stops when another such estimate would
+            exceed its time.
     """
     if worst is None:
         alone = format_bytes(states_of(run))
@@ -134,24 +154,28 @@ def refusal(
         text += f"no setting that was tried within {SEARCH_S:g} s fits; "
         if likely := _likely(run, worst, room.n_bytes):
             return text + (
-                f"try {likely.settings} (by formula about {format_bytes(likely.peak)}; `gridformer "
-                "memory` says it exactly)"
+                f"try {likely.settings} (by formula about {format_bytes(likely.peak)}; run "
+                "`gridformer memory` for the exact number)"
             )
         return text + "use a layout of more devices"
     if worst is None:
         devices = math.ceil(total_states(run) / max(1, room.n_bytes))
         return text + (
-            f"no setting that saves memory is enough; use a layout of {devices:,} or more devices "
-            "of that size"
+            f"no setting that saves memory is enough; use a layout of {devices:,} or more "
+            "devices of this size"
         )
     return text + "no setting that saves memory is enough; use a layout of more devices"
 
 
 @dataclass
 class Patience:
-    """Until when settings are tried, by time.monotonic.
+    """The time limit of the search for settings.
 
-    longest: seconds that one of them took. begins: is called before the first is tried.
+    Attributes:
+        until: When the search ends, by time.monotonic.
+        longest: Seconds that the slowest estimate took so far.
+        begins: Called before the first setting is tried.
+        is_over: Whether the search has ended because of the limit.
     """
 
     until: float = math.inf
@@ -161,7 +185,7 @@ class Patience:
     _last: float = field(default_factory=time.monotonic)
 
     def ends(self) -> bool:
-        """Whether there is no time for another one. To be asked before each."""
+        """Returns whether there is no time for another setting. Call it before trying each."""
         if self.begins is not None:
             self.begins()
             self.begins = None
@@ -173,14 +197,14 @@ class Patience:
 
 @dataclass(frozen=True)
 class Offer:
-    """Changes with which a run fits, and its peak then."""
+    """Changes with which a run fits, and its peak with them in bytes."""
 
     changes: Changes
     peak: int
 
     @property
     def settings(self) -> str:
-        """As overrides of a run file."""
+        """The changes as command-line overrides of a run file."""
         return " ".join(format_setting(*change) for change in self.changes.items())
 
 
@@ -191,16 +215,26 @@ def nearest(
     at_most: int = 3,
     patience: Patience | None = None,
 ) -> list[Offer]:
-    """Settings of the same layout and batch with which a run fits: single ones, cheapest first; if
-    there is none, several together, and at last a smaller batch.
+    """Finds settings with which a run fits, keeping the layout and, if possible, the batch.
 
-    patience: how long settings are tried; without it, all of them.
+    It tries single settings first, the cheapest of them first; if none is enough, several together;
+    and finally smaller batches as well.
+
+    Args:
+        run: The checked run.
+        worst: The breakdown of the fullest rank, or None; see `refusal`.
+        n_bytes: The budget of a rank in bytes.
+        at_most: The most offers to return.
+        patience: The time limit; None tries everything.
     """
     patience = patience or Patience()
     most = worst.peak if worst else math.inf
 
     def peak(changes: Changes) -> float | None:
-        """Nothing where the run could not be; a bound where that is too much already."""
+        """Returns the peak with changes: a lower bound if that is already too much.
+
+        None means that the changed run is not valid, or that the time is over.
+        """
         other = changed(run, changes)
         if other is None:
             return None
@@ -214,7 +248,7 @@ def nearest(
             found = estimate_ranks(other, [worst.rank], decisions)[0].peak
             if found > n_bytes or run.layout.pp == 1:
                 return found
-        # Stages may change places as the largest.
+        # With the changes another stage may be the fullest.
         ranks = [*largest_ranks(other, decisions)]
         return max(breakdown.peak for breakdown in estimate_ranks(other, ranks, decisions))
 
@@ -222,7 +256,7 @@ def nearest(
     saves: list[Changes] = []
     for change in _cheapest_first(run):
         if any(offer.changes.keys() == change.keys() for offer in found):
-            continue  # a milder value of the same will do
+            continue  # a milder value of the same setting is enough
         size = peak(change)
         if size is not None and size <= n_bytes:
             found.append(Offer(change, round(size)))
@@ -246,7 +280,7 @@ def nearest(
 
 
 def _likely(run: RunConfig, worst: MemoryBreakdown | None, n_bytes: int) -> Offer | None:
-    """The first setting with which the run should fit by formula, if any; else several together."""
+    """Returns the first setting with which the run should fit by formula, or several together."""
     scale = worst.peak / quick_estimate(run) if worst else 1.0
     ways, together = [*_cheapest_first(run)], Changes()
     sums = []
@@ -261,7 +295,7 @@ def _likely(run: RunConfig, worst: MemoryBreakdown | None, n_bytes: int) -> Offe
 
 
 def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
-    """What saves memory, by what it costs in time; of one kind the mildest first."""
+    """Yields settings that save memory, the least slowdown first, the mildest value first."""
     layout, train = run.layout, run.train
     if train.loss_chunk_tokens == 0 or train.loss_chunk_tokens > 256:
         yield {"train.loss_chunk_tokens": 256}
@@ -293,14 +327,17 @@ def _smaller_batches(run: RunConfig) -> Iterator[Changes]:
 
 
 def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """The run with other values; None if no rule allows it."""
+    """Returns the run with other values, or None if they make it invalid."""
     other = with_changes(run, changes)
     return None if other is None or broken_rules(other) else other
 
 
 def at_most(run: RunConfig) -> int:
-    """More bytes than any rank of the run can hold at a time: as if nothing were cut over the grid,
-    with several times as many activations as any block keeps."""
+    """Returns an upper bound of the bytes that any rank of the run holds at a time.
+
+    It assumes that nothing is sharded over the grid, and several times as many activations as any
+    block keeps.
+    """
     model, layout, train = run.model, run.layout, run.train
     with torch.device("meta"):
         parameters = sum(p.numel() for p in build_model(model).parameters())
@@ -313,7 +350,7 @@ def at_most(run: RunConfig) -> int:
     stacks = 2 if model.two_stacks else 1
     a_layer = sequences * (wide * (s + source) + scores) * stacks
     logits = 12 * sequences * s * model.vocab_size
-    # Integers of dropout's masks take 8 bytes each, many a place.
+    # The integers from which dropout masks are made: 8 bytes each, many per element.
     masks = 16 * 8 * sequences * ((s + source) * max(model.hidden_size, model.ffn_size) + scores)
     activations = (a_layer * (model.n_layers + 1) * under_way + logits) * size
     return 10 * parameters * size + activations + masks

@@ -1,11 +1,11 @@
-"""What a rank of a run will hold, before anything is allocated: its own code, run on fake tensors.
+"""Estimates the memory of a rank before anything is allocated: runs its code on fake tensors.
 
-One process plays one rank. Its tensors have shapes and no memory, its process group has all the
-ranks and sends nothing; all else is what the rank would do. So the answer holds whatever the scheme
-and the settings, and for any number of ranks.
+One process plays one rank. Its tensors have shapes but no memory, and its process group has all
+ranks but sends nothing; everything else runs as on the real rank. The estimate is therefore valid
+for every scheme and setting, and for any number of ranks.
 
-It is what torch's CPU kernels hold. On CUDA attention may differ: there a kernel takes a learned
-bias of scores that on a CPU keeps the probabilities.
+It covers what torch's CPU kernels hold. On CUDA attention may differ: with a learned bias of scores
+a fused kernel runs there, where the CPU's keeps the probabilities.
 """
 
 from __future__ import annotations
@@ -33,32 +33,40 @@ from gridformer.utils.forkserver import warm_up
 from gridformer.utils.hardware import n_cores
 
 DEVICE = torch.device("cpu")
-# What takes time to import, and only who estimates needs.
+# Modules that take time to import and that only estimates need.
 _FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg")
 
 
 def estimate_ranks(
     run: RunConfig, ranks: Sequence[int], decisions: Decisions | None = None
 ) -> list[MemoryBreakdown]:
-    """The breakdowns of some ranks of a checked run; several are taken at a time.
+    """Estimates the breakdowns of some ranks of a checked run, in several processes at a time.
 
-    decisions: what `decide_run` said of the run; it is asked if they are not given.
+    Args:
+        run: The checked run.
+        ranks: The ranks.
+        decisions: The result of `decide_run(run)`; None calls it.
     """
     decisions = decisions or decide_run(run)
     if len(ranks) == 1:
         return [estimate_rank(run, ranks[0], decisions)]
-    warm_up(__name__, *_FAKES)  # unless there is a server already from which processes are forked
+    warm_up(__name__, *_FAKES)  # has no effect if a fork server is already running
     workers = min(len(ranks), n_cores())
     with ProcessPoolExecutor(workers, get_context("forkserver")) as pool:
         return [*pool.map(partial(estimate_rank, run, decisions=decisions), ranks)]
 
 
 def estimate_rank(run: RunConfig, rank: int, decisions: Decisions | None = None) -> MemoryBreakdown:
-    """The breakdown of one rank, over one optimizer step.
+    """Estimates the breakdown of one rank over one optimizer step.
 
-    Not in a process that belongs to a process group already.
+    The calling process must not belong to a process group.
+
+    Args:
+        run: The checked run.
+        rank: The rank.
+        decisions: The result of `decide_run(run)`; None calls it.
     """
-    # Before the step is made shorter: they look at its length.
+    # Decide before the step is shortened, because decisions depend on its length.
     decisions = decisions or decide_run(run)
     rows = run.train.global_batch // run.layout.dp
     run = shortened(run)
@@ -84,7 +92,7 @@ def estimate_rank(run: RunConfig, rank: int, decisions: Decisions | None = None)
             def step() -> None:
                 rest = rows_like(run, slice(0, left_out // axes.batch.size))
                 stepper(0, partial(rows_like, run))
-                del rest  # micro-batches are read at the step's beginning, all of them
+                del rest  # stands for the other micro-batches: a step reads all at its beginning
 
             host: list[Tensor] = []
             if train.offload == "optimizer" and on_gpu(run):
@@ -93,7 +101,7 @@ def estimate_rank(run: RunConfig, rank: int, decisions: Decisions | None = None)
 
 
 def on_gpu(run: RunConfig) -> bool:
-    """Whether the run's tensors lie on GPUs, as far as can be told here."""
+    """Returns whether the run's tensors will be on GPUs, as far as this machine can tell."""
     if run.train.device == "auto":
         return torch.cuda.is_available()
     return run.train.device == "cuda"
@@ -101,13 +109,13 @@ def on_gpu(run: RunConfig) -> bool:
 
 @contextmanager
 def playing(rank: int, n_processes: int) -> Iterator[None]:
-    """Be one rank of a process group in which nothing is sent."""
+    """Makes this process one rank of a process group that sends nothing, inside the context."""
     if n_processes == 1:
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # into which torch puts the rank's number
+    hook = sys.excepthook  # torch replaces it by one that prints the rank
     dist.init_process_group("fake", rank=rank, world_size=n_processes, store=FakeStore())
     try:
         yield
@@ -117,8 +125,10 @@ def playing(rank: int, n_processes: int) -> Iterator[None]:
 
 
 def shortened(run: RunConfig) -> RunConfig:
-    """A step of as many micro-batches as it takes until it repeats itself: they are as large, and
-    as many are under way at a time."""
+    """Reduces a run's micro-batches to the number from which on a step only repeats itself.
+
+    Their size, and how many are in flight at a time, stay the same.
+    """
     layout = run.layout
     enough = {"gpipe": layout.micro_batches, "1f1b": layout.pp + 2, "interleaved": 3 * layout.pp}
     n = min(layout.micro_batches, enough[layout.pipeline_order] if layout.pp > 1 else 2)
@@ -132,7 +142,12 @@ def shortened(run: RunConfig) -> RunConfig:
 
 
 def rows_like(run: RunConfig, rows: slice) -> Batch:
-    """A batch with the keys, shapes and types of the run's own, and no content."""
+    """Returns a batch with the keys, shapes and dtypes of the run's batches, but without content.
+
+    Args:
+        run: The run.
+        rows: The rows of the global batch; only their number matters.
+    """
     n = rows.stop - rows.start
 
     def ids(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors with shapes and no memory, and what the code of a run asks of them."""
+"""Fake tensors, which have shapes but no memory, and what the code of a run needs from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gridformer.parallel.tensor.summa.chunks import even_chunks
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors made inside have no memory.
+    """Makes all new tensors inside the context fake.
 
-    A step reads a few numbers back from its tensors (losses, norms, counts). A fake tensor has none
-    and gives ones, with which a step goes its ordinary way.
+    A step reads a few numbers back from its tensors (losses, norms, counts). A fake tensor has no
+    values and returns ones, with which a step takes its ordinary path.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # takes time to import
 
@@ -33,9 +33,10 @@ def fake_tensors() -> Iterator[None]:
 
 
 def skip_middle_chunks(model: nn.Module) -> None:
-    """Have products of many chunks work on their first three and the last alone.
+    """Makes chunked products compute only their first three chunks and the last one.
 
-    Memory is the same, since the fourth chunk holds what the third does, and so on; values are not.
+    Memory stays the same, because the fourth chunk holds as much as the third and so on; values do
+    not.
     """
     for module in model.modules():
         for schedule in vars(module).values():

@@ -1,4 +1,4 @@
-"""All layouts of a model on a number of processes: which work, and why the others do not."""
+"""Lists all layouts of a model on a number of processes, and why some of them do not work."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from gridformer.utils.units import format_setting
 
 @dataclass(frozen=True)
 class Listed:
-    """A layout, with the batch that it was checked with.
+    """A layout and whether it works.
 
-    problems: none where it works. modes: of its replicas, those that work, in the order of
-    `layout.dp_mode`'s values, each with about the most bytes that a rank holds then (nothing where
-    the model's vocabulary is not known); one where there are no replicas.
+    Attributes:
+        layout: The layout.
+        global_batch: The global batch that it was checked with.
+        problems: Why it does not work; empty if it does.
+        modes: The values of `layout.dp_mode` that work, in the order of that key, each with the
+            approximate peak of a rank in bytes (without the vocabulary's share if the model's
+            vocabulary is not known). Without replicas there is only one.
     """
 
     layout: LayoutConfig
@@ -32,12 +36,12 @@ class Listed:
 
     @property
     def name(self) -> str:
-        """In a few words, `optimus 2x2, dp=2`."""
+        """A short description such as `optimus 2x2, dp=2`."""
         return describe(self.layout)
 
     @property
     def settings(self) -> str:
-        """What to write in a run file's layout, as overrides."""
+        """The layout as command-line overrides of a run file."""
         default = LayoutConfig()
         changed = {
             key: value
@@ -54,12 +58,20 @@ def list_layouts(
     seq_len: int = 0,
     schemes: Sequence[Scheme] = (),
 ) -> list[Listed]:
-    """Every way to arrange `processes` for a model, checked as `gridformer train` would.
+    """Lists every arrangement of `processes` for a model, checked as `gridformer train` would.
 
-    model: the mapping of a run file's section. global_batch: 0 takes for each layout the smallest
-    batch that it can cut, so that only the model decides. Pipelines are given as many micro-batches
-    as they have stages. A rank's memory is estimated for float32.
-    Raises ConfigError where the model itself cannot be.
+    A pipeline gets as many micro-batches as it has stages. Memory is estimated for float32.
+
+    Args:
+        model: The section `model` of a run file.
+        processes: The number of processes.
+        global_batch: The global batch. 0 uses the smallest batch that each layout can split, so
+            that only the model decides whether a layout works.
+        seq_len: Tokens per sequence; 0 uses the model's maximum.
+        schemes: The schemes to list; empty lists all.
+
+    Raises:
+        ConfigError: The model itself is not valid.
     """
     found = []
     for layout in candidates(processes):
@@ -78,7 +90,7 @@ def list_layouts(
 
 
 def candidates(processes: int) -> Iterator[LayoutConfig]:
-    """Arrangements by pipeline stages, replicas and grid, whether a model allows them or not."""
+    """Yields all arrangements of pipeline stages, replicas and grid, without checking any model."""
     for pp in divisors(processes):
         for dp in divisors(processes // pp):
             rest = processes // (pp * dp)
@@ -90,7 +102,13 @@ def candidates(processes: int) -> Iterator[LayoutConfig]:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why some layouts do not work. where: what they have in common, `cols=2, 4, 8`."""
+    """A reason for which layouts do not work.
+
+    Attributes:
+        where: The sizes to which it applies, such as `cols=2, 4, 8`.
+        why: The reason.
+        n_layouts: How many layouts it rules out.
+    """
 
     where: str
     why: str
@@ -98,9 +116,9 @@ class Reason:
 
 
 def reasons(listed: Sequence[Listed]) -> list[Reason]:
-    """One for all layouts that fail for the same reason, whatever their sizes; the most first.
+    """Groups layouts that fail for the same reason, whatever their sizes; the most frequent first.
 
-    A layout counts for the first of its problems.
+    A layout counts towards the first of its problems.
     """
     sizes: dict[str, dict[str, set[int]]] = {}
     counts: Counter[str] = Counter()
@@ -125,11 +143,11 @@ _SIZE = re.compile(r"layout\.(\w+)(?:=| \()(\d+)\)?")
 
 
 def _cause(one: Listed) -> tuple[str, dict[str, int]]:
-    """The first problem of a layout without its sizes, and those sizes."""
+    """Returns the first problem of a layout without its sizes, and these sizes by name."""
     problem = one.problems[0].partition(": use ")[0]
     where = {name: int(size) for name, size in _SIZE.findall(problem) if int(size) > 1}
     head, over, _ = problem.partition(" over layout.")
-    if over and head.startswith("train."):  # a batch, over all that it is cut for
+    if over and head.startswith("train."):  # a batch, which is split over several axes
         return head, {"samples at a time": math.prod(where.values())}
     if over:
         return head, where

@@ -1,4 +1,4 @@
-"""What a process held in truth: bytes that torch's allocators had given out at a time."""
+"""Measures what a process really holds: the bytes that torch's allocators have given out."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ from gridformer.parallel.data.gradients import clear_gradients
 from gridformer.parallel.data.zero import stored
 from gridformer.train.step import Stepper
 
-_LET_GO_S = 0.02  # for threads of gloo, which hold what was sent a moment longer
+_LET_GO_S = 0.02  # seconds until gloo's threads have freed what they sent
 
 
 def measure_rank(run: RunConfig, n_steps: int = 4) -> tuple[int, int]:
-    """This process's rank in a run on CPU, and its measured peak: what `estimate_rank` estimates.
+    """Measures the peak of this process in a run on CPU, which `estimate_rank` estimates.
 
-    Call it on every process of the run's process group.
+    Every process of the run's process group must call it.
+
+    Args:
+        run: The checked run.
+        n_steps: How many steps to measure.
+
+    Returns:
+        This process's rank, and its peak in bytes.
     """
     decisions = decide_run(run)
     axes = build_axes(run.layout, DEVICE.type, decisions.block)
@@ -40,11 +47,15 @@ def measure_rank(run: RunConfig, n_steps: int = 4) -> tuple[int, int]:
 
 
 def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 4) -> int:
-    """The most bytes at a time in an optimizer step, states included: of several steps the least,
-    since chance decides how much longer than needed a message is held.
+    """Measures the peak of an optimizer step in bytes, parameters and optimizer state included.
 
-    Takes steps, on every rank as many: the model is another afterwards. The optimizer's state
-    exists already. On CPU every allocation is recorded, which is slow.
+    Returns the smallest peak of several steps, because it varies by chance how long a sent message
+    is still held. On CPU the profiler records every allocation, which is slow.
+
+    Args:
+        stepper: The stepper, whose optimizer state must already be allocated.
+        step: Runs a step, which updates the model. Every rank must run the same number of steps.
+        n_steps: How many steps to measure.
     """
     if stepper.device.type == "cuda":
         return min(_on_cuda(step) for _ in range(n_steps))
@@ -77,7 +88,7 @@ def _on_cuda(step: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """The profiler prints when it starts and stops, past Python."""
+    """Discards what the profiler prints past Python when it starts and stops."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)

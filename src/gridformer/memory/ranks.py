@@ -1,4 +1,4 @@
-"""Which ranks of a layout hold the most, so that few need be looked at."""
+"""Which ranks of a layout hold the most memory, so that only few must be estimated."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from gridformer.utils.errors import ConfigError
 
 
 def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[int, str]:
-    """Ranks that hold as much as any, and which each of them stands for.
+    """Returns ranks that together represent the fullest ranks, and what each of them represents.
 
-    The first of a grid owns its vectors besides its part of everything else, and the first replica
-    has as many rows as any. In D&SP-cSub the first sub-grid, which alone has common layers, and the
-    others are told apart. Of pipeline stages with the same layers the first has the most
-    micro-batches under way.
+    The first rank of a grid owns the grid's vectors besides its shards of everything else, and the
+    first replica has as many rows as any other. In D&SP-cSub the first sub-grid, which alone has
+    the common layers, is represented apart from the others. Among pipeline stages with the same
+    layers the first has the most micro-batches in flight.
+
+    Args:
+        run: The checked run.
+        decisions: The result of `decide_run(run)`; None calls it.
     """
     layout, decisions = run.layout, decisions or decide_run(run)
     ranks = mesh_ranks(layout, decisions.block)
@@ -36,7 +40,7 @@ def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[in
 
 
 def _stages(run: RunConfig, decisions: Decisions) -> dict[int, str]:
-    """Indices along pp: of those that hold the same kinds of links the first; and their names."""
+    """Returns the first index along pp of each group that holds the same links, and its name."""
     layout = run.layout
     if layout.pp == 1:
         return {0: ""}
@@ -54,7 +58,7 @@ def _stages(run: RunConfig, decisions: Decisions) -> dict[int, str]:
 
 
 def _listed(numbers: list[int]) -> str:
-    """3-5, 8"""
+    """Formats sorted numbers as ranges, such as `3-5, 8`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
@@ -69,7 +73,19 @@ def _join(*parts: str) -> str:
 
 
 def chosen_ranks(run: RunConfig, wanted: str, decisions: Decisions | None = None) -> dict[int, str]:
-    """`0,5,7`, `all`, or nothing for those that hold most. Raises ConfigError."""
+    """Parses the option --ranks.
+
+    Args:
+        run: The checked run.
+        wanted: Numbers such as `0,5,7`, `all`, or an empty string for the fullest ranks.
+        decisions: The result of `decide_run(run)`; None calls it.
+
+    Returns:
+        The ranks, and what each represents (see `largest_ranks`).
+
+    Raises:
+        ConfigError: `wanted` contains something that is not the number of a rank.
+    """
     n = run.layout.n_processes
     if not wanted:
         return largest_ranks(run, decisions)
@@ -78,7 +94,7 @@ def chosen_ranks(run: RunConfig, wanted: str, decisions: Decisions | None = None
     try:
         ranks = [int(word) for word in wanted.split(",")]
     except ValueError:
-        raise ConfigError([f"--ranks {wanted}: write numbers, as in 0,5,7, or all"]) from None
+        raise ConfigError([f"--ranks {wanted}: use numbers, as in 0,5,7, or all"]) from None
     wrong = [rank for rank in ranks if not 0 <= rank < n]
     if wrong:
         last = f"0 to {n - 1}" if n > 1 else "0"

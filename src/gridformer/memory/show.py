@@ -1,4 +1,4 @@
-"""Accounts for people: a table, and a page that draws them over time."""
+"""Shows memory breakdowns as a table, and as an HTML page that plots them over time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gridformer.memory.breakdown import KINDS, MemoryBreakdown
 from gridformer.parallel.registry import describe
 from gridformer.utils.units import byte_unit
 
-_COLUMNS = 5  # of ranks side by side
-# Alike are states, activations, and what passes; so shades tell the three apart.
+_COLUMNS = 5  # ranks side by side in a table
+# States are blue, activations orange, and the rest green and gray.
 _COLOURS = {
     "parameters": "#08306b",
     "gradients": "#2171b5",
@@ -36,7 +36,14 @@ def print_breakdowns(
     stand_for: Mapping[int, str],
     console: Console,
 ) -> None:
-    """What each rank holds at its peak, one column a rank."""
+    """Prints what each rank holds at its peak, one column per rank.
+
+    Args:
+        run: The run.
+        breakdowns: The breakdowns of some ranks.
+        stand_for: For each rank, what it represents; see `largest_ranks`.
+        console: Where to print.
+    """
     console.print(Text(_title(run)))
     unit, name = byte_unit(max(breakdown.peak for breakdown in breakdowns))
     for start in range(0, len(breakdowns), _COLUMNS):
@@ -54,14 +61,21 @@ def print_breakdowns(
         table.add_row("between steps", *(_size(breakdown.between, unit) for breakdown in some))
         if any(breakdown.host for breakdown in some):
             host = [_size(breakdown.host, unit) for breakdown in some]
-            table.add_row("in the host's memory", *host)
+            table.add_row("in host memory", *host)
         console.print(table)
 
 
 def write_page(
     run: RunConfig, breakdowns: Sequence[MemoryBreakdown], stand_for: Mapping[int, str], path: Path
 ) -> None:
-    """One page, with all that it needs: memory by kind over a step, a plot a rank."""
+    """Writes a self-contained HTML page that plots each rank's memory by kind over a step.
+
+    Args:
+        run: The run.
+        breakdowns: The breakdowns of some ranks.
+        stand_for: For each rank, what it represents; see `largest_ranks`.
+        path: The HTML file, whose folder is created if needed.
+    """
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
@@ -114,8 +128,11 @@ def write_page(
 
 
 def _main_phases(phases: Sequence[tuple[int, str]], end: int) -> list[tuple[int, str]]:
-    """Where a phase of the step begins, if there is room for its name: the last of those that begin
-    together; of many micro-batches none, which would hide the plot."""
+    """Returns the phases to label in a plot, each with the time at which it begins.
+
+    Phases that are too short for a label are left out, and so are the passes of many micro-batches,
+    whose labels would hide the plot.
+    """
     kept = [one for one in phases if one[1] not in ("send", "recv", "read the batch")]
     if len(kept) > 12:
         kept = [one for one in kept if one[1] not in ("forward", "backward")]
@@ -135,7 +152,7 @@ def _title(run: RunConfig) -> str:
         if value != plain
     ]
     micro = train.global_batch // (run.layout.dp * run.layout.micro_batches)
-    parts = [f"{micro} samples a micro-batch", train.dtype, *saving]
+    parts = [f"{micro} samples per micro-batch", train.dtype, *saving]
     return f"{run.model.name} on {describe(run.layout)}: {', '.join(parts)}"
 
 

@@ -1,11 +1,11 @@
-"""Who holds how many bytes, and when: a log of every tensor's memory while code runs.
+"""Logs when every tensor's memory is allocated and freed while code runs.
 
-Storages are counted, not tensors: views share one. A storage is born when an operation makes it,
-and ends when nothing holds it: no tensor, no autograd graph, no message on its way. The same log is
-kept of real tensors, which measures, and of fake ones, which estimates.
+It counts storages, not tensors, because views share one. A storage is born when an operation makes
+it and dies when nothing holds it: no tensor, no autograd graph, no message in flight. The same log
+serves real tensors, for measurements, and fake tensors, for estimates.
 
-What an operation allocates and frees within itself (a kernel's workspace, buffers of gloo) is not
-seen, nor what an allocator rounds up.
+Memory that an operation allocates and frees within itself (a kernel's workspace, buffers of gloo)
+is not seen, nor what an allocator adds by rounding up.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ from gridformer.models.blocks.recompute import in_backward
 
 @dataclass
 class Entry:
-    """One storage. born, died: times, counted in changes of the log; died is None while it lives.
+    """One storage.
 
-    place: what was going on when it was made. kind: what it is, where somebody said so.
-    in_backward: it was made in a backward pass. until_backward: it was made before one and ended
-    in it: it was kept for it.
+    Attributes:
+        n_bytes: Its size.
+        born: The time at which it was made, counted in changes of the log.
+        place: What was running when it was made.
+        kind: What it is, if `MemoryTracker.mark` was told.
+        died: The time at which it was freed; None while it lives.
+        in_backward: Whether it was made in a backward pass.
+        until_backward: Whether it was made before a backward pass and freed in one, so that it was
+            kept for it.
     """
 
     n_bytes: int
@@ -42,34 +48,34 @@ class Entry:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Keeps the log while it is entered. `place` is set by whoever knows what goes on.
+    """A context manager that keeps the log. The code that it watches sets `place`.
 
     Storages that are resized in place (a message's buffer is freed, a parameter is gathered again)
-    pass no operator: while the log is kept, `UntypedStorage.resize_` tells it.
+    do not go through an operator, so inside the context `UntypedStorage.resize_` is patched.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.place = ""
         self.entries: list[Entry] = []
-        self.places: list[tuple[int, str]] = []  # from when on
+        self.places: list[tuple[int, str]] = []  # (begin, place)
         self.now = 0
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Entry]] = {}
 
     def at(self, place: str) -> None:
-        """What is made from now on is made there."""
+        """Sets the place of storages made from now on."""
         self.place = place
         self.places.append((self.now, place))
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what some tensors are, and know them from now on."""
+        """Sets the kind of some tensors, and tracks them from now on."""
         for tensor in tensors:
             entry = self._see(tensor)
             if entry is not None:
                 entry.kind = kind
 
     def leave_out(self, tensors: Iterable[Tensor]) -> int:
-        """Do not count some tensors, which are elsewhere; returns their bytes."""
+        """Stops counting some tensors, which a real run has elsewhere; returns their bytes."""
         n_bytes = 0
         for tensor in tensors:
             entry = self._see(tensor)
@@ -112,10 +118,10 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor) -> Entry | None:
-        if tensor.device.type == "meta":  # a stand-in for what another device has
+        if tensor.device.type == "meta":  # a placeholder for a tensor that another device has
             return None
-        # The Python object of a storage is kept by torch for as long as the storage lives, so its
-        # id names the storage and a weak reference tells of its end.
+        # Torch keeps the Python object of a storage for as long as the storage lives, so the id
+        # identifies the storage and a weak reference reports its end.
         storage = tensor.untyped_storage()
         key = id(storage)
         known = self._known.get(key)
@@ -149,11 +155,11 @@ class MemoryTracker(TorchDispatchMode):
     # ------------------------------------------------------------------ reading the log
 
     def live(self) -> int:
-        """Bytes now."""
+        """Returns the bytes held now."""
         return sum(entry.n_bytes for entry in self.entries if entry.died is None)
 
     def curve(self) -> list[tuple[int, int]]:
-        """(time, bytes from then on) for every change."""
+        """Returns (time, bytes from then on) for every change."""
         changes: dict[int, int] = {}
         for entry in self.entries:
             changes[entry.born] = changes.get(entry.born, 0) + entry.n_bytes
@@ -166,10 +172,11 @@ class MemoryTracker(TorchDispatchMode):
         return found
 
     def peak(self) -> tuple[int, int]:
-        """When there were most bytes, and how many."""
+        """Returns (time, bytes) of the moment with the most bytes."""
         return max(self.curve(), key=lambda point: point[1], default=(0, 0))
 
     def alive_at(self, when: int) -> list[Entry]:
+        """Returns the storages that exist at a time."""
         return [
             entry
             for entry in self.entries
@@ -177,7 +184,7 @@ class MemoryTracker(TorchDispatchMode):
         ]
 
     def place_at(self, when: int) -> str:
-        """What was going on."""
+        """Returns the place that was set at a time."""
         found = ""
         for since, place in self.places:
             if since > when:
