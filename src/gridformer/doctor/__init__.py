@@ -1,1 +1,1 @@
-"""What this machine can do, and what to mend."""
+"""Checks whether this machine can train, and how to fix what is wrong."""

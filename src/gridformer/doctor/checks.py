@@ -1,6 +1,7 @@
-"""Whether this machine can train: what is installed, what it has, and whether processes connect.
+"""Checks whether this machine can train: its packages, its hardware, and whether processes connect.
 
-Every check yields findings, one line each: good, a warning, or what must be mended and how.
+Each check yields findings of one line: all is well, a warning, or a problem that must be fixed. The
+last two come with a remedy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FIRST_PYTHON = (3, 11)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `remedy` says how to mend what is wrong."""
+    """One line of the report. `remedy` says how to fix what is wrong."""
 
     level: Literal["ok", "warn", "bad"]
     text: str
@@ -38,12 +39,12 @@ class Finding:
 
 
 def examine(n_processes: int, timeout_s: float, folder: Path = Path()) -> Iterator[Finding]:
-    """All checks, in an order that puts causes before effects; each finding as soon as it is known.
+    """Runs all checks and yields each finding as soon as it is known, causes before effects.
 
     Args:
-        n_processes: how many local processes to connect.
-        timeout_s: after which connecting them counts as hanging.
-        folder: where runs would be written.
+        n_processes: number of local processes to connect.
+        timeout_s: seconds after which connecting them counts as hung.
+        folder: folder in which runs would be written.
     """
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "Python": check_python,
@@ -58,15 +59,18 @@ def examine(n_processes: int, timeout_s: float, folder: Path = Path()) -> Iterat
     for name, check in checks.items():
         try:
             yield from check()
-        except Exception as error:  # whatever it is, the other checks are still worth making
+        except Exception as error:  # whatever it is, the other checks are still useful
             text = f"{name}: the check failed ({type(error).__name__}: {error})"
-            yield Finding("bad", text, "this may say why; else report it with this output")
+            yield Finding(
+                "bad", text, "if that does not tell you the cause, report it with this output"
+            )
 
 
 # --------------------------------------------------------------------------- software
 
 
 def check_python() -> Iterator[Finding]:
+    """Checks the version of Python."""
     found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < _FIRST_PYTHON:
         yield Finding("bad", found, "gridformer needs Python 3.11 or newer")
@@ -75,13 +79,17 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
-    """Compare installed versions with what gridformer's package metadata requires."""
+    """Compares installed versions with the requirements.
+
+    Args:
+        requirements: requirement texts; None means those in the metadata of the gridformer package.
+    """
     if requirements is None:
         try:
             requirements = metadata.requires("gridformer") or []
         except metadata.PackageNotFoundError:
-            remedy = "run `pip install -e .` in the checkout, so that versions can be checked"
-            yield Finding("warn", "gridformer runs without being installed", remedy)
+            remedy = "run `pip install -e .` in the checkout so that versions can be checked"
+            yield Finding("warn", "gridformer is not installed as a package", remedy)
             return
     from packaging.requirements import Requirement
 
@@ -108,6 +116,7 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Finding]:
 
 
 def check_machine() -> Iterator[Finding]:
+    """Counts CPU cores and checks the free memory."""
     cores = n_cores()
     text = f"{cores} CPU core{'s' * (cores != 1)}"
     free = free_memory()
@@ -123,6 +132,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_gpus() -> Iterator[Finding]:
+    """Lists GPUs with their memory, and checks that torch can use them and NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -133,9 +143,9 @@ def check_gpus() -> Iterator[Finding]:
                 if torch.version.cuda is None
                 else f"torch's CUDA {torch.version.cuda} needs a newer driver: see nvidia-smi"
             )
-            yield Finding("warn", "there is an NVIDIA driver, but torch finds no GPU", remedy)
+            yield Finding("warn", "an NVIDIA driver is installed, but torch finds no GPU", remedy)
         else:
-            yield Finding("ok", "no GPU: training takes the CPU, with gloo between processes")
+            yield Finding("ok", "no GPU: training uses the CPU, with gloo between processes")
         return
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
@@ -150,19 +160,21 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def check_loopback() -> Iterator[Finding]:
+    """Checks that a TCP connection to 127.0.0.1 works."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = server.getsockname()
             with socket.create_connection(address, timeout=5.0):
                 pass
     except OSError as error:
-        remedy = "allow TCP connections to 127.0.0.1: a firewall or a sandbox forbids them"
+        remedy = "allow TCP connections to 127.0.0.1, which a firewall or a sandbox forbids"
         yield Finding("bad", f"the loopback network does not connect ({error})", remedy)
     else:
         yield Finding("ok", "the loopback network connects")
 
 
 def check_shared_memory(folder: Path, n_processes: int) -> Iterator[Finding]:
+    """Checks that the shared memory mounted at `folder` has 64 MiB free for each process."""
     if not folder.is_dir():  # only Linux has it
         return
     free = shutil.disk_usage(folder).free
@@ -172,13 +184,14 @@ def check_shared_memory(folder: Path, n_processes: int) -> Iterator[Finding]:
         remedy = f"make {folder} writable: chmod 1777 {folder}"
         yield Finding("bad", f"shared memory ({folder}) cannot be written", remedy)
     elif free < wanted:
-        remedy = "in a container: docker run --shm-size=8g (NCCL and data loaders use it)"
+        remedy = "in a container, use docker run --shm-size=8g (NCCL and data loaders need it)"
         yield Finding("warn", text, remedy)
     else:
         yield Finding("ok", text)
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
+    """Checks that `folder` can be written and that 5 GiB of its disk are free."""
     folder = folder.absolute()
     free = shutil.disk_usage(folder).free
     text = f"disk: {free / GIB:.1f} GiB free in {folder}"
@@ -186,11 +199,13 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        remedy = "work in a folder of your own, or give --out one"
+        remedy = "change to a folder that you can write, or choose one with --out"
         yield Finding("warn", f"{folder} cannot be written ({error.strerror})", remedy)
         return
     if free < 5 * GIB:
-        remedy = "free some, or give --out a folder elsewhere: a checkpoint takes 12 bytes a weight"
+        remedy = (
+            "free some, or choose --out on another disk: checkpoints take 12 bytes per parameter"
+        )
         yield Finding("warn", text, remedy)
     else:
         yield Finding("ok", text)
@@ -210,7 +225,14 @@ if __name__ == "__main__":
 
 
 def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator[Finding]:
-    """Start n processes the way training does, in a child that can be given up."""
+    """Connects n processes the way training does, in a child process that is killed if it hangs.
+
+    Args:
+        n: number of processes.
+        timeout_s: seconds after which the child process is killed.
+        program: Python code that starts the processes, with n, a timeout in seconds and the path of
+            the JSON file to write (see `connectivity.probe`) as arguments.
+    """
     if n == 1:
         yield Finding("ok", "one process: nothing to connect")
         return
@@ -220,7 +242,7 @@ def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator
     what = f"{n} processes as a {layout.rows}x{layout.cols} grid"
     with tempfile.TemporaryDirectory(prefix="gridformer-doctor-") as folder:
         answer = Path(folder) / "answer.json"
-        # The group's own timeout is shorter, so that a hanging collective can say where it hangs.
+        # The group's own timeout is shorter, so that a hung collective can report where it hangs.
         arguments = [str(n), str(0.7 * timeout_s), str(answer)]
         code, errors = _run([sys.executable, "-c", program, *arguments], timeout_s)
         if code is None:
@@ -228,17 +250,19 @@ def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator
                 "bad",
                 f"{what}: no answer within {timeout_s:g} s",
                 "look for a firewall between local processes, try GLOO_SOCKET_IFNAME=lo (or "
-                "NCCL_P2P_DISABLE=1 on GPUs), or give a busy machine more with --timeout",
+                "NCCL_P2P_DISABLE=1 on GPUs), or increase --timeout if the machine is busy",
             )
             return
         if code != 0 or not answer.exists():
             last = errors.strip().splitlines()[-1:] or ["no message"]
-            remedy = "the whole message:\n" + errors.strip()
+            remedy = "the full message is:\n" + errors.strip()
             yield Finding("bad", f"{what}: failed ({last[0]})", remedy)
             return
         found = json.loads(answer.read_text())
     if found["wrong"]:
-        remedy = "do not train on this: report it with this output; on GPUs try NCCL_P2P_DISABLE=1"
+        remedy = (
+            "do not train here; on GPUs try NCCL_P2P_DISABLE=1, else report it with this output"
+        )
         yield Finding("bad", f"{what}: wrong sums: {'; '.join(found['wrong'])}", remedy)
         return
     yield Finding("ok", f"{what}: sums along rows, columns and all are right")
@@ -252,8 +276,11 @@ def check_processes(n: int, timeout_s: float, program: str = _PROBE) -> Iterator
 
 
 def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """Exit code (None for a timeout) and error output; leaves no process behind."""
-    inherited = {k: v for k, v in os.environ.items() if not _says_joined(k)}
+    """Runs a command and returns its exit code (None for a timeout) and its error output.
+
+    No process of it is left when this returns or raises.
+    """
+    inherited = {k: v for k, v in os.environ.items() if not _is_launcher_variable(k)}
     process = subprocess.Popen(
         command,
         env=inherited,
@@ -265,7 +292,7 @@ def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
     try:
         _, errors = process.communicate(timeout=timeout_s)
         return process.returncode, errors
-    except BaseException as error:  # Ctrl-C too, which a new session does not get by itself
+    except BaseException as error:  # also Ctrl-C, which does not reach the new session
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -274,6 +301,6 @@ def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
         raise
 
 
-def _says_joined(name: str) -> bool:
-    """Whether a variable would make the child believe that torchrun or srun started it."""
+def _is_launcher_variable(name: str) -> bool:
+    """Whether a variable would make the child conclude that torchrun or srun started it."""
     return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith("SLURM_STEP_")

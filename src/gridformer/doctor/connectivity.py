@@ -1,4 +1,4 @@
-"""What `gridformer doctor` runs on several processes: form a grid, add along it, take the time."""
+"""The worker of `gridformer doctor`: forms a grid of processes, sums along it, and times that."""
 
 from __future__ import annotations
 
@@ -17,16 +17,25 @@ BIG_BYTES = 16 * 2**20
 
 
 def grid(n_processes: int) -> LayoutConfig:
-    """The squarest grid of n processes: 4 is 2x2, 6 is 2x3."""
+    """Returns the layout of the most square grid of n processes: 2x2 for 4, 2x3 for 6."""
     rows = max(d for d in divisors(n_processes) if d * d <= n_processes)
     return LayoutConfig(scheme="optimus", rows=rows, cols=n_processes // rows)
 
 
 def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
-    """The worker: rank 0 writes what all found to `answer`, as JSON.
+    """The entrypoint of each process: checks sums over the grid and times all-reduces.
 
-    Keys: `why` (device and backend in words), `wrong` (sentences; empty when every sum was right),
-    `small_s` and `big_s` (median seconds of an all-reduce of 4 bytes and of BIG_BYTES).
+    Rank 0 writes the results to a JSON file with the keys `why` (device and backend in words),
+    `wrong` (sentences, empty if every sum was right), `small_s` and `big_s` (median seconds of an
+    all-reduce of 4 bytes and of BIG_BYTES).
+
+    Args:
+        n_processes: number of processes.
+        timeout_s: timeout of a collective in seconds.
+        answer: path of the JSON file.
+
+    Raises:
+        UserError: the processes do not fit this machine; see `init_world`.
     """
     import torch
 

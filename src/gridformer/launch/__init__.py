@@ -1,4 +1,7 @@
-"""Starting the processes of a run. Nothing here imports torch at the top: commands import it."""
+"""Starts the processes of a run.
+
+Neither this module nor `launch.local` imports torch at the top, because commands import them.
+"""
 
 from gridformer.launch.local import launch
 

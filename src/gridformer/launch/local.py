@@ -1,20 +1,20 @@
-"""How local worker processes start, and how a run ends when one of them fails or is told to stop.
+"""Starts the worker processes of a local run and ends the run when one fails or a signal stops it.
 
     launch(worker, (plan,), n_processes)        # in the command line's process
         def worker(plan): world = init_world(...); ...; close_world()
 
-One process, or one that torchrun or srun has started: the entrypoint runs right here. Otherwise
-worker processes are started and watched here.
+If the run has one process, or torchrun or srun started this process, the entrypoint runs in this
+process. Otherwise this module starts and watches worker processes.
 
-Who can reach a run from outside: nobody, when it is local. Its processes meet in a file of a folder
-that only this user can open, what `launch` hands to them travels through pipes, and the sockets
-through which they send tensors are bound to loopback (unless GLOO_SOCKET_IFNAME or
-NCCL_SOCKET_IFNAME names another interface). Under torchrun and srun that is not so: torchrun's
-rendezvous and the store of both listen on all interfaces, ask nobody who they are, and torchrun's
-agent unpickles what it is sent. Use them on a network that you trust, of this job's machines alone.
+Security: a local run cannot be reached from other machines. Its processes rendezvous through a file
+in a folder that only this user can open, `launch` passes arguments to them through pipes, and the
+sockets through which they send tensors are bound to loopback (unless GLOO_SOCKET_IFNAME or
+NCCL_SOCKET_IFNAME names another interface). A run under torchrun or srun can be reached: torchrun's
+rendezvous and the stores of both listen on all interfaces without authentication, and torchrun's
+agent unpickles what it receives. Use them only on a trusted network of this job's machines.
 
-Exit codes: 0 done; 1 a worker failed (its traceback is the last thing printed); 2 a UserError;
-130, 143, 129 stopped by SIGINT, SIGTERM, SIGHUP.
+Exit codes: 0 success; 1 a worker failed (its traceback is the last thing printed); 2 a UserError;
+130, 143 and 129 stopped by SIGINT, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -41,27 +41,29 @@ from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.threads import threads_of
 
-# Workers end themselves stopping.GRACE_S after a stop signal; later than this they are killed.
+# Workers end by themselves stopping.GRACE_S after a stop signal. After this time they are killed.
 _PATIENCE_S = stopping.GRACE_S + 0.5
-# How long after workers whose peer broke the connection that peer itself is waited for.
+# How long the launcher waits for the rank that broke a connection after its peers have failed.
 _LINGER_S = 3.0
 
 
 def launch(entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: int) -> None:
-    """Run `entrypoint(*args)` on every process of the run; returns when all are done.
+    """Runs `entrypoint(*args)` in every process of the run and returns when all are done.
 
-    A process that torchrun or srun has started ends here if the entrypoint raises while it is in a
-    process group, after the failure has been reported: its peers wait for it until it has gone.
+    If the entrypoint raises in a process that torchrun or srun started and that is in a process
+    group, this function reports the failure and ends the process, because its peers would wait for
+    it as long as it exists.
 
     Args:
         entrypoint: a function at the top level of a module.
-        args: picklable.
-        n_processes: of the whole run. See `check_devices` for what to check first.
+        args: picklable arguments of the entrypoint.
+        n_processes: number of processes of the whole run. `check_devices` checks beforehand whether
+            they can start.
 
     Raises:
-        UserError: raised by a worker.
-        SystemExit: a worker failed (1; its traceback has been printed) or the run was stopped by a
-            signal (128 + its number; one line has been printed).
+        UserError: a worker raised it.
+        SystemExit: a worker failed (code 1; its traceback has been printed), or a signal stopped
+            the run (code 128 + its number; one line has been printed).
     """
     place = joined()
     if n_processes == 1 or place:
@@ -88,17 +90,17 @@ def launch(entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: 
 
 
 class _Workers:
-    """The worker processes of a run, seen from the launcher."""
+    """The worker processes of a run, as the launcher sees them."""
 
     def __init__(self, size: int, meeting: Meeting) -> None:
         self.size, self.meeting = size, meeting
         self._started: list[ForkServerProcess] = []
-        self._kill_at = float("inf")  # finite when the workers have been told to end
+        self._kill_at = float("inf")  # finite once a stop signal was sent to the workers
 
     def start(
         self, entrypoint: Callable[..., None], args: tuple[Any, ...], signals: _Signals
     ) -> None:
-        """Start all, or those up to the moment when a signal asks to stop."""
+        """Starts all workers, or fewer if a stop signal arrives in the meantime."""
         warm_up(entrypoint.__module__)
         context = multiprocessing.get_context("forkserver")
         threads = threads_of(self.size)
@@ -111,17 +113,18 @@ class _Workers:
             process.start()
             self._started.append(process)
             if signals.first:
-                # SIGINT would make Python print a traceback before the worker listens to signals.
-                self._tell(signal.SIGTERM)
+                # Not SIGINT: Python would print a traceback if the worker has no handlers yet.
+                self._send_stop(signal.SIGTERM)
                 break
 
     def watch(self, signals: _Signals) -> Failure | None:
-        """Wait until no worker is left.
+        """Waits until no worker is left. If one fails, the others are stopped.
 
-        The others are told to end when one fails. Returns the failure that explains the run's end;
-        None when all is done, or a signal came first.
+        Returns:
+            The failure that explains why the run ended, or None if all workers succeeded or a
+            signal came first.
         """
-        tell_at = float("inf")
+        stop_at = float("inf")
         found: list[Failure] = []
         running = {process.sentinel: rank for rank, process in enumerate(self._started)}
         while running:
@@ -129,33 +132,38 @@ class _Workers:
             if now >= self._kill_at:
                 self.kill()
                 break
-            if signals.first or now >= tell_at:
-                self._tell(signals.first or signal.SIGTERM)
-            until = min(self._kill_at, tell_at if not self._told else float("inf"))
+            if signals.first or now >= stop_at:
+                self._send_stop(signals.first or signal.SIGTERM)
+            until = min(self._kill_at, stop_at if not self._stopping else float("inf"))
             ready = wait([*running, signals.reader], None if until == float("inf") else until - now)
             signals.clear()
             ended = [running.pop(s) for s in ready if s in running]
-            if self._told or signals.first:
-                continue  # from here on they end because they were told to
+            if self._stopping or signals.first:
+                continue  # from here on workers end because they were stopped
             found += [failure for rank in ended if (failure := self._failure(rank))]
             if found:
-                tell_at = min(tell_at, time.monotonic() + self._lingering(found))
+                stop_at = min(stop_at, time.monotonic() + self._time_left(found))
         return min(found, key=Failure.order, default=None)
 
     def kill(self) -> None:
-        """Leave no worker behind."""
+        """Kills all workers that still run."""
         for process in self._started:
             if process.is_alive():
                 process.kill()
         for process in self._started:
             process.join(1.0)
 
-    def _lingering(self, found: list[Failure]) -> float:
-        """How long the others may go on; those that failed unseen are added to `found`."""
+    def _time_left(self, found: list[Failure]) -> float:
+        """Returns for how many seconds the others may continue.
+
+        Adds to `found` the workers that have reported a failure but have not ended yet.
+        """
         if all(failure.told_to_stop for failure in found):
-            return _PATIENCE_S  # the others have agreed to stop, and may be writing still
+            return (
+                _PATIENCE_S  # the others have agreed to stop and may still be writing a checkpoint
+            )
         known = {failure.rank for failure in found}
-        for rank, process in enumerate(self._started):  # wrote why it failed, and has not ended yet
+        for rank, process in enumerate(self._started):
             if rank not in known and self.meeting.error_file(rank).exists():
                 found.append(Failure(rank, process.pid, None, self._read(rank)))
         if all(failure.caused_by_peer or failure.told_to_stop for failure in found):
@@ -178,12 +186,12 @@ class _Workers:
         return message
 
     @property
-    def _told(self) -> bool:
+    def _stopping(self) -> bool:
         return self._kill_at < float("inf")
 
-    def _tell(self, signum: int) -> None:
-        """Tell those that are left to end, once: who is left after our patience will be killed."""
-        if self._told:
+    def _send_stop(self, signum: int) -> None:
+        """Sends a stop signal, only once; workers that still run after _PATIENCE_S are killed."""
+        if self._stopping:
             return
         self._kill_at = time.monotonic() + _PATIENCE_S
         for process in self._started:
@@ -193,7 +201,7 @@ class _Workers:
 
 
 class Failure:
-    """How a worker ended that did not end well. `message` is what it said itself, if it could."""
+    """A worker that failed. `message` is the report that it wrote, empty if it wrote none."""
 
     def __init__(
         self, rank: int, pid: int | None, exitcode: int | None, message: dict[str, Any]
@@ -211,10 +219,11 @@ class Failure:
         return not self.message and self.exitcode - 128 in stopping.SIGNALS
 
     def order(self) -> tuple[int, float]:
-        """What explains a run's end comes first: a worker that was killed, or crashed, before those
-        that raised, and before those whose connection broke.
+        """Sort key that puts the failure that explains the end of the run first.
 
-        Not so for SIGABRT: NCCL's watchdog ends a worker with it, long after a peer has failed.
+        A worker that was killed or crashed comes before those that raised, and these come before
+        those whose connection broke. SIGABRT is an exception: NCCL's watchdog ends a worker with it
+        long after a peer has failed.
         """
         killed = self.exitcode < 0 and -self.exitcode != signal.SIGABRT and not self.message
         return (
@@ -224,7 +233,7 @@ class Failure:
 
 
 def _report(failure: Failure) -> NoReturn:
-    """Tell why a worker failed, and leave with the right exit code."""
+    """Prints why a worker failed and exits with the matching code, or raises its UserError."""
     rank, message, exitcode = failure.rank, failure.message, failure.exitcode
     if "user_error" in message:
         if message.get("problems"):
@@ -240,16 +249,16 @@ def _report(failure: Failure) -> NoReturn:
     if exitcode >= 0:
         print_last(f"{who} exited with code {exitcode} and no error message")
         raise SystemExit(1)
-    cause = "a crash in native code: see what it printed above"
+    cause = "it crashed in native code, see its output above"
     if -exitcode == signal.SIGKILL:
         cause = (
             "out of memory is the usual cause: try a smaller batch, more micro_batches, or a "
-            "layout that splits the model further"
+            "layout that shards the model further"
         )
     try:
         name = signal.Signals(-exitcode).name
-    except ValueError:  # a real-time signal
-        name = "no name"
+    except ValueError:
+        name = "a real-time signal"
     print_last(f"{who} was killed by signal {-exitcode} ({name}): {cause}")
     raise SystemExit(1)
 
@@ -259,7 +268,7 @@ def _report(failure: Failure) -> NoReturn:
 
 @dataclass
 class _Signals:
-    """The first stop signal that the launcher got; something can be read when one has come."""
+    """The first stop signal that the launcher received; `reader` is readable once one arrived."""
 
     reader: int
     writer: int
@@ -270,7 +279,7 @@ class _Signals:
             os.read(self.reader, 64)
 
     def note(self, signum: int, frame: FrameType | None) -> None:
-        """A handler of Python's `signal`. Later signals change nothing."""
+        """Handler for Python's `signal` module. Only the first signal is kept."""
         self.first = self.first or signum
         with contextlib.suppress(BlockingIOError):
             os.write(self.writer, b"\0")
@@ -278,7 +287,7 @@ class _Signals:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[_Signals]:
-    """Take stop signals inside the block; a SIGHUP that nohup ignores stays ignored."""
+    """Catches stop signals inside the block. A SIGHUP that nohup ignores stays ignored."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)

@@ -1,4 +1,4 @@
-"""From a run file to a plan that can start: everything is checked before any process does."""
+"""From a run file to a plan: checks everything before any process starts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,22 @@ def plan_run(
     out: Path | None = None,
     tell: Tell = silent,
 ) -> Plan:
-    """Read a run file and check all of it: values, layout, devices, data, memory, checkpoint to
-    resume.
+    """Reads a run file and checks its values, layout, devices, data, memory and last checkpoint.
 
-    out defaults to `runs/NAME`. tell: see gridformer.memory.budget.fit_problems. The plan's config
-    is resolved: vocabulary and sequence length are those that the run uses. Raises ConfigError with
-    all problems at once; DataError and CheckpointError for a folder that must not be used.
+    Args:
+        path: path of a run file, or the name of a shipped one.
+        overrides: `dotted.key=value` texts.
+        nproc: number of processes that the user asked for; None accepts what the layout needs.
+        out: run directory; None means `runs/NAME`.
+        tell: receives progress messages, see gridformer.memory.budget.fit_problems.
+
+    Returns:
+        The plan. Its config is resolved: vocabulary size and sequence lengths are those of the run.
+
+    Raises:
+        ConfigError: the run cannot start. It lists all problems of values, layout, data and devices
+            at once; memory and run directory are checked only when there are none.
+        CheckpointError: the last checkpoint in `out` is damaged or belongs to a different run.
     """
     run, problems = _read(path, overrides)
     problems += check_devices(run.train.device, run.layout.n_processes, nproc)
@@ -41,7 +51,7 @@ def plan_run(
         raise ConfigError(problems)
     out = out or Path("runs") / run.name
     if out.exists() and not out.is_dir():
-        raise ConfigError([f"--out {out} is a file: name a folder"])
+        raise ConfigError([f"--out {out} is a file: use the path of a folder"])
     resume = checkpoint.latest(out)
     if resume is None:
         return Plan(run, out, None, 0, decisions)
@@ -51,9 +61,14 @@ def plan_run(
 
 
 def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """A run file, resolved and checked against its data, wherever it is to run.
+    """Reads a run file, resolves it, and checks its layout and data, but not the local devices.
 
-    Raises ConfigError with all problems at once.
+    Args:
+        path: path of a run file, or the name of a shipped one.
+        overrides: `dotted.key=value` texts.
+
+    Raises:
+        ConfigError: it lists all problems at once.
     """
     run, problems = _read(path, overrides)
     if problems:
@@ -64,9 +79,15 @@ def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> R
 def read_run_without_data(
     path: Path | str, overrides: list[str] | tuple[str, ...] = ()
 ) -> RunConfig:
-    """The same, where its data need not be here: model.vocab_size and lengths are then its own.
+    """Like `read_run`, but works without the data; vocabulary and lengths are then the file's.
 
-    path: may also be the name of a shipped model, with all else by override. Raises ConfigError.
+    Args:
+        path: path of a run file, or the name of a shipped run file or of a shipped model. With a
+            model's name, all other settings come from `overrides`.
+        overrides: `dotted.key=value` texts.
+
+    Raises:
+        ConfigError: the run is invalid, or the data does not exist and model.vocab_size is 0.
     """
     if str(path) in model_names() and not Path(path).exists():
         sections = {"name": str(path), "model": str(path), "data": {"path": Path()}}
@@ -79,8 +100,9 @@ def read_run_without_data(
     if not run.model.vocab_size:
         raise ConfigError(
             [
-                f"model.vocab_size=0 takes the data's, and data.path={run.data.path} does not "
-                "exist: say model.vocab_size, or name a folder written by `gridformer prepare`"
+                f"model.vocab_size=0 means the vocabulary of the data, but data.path="
+                f"{run.data.path} does not exist: set model.vocab_size, or set data.path to a "
+                "folder written by `gridformer prepare`"
             ]
         )
     check(run)
@@ -88,6 +110,7 @@ def read_run_without_data(
 
 
 def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[RunConfig, list[str]]:
+    """Returns the run, resolved if its data allows it, and the problems of data and layout."""
     run = load_run(path, overrides)
     problems: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""Running a plan: its processes, and what each of them does."""
+"""Executes a plan: starts its processes, each of which trains."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from gridformer.train.trainer import Trainer
 
 
 def execute(plan: Plan) -> None:
-    """Start the run's processes and wait for them; a run that is done already is left alone."""
+    """Starts the processes of a run and waits for them. A run that is done already is left alone.
+
+    Raises:
+        UserError: a worker raised it.
+        SystemExit: a worker failed or a signal stopped the run, see `launch`.
+    """
     if plan.done:
         print(
-            f"{plan.out} has done {plan.resume_step} of {plan.run.train.steps} steps: raise "
-            "train.steps to go on, or name another --out"
+            f"{plan.out} has done {plan.resume_step} of {plan.run.train.steps} steps: increase "
+            "train.steps to continue, or choose another --out"
         )
         return
     launch(worker, (plan,), plan.n_processes)
 
 
 def worker(plan: Plan) -> None:
-    """What every process of a run does.
+    """The entrypoint of every process of a run: joins the process group and trains.
 
-    The group is left at a good end only. A rank that fails must say so before anything that waits
-    for its peers, which may be inside a collective: `launch` reports the failure and ends it.
+    The process group is destroyed only on success. A rank that fails must report it before it does
+    anything that waits for its peers, which may be inside a collective: `launch` reports the
+    failure and ends the process.
     """
     world = init_world(plan.run.train.device, plan.n_processes, plan.run.train.timeout_s)
     Trainer(plan, world).fit()

@@ -1,7 +1,7 @@
-"""What a worker process does around the entrypoint: it listens, reports a failure, and ends.
+"""What a worker process does around the entrypoint: handles signals, reports a failure, and ends.
 
-A rank that fails reports first, then gives up its groups, then ends. In this order nothing that
-may block comes before the report, and the peers, which notice that the connection has closed, can
+A rank that fails first reports, then abandons its process groups, then ends. In this order, nothing
+that may block comes before the report, and its peers, which fail when the connection closes, can
 only fail after it.
 """
 
@@ -26,32 +26,35 @@ from gridformer.mesh.process_group import abandon_world
 from gridformer.utils import signals as stopping
 from gridformer.utils.errors import UserError
 
-# A rank whose peer broke the connection stays this long under torchrun, which looks at its workers
-# ten times a second and takes the first that has ended for the cause. It compares whole seconds.
+# Under torchrun, a rank whose peer broke the connection waits this long before it ends, because
+# torchrun polls its workers ten times a second, blames the one that ended first, and compares whole
+# seconds.
 _LINGER_S = 1.1
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The private folder of a local run, in which its processes meet and report failures."""
+    """The private folder of a local run, for the rendezvous and failure reports of its ranks."""
 
     folder: Path
 
     @property
     def store_file(self) -> Path:
+        """The file of the torch.distributed FileStore."""
         return self.folder / "store"
 
     @property
     def failed(self) -> Path:
-        """Exists from the moment when the launcher knows that the run has failed."""
+        """The file that the launcher creates as soon as it knows that the run has failed."""
         return self.folder / "failed"
 
     def error_file(self, rank: int | str) -> Path:
+        """The file in which a rank reports its failure."""
         return self.folder / f"error-{rank}.json"
 
     def is_hopeless(self) -> bool:
-        """Whether some worker has failed, so that nothing can be saved any more."""
+        """Returns whether a worker has failed, so that no checkpoint can be saved anymore."""
         return self.failed.exists() or any(self.folder.glob(self.error_file("*").name))
 
 
@@ -63,17 +66,23 @@ def work(
     meeting: Meeting,
     threads: int | None,
 ) -> None:
-    """What a process that `launch` has started runs.
+    """The main function of a process that `launch` started.
 
     Args:
-        entrypoint: called with `args`.
-        rank: of this process, one of `size`.
-        threads: for torch's CPU operations; None leaves them alone.
+        entrypoint: function to call with `args`.
+        args: its arguments.
+        rank: rank of this process.
+        size: number of processes of the run.
+        meeting: folder of the run.
+        threads: number of threads for torch's CPU operations; None does not change it.
+
+    Raises:
+        SystemExit: a signal asked to stop. If the entrypoint fails, the process ends here.
     """
     stop = stopping.install()
     stop.is_hopeless = meeting.is_hopeless
     threading.Thread(target=_die_with_launcher, name="launcher watch", daemon=True).start()
-    faulthandler.enable(all_threads=True)  # a crash in native code says where
+    faulthandler.enable(all_threads=True)  # a crash in native code prints where it happened
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -82,15 +91,15 @@ def work(
         STORE_FILE: str(meeting.store_file),
     }
     if sys.platform in _LOOPBACK:
-        # All peers are on this machine, so nobody outside need reach the sockets through which they
-        # send tensors. (And the machine's own name often does not resolve.)
+        # All peers are on this machine, so no other machine needs to reach the sockets through
+        # which they send tensors. Also, the machine's own host name often does not resolve.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, _LOOPBACK[sys.platform])
     if threads is not None:
         import torch
 
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes started from here
-        torch.set_num_threads(threads)  # OpenMP itself has read the variable long ago
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for child processes of this one
+        torch.set_num_threads(threads)  # OpenMP in this process has already read the variable
     try:
         entrypoint(*args)
     except Exception as error:
@@ -101,12 +110,18 @@ def work(
 
 
 def work_here(entrypoint: Callable[..., None], args: tuple[Any, ...], place: Joined | None) -> None:
-    """Run the entrypoint in this process, which is the whole run, or one of those of `place`.
+    """Runs the entrypoint in this process: the whole run, or a rank that torchrun or srun started.
+
+    Args:
+        entrypoint: function to call with `args`.
+        args: its arguments.
+        place: this process's rank in a run that torchrun or srun started; None if it is the only
+            process of the run.
 
     Raises:
-        Exception: what the entrypoint raises, while this process is in no process group. In one,
-            the failure is reported and the process ends: leaving the group orderly would wait for
-            peers that wait for this rank.
+        Exception: whatever the entrypoint raises while this process is in no process group. In a
+            group, the failure is reported and the process ends here, because destroying the group
+            would wait for peers that wait for this rank.
         SystemExit: a signal asked to stop.
     """
     stop = stopping.install()
@@ -136,13 +151,13 @@ def _fail(
     error_file: Path | None,
     by_torchrun_or_srun: bool = False,
 ) -> NoReturn:
-    """Report a failure, leave the groups, and end this process, in this order."""
+    """Reports a failure, abandons the process groups, and ends this process, in this order."""
     stop.nothing_left_to_save()
     caused_by_peer = _is_effect_of_a_peer(error)
     if stop.requested:
-        if not caused_by_peer:  # for instance a checkpoint that could not be written
+        if not caused_by_peer:  # for example, a checkpoint could not be written
             traceback.print_exception(error)
-        elif not stop.is_hopeless():  # else a peer has failed, and its report says why the run ends
+        elif not stop.is_hopeless():  # else a failed peer reports why the run ends
             stop.tell_nothing_was_saved("another rank did not end its step")
         code = stop.exit_code
     else:
@@ -150,16 +165,16 @@ def _fail(
             time.sleep(_LINGER_S)
         if error_file:
             _write_failure(error, error_file)
-        if by_torchrun_or_srun:  # `launch` prints it where it has started the workers
+        if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
             _print_failure(error)
         code = 2 if isinstance(error, UserError) else 1
     abandon_world()
-    # Not through the interpreter's own end: the destructors of groups wait for pending messages.
+    # Not sys.exit: at interpreter shutdown the destructors of groups wait for pending messages.
     stopping.end_process(code)
 
 
 def _die_with_launcher() -> None:
-    """End this process when the launcher is gone, even killed, whatever the main thread does."""
+    """Ends this process when the launcher ended or was killed, whatever the main thread does."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -172,11 +187,13 @@ def _error_file_of_torchrun() -> Path | None:
 
 
 def _write_failure(error: Exception, path: Path) -> None:
-    """Say in a file why this rank failed, in the form that torchrun reads, which `launch` does too.
+    """Writes why this rank failed to a file, in the format that both torchrun and `launch` read.
 
-    The file is complete from the moment when it is there.
+    The file is complete as soon as it exists.
     """
-    first = error.__traceback__.tb_next if error.__traceback__ else None  # without our own frame
+    first = (
+        error.__traceback__.tb_next if error.__traceback__ else None
+    )  # without the frame of this module
     text = "".join(traceback.format_exception(type(error), error, first))
     message: dict[str, Any] = {
         "message": f"{type(error).__name__}: {error}",
@@ -201,7 +218,7 @@ def _print_failure(error: Exception) -> None:
 
 
 def _is_effect_of_a_peer(error: Exception) -> bool:
-    """Whether a collective failed because another rank is gone: that one's failure is the cause."""
+    """Returns whether a collective failed only because another rank, the real cause, has ended."""
     import torch.distributed as dist
 
     signs = ("closed by peer", "reset by peer", "Broken pipe", "Socket closed", "gloo/transport")
@@ -217,11 +234,15 @@ def _in_a_group() -> bool:
 
 
 def print_stopped(by: str) -> None:
-    """The one line that a run leaves which was told to stop."""
+    """Prints the one line with which a run ends that was stopped.
+
+    Args:
+        by: what stopped it, for example the name of a signal.
+    """
     print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}")
 
 
 def print_last(text: str) -> None:
-    """To the error output, after all that has been printed."""
+    """Prints to standard error, after everything that has been printed to standard output."""
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
