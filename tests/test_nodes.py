@@ -327,12 +327,13 @@ def test_a_layout_without_problems_has_a_block(
 def test_explanation_of_a_bunched_grid() -> None:
     sizes, traffic = grid(8, 8), {"row": 8 * MIB, "col": 8 * MIB}
     assert explain(search(sizes, traffic, 4), sizes, 4).splitlines() == [
-        "MiB into a node in one step, 4 devices a node, by axis:",
+        "MiB that enter a node of 4 devices in one step, by axis:",
         "  a node holds                     row  col  total  ratio  sharing",
         "> 2x2 of the grid                   16   16     32   1.00        2",
         "  1x4 of the grid (rows in order)   32    8     40   1.25        4",
         "  4x1 of the grid                    8   32     40   1.25        4",
-        "A node holds 2x2 of the grid: 32 MiB enter one in a step; with rows in order 40.",
+        "A node holds 2x2 of the grid: 32 MiB enter it in a step; with rows in order it would "
+        "be 40.",
     ]
 
 
@@ -356,34 +357,34 @@ def test_plain_order_is_always_among_the_rows() -> None:
 @pytest.mark.parametrize(
     ("sizes", "k", "traffic", "text"),
     [
-        (grid(2, 2), 8, {"row": MIB}, "One node holds all 4 devices: nothing enters it."),
+        (grid(2, 2), 8, {"row": MIB}, "One node holds all 4 devices, so nothing enters it."),
         (
             grid(4, 4),
             4,
             {"row": MIB, "col": MIB},
-            "A node holds 2x2 of the grid: 4 MiB enter one in a step, as with rows in order, but "
-            "2 of its devices share the cable, not 4.",
+            "A node holds 2x2 of the grid: 4 MiB enter it in a step, as with rows in order, but "
+            "2 of its devices share the network link, not 4.",
         ),
         (
             (1, 2, 1, 4),
             4,
             {"dp": MIB // 2, "col": 200 * MIB},
-            "A node holds 1x4 of the grid (rows in order): 2 MiB enter one in a step; with "
-            "dp 2 x 1x2, the next best, 400.",
+            "A node holds 1x4 of the grid (rows in order): 2 MiB enter it in a step; with "
+            "dp 2 x 1x2, the next best, it would be 400.",
         ),
         (
             (1, 8, 1, 1),
             4,
             {"dp": MIB},
-            "A node holds dp 4 (rows in order): 1 MiB enter one in a step; no other block fills a "
+            "A node holds dp 4 (rows in order): 1 MiB enter it in a step; no other block fills a "
             "node.",
         ),
         (
             grid(4, 5),
             4,
             {"row": MIB, "col": 12 * MIB},
-            "Nodes are filled with rows in order, wherever a row ends: 28 MiB enter one in a step; "
-            "with 4x1 of the grid, the next best, 48.",
+            "A node holds rows in order, wherever a row ends: 28 MiB enter it in a step; "
+            "with 4x1 of the grid, the next best, it would be 48.",
         ),
     ],
 )

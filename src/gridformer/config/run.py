@@ -96,7 +96,9 @@ class TrainConfig(Config):
         "that fit.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="The device type. auto means cuda if a GPU is available."
+        default="auto",
+        description="The device type. auto means cuda if every machine has a GPU for each process, "
+        "and cpu otherwise.",
     )
     compile: bool = Field(
         default=False,

@@ -1,4 +1,4 @@
-"""Processes, their devices, and the named axes that they form."""
+"""The processes of a run, their devices, and the named mesh axes that they form."""
 
 from gridformer.mesh.axes import Axes, Axis
 

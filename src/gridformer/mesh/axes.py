@@ -1,4 +1,4 @@
-"""An axis of the device mesh as collectives see it: who takes part, and which one am I."""
+"""The axes of the device mesh: the ranks, the group and this rank's index along each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TOGETHER = {"grid": ("row", "col"), "dp_branch": ("dp", "branch")}
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis seen from this device.
+    """One mesh axis as seen from this device.
 
-    `index` is this device's place along the axis, 0 to size-1. Devices that differ only in that
-    index form the axis's group. An axis of size 1 needs no group: its collectives do nothing. A
-    larger axis without one (`Axes.world`) stands for torch's default group.
+    `index` is the coordinate of this device along the axis, 0 to size-1. The devices that differ
+    only in this index form the group of the axis. An axis of size 1 needs no group, because its
+    collectives do nothing. A larger axis without a group (`Axes.world`) uses the default group.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Axis:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the world along the axis, by index. One that has no group is all the world."""
+        """The global ranks along the axis, by index."""
         if self.group is None and self.size == 1:
             return (self.index,)
         from torch.distributed import get_process_group_ranks
@@ -41,15 +41,25 @@ class Axis:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a layout, and all of the layout as one.
+    """The axes of a layout, among them `world`, the axis of all ranks.
 
-    pp, dp: pipeline stage and replica. row, col: of the grid of one replica; grid: both together.
-    `row` indexes the rows of the grid, so the devices that differ only in it form a *column*: a
-    broadcast "along row i" of the papers is a collective over the axis `col`.
-    branch: sub-grids of sub-graph parallelism, one index each; dp_branch: dp and branch together.
-    batch: over which the samples of one replica's micro-batch are cut; same_batch: along which
-    devices are given the same samples. Each is one of those before, or of size 1. pp_lines: ranks
-    along pp, of all processes, this one's line among them.
+    Attributes:
+        pp: pipeline ranks.
+        dp: data-parallel replicas.
+        row: the rows of one replica's grid. The devices that differ only in this index form a
+            *column*, so a broadcast "along row i" of the papers is a collective over the axis
+            `col`.
+        col: the columns of one replica's grid.
+        grid: row and col together.
+        branch: the sub-grids of sub-graph parallelism; the index is that of the sub-grid.
+        dp_branch: dp and branch together.
+        batch: the axis over which the samples of one replica's micro-batch are sharded. It is one
+            of the axes above, or has size 1.
+        same_batch: the axis along which devices receive the same samples. It is one of the axes
+            above, or has size 1.
+        world: all ranks.
+        device_type: "cpu" or "cuda".
+        pp_lines: the ranks along pp, one line for each place in the other axes.
     """
 
     pp: Axis = Axis("pp")
@@ -73,17 +83,29 @@ class Axes:
         return axis
 
     def new_group(self, stages: Sequence[int], purpose: str = "pp") -> ProcessGroup | None:
-        """A group of the ranks with these indices along pp, one for every line of ranks; of this
-        process's line, if it is in it. All processes must ask for it, in one order."""
+        """Creates groups of the ranks that have these indices along pp, one group for each pp line.
+
+        All processes must call this in the same order.
+
+        Args:
+            stages: indices along pp.
+            purpose: a name for the groups in torch's reports.
+
+        Returns:
+            The group that contains this process, or None if there is none.
+        """
         return self.new_groups([stages], purpose)
 
     def new_groups(self, sets: Iterable[Sequence[int]], purpose: str) -> ProcessGroup | None:
-        """The same for several sets of indices that share none: the one that this process is in."""
+        """Like `new_group`, for several disjoint sets of indices along pp at once."""
         lines = [sorted(line[i] for i in stages) for stages in sets for line in self.pp_lines]
         return make_groups(lines, purpose)
 
     def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:
-        """Prepare `holders` for some sets of indices along pp; the same sets on all processes."""
+        """Creates the groups that `holders` returns for these sets of indices along pp.
+
+        All processes must call this with the same sets.
+        """
         for stages in sets:
             if stages not in self._holders and len(stages) < self.pp.size:
                 group = self.new_group(stages)
@@ -91,16 +113,22 @@ class Axes:
                 self._holders[stages] = Axis("pp", len(stages), place, group)
 
     def holders(self, stages: tuple[int, ...]) -> Axis:
-        """The ranks along pp with these indices, this one among them, as an axis named pp."""
+        """Returns the ranks that have these indices along pp as an axis named pp.
+
+        This rank must be one of them, and `make_holders` must have been called with these indices
+        unless they are all of pp.
+        """
         return self.pp if len(stages) == self.pp.size else self._holders[stages]
 
     @staticmethod
     def of(ranks: Tensor, names: Sequence[str], device_type: str) -> Axes:
-        """The axes of a mesh over all processes. Every process asks for it.
+        """Creates the axes of a mesh of all processes. Every process must call this.
 
         Args:
-            ranks: the rank at each place of the mesh; ranks rise along every dimension.
-            names: of its dimensions, as the fields of `Axes` are called.
+            ranks: the rank at each place of the mesh, int64, one dimension per axis. Ranks ascend
+                along every dimension.
+            names: names of the dimensions, which are fields of `Axes`.
+            device_type: "cpu" or "cuda".
         """
         import torch.distributed as dist
 
@@ -119,16 +147,17 @@ class Axes:
 
 
 def _lines(ranks: Tensor, names: Sequence[str], over: Sequence[str]) -> list[list[int]]:
-    """The ranks along some dimensions of a mesh together, in their order; a line for each place in
-    the others."""
+    """Returns the ranks along some dimensions of a mesh, one line per place in the others."""
     dims = [names.index(name) for name in over]
     along = ranks.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
     return [sorted(line) for line in along.reshape(-1, along.shape[-1]).tolist()]
 
 
 def _axis_of(name: str, lines: list[list[int]], here: int) -> Axis:
-    """The axis whose groups are these lines. One rank alone needs none, and all of them together
-    have one: the default group."""
+    """Returns the axis whose groups are these lines.
+
+    A line of one rank needs no group, and the line of all ranks uses the default group.
+    """
     import torch.distributed as dist
 
     (mine,) = (line for line in lines if here in line)

@@ -1,6 +1,6 @@
-"""Process groups: what serves them, and the one place where they are made.
+"""Process groups: queries about their backend, and the one function that creates them.
 
-Torch wants every process to make every group, in one order, also those that it is not in.
+Torch requires every process to create every group in the same order, even groups that it is not in.
 """
 
 from __future__ import annotations
@@ -15,40 +15,47 @@ if TYPE_CHECKING:
 
 
 def over_nccl(group: ProcessGroup | None) -> bool:
-    """Whether a group's messages go over NCCL; of None, those of the default group.
+    """Returns whether a group (None means the default group) uses NCCL.
 
-    NCCL has fast collectives of its own, and carries out the messages of a group one after the
-    other. Over gloo an all-gather or a reduce-scatter is quicker as an exchange of blocks, and
-    messages do not wait for each other. What differs in `gridformer.comm` asks here.
+    NCCL has fast collectives of its own and executes the messages of a group one after the other.
+    With gloo, an all-gather or a reduce-scatter is faster as an exchange of blocks, and messages do
+    not wait for each other. `gridformer.comm` calls this function wherever that makes a difference.
     """
-    import torch.distributed as dist  # takes time, of commands that start nothing
+    import torch.distributed as dist  # a slow import that commands without processes do not need
 
     return bool(dist.get_backend(group) == "nccl")
 
 
 def through_host(x: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether a message to one rank must lie in the host's memory: gloo copies what collectives are
-    given from and to a GPU by itself, but neither what is sent nor what is received."""
+    """Returns whether a point-to-point message of tensor x must be in host memory.
+
+    With gloo it must: gloo copies the tensors of collectives from and to a GPU by itself, but not
+    those of send and receive.
+    """
     import torch.distributed as dist
 
     return x.is_cuda and dist.get_backend(group) == "gloo"
 
 
 def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | None:
-    """Make a group of each line of ranks, and return the one that this process is in, if any.
+    """Creates a process group for each line of ranks and returns the one of this process.
 
-    All processes call this with the same lines, which share no rank. Groups have the default
-    group's timeout.
+    All processes must call this with the same lines. The groups have the timeout of the default
+    group.
 
     Args:
-        lines: ranks of the world, rising within a line, as torch numbers the members of a group.
-        purpose: a name for torch's reports.
+        lines: disjoint lists of global ranks, each in ascending order because torch sorts the
+            members of a group.
+        purpose: a name for the groups in torch's reports.
+
+    Returns:
+        The group, or None if no line contains this process.
     """
     import torch.distributed as dist
 
     assert all([*line] == sorted(line) for line in lines), "torch would sort them"
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        # NCCL is connected already (see init_world), and all lines are split off it at once.
+        # NCCL is already connected (see init_world), and all groups are split off it at once.
         split: ProcessGroup | None = dist.split_group(
             split_ranks=[[*line] for line in lines], timeout=_timeout(), group_desc=purpose
         )
@@ -62,8 +69,11 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
 
 
 def _timeout() -> timedelta | None:
-    """The default group's. Torch gives every other group ten or thirty minutes unless it is told;
-    None leaves it at that, where the backend has no timeout (torch's fake one)."""
+    """Returns the timeout of the default group, which torch does not pass on to other groups.
+
+    It is None if the backend has no timeout, as torch's fake backend; torch's own default, 10 or 30
+    minutes, then applies.
+    """
     import torch.distributed as dist
 
     world = dist.group.WORLD

@@ -1,6 +1,6 @@
-"""Whether this process was started by `launch`, by torchrun or by srun, and as which rank.
+"""Determines whether `launch`, torchrun or srun started this process, and as which rank.
 
-Environment variables only: importing and calling this is cheap.
+This reads only environment variables, so importing and calling it is cheap.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Literal
 
 from gridformer.utils.errors import UserError
 
-# Slurm's step ids above this one mean "batch script", "extern", "interactive shell", ...
+# Slurm's step ids from here on mean "batch script", "extern", "interactive shell" and the like.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# What `launch` sets for the workers that it starts on this machine.
+# The variables that `launch` sets for the workers that it starts.
 STORE_FILE = "GRIDFORMER_STORE_FILE"
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE_FILE)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """This process is one of `size`, `local_size` of them on this machine.
+    """The place of this process in a run of `size` processes, `local_size` of them on this machine.
 
-    The processes meet in the file `store_file` when `launch` started them, which is in a folder
-    that only this user can open; otherwise at the port `master_port` of the host `master_addr`.
+    If `launch` started the processes, they rendezvous in the file `store_file`, which is in a
+    folder that only this user can open, and otherwise at port `master_port` of host `master_addr`.
     """
 
     rank: int
@@ -40,13 +40,16 @@ class Joined:
 
 
 def joined(environ: Mapping[str, str] = os.environ) -> Joined | None:
-    """What the launcher of this process says about it; None when none has started it.
+    """Returns this process's place as its launcher set it, or None if no launcher started it.
 
-    A batch script, or a shell, inside a Slurm allocation has not been started as one of several:
-    the answer there is None, and the run starts its own processes.
+    A batch script or a shell inside a Slurm allocation is not one of several tasks, so the result
+    there is None and the run starts its own processes.
+
+    Args:
+        environ: environment variables.
 
     Raises:
-        UserError: the variables contradict each other.
+        UserError: a variable is not a number, or the variables contradict each other.
     """
     if all(environ.get(name) for name in _LAUNCHED):
         place = _from_launch(environ)
@@ -59,8 +62,8 @@ def joined(environ: Mapping[str, str] = os.environ) -> Joined | None:
     if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size):
         raise UserError(
             f"{place.by} describes this process as rank {place.rank} of {place.size} (on this "
-            f"machine {place.local_rank} of {place.local_size}), which cannot be: start it through "
-            "torchrun or srun, or unset RANK and WORLD_SIZE"
+            f"machine {place.local_rank} of {place.local_size}), which is impossible: start it "
+            "with torchrun or srun, or unset RANK and WORLD_SIZE"
         )
     return place
 
@@ -105,7 +108,7 @@ def _from_srun(environ: Mapping[str, str]) -> Joined:
     size = _number(environ, "SLURM_STEP_NUM_TASKS")
     counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = int(environ.get("SLURM_NODEID") or 0)
-    # Below the range that systems hand out to outgoing connections; another for each step.
+    # Below the range of ephemeral ports, and different for each step of a job.
     port = 10_000 + (31 * job + step) % 20_000
     return Joined(
         rank=_number(environ, "SLURM_PROCID"),
@@ -122,17 +125,19 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:
-        raise UserError(f"the variable {name} is '{environ[name]}', not a number") from None
+        raise UserError(
+            f"the environment variable {name} is '{environ[name]}', which is not a number"
+        ) from None
 
 
 # --------------------------------------------------------------------------- Slurm's notation
 
 
 def expand_nodes(text: str) -> list[str]:
-    """`node[01-03,7],other` as `node01 node02 node03 node7 other`.
+    """Expands `node[01-03,7],other` to `node01`, `node02`, `node03`, `node7` and `other`.
 
     Raises:
-        UserError: the brackets do not match, or a range is none.
+        UserError: the brackets do not match, or a range is malformed.
     """
     parts = re.split(r",(?![^\[]*\])", text)  # at commas outside brackets
     names = [name for part in parts for name in _expand_one(part)]
@@ -150,7 +155,7 @@ def _expand_one(text: str) -> Iterator[str]:
     for part in ranges.split(","):
         bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if not bounds:
-            yield text  # refused by the caller: it still has brackets
+            yield text  # it still has brackets, so the caller raises
             return
         first, last = bounds[1], bounds[2] or bounds[1]
         for number in range(int(first), int(last) + 1):
@@ -159,7 +164,7 @@ def _expand_one(text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """`4(x2),3` (tasks a node) as `[4, 4, 3]`; an empty list for what cannot be read."""
+    """Expands `4(x2),3` (tasks per node) to `[4, 4, 3]`; a malformed text gives an empty list."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

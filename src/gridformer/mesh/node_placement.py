@@ -1,26 +1,26 @@
-"""Which devices of a layout share a node: the block that lets the fewest bytes cross its boundary.
+"""Places the mesh on nodes: finds the block of devices per node that the fewest bytes enter.
 
-A launcher puts ranks 0 to k-1 on the first node, the next k on the second, and so on, with k
-devices a node. So ranks are placed by numbering them: a node holds a *block* of the mesh, as long
-along each axis as its extent there, and the block's devices get consecutive ranks.
+With k devices per node, a launcher puts ranks 0 to k-1 on the first node, the next k on the
+second, and so on. Ranks are therefore placed by numbering them: each node holds a *block* of the
+mesh, which has an extent along each axis, and the devices of a block get consecutive ranks.
 
-What enters a node. Collectives run over an axis as rings: each device receives from the one before
-it. Ranks rise along every axis (see rank_grid), so a ring passes through all members in a node
-before it leaves, and enters once. The bytes that enter there are those that the first member
-receives, as any member does. With a block of k devices and an extent e along an axis there are k/e
-rings of that axis in the node. If e is the whole axis they stay inside. Otherwise k/e devices
-receive from another node, and
+Bytes that enter a node. Collectives run over an axis as rings, in which each device receives from
+the one before it. Ranks ascend along every axis (see rank_grid), so a ring passes through all its
+members in a node before it leaves, and enters the node once. The bytes that enter there are those
+that the ring's first member in the node receives, which are as many as any member receives. In a
+block of k devices with extent e along an axis there are k/e rings of that axis. If e is the whole
+axis, they stay inside the node. Otherwise k/e devices receive from another node, and
 
     bytes into a node = sum over the axes with extent < size of (k / extent) * bytes of one device
 
-An axis of pipeline stages is no ring, but a stage inside the pipeline receives as much: activations
-into the node's first stage, gradients into its last. The nodes at the two ends receive less.
+The axis of pipeline stages is not a ring, but a node in the middle of a pipeline receives as much:
+activations into its first stage and gradients into its last. The nodes at both ends receive less.
 
-Xu et al. 2021 (Optimus), figure 8, is the case of a square grid with 4 devices a node: with 1x4
-strips all 4 devices of a node exchange with other nodes along the columns, over one cable; with 2x2
-blocks 2 at a time do, and a column spans half as many nodes. On 8x8 with equal traffic the strip
-lets 4 + 1 shares in and the block 2 + 2. On 4x4 it is 4 + 0 against 2 + 2: the bytes are equal, and
-the number of devices that share the cable decides, for the block.
+Xu et al. 2021 (Optimus), figure 8, is the case of a square grid with 4 devices per node. With 1x4
+strips, all 4 devices of a node exchange with other nodes along the columns over one link. With 2x2
+blocks, 2 devices at a time do so, and a column spans half as many nodes. On 8x8 with equal traffic,
+4 + 1 shares enter a strip and 2 + 2 enter a block. On 4x4 it is 4 + 0 against 2 + 2: the bytes are
+equal, and the number of devices that share the link decides in favor of the block.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MESH_AXES = ("pp", "dp", "row", "col")  # outermost first
-Sizes = tuple[int, int, int, int]  # one number an axis, in the order of MESH_AXES
+Sizes = tuple[int, int, int, int]  # one number per axis, in the order of MESH_AXES
 
 
 @dataclass(frozen=True)
 class NodeBlock:
-    """The part of the mesh on one node: how many devices long it is along each axis."""
+    """The part of the mesh on one node: its extent in devices along each axis."""
 
     pp: int = 1
     dp: int = 1
@@ -60,7 +60,11 @@ class NodeBlock:
         return math.prod(self.extents)
 
     def describe(self, sizes: Sizes) -> str:
-        """For people: `2x2 of the grid`, `dp 2 x 1x2`, or `dp 4` where the grid is one device."""
+        """Returns `2x2 of the grid`, `dp 2 x 1x2`, or `dp 4` if the grid is one device.
+
+        Args:
+            sizes: sizes of the mesh, see sizes_of.
+        """
         words = [f"{name} {e}" for name, e in (("pp", self.pp), ("dp", self.dp)) if e > 1]
         grid = f"{self.row}x{self.col}"
         if self.n_devices == 1:
@@ -72,13 +76,14 @@ class NodeBlock:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to place the mesh on nodes, and what enters a node with it.
+    """One way to place the mesh on nodes, and the bytes that enter a node with it.
 
-    `block` is None for ranks in plain order where that is no block: of a 2x3 grid with 2 devices a
-    node, the second node holds the end of one row and the start of the next. Such nodes differ, and
-    the numbers are those of the busiest.
-    `receivers` counts, by axis, the devices of a node that receive from another node.
-    `bytes_in` are the bytes that enter the node over each axis in one optimizer step.
+    Attributes:
+        block: the block on each node. It is None for the plain order of ranks if that gives no
+            block: in a 2x3 grid with 2 devices per node, the second node holds the end of one row
+            and the start of the next. Such nodes differ, and the numbers are those of the busiest.
+        receivers: for each axis, the number of devices of a node that receive from another node.
+        bytes_in: for each axis, the bytes that enter the node in one optimizer step.
     """
 
     block: NodeBlock | None
@@ -87,26 +92,31 @@ class Candidate:
 
     @property
     def total(self) -> int:
-        """Bytes that enter the node in one optimizer step."""
+        """The bytes that enter the node in one optimizer step, over all axes."""
         return sum(self.bytes_in.values())
 
     @property
     def sharing(self) -> int:
-        """The most devices that receive at once through the node's cable, over one axis."""
+        """The most devices that receive at once through the node's link, over any one axis."""
         return max((self.receivers[axis] for axis, n in self.bytes_in.items() if n), default=0)
 
 
 def sizes_of(layout: LayoutConfig) -> Sizes:
-    """The sizes of a layout's mesh, in the order of MESH_AXES; sub-grids stand for columns."""
+    """Returns the sizes of the mesh in the order of MESH_AXES; sub-grids count as columns."""
     return layout.pp, layout.dp, layout.rows, layout.cols * layout.branches
 
 
 def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
-    """Every block that fills a node; the whole mesh if it is no larger than one.
+    """Returns every block that fills a node, or the whole mesh if it fits into one node.
 
-    Empty if devices_per_node does not divide the devices, see gridformer.parallel.validation.
+    The list is empty if devices_per_node does not divide the number of devices, which
+    gridformer.parallel.validation refuses.
+
+    Args:
+        sizes: sizes of the mesh, see sizes_of.
+        devices_per_node: number of devices per node, at least 1.
     """
-    assert devices_per_node >= 1, "0 means that nodes are not known: ranks lie in plain order"
+    assert devices_per_node >= 1, "0 means that the nodes are unknown and ranks are in plain order"
     if math.prod(sizes) <= devices_per_node:
         return [NodeBlock(*sizes)]
     choices = [divisors(math.gcd(size, devices_per_node)) for size in sizes]
@@ -115,13 +125,13 @@ def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
 
 
 def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
-    """What a node holds in plain order (`col` innermost), or None if that is no block."""
+    """Returns what a node holds in plain order (`col` innermost), or None if it is not a block."""
     if math.prod(sizes) <= devices_per_node:
         return NodeBlock(*sizes)
     left, extents = devices_per_node, []
     for size in reversed(sizes):
         if left % size and size % left:
-            return None  # nodes begin at different places of this axis
+            return None  # nodes begin at different places along this axis
         extent = min(size, left)
         extents.append(extent)
         left //= extent
@@ -129,19 +139,22 @@ def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
 
 
 def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) -> list[Candidate]:
-    """Every block that fills a node, and the plain order where it is none, the best first.
+    """Ranks every block that fills a node, and the plain order if that is not a block.
 
-    The best lets the fewest bytes into a node. Among equals it is the one whose devices share the
-    node's cable least, then the one closest to plain order: the longest along `col`, then along
-    `row`, `dp` and `pp`.
+    The fewest bytes enter a node with the best candidate. Ties are broken by the fewest devices
+    that share the node's link, then by closeness to the plain order: the longest extent along
+    `col`, then along `row`, `dp` and `pp`.
 
     Args:
-        sizes: of the mesh, see sizes_of.
-        traffic: by axis, the bytes that one device receives over it in one optimizer step, with
-            ring algorithms. An axis that is absent moves nothing. What moves over all devices at
-            once ("world") enters every node alike and is left out.
-        devices_per_node: at least 1, and a divisor of the devices if there are more (see
-            gridformer.parallel.validation.check).
+        sizes: sizes of the mesh, see sizes_of.
+        traffic: for each axis, the bytes that one device receives over it in one optimizer step
+            with ring algorithms. An axis that is absent moves nothing. Messages over all devices
+            ("world") enter every node equally and are left out.
+        devices_per_node: number of devices per node, at least 1. It must divide the number of
+            devices if that is larger (see gridformer.parallel.validation.check).
+
+    Returns:
+        The candidates, the best first.
     """
     shapes = blocks(sizes, devices_per_node)
     assert shapes, f"devices_per_node={devices_per_node} does not divide the mesh {sizes}"
@@ -162,13 +175,13 @@ def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) ->
 def _candidate(
     block: NodeBlock | None, receivers: Sequence[int], traffic: Mapping[str, float]
 ) -> Candidate:
-    # Whole bytes, so that equal sums compare equal.
+    # Rounded to whole bytes so that equal sums compare equal.
     bytes_in = {axis: n * round(traffic.get(axis, 0)) for axis, n in zip(MESH_AXES, receivers)}
     return Candidate(block, dict(zip(MESH_AXES, receivers)), bytes_in)
 
 
 def _receivers(sizes: Sizes, block: NodeBlock) -> list[int]:
-    """By axis, the devices of a block that receive from another node: one a ring that leaves it."""
+    """Counts, by axis, the devices that receive from another node: one per ring that leaves it."""
     return [
         0 if extent == size else block.n_devices // extent
         for extent, size in zip(block.extents, sizes)
@@ -176,13 +189,15 @@ def _receivers(sizes: Sizes, block: NodeBlock) -> list[int]:
 
 
 def _plain_receivers(sizes: Sizes, devices_per_node: int) -> list[list[int]]:
-    """The same of each node in plain order, counted device by device."""
+    """Like _receivers for each node in plain order, counted device by device."""
     n = math.prod(sizes)
     nodes = [[0] * len(sizes) for _ in range(-(-n // devices_per_node))]
     for rank in range(n):
         stride = 1
         for axis in reversed(range(len(sizes))):
-            first = rank // stride % sizes[axis] == 0  # the ring closes: its last member sends
+            first = (
+                rank // stride % sizes[axis] == 0
+            )  # the ring closes: its last member is the source
             source = rank + stride * (sizes[axis] - 1) if first else rank - stride
             nodes[rank // devices_per_node][axis] += (
                 source // devices_per_node != rank // devices_per_node
@@ -192,14 +207,18 @@ def _plain_receivers(sizes: Sizes, devices_per_node: int) -> list[list[int]]:
 
 
 def rank_grid(sizes: Sizes, block: NodeBlock | None) -> Tensor:
-    """The rank at each coordinate of the mesh: [pp, dp, row, col], int64.
+    """Returns the rank at each coordinate of the mesh: int64 [pp, dp, row, col].
 
-    The ranks of one node are consecutive. `col` is innermost within a block and among blocks, and
-    the first device is rank 0. None gives the plain order.
+    The ranks of one node are consecutive. `col` is innermost both within a block and among blocks,
+    and the first device is rank 0.
 
-    Ranks rise along every axis. So rank order within a process group (torch sorts its members) is
-    the order of coordinates, and a ring in rank order visits the members in a node one after the
-    other.
+    Ranks ascend along every axis. The order of ranks within a process group (torch sorts its
+    members) is therefore the order of coordinates, and a ring in this order visits the members on
+    one node one after the other.
+
+    Args:
+        sizes: sizes of the mesh, see sizes_of.
+        block: the block on each node, or None for the plain order.
     """
     import torch
 
@@ -208,16 +227,23 @@ def rank_grid(sizes: Sizes, block: NodeBlock | None) -> Tensor:
         return ranks.view(sizes)
     assert all(size % e == 0 for size, e in zip(sizes, block.extents)), (sizes, block)
     n_blocks = [size // e for size, e in zip(sizes, block.extents)]
-    # From [block by axis, place in it by axis] to the two beside each other for every axis.
+    # From [block along each axis, place in the block along each axis] to (block, place) per axis.
     both = ranks.view(*n_blocks, *block.extents).permute(0, 4, 1, 5, 2, 6, 3, 7)
     return both.reshape(sizes)
 
 
 def sub_grids(pp: int, dp: int, g: int, order: Literal["topology", "contiguous"]) -> Tensor:
-    """The rank of process x of sub-grid y, for each pipeline stage: [pp, dp, g], int64.
+    """Returns the rank of process x of sub-grid y for each pipeline stage: int64 [pp, dp, g].
 
-    `topology`: x*g + y, so that the g members of a segmented collective (equal x) are neighbors.
-    `contiguous`: y*dp + x, so that the dp members of a sub-grid are (Jain et al. 2021, SUPER).
+    With `topology` it is x*g + y, so the g members of a segmented collective (equal x) have
+    neighboring ranks. With `contiguous` it is y*dp + x, so the dp members of a sub-grid do
+    (Jain et al. 2021, SUPER).
+
+    Args:
+        pp: number of pipeline ranks.
+        dp: number of processes in each sub-grid.
+        g: number of sub-grids.
+        order: layout.order.
     """
     import torch
 
@@ -230,10 +256,19 @@ def sub_grids(pp: int, dp: int, g: int, order: Literal["topology", "contiguous"]
 def split_messages(
     n: int, g: int, k: int, order: Literal["topology", "contiguous"]
 ) -> tuple[int, int]:
-    """Messages of one split within nodes and between them, own pieces included.
+    """Counts the messages of one split within nodes and between nodes, own pieces included.
 
-    n processes in g sub-grids, k processes a node, which need not divide anything. Counted from
-    where ranks lie; specification, section 4, has formulas for sizes that divide each other.
+    They are counted from the placement of ranks. Jain et al. 2021 have formulas for sizes that
+    divide each other.
+
+    Args:
+        n: number of processes.
+        g: number of sub-grids.
+        k: number of processes per node; it need not divide n.
+        order: layout.order.
+
+    Returns:
+        The number of messages within nodes, and the number between nodes.
     """
     within = 0
     for group in sub_grids(1, n // g, g, order)[0].tolist():
@@ -241,15 +276,21 @@ def split_messages(
     return within, n * g - within
 
 
-# --------------------------------------------------------------------------- for people
+# --------------------------------------------------------------------------- explanation
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the explanation. `mib` by axis, and `total_mib`, enter a node in one step.
+    """A row of the explanation.
 
-    `ratio` is the total over that of the best (infinite where the best is 0), `sharing` the devices
-    that share the node's cable. `chosen` marks the best, `plain` the plain order.
+    Attributes:
+        block: the block in words.
+        mib: MiB that enter a node in one step, by axis.
+        total_mib: their sum.
+        ratio: the total divided by that of the best, infinite if the best is 0.
+        sharing: number of devices that share the node's link.
+        chosen: whether this is the best.
+        plain: whether this is the plain order.
     """
 
     block: str
@@ -264,9 +305,15 @@ class Row:
 def rows(
     candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int, few: int = 3
 ) -> list[Row]:
-    """The best `few` of search's result, and the plain order if it is not among them.
+    """Returns rows for the best `few` candidates, and for the plain order if it is not among them.
 
-    Axes of size 1 are left out of `mib`: nothing moves over them.
+    Axes of size 1 are left out of `mib` because nothing moves over them.
+
+    Args:
+        candidates: result of search.
+        sizes: sizes of the mesh, see sizes_of.
+        devices_per_node: number of devices per node.
+        few: number of best candidates.
     """
     plain = plain_block(sizes, devices_per_node)
     best = candidates[0]
@@ -297,34 +344,41 @@ def rows(
 
 
 def reason(candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int) -> str:
-    """One sentence: what a node holds, what enters it, and what the plain order would let in."""
+    """Says in one sentence what a node holds, what enters it, and how the plain order compares.
+
+    Args: see `rows`.
+    """
     n = math.prod(sizes)
     if n <= devices_per_node:
-        return f"One node holds all {n} devices: nothing enters it."
+        return f"One node holds all {n} devices, so nothing enters it."
     best, plain = candidates[0], plain_block(sizes, devices_per_node)
     other = next(candidate for candidate in candidates if candidate.block == plain)
     holds = f"A node holds {_words(best, sizes, plain)}"
     if best.block is None:
-        holds = "Nodes are filled with rows in order, wherever a row ends"
-    start = f"{holds}: {three_digits(best.total / MIB)} MiB enter one"
+        holds = "A node holds rows in order, wherever a row ends"
+    start = f"{holds}: {three_digits(best.total / MIB)} MiB enter it"
     if best is other:
         if len(candidates) == 1:
             return f"{start} in a step; no other block fills a node."
         second = candidates[1]
-        end = f"the next best, {three_digits(second.total / MIB)}."
+        end = f"the next best, it would be {three_digits(second.total / MIB)}."
         return f"{start} in a step; with {_words(second, sizes, plain)}, {end}"
     if best.total < other.total:
-        return f"{start} in a step; with rows in order {three_digits(other.total / MIB)}."
+        end = f"it would be {three_digits(other.total / MIB)}."
+        return f"{start} in a step; with rows in order {end}"
     return (
         f"{start} in a step, as with rows in order, but {best.sharing} of its devices share the "
-        f"cable, not {other.sharing}."
+        f"network link, not {other.sharing}."
     )
 
 
 def explain(
     candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int, few: int = 3
 ) -> str:
-    """The rows as a table in plain text, and the reason below it. The chosen block has a `>`."""
+    """Returns `rows` as a table in plain text with `reason` below; a `>` marks the chosen block.
+
+    Args: see `rows`.
+    """
     lines = rows(candidates, sizes, devices_per_node, few)
     axes = list(lines[0].mib)
     table = [["", "a node holds", *axes, "total", "ratio", "sharing"]]
@@ -336,7 +390,7 @@ def explain(
             [mark, row.block, *numbers, three_digits(row.total_mib), ratio, str(row.sharing)]
         )
     widths = [max(map(len, column)) for column in zip(*table)]
-    text = [f"MiB into a node in one step, {devices_per_node} devices a node, by axis:"]
+    text = [f"MiB that enter a node of {devices_per_node} devices in one step, by axis:"]
     for line in table:
         left = [cell.ljust(width) for cell, width in zip(line[:2], widths)]
         right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:])]

@@ -1,4 +1,4 @@
-"""The process group of a run: which device and backend, joining it, leaving it."""
+"""The process group of a run: choosing device and backend, joining it, and leaving it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and the command line import
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 _PRODUCT = "rows x cols x branches x dp x pp"
-_ABORT_S = 2.0  # an abort that takes longer hangs
+_ABORT_S = 2.0  # an abort that takes longer is considered hung
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class World:
     """This process's place among all processes of the run.
 
     `backend` is "nccl", "gloo", or "none" for a run of one process, which has no process group.
-    `why` is a phrase for people that says how device and backend were chosen.
+    `why` is a phrase to print that says how device and backend were chosen.
     """
 
     rank: int
@@ -38,19 +38,22 @@ class World:
 
 
 def check_devices(device: DeviceChoice, n_processes: int, nproc: int | None = None) -> list[str]:
-    """Problems of starting `n_processes` processes from here, each with its remedy.
+    """Checks whether `n_processes` processes can start from this process.
 
     Args:
-        device: the run's train.device.
-        n_processes: what the layout needs.
-        nproc: what --nproc asks for, if given.
+        device: train.device of the run.
+        n_processes: number of processes that the layout needs.
+        nproc: value of --nproc, if given.
+
+    Returns:
+        The problems, each with its remedy.
     """
     problems = []
     place = joined()
     if nproc is not None and nproc != n_processes:
         problems.append(
             f"--nproc={nproc}, but the layout needs {n_processes} processes ({_PRODUCT}): leave "
-            f"--nproc out, or change the layout"
+            "--nproc out, or change the layout"
         )
     if place and place.size != n_processes:
         problems.append(
@@ -63,18 +66,19 @@ def check_devices(device: DeviceChoice, n_processes: int, nproc: int | None = No
 
 
 def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> World:
-    """Join the run's process group from inside a worker, and choose this process's device.
+    """Joins the process group of the run from inside a worker and chooses this process's device.
 
-    `auto` takes CUDA with NCCL if every machine has a GPU for each of its processes, else CPU with
-    gloo. A run of one process gets a device but no process group.
+    `auto` uses CUDA with NCCL if every machine has a GPU for each of its processes, and otherwise
+    the CPU with gloo. A run of one process gets a device but no process group.
 
     Args:
-        device: the run's train.device.
-        n_processes: what the layout needs.
-        timeout_s: a collective that waits longer raises.
+        device: train.device of the run.
+        n_processes: number of processes that the layout needs.
+        timeout_s: seconds after which a collective that still waits raises.
 
     Raises:
-        UserError: the wrong number of processes, or no GPUs where `cuda` asks for them.
+        UserError: the number of processes is wrong, or `cuda` was requested and there are too few
+            GPUs.
     """
     import torch.distributed as dist
 
@@ -108,9 +112,9 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
 
 
 def close_world() -> None:
-    """Leave the process group, if there is one, at the end of a run that went well.
+    """Destroys the process group, if there is one, at the end of a successful run.
 
-    Never call this while an exception is on its way: see `abandon_world`.
+    Never call this while an exception propagates: see `abandon_world`.
     """
     import torch.distributed as dist
 
@@ -119,12 +123,12 @@ def close_world() -> None:
 
 
 def abandon_world() -> None:
-    """Give the process group up after a failure, without waiting for anybody.
+    """Abandons the process group after a failure, without waiting for any peer.
 
     The peers may be inside a collective that this rank will never enter. Destroying an NCCL group
-    then waits until train.timeout_s is over, so NCCL is aborted instead, and left to itself if even
-    that takes long. Nothing is done about gloo: its sockets close with this process, which must
-    end soon, and its peers notice that at once.
+    would then wait until train.timeout_s is over, so NCCL is aborted instead, and no longer waited
+    for if even that takes long. With gloo nothing needs to be done: its sockets close when this
+    process ends, which must be soon, and its peers notice that at once.
     """
     import torch.distributed as dist
 
@@ -132,7 +136,7 @@ def abandon_world() -> None:
         return
 
     def abort() -> None:
-        with contextlib.suppress(Exception):  # the failure has been reported: nothing to add
+        with contextlib.suppress(Exception):  # the failure has already been reported
             dist.distributed_c10d._abort_process_group()
 
     thread = threading.Thread(target=abort, name="abort", daemon=True)
@@ -141,19 +145,18 @@ def abandon_world() -> None:
 
 
 def _store(place: Joined, timeout: timedelta) -> dist.Store:
-    """The key-value store that processes meet in, empty at every attempt.
+    """Returns the key-value store for the rendezvous, which is empty at every attempt.
 
-    Workers that `launch` started meet in a file of a private folder: nothing listens. Those of
-    torchrun and srun meet at a TCP port, which is open on all interfaces and asks nobody who they
-    are.
+    Workers that `launch` started use a file in a private folder, so no port is open. Those of
+    torchrun and srun use a TCP port, which is open on all interfaces without authentication.
 
-    After an elastic restart, torchrun's own store still holds the dead attempt's addresses under
-    the names that gloo uses, so each attempt gets a prefix of its own.
+    After an elastic restart, torchrun's own store still holds the addresses of the previous attempt
+    under the names that gloo uses, so each attempt gets its own prefix.
     """
     import torch.distributed as dist
 
     if place.store_file:
-        # No number of workers: with one, the file would go when the first few have left.
+        # Without a number of workers, because with one the file is deleted when workers leave.
         file = dist.FileStore(place.store_file)
         file.set_timeout(timeout)
         return file
@@ -171,7 +174,7 @@ def _store(place: Joined, timeout: timedelta) -> dist.Store:
 
 
 def _all_agree(place: Joined, store: dist.Store, name: str, vote: bool) -> bool:
-    """Whether every rank votes yes: backends must be the same everywhere, or the run hangs."""
+    """Returns whether every rank votes yes. Unequal backends would make the run hang."""
     store.set(f"{name}/{place.rank}", "yes" if vote else "no")
     if place.rank == 0:
         votes = [store.get(f"{name}/{rank}") for rank in range(place.size)]
@@ -180,7 +183,7 @@ def _all_agree(place: Joined, store: dist.Store, name: str, vote: bool) -> bool:
 
 
 def _gpu_of(place: Joined | None) -> int | None:
-    """The GPU that this process takes; None when there is not one for each process here."""
+    """Returns the GPU of this process, or None if this machine has fewer GPUs than processes."""
     import torch
     import torch.distributed as dist
 
@@ -193,7 +196,7 @@ def _gpu_of(place: Joined | None) -> int | None:
 
 
 def _bound_by_slurm(place: Joined | None) -> bool:
-    """srun --gpus-per-task shows each process its own GPU only, as number 0."""
+    """Whether srun --gpus-per-task makes only its own GPU visible to each process, as number 0."""
     return place is not None and place.by == "srun" and "SLURM_GPUS_PER_TASK" in os.environ
 
 
@@ -207,7 +210,7 @@ def _take(gpu: int | None) -> torch.device:
 
 
 def _too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
-    """The problem, if any, of giving each of `n_local` processes on this machine its own GPU."""
+    """Returns why `n_local` processes on this machine cannot each have a GPU; empty if they can."""
     import torch
     import torch.distributed as dist
 
@@ -239,4 +242,4 @@ def _why(gpu: int | None, device: DeviceChoice) -> str:
         return "CPU (train.device=cpu)"
     if not torch.cuda.is_available():
         return "CPU (torch finds no GPU)"
-    return f"CPU ({torch.cuda.device_count()} GPU here: not one for each process)"
+    return f"CPU ({torch.cuda.device_count()} GPUs are too few for one per process)"
