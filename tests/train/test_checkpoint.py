@@ -134,7 +134,7 @@ def test_damage_is_refused_by_name(saved: Path, damage: Callable[[Path], Path]) 
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no gridformer checkpoint"):
+    with pytest.raises(CheckpointError, match="not a gridformer checkpoint"):
         checkpoint.verify(tmp_path)
 
 

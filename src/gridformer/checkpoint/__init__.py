@@ -1,1 +1,1 @@
-"""Checkpoints that do not know the layout."""
+"""Checkpoints that do not depend on the layout."""

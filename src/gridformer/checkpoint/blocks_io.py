@@ -1,8 +1,8 @@
-"""Blocks of tensors in and out of safetensors files, through torch.distributed.checkpoint.
+"""Reads and writes blocks of tensors in safetensors files with torch.distributed.checkpoint (DCP).
 
-A checkpoint is a set of named global tensors; each file holds blocks of them with their offsets.
-Which blocks a reader asks for has nothing to do with which were written, so a run moves between
-layouts. Only safetensors are read and written: DCP's own format unpickles its index on load.
+A checkpoint is a set of named global tensors; each file holds blocks of them with their offsets. A
+reader may ask for other blocks than were written, so a run can resume under another layout. Only
+safetensors are read and written, because DCP's own format unpickles its index on load.
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ from gridformer.utils.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Block:
-    """A local tensor without its padding, and where it lies in a global one of shape `size`."""
+    """A block of a global tensor.
+
+    Attributes:
+        tensor: The local tensor without its padding.
+        size: The shape of the global tensor.
+        offset: The index in the global tensor at which the block begins.
+    """
 
     tensor: Tensor
     size: tuple[int, ...]
@@ -61,14 +67,18 @@ class Block:
 
     @property
     def empty(self) -> bool:
-        """All padding: there is nothing to save or load."""
+        """Whether the local tensor is all padding, so that there is nothing to save or load."""
         return self.tensor.numel() == 0
 
 
 def write_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) -> None:
-    """Write the blocks of all ranks; equal blocks of several ranks (replicas) are written once.
+    """Writes the blocks of all ranks, which call it together, into `folder`.
 
-    shards: local tensors by name, and where each lies.
+    A block that several ranks hold (replicas) is written once.
+
+    Args:
+        shards: By global name, this rank's local tensor and its position in the global tensor.
+        folder: An existing folder on storage that all ranks share.
     """
     blocks = _blocks(shards)
     with _no_warning_of_one_process():
@@ -81,9 +91,14 @@ def write_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) 
 
 
 def read_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) -> None:
-    """Fill local tensors, in place, from whatever blocks were written.
+    """Fills local tensors in place from the blocks in `folder`, whichever layout wrote them.
 
-    Raises CheckpointError where a tensor is missing or has another global shape.
+    Args:
+        shards: By global name, this rank's local tensor and its position in the global tensor.
+        folder: A folder that `write_blocks` filled.
+
+    Raises:
+        CheckpointError: A tensor is missing or incomplete, or has another global shape.
     """
     blocks = _blocks(shards)
     try:
@@ -135,7 +150,7 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.blocks[index.fqn].tensor.contiguous()  # blocks may lie transposed in memory
+        return self.blocks[index.fqn].tensor.contiguous()  # a block may be a transposed view
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -159,13 +174,13 @@ class _LoadPlanner(DefaultLoadPlanner):
 def _stored(metadata: Metadata, name: str, block: Block, folder: Path) -> TensorStorageMetadata:
     stored = metadata.state_dict_metadata.get(name)
     if not isinstance(stored, TensorStorageMetadata):
-        raise CheckpointError(f"{folder} does not hold '{name}': it is of another model")
+        raise CheckpointError(f"{folder} does not contain '{name}': it is of another model")
     if tuple(stored.size) != block.size:
         raise CheckpointError(
-            f"{folder} holds '{name}' of shape {list(stored.size)}, but this run's is "
+            f"{folder} contains '{name}' with shape {list(stored.size)}, but this run needs "
             f"{list(block.size)}: it is of another model"
         )
     held = sum(chunk.sizes.numel() for chunk in stored.chunks)
     if held != torch.Size(block.size).numel():
-        raise CheckpointError(f"{folder} holds parts of '{name}' only: a file is missing")
+        raise CheckpointError(f"{folder} contains only a part of '{name}': a file is missing")
     return stored

@@ -1,13 +1,13 @@
-"""Checkpoints: layout-free, written atomically, verified before they are loaded.
+"""Checkpoints that do not depend on the layout, written atomically and verified before loading.
 
     RUNDIR/checkpoints/step-00000100/
         shard-*.safetensors     blocks of parameters and of the optimizer's two moments
         checkpoint.json         written last: step, model, training settings, files with checksums
 
-A checkpoint is written into a hidden folder and renamed when complete, so a folder with a plain
-name is whole, and a crash leaves the one before as it was. All a run's state besides tensors is
-its step, and float16's loss scale: data order, learning rate and dropout masks are functions of
-(seed, step).
+A checkpoint is written into a hidden folder, which is renamed when complete. A folder with a plain
+name is therefore complete, and a crash leaves the previous checkpoint intact. Besides tensors, the
+only state of a run is its step and the loss scale of float16: data order, learning rate and dropout
+masks are functions of (seed, step).
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from gridformer.utils.folders import (
 )
 
 MANIFEST = "checkpoint.json"
-# Of a model, between two runs.
+# Keys of `model` that may differ between a checkpoint and the run that resumes from it.
 _MAY_CHANGE = ("name", "dropout", "attention_dropout", "label_smoothing")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer(Protocol):
-    """What is saved of an optimizer, and made before it is loaded."""
+    """The part of an optimizer that checkpoints need."""
 
     @property
     def state(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """The moments of each parameter that this rank updates, by name."""
+        """For each parameter that this rank updates, its moments by name."""
 
     def allocate(self, step: int) -> None:
-        """Make the state of an optimizer that has made so many updates, to be filled."""
+        """Allocates the state of an optimizer that has made `step` updates, to be filled."""
 
 
 class Scale(Protocol):
-    """What is saved of a loss scale; see gridformer.train.loss_scale."""
+    """The part of a loss scale that checkpoints need; see `gridformer.train.loss_scale`."""
 
     scale: float
     good: int
@@ -72,8 +72,19 @@ class FileEntry(Config):
 
 
 class Manifest(Config):
-    """What checkpoint.json holds. `step` optimizer steps were done when it was written, of which
-    `skipped` updated nothing. loss_scale, good_steps: see gridformer.train.loss_scale; float16's.
+    """The content of checkpoint.json.
+
+    Attributes:
+        format: Marks the file as a gridformer checkpoint.
+        version: The version of the format.
+        step: How many optimizer steps were done.
+        tokens: How many tokens were read.
+        skipped: How many of the steps updated nothing, because float16 gradients overflowed.
+        loss_scale: The loss scale of float16; see `gridformer.train.loss_scale`.
+        good_steps: Steps since the loss scale last changed.
+        model: The model's config.
+        run: The run's config.
+        files: Size and checksum of each file by name.
     """
 
     format: Literal["gridformer-checkpoint"]
@@ -89,13 +100,17 @@ class Manifest(Config):
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run directory, or None."""
+    """Returns the newest complete checkpoint of a run directory, or None."""
     found = _complete(run_dir)
     return found[-1] if found else None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError, with the file's name, where it is missing, foreign or damaged."""
+    """Reads checkpoint.json from the folder of a checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, or not a checkpoint's. The message names it.
+    """
     path = folder / MANIFEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -104,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.model_validate(found)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is no gridformer checkpoint: it has no {MANIFEST}"
+            f"{folder} is not a gridformer checkpoint: it has no {MANIFEST}"
         ) from None
     except (OSError, ValueError, ValidationError) as error:
         if isinstance(error, ValidationError):
@@ -112,31 +127,42 @@ def read_manifest(folder: Path) -> Manifest:
             why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg'].lower()}"
         else:
             why = str(error)
-        raise CheckpointError(f"{path} is damaged or foreign ({why})") from None
+        raise CheckpointError(
+            f"{path} is damaged or not a gridformer checkpoint's ({why})"
+        ) from None
 
 
 def verify(folder: Path, contents: bool = True, part: int = 0, n_parts: int = 1) -> Manifest:
-    """Compare a checkpoint's files with its manifest; returns the manifest.
+    """Compares the files of a checkpoint with its manifest, and returns the manifest.
 
-    contents: checksum them, not only their sizes; of every n_parts-th file from number `part` on,
-    so that ranks can share the reading. Raises CheckpointError that names the file.
+    Args:
+        folder: The folder of the checkpoint.
+        contents: Whether to verify checksums besides sizes.
+        part: With `n_parts`, which files' checksums to verify: every n_parts-th file from number
+            `part` on, so that ranks can share the reading.
+        n_parts: See `part`.
+
+    Raises:
+        CheckpointError: A file is missing, truncated, damaged or foreign. The message names it.
     """
     manifest = read_manifest(folder)
     remedy = (
-        f"remove {folder} to go on from the checkpoint before it"
+        f"remove {folder} to resume from the checkpoint before it"
         if folder.name.startswith("step-")
         else "use another checkpoint"
     )
     for number, (name, entry) in enumerate(sorted(manifest.files.items())):
         path = folder / name
         if path.parent != folder:
-            raise CheckpointError(f"{folder / MANIFEST} names a file outside its folder: {name}")
+            raise CheckpointError(
+                f"{folder / MANIFEST} names a file outside its folder, {name}: {remedy}"
+            )
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: {remedy}")
         size = path.stat().st_size
         if size != entry.bytes:
             raise CheckpointError(
-                f"{path} is truncated or was changed: {size} bytes where {entry.bytes} were "
+                f"{path} is truncated or was changed: it has {size} bytes, but {entry.bytes} were "
                 f"written; {remedy}"
             )
         if contents and number % n_parts == part and _crc32(path) != entry.crc32:
@@ -148,10 +174,13 @@ def verify(folder: Path, contents: bool = True, part: int = 0, n_parts: int = 1)
 
 
 def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
-    """Raise CheckpointError unless `run` continues the run that wrote the checkpoint.
+    """Checks that `run` continues the run that wrote a checkpoint.
 
-    Layout, schedule and what is reported may change; what the model and the order of its data
-    depend on may not.
+    The layout, the schedule and what is reported may differ; settings on which the model or the
+    order of its data depends may not.
+
+    Raises:
+        CheckpointError: Such settings differ. The message lists all of them.
     """
     wanted = run.model_dump(mode="json")
     keys = [("model", key) for key in wanted["model"] if key not in _MAY_CHANGE]
@@ -165,7 +194,8 @@ def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"{folder} is of another run ({'; '.join(differences)}): give this one its own --out"
+            f"{folder} belongs to another run ({'; '.join(differences)}): use another --out for "
+            "this run"
         )
 
 
@@ -179,10 +209,23 @@ def save(
     axes: Axes,
     scale: Scale | None = None,
 ) -> Path:
-    """Write a checkpoint of `step` done steps, on all ranks together; returns its folder."""
-    from gridformer.checkpoint.blocks_io import (
-        write_blocks,  # takes time, of commands that write none
-    )
+    """Writes a checkpoint. All ranks call it together.
+
+    Args:
+        run_dir: The run directory, on storage that all ranks share.
+        step: How many optimizer steps are done.
+        tokens: How many tokens the run has read.
+        run: The run's config, which also says how many checkpoints to keep.
+        model: This rank's model.
+        optimizer: This rank's optimizer.
+        axes: The axes of the mesh.
+        scale: The loss scale; None means that there is none.
+
+    Returns:
+        The folder of the checkpoint.
+    """
+    # Imported here because it takes time, which commands that write no checkpoint save.
+    from gridformer.checkpoint.blocks_io import write_blocks
 
     final = run_dir / "checkpoints" / f"step-{step:08d}"
     writing = hidden_folder(final)
@@ -206,14 +249,30 @@ def save(
             files=files,
         )
         _write_synced(writing / MANIFEST, manifest.model_dump_json(indent=1))
-        finish_folder(writing, final)  # the same step again, after a resume, replaces the older
+        finish_folder(writing, final)  # replaces a checkpoint of the same step
         _prune(run_dir, run.train.keep_checkpoints)
     comm.barrier((axes.world,))
     return final
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, axes: Axes) -> Manifest:
-    """Fill a model, and an optimizer if given, of any layout from a checkpoint of any layout."""
+    """Loads a checkpoint, written under any layout, into a model and optimizer under any layout.
+
+    All ranks call it together.
+
+    Args:
+        folder: The folder of the checkpoint.
+        model: This rank's model, which is filled in place.
+        optimizer: This rank's optimizer, whose state is allocated and filled; None loads only the
+            model.
+        axes: The axes of the mesh.
+
+    Returns:
+        The checkpoint's manifest.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the checkpoint is of another model.
+    """
     from gridformer.checkpoint.blocks_io import read_blocks
 
     manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
@@ -246,7 +305,7 @@ def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, 
 
 
 def _file_entries(folder: Path, axes: Axes) -> dict[str, FileEntry]:
-    """Sizes and checksums of all files; each rank reads its share of them."""
+    """Returns sizes and checksums of all files in a folder; each rank reads some of them."""
     comm.barrier((axes.world,))
     paths = sorted(folder.glob("*.safetensors"))
     entries = torch.zeros(len(paths), 2, dtype=torch.int64)
