@@ -1,8 +1,9 @@
-"""Conjugate pairs of collectives: what one does forward, its partner does backward.
+"""Collectives with gradients, in pairs: the backward of one is the forward of the other.
 
-A tensor that every rank of an axis holds alike counts as one variable, so the sum over an axis and
-the copy to it are each other's transposes. Names say `forward_backward`. Sections of a network are
-entered and left through such pairs (specification, section 5).
+A tensor that is replicated over an axis counts as one variable, so the sum over an axis and the
+copy to its ranks are each other's transposes. Names have the form `forward_backward`. Sections of a
+network are entered and left through such pairs. Every pair returns x itself on an axis of size
+1, and `label` names its messages in counts and traces, in both directions.
 """
 
 from __future__ import annotations
@@ -14,67 +15,135 @@ import torch
 from torch import Tensor
 
 from gridformer.comm import collectives as comm
-from gridformer.comm import irregular as pieces
+from gridformer.comm import irregular
 from gridformer.mesh.axes import Axis
 
 
 def one_thread() -> AbstractContextManager[object]:
-    """Around a backward pass that communicates: all of it is done by the calling thread.
+    """Returns a context in which the calling thread does all of a backward pass.
 
-    Otherwise torch goes back through a GPU's tensors in one thread and through those on the meta
-    device (what another device holds, in D&SP-cSub) in another, and the order in which this rank
-    enters its collectives is left to chance.
+    It must surround a backward pass that communicates. Otherwise torch runs the backward pass of
+    GPU tensors in one thread and that of tensors on the meta device (which stand for tensors of
+    another device in D&SP-cSub) in another, and the order in which this rank enters its collectives
+    is random.
     """
     return torch.autograd.set_multithreading_enabled(False)
 
 
 def identity_allreduce(x: Tensor, axis: Axis, label: str = "enter") -> Tensor:
-    """Megatron's f: forward nothing, backward all-reduce. Replicated in, replicated out."""
+    """Forward identity, backward all-reduce: f of Megatron-LM (Shoeybi et al. 2019, figure 3).
+
+    Args:
+        x: tensor of any shape, replicated over the axis.
+
+    Returns:
+        x. Its gradients on the ranks are partial sums, which the backward pass adds up.
+    """
     return x if axis.size == 1 else _IdentityAllReduce.apply(x, axis, label)
 
 
 def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
-    """Megatron's g: forward all-reduce of partial sums, backward nothing."""
+    """Forward all-reduce of partial sums, backward identity: g of Megatron-LM, the partner of f.
+
+    Args:
+        x: partial sum of any shape.
+
+    Returns:
+        The sum over the axis, a new tensor of the same shape, replicated over the axis.
+    """
     return x if axis.size == 1 else _AllReduceIdentity.apply(x, axis, label)
 
 
 def allgather_reducescatter(x: Tensor, axis: Axis, dim: int, label: str = "enter") -> Tensor:
-    """Forward all-gather along `dim`, backward reduce-scatter: cut in, whole out."""
+    """Forward all-gather along `dim`, backward reduce-scatter along `dim`.
+
+    Args:
+        x: this rank's shard [.., k, ..], k along `dim`.
+
+    Returns:
+        The whole tensor [.., size*k, ..]. Its gradients on the ranks are partial sums.
+    """
     return x if axis.size == 1 else _AllGatherReduceScatter.apply(x, axis, dim, label)
 
 
 def reducescatter_allgather(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Tensor:
-    """Forward reduce-scatter of partial sums along `dim`, backward all-gather."""
+    """Forward reduce-scatter of partial sums along `dim`, backward all-gather along `dim`.
+
+    Args:
+        x: partial sum [.., size*k, ..], size*k along `dim`.
+
+    Returns:
+        This rank's shard [.., k, ..] of the sum.
+
+    Raises:
+        ValueError: the size of `dim` is not a multiple of the axis size.
+    """
     return x if axis.size == 1 else _ReduceScatterAllGather.apply(x, axis, dim, label)
 
 
 def broadcast_reduce(x: Tensor, axis: Axis, root: int, label: str = "enter") -> Tensor:
-    """Forward broadcast from `root`, backward reduce to it; elsewhere x only gives the shape."""
+    """Forward broadcast from the rank with index `root`, backward reduce to it.
+
+    Args:
+        x: the tensor to send on `root`; on other ranks only its shape and type are used.
+
+    Returns:
+        x of `root`, as a new tensor. On other ranks the gradient of their own x is 0.
+    """
     return x if axis.size == 1 else _BroadcastReduce.apply(x, axis, root, label)
 
 
 def reduce_broadcast(x: Tensor, axis: Axis, root: int, label: str = "leave") -> Tensor:
-    """Forward reduce of partial sums to `root` (zeros elsewhere), backward broadcast from it."""
+    """Forward reduce of partial sums to the rank with index `root`, backward broadcast from it.
+
+    Returns:
+        The sum over the axis on `root`, and zeros of the same shape on other ranks.
+    """
     return x if axis.size == 1 else _ReduceBroadcast.apply(x, axis, root, label)
 
 
 def alltoall(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -> Tensor:
-    """Forward and backward all-to-all: part i of x along `split_dim` goes to rank i, and what comes
-    from the ranks is joined along `join_dim`. Backward the two dimensions change places."""
+    """Forward all-to-all, backward all-to-all with the two dimensions swapped.
+
+    Part i of x along `split_dim` goes to rank i, and the parts received from all ranks are
+    concatenated along `join_dim`.
+
+    Args:
+        x: tensor whose size along `split_dim` is a multiple of the axis size.
+
+    Returns:
+        A tensor that is smaller than x by the axis size along `split_dim` and larger by it along
+        `join_dim`.
+    """
     return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, join_dim, label)
 
 
 def scatter_gather(
     x: Tensor, axis: Axis, dim: int, device: torch.device, label: str = "enter"
 ) -> Tensor:
-    """Forward part i along `dim` of rank 0's x to rank i, backward gather. Elsewhere x is on the
-    meta device and gives the shape; the part comes to `device`."""
+    """Forward scatter from index 0 along `dim`, backward gather to it.
+
+    Args:
+        x: the whole tensor [.., size*k, ..] on the rank with index 0. On other ranks it is on the
+            meta device and gives the shape.
+        device: device of the result.
+
+    Returns:
+        This rank's part [.., k, ..] of the tensor.
+    """
     return x if axis.size == 1 else _ScatterGather.apply(x, axis, dim, device, label)
 
 
 def gather_scatter(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Tensor:
-    """Forward the ranks' parts joined along `dim` on rank 0 (on the meta device elsewhere),
-    backward scatter."""
+    """Forward gather along `dim` to index 0, backward scatter from it.
+
+    Args:
+        x: this rank's part [.., k, ..].
+
+    Returns:
+        The whole tensor [.., size*k, ..] on the rank with index 0. On other ranks it is on the meta
+        device.
+    """
     return x if axis.size == 1 else _GatherScatter.apply(x, axis, dim, label)
 
 
@@ -192,17 +261,19 @@ class _GatherScatter(torch.autograd.Function):
 
 def _swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -> Tensor:
     parts = x.chunk(axis.size, split_dim)
-    return torch.cat(pieces.all_to_all(parts, [parts[0].shape] * axis.size, axis, label), join_dim)
+    return torch.cat(
+        irregular.all_to_all(parts, [parts[0].shape] * axis.size, axis, label), join_dim
+    )
 
 
 def _scatter(x: Tensor, axis: Axis, dim: int, device: torch.device, label: str) -> Tensor:
     parts = x.chunk(axis.size, dim)
     out = torch.empty(parts[0].shape, dtype=x.dtype, device=device)
-    return pieces.scatter(parts, out, axis, 0, label)
+    return irregular.scatter(parts, out, axis, 0, label)
 
 
 def _gather(x: Tensor, axis: Axis, dim: int, label: str) -> Tensor:
-    parts = pieces.gather(x, [x.shape] * axis.size, axis, 0, label)
+    parts = irregular.gather(x, [x.shape] * axis.size, axis, 0, label)
     if parts is not None:
         return torch.cat(parts, dim)
     shape = list(x.shape)

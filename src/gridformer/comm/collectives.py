@@ -1,8 +1,9 @@
-"""The one door: every collective that gridformer issues is one of these functions.
+"""The collectives of gridformer: every message of the library is sent by this package.
 
-They work on plain tensors and know nothing of gradients; `gridformer.comm.autograd` pairs them.
-On an axis of size 1 each returns its input. `label` names the purpose in counts and traces.
-Each has a form that only starts it, `start_...`, and returns a Pending to wait for.
+They work on plain tensors without gradients; `gridformer.comm.autograd` adds these. On an axis of
+size 1 each function returns its input. `label` names the purpose of a message in counts and traces.
+`start_...` is the asynchronous form of a collective: it returns a `Pending` to wait for. `root` and
+other ranks are given as indices along the axis.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-# torch 2.13 renames the two single-tensor collectives; 2.11 has only the old names.
+# torch 2.13 renamed the two single-tensor collectives; 2.11 has only the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
@@ -31,10 +32,16 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 class Pending:
-    """A collective on its way. `wait()` gives its result, as often as it is asked.
+    """A collective that was started. `wait()` returns its result and may be called repeatedly.
 
-    The tensors that travel are held until then. On a GPU `wait()` makes the current stream wait,
-    not the host. Every rank of an axis must start its collectives in the same order.
+    It keeps references to the tensors of the message until then. On a GPU `wait()` makes the
+    current stream wait, not the host. All ranks of an axis must start their collectives in the same
+    order.
+
+    Args:
+        result: the tensor that holds the result when the message is done.
+        work: torch's handle of the message; None if it is done already.
+        held: objects to keep alive until `wait()`.
     """
 
     def __init__(self, result: Tensor, work: Any = None, *held: Any) -> None:
@@ -45,27 +52,31 @@ class Pending:
         self._own: Sequence[Tensor] = ()
 
     def meanwhile(self, task: Callable[[], None]) -> Pending:
-        """Do `task` when the result is asked for, before waiting for it."""
+        """Lets `wait` run `task` before it waits for the message. Returns self."""
         self._meanwhile = task
         return self
 
     def timed(self, timing: Timing | None) -> Pending:
-        """Tell when it is waited for, and when it is there."""
+        """Lets `wait` note in `timing` when it begins to wait and when the message is done."""
         self._timing = timing
         return self
 
     def own(self, *buffers: Tensor) -> Pending:
-        """Memory of this message alone: it is let go of once there is a result that needs it no
-        more. A thread of gloo may hold the tensors longer than those that wait for it."""
+        """Lets `wait` free the memory of buffers that belong to this message alone.
+
+        A buffer whose memory the result shares is kept. Dropping references would not be enough,
+        because a thread of gloo may hold the tensors longer than the caller.
+        """
         self._own = buffers
         return self
 
     def then(self, step: Callable[[Tensor], Tensor]) -> Pending:
-        """Apply `step` to the result when it is waited for."""
+        """Lets `wait` apply `step` to the result. Returns self."""
         self._steps.append(step)
         return self
 
     def wait(self) -> Tensor:
+        """Waits for the message and returns its result, to which the steps have been applied."""
         if self._meanwhile is not None:
             self._meanwhile()
             self._meanwhile = None
@@ -89,58 +100,83 @@ class Pending:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Tensor:
-    """In place: every rank's x combined. Returns x, made contiguous if it was not."""
+    """Combines x of all ranks by `op`: "sum", "max" or "min".
+
+    Args:
+        x: tensor of any shape. It is overwritten if it is contiguous.
+
+    Returns:
+        The result: x itself, or a new tensor if x was not contiguous.
+    """
     return _start_all_reduce(x, axis, op, label, later=False).wait()
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum", label: str = "") -> Pending:
+    """Starts `all_reduce`."""
     return _start_all_reduce(x, axis, op, label, later=True)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
-    """In place: x of the rank with index `root`. x must be contiguous."""
+    """Copies x of `root` into x of every other rank and returns x, which must be contiguous."""
     return _start_broadcast(x, axis, root, label, later=False).wait()
 
 
 def start_broadcast(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
+    """Starts `broadcast`."""
     return _start_broadcast(x, axis, root, label, later=True)
 
 
 def reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Tensor:
-    """In place: on `root` the sum of every rank's x; elsewhere x's content is undefined after."""
+    """Sums x of all ranks in place on `root`. On other ranks the content of x is then undefined."""
     return _start_reduce(x, axis, root, label, later=False).wait()
 
 
 def start_reduce(x: Tensor, axis: Axis, root: int, label: str = "") -> Pending:
+    """Starts `reduce`."""
     return _start_reduce(x, axis, root, label, later=True)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
-    """The ranks' blocks joined along `dim`: [.., k, ..] to [.., size*k, ..]."""
+    """Concatenates x [.., k, ..] of all ranks along `dim` to a new tensor [.., size*k, ..]."""
     return _start_all_gather(x, axis, dim, label, later=False).wait()
 
 
 def start_all_gather(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
+    """Starts `all_gather`."""
     return _start_all_gather(x, axis, dim, label, later=True)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Tensor:
-    """The sum of every rank's x, of which this rank keeps its block along `dim`.
+    """Sums x of all ranks and returns this rank's block of the sum along `dim`.
 
-    Raises ValueError when x's `dim` does not divide over the axis.
+    Args:
+        x: [.., size*k, ..], size*k along `dim`; it is not modified.
+
+    Returns:
+        A new tensor [.., k, ..].
+
+    Raises:
+        ValueError: the size of `dim` is not a multiple of the axis size.
     """
     return _start_reduce_scatter(x, axis, dim, label, later=False).wait()
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str = "") -> Pending:
+    """Starts `reduce_scatter`."""
     return _start_reduce_scatter(x, axis, dim, label, later=True)
 
 
 def start_sum_of_parts(part: Callable[[int], Tensor], axis: Axis, label: str = "") -> Pending:
-    """`start_reduce_scatter` of terms that are computed part by part, `part(index)` for each rank.
+    """Starts a reduce-scatter whose blocks are computed one at a time.
 
-    Where the parts are exchanged one by one, this rank's own is computed last, while the others
-    travel, and never lies beside all of them. Parts are of one shape.
+    Over gloo this rank's own block is computed last, while the others are being sent, so it never
+    exists at the same time as all of them.
+
+    Args:
+        part: returns the block for the rank with a given index; all blocks have the same shape.
+
+    Returns:
+        A Pending of the sum of all ranks' `part(axis.index)`.
     """
     if axis.size == 1:
         return Pending(part(0))
@@ -159,13 +195,13 @@ def start_sum_of_parts(part: Callable[[int], Tensor], axis: Axis, label: str = "
 
 
 def barrier(axes: tuple[Axis, ...]) -> None:
-    """Return when every rank of every given axis has come here."""
+    """Returns when every rank of every given axis has called this function."""
     for axis in axes:
         if axis.size > 1:
             dist.barrier(group=axis.group)
 
 
-# --------------------------------------------------------------------------- how each is done
+# --------------------------------------------------------------------------- implementations
 
 
 def _start_all_reduce(x: Tensor, axis: Axis, op: str, label: str, later: bool) -> Pending:
@@ -183,9 +219,9 @@ def _start_broadcast(x: Tensor, axis: Axis, root: int, label: str, later: bool) 
     at_root = axis.index == root
     moved = 0 if at_root else x.numel()
     timing = _note("broadcast", axis, moved, x, label, "all" if at_root else ())
-    # Over gloo a GPU's tensor is copied back from the host on the root, too. Autograd, which may
-    # have kept the root's tensor for a backward pass, must not take that for a change: `data` has
-    # a version of its own.
+    # Over gloo a GPU tensor is copied back from the host even on the root. Autograd may have saved
+    # the root's tensor for a backward pass and must not consider that a change, and `data` has its
+    # own version counter.
     sent = x.data if axis.index == root else x
     work = dist.broadcast(sent, group_src=root, group=axis.group, async_op=later)
     return Pending(x, work).timed(timing)
@@ -219,7 +255,10 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bo
         return Pending(x)
     dim %= x.dim()
     if x.shape[dim] % axis.size:
-        raise ValueError(f"{x.shape[dim]} does not divide over {axis.name}={axis.size}")
+        raise ValueError(
+            f"cannot reduce-scatter {tuple(x.shape)} along dim {dim}: {x.shape[dim]} does not "
+            f"divide over {axis.name}={axis.size}"
+        )
     timing = _note("reduce_scatter", axis, _share(axis) * x.numel(), x, label)
     blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
     if groups.over_nccl(axis.group):
@@ -230,23 +269,22 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bo
 
 
 def _reduce_scatter_blocks(blocks: Tensor, axis: Axis, later: bool) -> Pending:
-    """[size, *block], contiguous, to this rank's sum."""
-    # Not empty_like, which would keep the strides of a single block: of a transposed one they are
-    # not those of contiguous memory.
+    """Reduce-scatters contiguous blocks [size, *block] to this rank's sum [*block]."""
+    # Not empty_like, which would keep the strides of a single block. A transposed block does not
+    # have the strides of contiguous memory.
     out = blocks.new_empty(blocks.shape[1:])
     work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
     return Pending(out, work, blocks)
 
 
 def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
-    """Send one block to each other rank, receive one from each: [size-1, *block], in rank order.
-    Takes the blocks out of the list.
+    """Sends a block to each other rank and receives one from each: [size-1, *block] in rank order.
 
-    gloo's own all-gather costs half as much processor time again, and its reduce-scatter sends
-    twice the minimum; and neither would leave out the block that stays at home.
+    Empties the list of blocks. gloo's own all-gather takes 1.5 times as much processor time, its
+    reduce-scatter sends twice the minimum, and neither leaves out the block that stays on its rank.
     """
     n, one = len(blocks), blocks[0]
-    # `reshape` alone would give a view with gaps where a column of a wider matrix is sent.
+    # `reshape` alone would give a view with gaps if a column of a wider matrix is sent.
     sent = (one if n == 1 else torch.stack(blocks)).contiguous().view(-1)
     shape, copied = one.shape, () if _share_memory(sent, one) else (sent,)
     del one
@@ -265,7 +303,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _around(rest: Sequence[Tensor] | Tensor, mine: Tensor, axis: Axis) -> list[Tensor]:
-    """The other ranks' blocks with this rank's in its place."""
+    """Inserts this rank's block among those of the other ranks."""
     return [*rest[: axis.index], mine, *rest[axis.index :]]
 
 
@@ -275,6 +313,7 @@ def _sum(rest: Tensor, mine: Tensor) -> Tensor:
 
 
 def _share(axis: Axis) -> float:
+    """The fraction of a tensor that other ranks hold."""
     return (axis.size - 1) / axis.size
 
 

@@ -1,8 +1,8 @@
-"""Collectives whose messages differ: each rank sends every other its own piece, of any shape.
+"""Collectives with messages of different shapes: each rank sends its own piece to every other rank.
 
-Part of the one door (see gridformer.comm.collectives). Nothing is gathered that is dropped again:
-what a rank receives is what it keeps. A piece that stays on its rank is not sent. Shapes are known
-on both sides beforehand; pieces of no elements are not sent either.
+A rank receives only what it keeps. Neither a piece that stays on its rank nor an empty piece is
+sent. Both sides must know all shapes beforehand. `root` and the keys of mappings are indices along
+the axis, and `label` names the purpose of a message in counts and traces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from gridformer.mesh.groups import through_host
 def all_to_all(
     pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: Axis, label: str = ""
 ) -> list[Tensor]:
-    """Piece i goes to rank i; from rank i comes one of shape `shapes[i]`."""
+    """Sends piece i to the rank with index i, and receives a piece of shape `shapes[i]` from it.
+
+    Args:
+        pieces: one tensor for each rank, of any shapes and the same type and device.
+        shapes: shapes of the pieces to receive.
+
+    Returns:
+        The received pieces by index; this rank's own piece is `pieces[axis.index]` itself.
+    """
     if axis.size == 1:
         return [*pieces]
     here = axis.index
@@ -44,7 +52,15 @@ def all_to_all(
 def scatter(
     pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, root: int, label: str = ""
 ) -> Tensor:
-    """Piece i of rank `root` goes to rank i, into `out`, which is contiguous. Returns out."""
+    """Sends piece i of `root` to the rank with index i.
+
+    Args:
+        pieces: one tensor for each rank on `root`; it is not used on other ranks.
+        out: contiguous tensor into which this rank receives its piece.
+
+    Returns:
+        out.
+    """
     if axis.index == root:
         assert pieces is not None
         n_sent = sum(piece.numel() for i, piece in enumerate(pieces) if i != root)
@@ -61,7 +77,15 @@ def scatter(
 def gather(
     x: Tensor, shapes: Sequence[Sequence[int]], axis: Axis, root: int, label: str = ""
 ) -> list[Tensor] | None:
-    """Rank i's x, of shape `shapes[i]`, comes to rank `root`: all of them there, None elsewhere."""
+    """Sends x of every rank to `root`.
+
+    Args:
+        x: this rank's tensor, of shape `shapes[axis.index]`.
+        shapes: shapes of all ranks' tensors by index.
+
+    Returns:
+        The tensors of all ranks by index on `root`, None on other ranks.
+    """
     if axis.index != root:
         timing = _note("gather", axis, x.numel(), x, label, (root,))
         _post([(root, x)], [], axis)
@@ -78,11 +102,14 @@ def gather(
 def exchange(
     sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], axis: Axis, label: str = ""
 ) -> None:
-    """Any messages between members of an axis, at most one each way between two: index to tensor.
+    """Exchanges any messages between ranks of an axis, at most one in each direction per pair.
 
-    All are posted before any is waited for, so no order of ranks can block. Tensors that are
-    received into are contiguous. A message to oneself is a copy. Ranks with nothing to send or
-    receive need not call.
+    All messages are posted before any is waited for, so no order of ranks can deadlock. A message
+    to oneself is a copy. Ranks with nothing to send or receive need not call this.
+
+    Args:
+        sends: tensors to send, by index of the receiver.
+        receives: contiguous tensors to receive into, by index of the sender.
     """
     here = axis.index
     if here in sends:
@@ -101,7 +128,7 @@ def exchange(
 def _post(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], axis: Axis
 ) -> None:
-    """Messages to and from members by index, all on their way together, until all are through."""
+    """Posts all messages, each with the index of its peer, and waits until all are done."""
     ops, arriving = [], []
     for i, x in sends:
         if x.numel():

@@ -1,7 +1,7 @@
-"""Messages between two ranks of a pipeline, sent and received without waiting.
+"""Asynchronous messages between two ranks of a pipeline.
 
-Part of the one door (see gridformer.comm.collectives). Between two ranks messages are received in
-the order in which they are sent; both know it beforehand.
+A rank receives the messages of another rank in the order in which they are sent, and both know this
+order beforehand.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ Edge = tuple[int, int]  # from an index along pp to another
 
 
 class P2PChannel:
-    """The connections between neighboring ranks of a pipeline, each direction on its own.
+    """Connects neighboring ranks of a pipeline, on NCCL with a separate group for each direction.
 
-    NCCL carries out what a rank does in a group one after the other, and a send ends only with its
-    receive. A rank asks for its next message early; what it sent over the same group would wait
-    behind that, and its reader, who waits for it, might never send what was asked for. So over NCCL
-    every pair of neighbors has a group for each direction: in it one rank only sends and the other
-    only receives, in the same order. gloo's messages do not wait for each other.
+    NCCL executes the operations of a rank in a group one after the other, and a send ends only with
+    its receive. A rank posts its next receive early. A send in the same group would wait for that
+    receive, and the rank that waits for this send might then never send what was to be received.
+    Over NCCL, every pair of neighbors therefore has one group per direction, in which one rank only
+    sends and the other only receives, in the same order. The messages of gloo do not wait for each
+    other. All processes must create the channel.
 
     Args:
-        ring: the last rank and the first are neighbors, too: there are several stages a rank.
+        axes: axes of the layout; the channel is along `pp`.
+        ring: whether the last rank and the first are neighbors, which is so if ranks have several
+            stages.
     """
 
     def __init__(self, axes: Axes, ring: bool) -> None:
@@ -51,7 +54,7 @@ class P2PChannel:
                         self._groups[edge] = group
 
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
-        """x, left alone until the message is through, to the member `to`."""
+        """Starts sending x to the rank with index `to`. x must not change until that is done."""
         timing = note("send", self.axis, x.numel(), x.element_size(), label, (to,))
         group = self._group(self.axis.index, to)
         x = x.cpu() if groups.through_host(x, group) else x.contiguous()
@@ -59,7 +62,11 @@ class P2PChannel:
         return Pending(x, work, x).timed(timing)
 
     def receive(self, out: Tensor, source: int, label: str = "") -> Pending:
-        """Into `out`, contiguous, the next message from the member `source`."""
+        """Starts receiving the next message of the rank with index `source` into `out`.
+
+        Args:
+            out: contiguous tensor, which is also the result of the Pending.
+        """
         timing = note("recv", self.axis, out.numel(), out.element_size(), label, ())
         group = self._group(source, self.axis.index)
         room = out
@@ -74,8 +81,10 @@ class P2PChannel:
 
 
 def _pairs_apart(n: int, ring: bool) -> list[list[Edge]]:
-    """The pairs of neighbors among n ranks in a row or a ring, each once and the lower rank first,
-    in sets in which no rank occurs twice: the groups of such a set are made together."""
+    """Returns the pairs of neighbors among n ranks in a row or ring, as sets to create together.
+
+    Each pair occurs once with the lower rank first, and no rank occurs twice in a set.
+    """
     pairs = [(i, i + 1) for i in range(n - 1)]
     sets = [pairs[::2], pairs[1::2]]
     if ring and n > 2:

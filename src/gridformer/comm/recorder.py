@@ -1,4 +1,4 @@
-"""Counts what travels: every collective of the package passes here when a recorder is open."""
+"""Counts messages: while a recorder is open, every collective of the package is recorded here."""
 
 from __future__ import annotations
 
@@ -16,32 +16,42 @@ Targets = Literal["all"] | Iterable[int]
 
 @dataclass
 class Timing:
-    """When a collective was started, when its result was first waited for, and when it was there:
-    seconds of this process's clock. On a GPU the host's: the device may be behind."""
+    """When a collective began, when its result was first waited for, and when it was done.
+
+    Times are in seconds of this process's performance counter. With a GPU they are those of the
+    host, and the device may be behind.
+    """
 
     began: float
     waited: float = 0.0
     ended: float = 0.0
 
     def wait(self) -> None:
+        """Notes the time when the caller begins to wait."""
         self.waited = self.waited or perf_counter()
 
     def end(self) -> None:
-        """The result is there; of what was not waited for on its own, it was waited all along."""
+        """Notes when the result is there. Without `wait`, the caller waited from the start."""
         self.waited, self.ended = self.waited or self.began, perf_counter()
 
 
 @dataclass(frozen=True)
 class Record:
-    """One collective as one rank took part in it.
+    """One collective from the view of one rank.
 
-    `moved` is the number of elements that must cross this rank's link whatever the algorithm:
-    received (all-gather, broadcast) or sent (reduce, reduce-scatter); an all-reduce is both.
-    These are the volumes of ring and pipelined algorithms, which the specification's formulas
-    count. A broadcast's root and a reduce's target therefore move nothing. Where messages differ
-    (all-to-all, scatter, gather, exchange) it is what this rank sends or what it receives, the
-    larger.
-    `targets` are the ranks of the world that get something of this rank's, itself included.
+    Attributes:
+        op: name of the collective, for example `all_gather`.
+        axis: name of its axis.
+        size: number of ranks of the axis.
+        moved: number of elements that must cross this rank's link with any algorithm. They are
+            received (all-gather, broadcast) or sent (reduce, reduce-scatter), and an all-reduce
+            does both. These are the volumes of ring and pipelined algorithms, so the root of a
+            broadcast and of a reduce moves nothing. If messages differ in size (all-to-all,
+            scatter, gather, exchange), it is the larger of what this rank sends and receives.
+        itemsize: bytes per element.
+        label: purpose of the message.
+        targets: global ranks that receive something from this rank, itself included.
+        timing: when it happened.
     """
 
     op: str
@@ -60,26 +70,40 @@ class Record:
 
 @dataclass
 class Recorder:
-    """The records made while `record()` was open, in order."""
+    """The records that were made while `record()` was open, in order."""
 
     records: list[Record] = field(default_factory=list)
 
     def moved(self, label: str = "", axis: str = "") -> float:
-        """Elements moved by this rank, of records whose label starts with `label` on `axis`."""
+        """The number of elements that this rank moved.
+
+        Args:
+            label: count only records whose label starts with this.
+            axis: count only records of this axis; an empty name means all axes.
+        """
         return sum(r.moved for r in self._select(label, axis))
 
     def bytes(self, label: str = "", axis: str = "") -> float:
+        """Like `moved`, in bytes."""
         return sum(r.moved * r.itemsize for r in self._select(label, axis))
 
     def count(self, label: str = "", axis: str = "") -> Counter[str]:
-        """How many collectives of each kind were issued."""
+        """The number of collectives of each kind; arguments as in `moved`."""
         return Counter(r.op for r in self._select(label, axis))
 
     def messages(self, rank: int, devices_per_node: int, label: str = "") -> tuple[int, int]:
-        """Messages of `rank`, whose records these are, within its node and to other nodes.
+        """Counts the messages of `rank`, whose records these are.
 
-        Nodes hold consecutive ranks. One message for each rank that gets something of this one's,
-        itself included, as the specification's section 4 counts them.
+        There is one message for each rank that receives something from this rank, itself included
+        (as Jain et al. 2021 count them).
+
+        Args:
+            rank: global rank.
+            devices_per_node: number of consecutive ranks on a node.
+            label: count only records whose label starts with this.
+
+        Returns:
+            The number of messages within its node, and the number to other nodes.
         """
         node = rank // devices_per_node
         targets = [t // devices_per_node for r in self._select(label, "") for t in r.targets]
@@ -97,7 +121,7 @@ _open: list[Recorder] = []
 
 @contextmanager
 def record() -> Iterator[Recorder]:
-    """Count the collectives issued inside the block, those of a backward pass included."""
+    """Records the collectives issued inside the block, including those of backward passes."""
     recorder = Recorder()
     _open.append(recorder)
     try:
@@ -109,10 +133,15 @@ def record() -> Iterator[Recorder]:
 def note(
     op: str, axis: Axis, moved: float, itemsize: int, label: str, targets: Targets = "all"
 ) -> Timing | None:
-    """Tell the open recorders of a collective over `axis`. Costs nothing when there is none.
+    """Adds a collective to all open recorders. It costs next to nothing if there are none.
 
-    targets: indices along the axis of the ranks that get something of this one's. Returns what the
-    caller tells of its end, if anybody listens.
+    Args:
+        op, axis, moved, itemsize, label: see `Record`.
+        targets: indices along the axis of the ranks that receive something from this rank.
+
+    Returns:
+        The timing on which the caller notes when it waits and when the collective ends, or None if
+        no recorder is open.
     """
     if not _open:
         return None
