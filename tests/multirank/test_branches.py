@@ -282,10 +282,10 @@ def refused(how: dict[str, Any], seed_by_rank: bool = False) -> str:
     [
         ({"g": 3}, "section towers: 2 branches cannot occupy 3 sub-grids: use at most 2"),
         ({"g": 8}, "section towers: 4 processes cannot form 8 sub-grids: use 1 to 4"),
-        ({"g": 2, "common": [0, 7]}, "names ranks beyond the 4 there are"),
+        ({"g": 2, "common": [0, 7]}, "the ranks must be in 0 to 3"),
         (
             {"g": {"tower": 2}},
-            "g names 'tower', which no section is called: did you mean 'towers'?",
+            "'tower' in g matches no branch section: did you mean 'towers'?",
         ),
     ],
 )

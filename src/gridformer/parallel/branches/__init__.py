@@ -1,4 +1,4 @@
-"""Sub-graph parallelism of any network: its branch sections go to sub-grids."""
+"""Sub-graph parallelism for any network: places its branch sections on sub-grids of processes."""
 
 from gridformer.parallel.branches.network import Common, parallelize_branches
 from gridformer.parallel.branches.placed import Placed

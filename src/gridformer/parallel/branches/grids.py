@@ -1,4 +1,4 @@
-"""Ordered sets of processes, how samples lie on them, and which of them runs which branch."""
+"""Ordered sets of processes, the samples on each of them, and the assignment of branches."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ Order = Literal["topology", "contiguous"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Processes in order. Sample k of a batch lies on process k mod n, as its (k div n)-th.
+    """An ordered set of n processes. Sample k of a batch is the (k div n)-th on process k mod n.
 
-    ranks: of the world, all different. A process's *number* is its place among them.
+    Attributes:
+        ranks: Distinct global ranks. A process is numbered by its position among them.
+
+    Raises:
+        ValueError: There is no rank, or a rank occurs twice.
     """
 
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(f"a grid needs processes, each once: {self.ranks}")
+            raise ValueError(f"a grid needs one or more distinct ranks, not {self.ranks}")
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -29,15 +33,22 @@ class Grid:
         return rank in self.ranks
 
     def samples(self, rank: int, n_samples: int) -> range:
-        """Those that lie on a process, in its order."""
+        """Return the global indices of the samples on a process, in its order."""
         return range(self.ranks.index(rank), n_samples, len(self))
 
 
 def whole(n: int, g: int, order: Order) -> Grid:
-    """All of n processes, so ordered that `divide` gives the g sub-grids of an order.
+    """Return all n processes in an order that `divide` cuts into the g sub-grids wanted.
 
-    `topology`: processes g apart form a sub-grid, and neighbors exchange at its ends.
-    `contiguous`: neighbors form a sub-grid (Jain et al. 2021; specification, section 4).
+    The orders are those of SUPER (Jain et al. 2021). Process x of sub-grid y has rank
+
+    - x*g + y with `topology`: neighboring ranks exchange tensors where sections begin and end;
+    - y*n/g + x with `contiguous`: neighboring ranks form a sub-grid.
+
+    Args:
+        n: Number of processes.
+        g: Number of sub-grids.
+        order: `topology` or `contiguous`.
     """
     if order == "contiguous":
         return Grid(tuple(range(n)))
@@ -45,7 +56,13 @@ def whole(n: int, g: int, order: Order) -> Grid:
 
 
 def divide(grid: Grid, g: int) -> list[Grid]:
-    """g sub-grids of successive processes, the first ones larger by one where n is no multiple."""
+    """Cut a grid into g sub-grids of consecutive processes.
+
+    If g does not divide the number of processes, the first sub-grids have one process more.
+
+    Raises:
+        ValueError: g is not between 1 and the number of processes.
+    """
     n = len(grid)
     if not 1 <= g <= n:
         raise ValueError(f"{n} processes cannot form {g} sub-grids: use 1 to {n}")
@@ -59,12 +76,22 @@ def divide(grid: Grid, g: int) -> list[Grid]:
 
 
 def assign(costs: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
-    """The branches of each sub-grid: the costliest first, each to where it is done soonest.
+    """Assign branches to sub-grids so that the largest work per process is small.
 
-    Sub-grid y has sizes[y] processes, which share its branches' work for all samples; a branch goes
-    to the sub-grid whose (work + its own) / size is least, the first among equals, but no sub-grid
-    stays empty. This is Graham's LPT rule (1969), at most 4/3 of the best for equal sizes.
-    Raises ValueError if there are fewer branches than sub-grids.
+    Takes the branches from the costliest to the cheapest and gives each to the sub-grid where
+    (assigned work + its cost) / size is smallest, the first of them in a tie, while ensuring that
+    no sub-grid stays empty. This is Graham's LPT rule (1969). With sub-grids of equal size its
+    result is at most 4/3 of the optimum.
+
+    Args:
+        costs: Cost of each branch, in any unit.
+        sizes: Number of processes of each sub-grid, which share the work of its branches.
+
+    Returns:
+        For each sub-grid, the indices of its branches in ascending order.
+
+    Raises:
+        ValueError: There are fewer branches than sub-grids.
     """
     n, g = len(costs), len(sizes)
     if n < g:

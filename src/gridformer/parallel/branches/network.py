@@ -1,4 +1,4 @@
-"""Sub-graph parallelism for any network: its `Branches` go to sub-grids, the rest stays as written.
+"""Sub-graph parallelism for any network: places its `Branches` on sub-grids, nothing else changes.
 
     torch.manual_seed(0)
     placed = parallelize_branches(Net(), g=4)                    # on every process
@@ -8,15 +8,15 @@
         placed.backward(loss)                           # gradients of the whole batch
         optimizer.step()
 
-SUPER (Jain et al. 2021). Layers outside branches are data-parallel over all processes (D&SP) or
-over the first sub-grid (D&SP-cSub); a branch belongs to one sub-grid, which runs it for the samples
-of all. Inside a branch its sub-grid is all there is: sections there divide it again.
+This is SUPER (Jain et al. 2021). Layers outside branches, the common layers, are data-parallel over
+all processes (D&SP) or over the first sub-grid (D&SP-cSub). A branch belongs to one sub-grid, which
+runs it for the samples of all processes. Sections inside a branch divide its sub-grid further.
 
-Where a process does not hold the common layers they are on torch's meta device: the network runs as
-it is written, and gives shapes. So common layers must not look at values (`.item()`, `if x > 0`).
-Layers that mix samples, as BatchNorm does, see those of one process only, here as in data
-parallelism; GroupNorm and LayerNorm are exact. Dropout draws from each process's own generator:
-seed it by rank once the network is placed.
+On processes without the common layers, these are on torch's meta device: the network runs as it is
+written but computes only shapes. Common layers must therefore not depend on values (`.item()`,
+`if x > 0`). Layers that mix samples, such as BatchNorm, see only the samples of one process, as in
+data parallelism; GroupNorm and LayerNorm are exact. Dropout uses each process's own generator: seed
+it by rank after the network is placed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from gridformer.parallel.branches.section import Section
 from gridformer.parallel.data.gradients import GradientSums
 
 _REMEDY = (
-    "put modules that read the same input, or slices of it, and whose results are added up or "
-    "joined, into gridformer.models.branches.Branches; gridformer's own models are cut by "
+    "put modules that read the same input, or slices of it, and whose results are summed or "
+    "concatenated, into gridformer.models.branches.Branches; for gridformer's own models use "
     "gridformer.parallel.build_parallel"
 )
 _BRANCH = "branch "  # no module can have this name
@@ -55,22 +55,32 @@ def parallelize_branches(
     common: Common = "all",
     order: Order = "topology",
 ) -> Placed:
-    """Put a network on sub-grids of all processes of the default group.
+    """Place the branches of a network on sub-grids of all processes of the default process group.
 
     Args:
-        model: the same on every process, whole, with its weights, on its device. It is changed.
-        g: sub-grids of each section that lies in no other; sections inside branches stay on their
-            sub-grid undivided. Or sub-grids by section name, patterns such as `body.*.paths`
-            allowed, for all sections; one that no pattern names stays undivided.
-        common: `all` (D&SP), `first` (D&SP-cSub: the first of as many sub-grids as the first
-            section has), or ranks.
-        order: see `gridformer.parallel.branches.grids.whole`.
+        model: The whole network with its weights, equal on every process and on that process's
+            device. It is modified in place.
+        g: Number of sub-grids for each outermost section; sections inside branches are then not
+            divided. Or a mapping from section names, or patterns such as `body.*.paths`, to numbers
+            of sub-grids; sections that no pattern matches are not divided.
+        common: Where the common layers are: `all` processes (D&SP), the `first` sub-grid
+            (D&SP-cSub; there are as many sub-grids as the first section has), or a list of ranks.
+        order: Which ranks form a sub-grid, see `gridformer.parallel.branches.grids.whole`.
 
-    Raises, before anything is sent, TypeError where there is nothing to divide, and ValueError
-    where a section cannot be divided so; RuntimeError where the processes' weights differ.
+    Returns:
+        This process's part of the network.
+
+    Raises:
+        TypeError: `model` is not a module, or it has no branches.
+        ValueError: A section cannot be divided into that many sub-grids, a pattern matches no
+            section, `common` names ranks that do not exist, or a weight is shared by modules on
+            different processes.
+        RuntimeError: The weights differ between processes.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a network is a torch.nn.Module, not a {type(model).__name__}: {_REMEDY}")
+        raise TypeError(
+            f"parallelize_branches needs a torch.nn.Module, not a {type(model).__name__}: {_REMEDY}"
+        )
     n = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = Axis("world", n, rank)
@@ -78,9 +88,7 @@ def parallelize_branches(
         model = nn.Sequential(model)
     outermost = [name for name, _ in _sections(model)]
     if not outermost:
-        raise TypeError(
-            f"{type(model).__name__} has no branches that could be shared out: {_REMEDY}"
-        )
+        raise TypeError(f"{type(model).__name__} has no branches to place on sub-grids: {_REMEDY}")
     main = _wanted(g, outermost[0], nested=False)
     everywhere = whole(n, main, order) if 1 <= main <= n else Grid(tuple(range(n)))
     if common == "all":
@@ -90,7 +98,7 @@ def parallelize_branches(
     else:
         source = Grid(tuple(common))
         if not set(source.ranks) <= set(everywhere.ranks):
-            raise ValueError(f"common={[*source.ranks]} names ranks beyond the {n} there are")
+            raise ValueError(f"common={[*source.ranks]}: the ranks must be in 0 to {n - 1}")
     plan = _Plan(g)
     plan.walk(model, everywhere, source, "", nested=False)
     _check_patterns(g, plan.sections)
@@ -100,16 +108,16 @@ def parallelize_branches(
 
 @dataclass
 class _Planned:
-    """A section of the whole network, on whichever processes it is to be."""
+    """A section of the network, and the processes that will run it."""
 
-    module: nn.Module  # that contains it
-    path: str  # there
+    module: nn.Module  # contains the section
+    path: str  # of the section in `module`
     plain: Branches
     source: Grid
     row: Row
 
     def segments(self) -> list[tuple[int, ...]]:
-        """The groups of its segmented collectives; none where there can be none (section.py)."""
+        """Return the groups of the segmented collectives; none if they do not apply."""
         grids = self.row.grids
         joined = tuple(rank for grid in grids for rank in grid.ranks)
         if len({len(grid) for grid in grids}) > 1:
@@ -122,7 +130,7 @@ class _Planned:
 
 
 class _Plan:
-    """Where everything of a network goes. The same on every process: nothing is sent or changed."""
+    """Which processes hold what. It is computed equally on every process and changes nothing."""
 
     def __init__(self, g: int | Mapping[str, int]) -> None:
         self.g = g
@@ -130,7 +138,7 @@ class _Plan:
         self.grids: dict[nn.Parameter, Grid] = {}
 
     def walk(self, module: nn.Module, grid: Grid, source: Grid, name: str, nested: bool) -> None:
-        """What lies in `module`, whose processes are `grid`; outside branches it is on `source`."""
+        """Plan a module that `grid` runs and whose parameters outside branches lie on `source`."""
         for path, plain in _sections(module):
             full = _name(name, path)
             costs = plain.work()
@@ -152,22 +160,25 @@ class _Plan:
             if self.grids.setdefault(value, source) != source:
                 raise ValueError(
                     f"{_name(name, name_)}: a weight is shared by modules that go to different "
-                    "processes: give each its own, or take fewer sub-grids"
+                    "processes; give each module its own weight, or use fewer sub-grids"
                 )
 
     def groups(self) -> list[tuple[int, ...]]:
-        """All groups of processes that exchange anything, each once, in one order."""
+        """Return all groups that exchange anything, each once, equal on every process."""
         found = [group for planned in self.sections for group in planned.segments()]
         found += [_members(grid) for grid in self.grids.values()]
         return [*dict.fromkeys(group for group in found if len(group) > 1)]
 
 
 class _Holder(nn.Module):
-    """Stands around one branch, so that a branch which is itself a section can be replaced."""
+    """Wraps one branch, so that a branch which is itself a section can be replaced."""
 
     def __init__(self, branches: nn.ModuleDict, key: str) -> None:
         super().__init__()
-        self._held_by, self._key = [branches], key  # in a list: not a module of this one
+        self._held_by, self._key = (
+            [branches],
+            key,
+        )  # in a list, so that it is not registered as a submodule
         self.add_module(_BRANCH, branches[key])
 
     def put(self, path: str, module: nn.Module) -> None:
@@ -176,10 +187,10 @@ class _Holder(nn.Module):
 
 
 def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Axis) -> Placed:
-    """Make the groups, replace the sections, and let go of what belongs to other processes."""
+    """Create the groups, replace the sections, and free what belongs to other processes."""
     device, batch = _device(model), Batch()
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for ranks in plan.groups():  # every process makes all of them, as torch wants
+    for ranks in plan.groups():  # torch requires every process to create all of them
         groups[ranks] = make_groups([ranks], "sub-grid") if len(ranks) < world.size else None
 
     def axis(name: str, ranks: tuple[int, ...]) -> Axis:
@@ -206,7 +217,7 @@ def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Ax
     for parameter, grid in held.items():
         if parameter.requires_grad:
             by_grid.setdefault(_members(grid), []).append(parameter)
-    order = [p for p in model.parameters() if p in held]  # one on all processes that share some
+    order = [p for p in model.parameters() if p in held]  # the same order on all processes
     sums = GradientSums([(axis("sub-grid", ranks), ps) for ranks, ps in by_grid.items()], order)
     rows = [planned.row for planned in plan.sections]
     counted = [p for p in order if held[p].ranks[0] == rank]
@@ -214,7 +225,7 @@ def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Ax
 
 
 def _to_meta(model: nn.Module) -> None:
-    """What lies outside branches is elsewhere: only its shapes stay."""
+    """Move parameters and buffers outside branches to the meta device."""
     for owner, name in [*_outside(model)]:
         value = getattr(owner, name)
         meta = value.to("meta")
@@ -224,17 +235,15 @@ def _to_meta(model: nn.Module) -> None:
 
 
 def _check_patterns(g: int | Mapping[str, int], sections: Sequence[_Planned]) -> None:
-    """A pattern that fits no section would leave it undivided without a word."""
+    """Refuse patterns that match no section; a misspelled section would silently stay undivided."""
     names = [planned.row.section for planned in sections]
     for pattern in g if isinstance(g, Mapping) else ():
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"g names '{pattern}', which no section is called{closest(pattern, names)}"
-            )
+            raise ValueError(f"'{pattern}' in g matches no branch section{closest(pattern, names)}")
 
 
 def _wanted(g: int | Mapping[str, int], name: str, nested: bool) -> int:
-    """How many sub-grids a section is to have."""
+    """Return the number of sub-grids that `g` asks for in a section."""
     if isinstance(g, int):
         return 1 if nested else g
     return next((n for pattern, n in g.items() if fnmatch.fnmatchcase(name, pattern)), 1)
@@ -250,7 +259,7 @@ def _put(module: nn.Module, path: str, child: nn.Module) -> None:
 
 
 def _sections(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Branches]]:
-    """The sections in a module that lie in no other, with their paths, in order."""
+    """Yield the outermost sections of a module in order, with their paths."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, Branches):
@@ -260,13 +269,13 @@ def _sections(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Branch
 
 
 def _name(prefix: str, path: str) -> str:
-    """A section's name in the whole network; the holder of a branch has none."""
+    """Return a section's name in the whole network, without the holders of branches."""
     inside = path.removeprefix(_BRANCH).removeprefix(".")
     return ".".join(part for part in (prefix, inside) if part)
 
 
 def _outside(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Parameters and buffers that lie in no section: their modules and names there."""
+    """Yield the parameters and buffers outside sections, as (module, name in it)."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     names += [name for name, _ in module.named_buffers(recurse=False)]
     for name in names:
@@ -277,7 +286,7 @@ def _outside(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _check_equal(model: nn.Module, world: Axis) -> None:
-    """Different weights on different processes would train, and towards nothing."""
+    """Raise RuntimeError if the weights differ between processes; training would be meaningless."""
     named = [*model.named_parameters()]
     if world.size == 1 or not named:
         return
@@ -288,8 +297,8 @@ def _check_equal(model: nn.Module, world: Axis) -> None:
     if wrong:
         few = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise RuntimeError(
-            f"the processes' weights differ: {few}; give torch.manual_seed the same seed on all "
-            "before the network is built"
+            f"the processes' weights differ: {few}; call torch.manual_seed with the same seed on "
+            "every process before the network is built"
         )
 
 

@@ -1,4 +1,4 @@
-"""What `parallelize_branches` makes of a network: its sections on this process, and their use."""
+"""A network that `parallelize_branches` has placed: its sections on this process, and their use."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from gridformer.parallel.data.gradients import GradientSums
 
 @dataclass
 class Batch:
-    """Samples of the batch that is being worked on; all sections of a network share it."""
+    """Number of samples of the current global batch, shared by all sections of a network."""
 
     n_samples: int = 0
 
 
 @dataclass(frozen=True)
 class Row:
-    """A section for people: its name, sub-grids, their branches and shares of the work."""
+    """Description of a section: its name, its sub-grids, and their branches and work."""
 
     section: str
     grids: tuple[Grid, ...]
@@ -36,7 +36,13 @@ class Row:
 
 
 class PlacedBranches(nn.Module):
-    """This process's branches of a section, between the section's two ends."""
+    """A section with this process's branches, between the collectives that enter and leave it.
+
+    Dimension 0 of its input and output holds this process's samples.
+
+    Raises:
+        ValueError: `forward` was called before `Placed.local`.
+    """
 
     def __init__(self, plain: Branches, section: Section, held: list[list[int]], batch: Batch):
         super().__init__()
@@ -50,7 +56,10 @@ class PlacedBranches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n = self.batch.n_samples
         if not n:
-            raise ValueError("a branch section needs samples: pass whole batches through `local`")
+            raise ValueError(
+                "a branch section does not know the batch size: take the samples of each batch "
+                "with `local` first"
+            )
         columns = None
         if self.enter == "slice":
             widths = slice_widths(self.sizes, self.n_branches, x.shape[self.dim])
@@ -78,7 +87,7 @@ class PlacedBranches(nn.Module):
         return Columns(self.dim, starts[-1], spans)
 
     def _result_columns(self, results: Sequence[Tensor], x: Tensor) -> Columns:
-        """Where each branch's result belongs. Others' widths are asked for once a shape of x."""
+        """Return the columns of each branch's result; exchanges the widths once per shape of x."""
         shape = tuple(x.shape[1:])
         if shape not in self._columns:
             mine = [result.shape[self.dim] for result in results]
@@ -89,10 +98,11 @@ class PlacedBranches(nn.Module):
 
 
 def _known_by_all(widths: Tensor, section: Section) -> list[int]:
-    """Numbers of which every sub-grid knows its own, the others being zero: each to all."""
+    """Exchange numbers of which every sub-grid knows its own and has zeros for the others."""
     grids, rank = section.grids, section.rank
     here = grids[section.mine].ranks.index(rank)
-    # A process tells one of each other sub-grid, the next of its own place there.
+    # A process receives from one process of each other sub-grid, and sends to those with its own
+    # position modulo the size of its sub-grid.
     sends, receives = {}, {}
     for y, grid in enumerate(grids):
         if y == section.mine:
@@ -109,10 +119,16 @@ def _known_by_all(widths: Tensor, section: Section) -> list[int]:
 
 @dataclass
 class Placed:
-    """A network on sub-grids, as one process sees it.
+    """One process's part of a network on sub-grids.
 
-    model: runs what this process holds. common: where the layers outside branches lie. rows: the
-    sections, for people (`describe`). held: this process's parameters.
+    Attributes:
+        model: The network; it runs what this process holds.
+        common: The processes that hold the common layers.
+        rows: The sections, as `describe` lists them.
+        rank: Global rank of this process.
+        world: Axis of all processes.
+        device: Device of this process.
+        held: This process's parameters.
     """
 
     model: nn.Module
@@ -122,20 +138,24 @@ class Placed:
     world: Axis
     device: torch.device
     held: list[nn.Parameter]
-    _counted: list[nn.Parameter]  # those of which this process is the first that holds them
+    _counted: list[nn.Parameter]  # this process is the first that holds them
     _batch: Batch
     _sums: GradientSums
 
     @property
     def holds_common(self) -> bool:
-        """Whether results of the network have values here; elsewhere they are shapes."""
+        """Whether results of the network have values here; elsewhere they are meta tensors."""
         return self.rank in self.common
 
     def local(self, whole_batch: Tensor) -> Tensor:
-        """This process's samples of a whole batch [B, ...], the same on every process.
+        """Return this process's samples of a global batch, and tell the sections its size.
 
-        Sections take B for the batch's size from the last call. Where common layers are not held
-        the result is on the meta device. A process may hold no sample of a small batch.
+        Args:
+            whole_batch: The global batch [B, ...], equal on every process.
+
+        Returns:
+            Every n-th sample for n processes with common layers, on this process's device, possibly
+            none. On a process without common layers the result is on the meta device.
         """
         self._batch.n_samples = len(whole_batch)
         if self.holds_common:
@@ -144,10 +164,12 @@ class Placed:
         return whole_batch[:: len(self.common)].to("meta")
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Of this process's share of a loss that is a sum over samples.
+        """Run the backward pass; afterwards every gradient is that of the global batch.
 
-        Afterwards every gradient is that of the whole batch. last: false for all but the last of
-        several accumulated batches; gradients are added up over processes with the last one.
+        Args:
+            loss: This process's part of a loss that is a sum over samples.
+            last: False for all but the last of several batches whose gradients accumulate.
+                Gradients are summed over processes during the last one.
         """
         with one_thread():
             if not last:
@@ -158,16 +180,19 @@ class Placed:
         self._sums.finish()
 
     def total(self, value: Tensor) -> float:
-        """The sum of every process's share of a value, such as the loss; the same on all."""
+        """Return the sum over processes of a value such as the loss; call it on every process."""
         mine = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.holds_common:
             mine += value.detach()
         return float(comm.all_reduce(mine, self.world, label="metrics"))
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Scale gradients so that the norm of all of them, over all processes, is at most that.
+        """Scale the gradients so that their global norm is at most `max_norm`.
 
-        Returns the norm before. Call after `backward`, on every process.
+        Call it on every process, after `backward`.
+
+        Returns:
+            The norm before scaling, over all parameters of all processes.
         """
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         grads = [p.grad for p in self.held if p.grad is not None]
@@ -180,11 +205,11 @@ class Placed:
         return norm
 
     def parameters(self) -> list[nn.Parameter]:
-        """What an optimizer on this process updates."""
+        """Return the parameters that an optimizer on this process updates."""
         return [*self.held]
 
     def describe(self) -> str:
-        """One line a section: which branches on which processes, and their share of its work."""
+        """Return a text with the branches and share of work of each sub-grid of each section."""
         lines = [f"common layers on {_listed('rank', self.common.ranks)}"]
         for row in self.rows:
             total = sum(row.work) or 1.0
@@ -200,6 +225,6 @@ def _some(word: str, n: int) -> str:
 
 
 def _listed(word: str, numbers: Sequence[int], plural: str = "") -> str:
-    """`rank 3`, or `ranks 0, 2`."""
+    """Format numbers as `rank 3` or `ranks 0, 2`."""
     word = word if len(numbers) == 1 else plural or f"{word}s"
     return f"{word} {', '.join(map(str, numbers))}"

@@ -1,20 +1,22 @@
-"""The two ends of a branch section: tensors go from one grid to sub-grids, and come back.
+"""The two ends of a branch section: tensors go from the source grid to sub-grids, and return.
 
-    `spread`    split: every sub-grid gets the tensor      slice: every sub-grid gets its columns
-    `collect`   sum: what sub-grids have is added up       concat: it is put into columns
+    `spread`    split: every sub-grid gets the tensor    slice: every sub-grid gets its columns
+    `collect`   sum: the sub-grids' tensors are added    concat: they are put into their columns
 
-They are each other's transposes: forward spread, backward collect, and the other way round. With
-*columns* for a sub-grid it is slice and concat, without split and sum; all else is the same.
+They are transposes of each other: spread has collect as its backward, and the other way round.
+With `columns` given they are slice and concat, otherwise split and sum.
 
-Samples lie round-robin on every grid. Where the sub-grids are of one size m and make up the source
-(D&SP), or the first of them is the source (D&SP-cSub), process x of each form a group that
-exchanges among itself, a *segmented* collective:
+Samples lie round-robin on every grid. If the sub-grids are of equal size and together are the
+source (D&SP), or if the source is the first sub-grid (D&SP-cSub), then the processes number x of
+all sub-grids form a group. Each group runs one collective among itself; SUPER (Jain et al. 2021)
+calls this a segmented collective:
 
     split, sum        all-gather, reduce-scatter (D&SP)    broadcast, reduce (cSub)
     slice, concat     all-to-all, all-to-all               scatter, gather
 
-Everything else (sub-grids of other sizes, a batch that does not divide, other sources) goes by
-point-to-point messages, one from each process to each that has samples of it, posted together.
+All other cases (sub-grids of different sizes, a batch that does not divide, other sources) use
+point-to-point messages, one from each process to each process that has samples of it, all posted
+together.
 """
 
 from __future__ import annotations
@@ -31,26 +33,29 @@ from gridformer import comm
 from gridformer.mesh import Axis
 from gridformer.parallel.branches.grids import Grid
 
-Spans = Sequence[Sequence[tuple[int, int]]]  # by sub-grid, the columns [start, stop) of each branch
+# For each sub-grid, the columns [start, stop) of each of its branches.
+Spans = Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns along `dim` belong to which sub-grid; `total` of them."""
+    """The columns along `dim` that belong to each sub-grid; `total` counts all columns."""
 
     dim: int
     total: int
     spans: Spans
 
     def width(self, grid: int) -> int:
+        """Return the number of columns of a sub-grid."""
         return sum(stop - start for start, stop in self.spans[grid])
 
     def pick(self, x: Tensor, grid: int) -> Tensor:
+        """Select the columns of a sub-grid from x, which has all of them."""
         parts = [x.narrow(self.dim, start, stop - start) for start, stop in self.spans[grid]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def add(self, x: Tensor, part: Tensor, grid: int) -> None:
-        """Add a sub-grid's columns to all of them, in place."""
+        """Add `part`, the columns of a sub-grid, to x, which has all columns, in place."""
         done = 0
         for start, stop in self.spans[grid]:
             n = stop - start
@@ -60,11 +65,16 @@ class Columns:
 
 @dataclass(frozen=True)
 class Section:
-    """One section as a process sees it.
+    """One section, as one process takes part in it.
 
-    source: where the tensors outside the branches lie. grids: the sub-grids; together they are the
-    processes of the section, the source's among them. rank: of this process. world: the axis of all
-    processes. segment: the group of this process's place in all sub-grids, by sub-grid, or None.
+    Attributes:
+        source: Processes that hold the tensors outside the branches.
+        grids: The sub-grids. Together they are all processes of the section, including the source.
+        rank: Global rank of this process.
+        world: Axis of all processes.
+        device: Device of this process.
+        segment: The processes with this process's number in each sub-grid, in order of sub-grids;
+            None if segmented collectives do not apply.
     """
 
     source: Grid
@@ -76,7 +86,7 @@ class Section:
 
     @property
     def mine(self) -> int:
-        """Which sub-grid this process belongs to."""
+        """Index of the sub-grid of this process."""
         return next(y for y, grid in enumerate(self.grids) if self.rank in grid)
 
     @property
@@ -84,28 +94,44 @@ class Section:
         return self.rank in self.source
 
     def count(self, n_samples: int) -> int:
-        """Samples of this process inside the branches."""
+        """Return the number of samples of this process inside the branches."""
         return len(self.grids[self.mine].samples(self.rank, n_samples))
 
     def form(self, n_samples: int) -> str:
-        """`all` or `first` where a segmented collective serves, else `messages`."""
+        """Return how tensors travel for a global batch of `n_samples`.
+
+        `all` and `first` are the segmented collectives of D&SP and D&SP-cSub; `messages` stands for
+        point-to-point messages.
+        """
         if self.segment is None:
             return "messages"
         if self.source == self.grids[0]:
             return "first" if n_samples >= len(self.source) else "messages"
         return "messages" if n_samples % len(self.source) else "all"
 
-    # ------------------------------------------------------------ raw; autograd stands below
+    # ------------------------------------------------------------ without autograd
 
     def spread(self, x: Tensor, columns: Columns | None, n_samples: int) -> Tensor:
-        """x of this process, on the meta device where it is not on the source; see the module."""
+        """Send x from the source to the sub-grids: split, or slice if `columns` is given.
+
+        Args:
+            x: This process's samples [b, ...]; a meta tensor on processes outside the source.
+            columns: Columns of each sub-grid, or None.
+            n_samples: Size of the global batch.
+
+        Returns:
+            The samples of this process inside its sub-grid.
+
+        Raises:
+            ValueError: x does not have the number of samples of this process.
+        """
         if self.on_source:
             want = len(self.source.samples(self.rank, n_samples))
             if x.shape[0] != want:
                 raise ValueError(
-                    f"rank {self.rank} enters a branch section with {x.shape[0]} samples where it "
-                    f"holds {want} of {n_samples}: take them with `local`, and keep samples along "
-                    "dimension 0"
+                    f"rank {self.rank} enters a branch section with {x.shape[0]} samples but holds "
+                    f"{want} of {n_samples}: take the samples of each batch with `local`, and keep "
+                    "them along dimension 0"
                 )
         match self.form(n_samples):
             case "all":
@@ -115,7 +141,16 @@ class Section:
         return self._spread_messages(x, columns, n_samples)
 
     def collect(self, z: Tensor, columns: Columns | None, n_samples: int) -> Tensor:
-        """z of this process's sub-grid to its part on the source (elsewhere on the meta device)."""
+        """Return z from the sub-grids to the source: sum, or concat if `columns` is given.
+
+        Args:
+            z: This process's samples inside its sub-grid [b', ...].
+            columns: Columns of each sub-grid, or None.
+            n_samples: Size of the global batch.
+
+        Returns:
+            The samples of this process; a meta tensor on processes outside the source.
+        """
         z = z.contiguous()
         match self.form(n_samples):
             case "all":
@@ -125,8 +160,9 @@ class Section:
         return self._collect_messages(z, columns, n_samples)
 
     def _spread_all(self, x: Tensor, columns: Columns | None) -> Tensor:
-        # Sample k = (p*g + y)*m + x lies on the source as the p-th of process y*m + x, and on each
-        # sub-grid as the (p*g + y)-th of process x: the parts of y go side by side.
+        # With m processes per sub-grid, sample k = (p*g + y)*m + x is the p-th sample of process
+        # y*m + x on the source, and the (p*g + y)-th sample of process x on each sub-grid. So the
+        # samples of all y are interleaved.
         axis = self._segment
         if columns is None:
             return comm.all_gather(x.unsqueeze(1), axis, 1, "split").flatten(0, 1)
@@ -228,12 +264,12 @@ class Section:
         return total
 
     def _inside(self, x: Tensor, columns: Columns | None, n_samples: int) -> tuple[int, ...]:
-        """The shape in this process's sub-grid of what is x outside."""
+        """Return the shape that x has in this process's sub-grid."""
         shape = x.shape if columns is None else _with(x, columns.dim, columns.width(self.mine))
         return self.count(n_samples), *shape[1:]
 
     def _elsewhere(self, z: Tensor, shape: Sequence[int], n_samples: int) -> Tensor:
-        """Stands on other processes for what is on the source: as many samples as on its first."""
+        """Return a meta tensor, shaped as on the first process of the source."""
         n = len(self.source.samples(self.source.ranks[0], n_samples))
         return z.new_empty((n, *shape[1:]), device="meta")
 
@@ -242,7 +278,7 @@ class Section:
 
 
 def split_or_slice(x: Tensor, section: Section, columns: Columns | None, n_samples: int) -> Tensor:
-    """Differentiable `Section.spread`. Backward sum, or concat."""
+    """Differentiable `Section.spread`: forward split (or slice), backward sum (or concat)."""
     there = partial(section.spread, columns=columns, n_samples=n_samples)
     back = partial(section.collect, columns=columns, n_samples=n_samples)
     out: Tensor = _End.apply(x, None, there, back)
@@ -250,10 +286,10 @@ def split_or_slice(x: Tensor, section: Section, columns: Columns | None, n_sampl
 
 
 def sum_or_concat(z: Tensor, section: Section, columns: Columns | None, n_samples: int) -> Tensor:
-    """Differentiable `Section.collect`. Backward split, or slice.
+    """Differentiable `Section.collect`: forward sum (or concat), backward split (or slice).
 
-    Its result always takes part in autograd, so that backward goes through it on every process or
-    on none, whatever the branches of a sub-grid are.
+    The result always requires a gradient if gradients are enabled. So all processes take part in
+    the backward pass, even if the branches of a sub-grid have no parameters.
     """
     there = partial(section.collect, columns=columns, n_samples=n_samples)
     back = partial(section.spread, columns=columns, n_samples=n_samples)
@@ -283,7 +319,7 @@ class _End(torch.autograd.Function):
 
 @lru_cache(maxsize=4096)
 def _rows(grid: Grid, rank: int, other: Grid, peer: int, n_samples: int) -> Tensor:
-    """Where on `rank` of `grid` the samples lie that are also on `peer` of `other`, in order."""
+    """Return positions on `rank` of `grid` of the samples that `peer` of `other` has, too."""
     number = other.ranks.index(peer)
     samples = grid.samples(rank, n_samples)
     return torch.tensor(
@@ -292,7 +328,7 @@ def _rows(grid: Grid, rank: int, other: Grid, peer: int, n_samples: int) -> Tens
 
 
 def _with(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    """The shape of x with another size along a dimension."""
+    """Return the shape of x with `size` along dimension `dim`."""
     shape = list(x.shape)
     shape[dim] = size
     return tuple(shape)

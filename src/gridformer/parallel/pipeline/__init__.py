@@ -1,11 +1,11 @@
-"""Pipelines: successive stages of a model on successive ranks (Narayanan et al. 2021).
+"""Pipeline parallelism: consecutive stages of a model on different ranks (Narayanan et al. 2021).
 
-partition    where the model is cut
-stage_params what a rank holds of it, and what several hold
-order        who does what when, and what is sent
-stage_io     what is sent from stage to stage
-executor     doing it
-timeline     how long it took
+partition     splits a model into stages
+stage_params  which parameters a rank holds, and which are shared by several ranks
+schedules     the order of forward and backward passes, and the messages between ranks
+stage_io      the tensors that are sent from stage to stage
+executor      runs a schedule
+timeline      measures it
 """
 
 from gridformer.parallel.pipeline.executor import Executor

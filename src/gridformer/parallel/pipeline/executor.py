@@ -1,12 +1,13 @@
-"""One rank's part of a pipeline: its stages' passes in the order of the schedule, and the messages.
+"""Runs one rank's part of a pipeline: the passes of its stages in schedule order, and messages.
 
-A stage's forward pass begins with what the stage before sent, and with leaves in its place; its
-backward pass begins with the gradients that the stage behind sent, and ends with those of the
-leaves, which go back. Nothing is kept between the two but the leaves, which take no memory, and the
-edges of the graph: what was sent ends with the forward pass, unless a layer keeps it.
+The forward pass of a stage receives the outputs of the previous stage and puts autograd leaves in
+front of them. Its backward pass receives the gradients from the next stage and sends back those of
+the leaves. Between the two only the leaves, which take no memory, and the edges of the graph are
+kept: the sent outputs are freed after the forward pass unless a layer saves them.
 
-Messages are sent when they are made and waited for when their reader is known to have them. The
-next one from each rank is asked for before it is needed, so that it can arrive meanwhile.
+Sends start as soon as a tensor is computed, and are waited for once their reader is known to have
+read them. The next receive from each rank is posted before it is needed, so that it overlaps with
+computation.
 """
 
 from __future__ import annotations
@@ -32,23 +33,24 @@ from gridformer.parallel.pipeline.stage_params import shared_sets
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 from gridformer.utils.batch import Batch, MicroBatch
 
-# By the last backward pass of each stage, the parameters that no later one of this rank touches. A
-# stage may have none here (of D&SP-cSub's other sub-grids) and still ends with its last pass.
+# For the last backward pass of each stage: the parameters that no later pass of this rank touches.
+# The set may be empty (on other sub-grids in D&SP-cSub).
 Completed = dict[Action, set[nn.Parameter]]
-# What the last stage makes of a micro-batch's last hidden states: the loss to go back from, in
-# training.
+# Called by the last stage with the final hidden states of a micro-batch. In training it returns the
+# loss.
 Finish = Callable[[Tensor, Batch], Tensor | None]
 
 
 class Executor:
-    """Takes micro-batches through the stages of a pipeline, together with the other ranks' own.
+    """Runs micro-batches through the stages of a pipeline, together with the other ranks.
 
     Args:
-        model: this rank's part of it, of `gridformer.parallel.build_parallel`.
-        layout: the same on all ranks, checked.
-        sums: of gradients over replicas. They start in the last backward pass of their stage.
-        on_action: told what was done when, see `Event`. On a GPU each is waited for then, so that
-            times are those of the work.
+        model: This rank's part of the model, from `gridformer.parallel.build_parallel`.
+        layout: The validated layout, equal on all ranks.
+        axes: The mesh axes of this rank.
+        sums: Sums gradients over replicas, starting in the last backward pass of each stage.
+        on_action: Called with an `Event` after each action. It makes every action synchronize the
+            GPU, so that times are those of the work.
     """
 
     def __init__(
@@ -79,15 +81,21 @@ class Executor:
         }
 
     def train(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        """Forward and backward passes of a step; gradients accumulate."""
+        """Run the forward and backward passes of a step; gradients accumulate in `.grad`.
+
+        Args:
+            work: The micro-batches of the step, the same on all ranks of the pipeline.
+            finish: Computes the loss of a micro-batch from the final hidden states; it is called on
+                the last stage.
+        """
         _Run(self, work, finish, training=True).go()
 
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        """Forward passes alone."""
+        """Run forward passes only; arguments as in `train`."""
         _Run(self, work, finish, training=False).go()
 
     def itinerary(self, m: int, training: bool) -> tuple[Itinerary, Completed]:
-        """What this rank does with m micro-batches, and which gradients its backward passes end."""
+        """Return this rank's actions for m micro-batches, and the gradients each one completes."""
         if (m, training) not in self._itineraries:
             layout = self.layout
             orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)
@@ -108,11 +116,12 @@ class Executor:
         return found
 
     def timed(self, kind: str, action: Action) -> AbstractContextManager[None]:
+        """Report the enclosed work as an `Event` of that kind."""
         return timed(self.on_action, kind, action.stage, action.micro, self._on_gpu)
 
 
 class _Run:
-    """One step's, or one evaluation's, way through an itinerary."""
+    """One pass through an itinerary: a training step or an evaluation."""
 
     def __init__(
         self,
@@ -135,14 +144,14 @@ class _Run:
     def go(self) -> None:
         if not self.stage_io.absent:
             for peer in self._queues:
-                self._ask(peer)
+                self._post_receive(peer)
         for action in self.itinerary.actions:
             if action.kind == "forward":
                 self._forward(action)
             else:
                 self._backward(action)
         for message in [*self._sent]:
-            self._let_go(message)
+            self._finish_send(message)
 
     def _forward(self, action: Action) -> None:
         stage, micro = action.stage, self.work[action.micro]
@@ -166,7 +175,7 @@ class _Run:
         else:
             made = [getattr(leaving, name) for name in self.stage_io.names(stage + 1)]
             self._send(action, made)
-            # Backward begins at these edges, and needs no tensor that was sent.
+            # The backward pass starts at these edges and needs none of the tensors that were sent.
             roots = [get_gradient_edge(x) for x in made] if self.training else []
         if self.training:
             self._kept[stage, action.micro] = leaves, roots
@@ -176,7 +185,7 @@ class _Run:
         last = action.stage == len(self.model.stages) - 1
         grads = None if last else [*self._receive(action).values()]
         with self.executor.timed("backward", action):
-            self.model.clock.at(self.work[action.micro].rows)  # what is computed again reads it
+            self.model.clock.at(self.work[action.micro].rows)  # recomputed blocks read the clock
             with self._summing(action):
                 torch.autograd.backward(roots, grads)
         if action.stage:
@@ -199,46 +208,48 @@ class _Run:
             ]
 
     def _receive(self, action: Action) -> dict[str, Tensor]:
-        """What an action reads, by its name in `Activations`."""
+        """Receive the inputs of an action, by their names in `Activations`."""
         if self.stage_io.absent:
-            return self._room(action)
+            return self._empty_inputs(action)
         peer = self._sender[action]
         while action not in self._coming:
-            self._ask(peer)
-        self._ask(peer)  # the next may travel while this one is worked on
+            self._post_receive(peer)
+        self._post_receive(peer)  # the next message travels during this action
         entering, pending = self._coming.pop(action)
         with self.executor.timed("recv", action):
             for x, message in zip(entering.values(), pending):
                 self.stage_io.fill(x, message.wait())
             for through in self.itinerary.taken[action]:
-                self._let_go(through)
+                self._finish_send(through)
         return entering
 
-    def _ask(self, peer: int) -> None:
-        """Get ready for the next message of a rank, if there is one."""
+    def _post_receive(self, peer: int) -> None:
+        """Post the receive of the next message from a rank, if there is one."""
         if not self._queues[peer]:
             return
         action = self._queues[peer].popleft()
-        entering = self._room(action)
+        entering = self._empty_inputs(action)
         channel = self.executor.channel
-        pending = [channel.receive(self.stage_io.room(x), peer, LABEL) for x in entering.values()]
+        pending = [
+            channel.receive(self.stage_io.receive_buffer(x), peer, LABEL) for x in entering.values()
+        ]
         self._coming[action] = entering, pending
 
-    def _room(self, action: Action) -> dict[str, Tensor]:
-        """Unfilled: what enters the stage, or the gradients of what enters the one behind it."""
+    def _empty_inputs(self, action: Action) -> dict[str, Tensor]:
+        """Allocate the inputs of a forward pass, or the output gradients of a backward pass."""
         forward = action.kind == "forward"
         stage = action.stage if forward else action.stage + 1
         batch = self.work[action.micro].batch
         return self.stage_io.entering(stage, batch)
 
-    def _let_go(self, message: Action) -> None:
-        """Wait for a message of this rank, whose reader has it, and free its memory."""
+    def _finish_send(self, message: Action) -> None:
+        """Wait for a message that its reader has received, and free its memory."""
         for pending in self._sent.pop(message, []):
             pending.wait()
 
 
 class _Enter(torch.autograd.Function):
-    """x as a stage reads it; its gradient is the leaf's."""
+    """Returns x to the stage, and passes its gradient to the leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
@@ -250,7 +261,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """Of the shape of x, without its memory."""
+    """Return an autograd leaf with the shape of x that holds a single element."""
     return x.new_empty(()).expand(x.shape).requires_grad_()
 
 

@@ -1,9 +1,10 @@
-"""Where a model is cut into pipeline stages: so that the stage with the most work has least of it.
+"""Splits a model into pipeline stages so that the largest amount of work in a stage is minimal.
 
-A model is a list of links (gridformer.models.Link), a stage a range of it. A link's work is what it
-multiplies: 2 n_in n_out for each row of a product, 4 s d n for each token of an attention over s
-keys, 2 h v a token for the head. Looking up an embedding costs next to nothing. So the stage with
-the head, whose vocabulary is worth several layers, gets fewer layers.
+A model is a list of links (gridformer.models.Link), and a stage is a range of them. The work of a
+link is the number of floating-point operations of its products: 2 n_in n_out per row of a linear
+layer, 4 s d n per token of attention over s keys (d is the width of a head), and 2 h v per token of
+the head. An embedding lookup costs next to nothing. The head is worth several layers because of its
+vocabulary, so its stage gets fewer layers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from gridformer.parallel.auto.cost import Work
 
 @lru_cache(maxsize=32)
 def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ...]:
-    """The links of each stage, the same on every rank."""
+    """Return the range of links of each stage; the same on every rank.
+
+    Args:
+        config: The model.
+        n_stages: Number of stages, over all ranks.
+        work: Tokens, source tokens and sequences of a micro-batch.
+
+    Raises:
+        ValueError: The model has fewer links than stages.
+    """
     with torch.device("meta"):
         model = build_model(config)
     return partition(link_costs(model, work), n_stages)
@@ -30,13 +40,13 @@ def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ..
 
 @lru_cache(maxsize=32)
 def link_names(config: ModelConfig) -> tuple[str, ...]:
-    """Of a model's links, in order."""
+    """Return the names of a model's links, in order."""
     with torch.device("meta"):
         return tuple(link.name for link in build_model(config).links())
 
 
 def link_costs(model: Model, work: Work) -> list[float]:
-    """Floating-point operations of each link's forward pass over the tokens of `work`."""
+    """Return the floating-point operations of each link's forward pass for the tokens of `work`."""
     return [
         sum(_cost(module, model.config, work) for module in _modules(model, link.modules))
         for link in model.links()
@@ -44,13 +54,18 @@ def link_costs(model: Model, work: Work) -> list[float]:
 
 
 def partition(costs: Sequence[float], n_stages: int) -> tuple[range, ...]:
-    """Consecutive ranges, none empty: the largest cost is least, and then the sum of squares.
+    """Split links into consecutive, non-empty stages whose largest cost is minimal.
 
-    Dynamic programming over (links, stages), once for each of the two aims. Raises ValueError where
-    there are more stages than links.
+    Among those splits it takes one with the smallest sum of squared costs. Each of the two
+    objectives is one dynamic program over (links, stages).
+
+    Raises:
+        ValueError: There are more stages than links.
     """
     if n_stages > len(costs):
-        raise ValueError(f"{len(costs)} links cannot make {n_stages} stages")
+        raise ValueError(
+            f"{len(costs)} links cannot form {n_stages} pipeline stages: use at most {len(costs)}"
+        )
     total = [0.0, *itertools.accumulate(costs)]
     largest, _ = _best(total, n_stages, lambda so_far, cost: max(so_far, cost), float("inf"))
     bound = largest * (1 + 1e-12)
@@ -61,7 +76,7 @@ def partition(costs: Sequence[float], n_stages: int) -> tuple[range, ...]:
 def _best(
     total: Sequence[float], n_stages: int, join: Callable[[float, float], float], bound: float
 ) -> tuple[float, tuple[int, ...]]:
-    """The least value of `join` over all stages, none above `bound`; and where they begin."""
+    """Minimize `join` over stages that cost at most `bound`; return it and the stage borders."""
     n = len(total) - 1
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, (0,))] + [None] * n
     for stage in range(1, n_stages + 1):

@@ -1,16 +1,16 @@
-"""In which order the ranks of a pipeline go through stages and micro-batches, and what they send.
+"""The order in which the ranks of a pipeline run stages and micro-batches, and what they send.
 
-Stage i lies on rank i mod pp, so that several stages a rank interleave. A rank does
+Stage i is on rank i mod pp, so several stages per rank are interleaved. The schedules:
 
-    gpipe         all forwards, then all backwards (Huang et al. 2019)
-    1f1b          as many forwards as fill the stages behind it, then one forward, one backward
-                  (Narayanan et al. 2019): no more than pp micro-batches are under way at once
-    interleaved   the same with several stages a rank: a round of micro-batches through the first,
-                  then through the second (Narayanan et al. 2021, section 2.2)
+    gpipe         all forward passes, then all backward passes (Huang et al. 2019)
+    1f1b          as many forward passes as fill the stages behind it, then one forward and one
+                  backward in turn (Narayanan et al. 2019): at most pp micro-batches are in flight
+    interleaved   1f1b with several stages per rank: a round of micro-batches through the first
+                  stage of the rank, then through the second (Narayanan et al. 2021, section 2.2)
 
-These are the orders of torch.distributed.pipelining. They are written out here because torch has
-them inside of classes that need process groups and modules, and the list that it keeps of its 1F1B
-counts the last rank's micro-batches from 1.
+These are the orders of torch.distributed.pipelining. They are implemented here because torch has
+them inside classes that need process groups and modules, and because the list that torch keeps of
+its 1F1B order counts the micro-batches of the last rank from 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind = Literal["forward", "backward"]
 
 
 class Action(NamedTuple):
-    """One micro-batch's pass through one stage."""
+    """The forward or backward pass of one micro-batch through one stage."""
 
     kind: Kind
     stage: int
@@ -35,10 +35,16 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=64)
 def actions_of(pipeline: PipelineOrder, pp: int, k: int, m: int) -> tuple[tuple[Action, ...], ...]:
-    """By rank, what it does with k stages and m micro-batches.
+    """Return the actions of each rank, in order.
 
-    `interleaved` goes in rounds of about pp micro-batches, all of one size: m must be a multiple of
-    their number, see `rounds`.
+    `interleaved` works in rounds of about pp micro-batches, all of the same size, so m must be a
+    multiple of the number of rounds, see `rounds`. The layout's checks ensure this.
+
+    Args:
+        pipeline: The schedule.
+        pp: Number of ranks.
+        k: Number of stages per rank; 1 unless the schedule is `interleaved`.
+        m: Number of micro-batches.
     """
     assert k == 1 or pipeline == "interleaved", "gpipe and 1f1b have one stage a rank"
     assert m % rounds(pp, m) == 0 or pipeline != "interleaved", "layout.check was not called"
@@ -52,12 +58,12 @@ def actions_of(pipeline: PipelineOrder, pp: int, k: int, m: int) -> tuple[tuple[
 
 
 def rounds(pp: int, m: int) -> int:
-    """Of an interleaved order."""
+    """Return the number of rounds in which `interleaved` runs m micro-batches on pp ranks."""
     return max(1, m // pp)
 
 
 def _of_rank(rank: int, ahead: int, pp: int, k: int, m: int, size: int) -> tuple[Action, ...]:
-    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Run `ahead` forwards, then forwards and backwards in turn, then the remaining backwards."""
     done: dict[tuple[Kind, int], int] = defaultdict(int)
 
     def take(kind: Kind, number: int) -> Action:
@@ -76,24 +82,27 @@ def _of_rank(rank: int, ahead: int, pp: int, k: int, m: int, size: int) -> tuple
 
 
 def forwards(orders: tuple[tuple[Action, ...], ...]) -> tuple[tuple[Action, ...], ...]:
-    """The same without the backward passes: of an evaluation."""
+    """Return the orders without their backward passes, for evaluation."""
     return tuple(tuple(a for a in order if a.kind == "forward") for order in orders)
 
 
 def reader_of(action: Action, n_stages: int) -> Action | None:
-    """The action that reads what an action makes, which is on another rank; None at the ends."""
+    """Return the action on another rank that reads the result of `action`; None at the ends."""
     there = action.stage + (1 if action.kind == "forward" else -1)
     return Action(action.kind, there, action.micro) if 0 <= there < n_stages else None
 
 
 @dataclass(frozen=True)
 class Itinerary:
-    """One rank's actions, and its messages. A message is named after the action that reads it.
+    """The actions of one rank and its messages, each identified by the action that reads it.
 
-    sends: by action, the message that it makes and where it goes. arrivals: by rank, the messages
-    that come from it, in the order in which it sends them: where messages between two ranks have no
-    tags, they must be received in that order. taken: by message that arrives, those of this rank
-    which its sender had read before, so that they are certainly through.
+    Attributes:
+        actions: The actions of the rank, in order.
+        sends: For each action that sends, its message and the destination rank.
+        arrivals: For each sending rank, its messages in the order in which it sends them. Messages
+            between two ranks have no tags on some backends and must be received in this order.
+        taken: For each arriving message, the messages of this rank that its sender read before it
+            sent, so that these have certainly been delivered.
     """
 
     actions: tuple[Action, ...]
@@ -103,6 +112,7 @@ class Itinerary:
 
     @staticmethod
     def of(orders: tuple[tuple[Action, ...], ...], rank: int, n_stages: int) -> Itinerary:
+        """Derive the messages of `rank` from the orders of all ranks."""
         pp = len(orders)
         sends = {
             action: (reader, reader.stage % pp)

@@ -1,19 +1,19 @@
-"""What passes from one stage to the next, and what of it one device sends.
+"""The tensors that pass from one stage to the next, and what each device sends of them.
 
-`Activations.hidden` always; in a decoder `memory` rides along, as long as a layer behind reads it.
-Their gradients come back the same way. Shapes follow from the batch, which every stage reads.
+`Activations.hidden` is always sent. In a decoder, `memory` is sent along with it as long as a later
+layer reads it. Gradients return the same way. Every stage reads the batch and so knows all shapes.
 
-    scheme               on one device          sent by one device
-    single               [b, s, h]              all of it
-    megatron             the same on c devices  1/c of it, gathered over col on arrival
-    sequence parallel    [b, s/c, h]            all of it
-    megatron_2d          [b/r, s/c, h]          all of it
-    optimus              [b/r, s, h/c]          all of it
-    D&SP                 [b/g, s, h]            all of it
-    D&SP-cSub            on the first sub-grid  all of it; nothing between the others
+    scheme               tensor on one device      sent by one device
+    single               [b, s, h]                 all of it
+    megatron             the same on c devices     1/c of it, all-gathered over col on arrival
+    sequence parallel    [b, s/c, h]               all of it
+    megatron_2d          [b/r, s/c, h]             all of it
+    optimus              [b/r, s, h/c]             all of it
+    D&SP                 [b/g, s, h]               all of it
+    D&SP-cSub            on the first sub-grid     all of it; the other sub-grids send nothing
 
-The third line's slices are the scatter/gather of Narayanan et al. 2021, section 4.1: the link
-between two nodes carries a tensor once, and not c times.
+Megatron's slices are the scatter/gather optimization of Narayanan et al. 2021, section 4.1: the
+link between two nodes carries a tensor once instead of c times.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ LABEL = "pipeline"
 
 
 class StageIO:
-    """The borders between a model's stages, as one device sees them."""
+    """Shapes, slices and buffers of the tensors between stages, for one device.
+
+    Attributes:
+        absent: Whether this device sends and receives nothing (other sub-grids in D&SP-cSub).
+    """
 
     def __init__(self, model: Model, layout: LayoutConfig, axes: Axes) -> None:
         links = model.links()
         self.dtype = model.compute_dtype or torch.get_default_dtype()
         self.width = model.config.hidden_size
-        self.parts = 1  # of a sequence
-        self.replicated_over = Axis("col")  # over which a tensor is the same
+        self.parts = 1  # shards of the sequence
+        self.replicated_over = Axis("col")  # its ranks hold equal tensors
         boundary = spec_of(layout).boundary(layout)
         axis = axes[boundary.axis]
         if boundary.lies == "h":
@@ -54,7 +58,7 @@ class StageIO:
         ]
 
     def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:
-        """Unfilled tensors for what comes into a stage, by its name in `Activations`."""
+        """Allocate the inputs of a stage, uninitialized, by their names in `Activations`."""
         device = torch.device("meta") if self.absent else batch["tokens"].device
         found = {}
         for name, key in self._reads[stage].items():
@@ -64,19 +68,19 @@ class StageIO:
         return found
 
     def names(self, stage: int) -> tuple[str, ...]:
-        """Of what comes into a stage; nothing into the first."""
+        """Return the names of the inputs of a stage; the first stage has none."""
         return tuple(self._reads[stage]) if stage else ()
 
     def slice(self, x: Tensor) -> Tensor:
-        """What of a tensor this device sends, without its shape."""
-        assert (x.dtype, x.shape[-1]) == (self.dtype, self.width), "the other side expects another"
+        """Return the part of a tensor that this device sends, flattened to one dimension."""
+        assert (x.dtype, x.shape[-1]) == (self.dtype, self.width), "wrong dtype or width"
         flat = x.detach().reshape(-1)
         if not self._scattered(x):
             return flat
         return flat.chunk(self.replicated_over.size)[self.replicated_over.index]
 
-    def room(self, x: Tensor) -> Tensor:
-        """Where the message for `x` is received: x's own memory, if all of it comes."""
+    def receive_buffer(self, x: Tensor) -> Tensor:
+        """Return the buffer for the message that fills x: memory of x unless it is sliced."""
         flat = x.detach().view(-1)
         return (
             flat.new_empty(flat.numel() // self.replicated_over.size)
@@ -85,18 +89,18 @@ class StageIO:
         )
 
     def fill(self, x: Tensor, received: Tensor) -> None:
-        """Make a tensor of what came, and of what came to the devices that have it alike."""
+        """Complete `x` from the received message; slices are all-gathered over their axis."""
         if self._scattered(x):
             whole = comm.all_gather(received, self.replicated_over, 0, LABEL)
             x.detach().view(-1).copy_(whole)
 
     def _scattered(self, x: Tensor) -> bool:
-        """Where it does not divide, everybody sends all of it."""
+        """Whether each device sends a slice. If x does not divide, each sends all of it."""
         return self.replicated_over.size > 1 and x.numel() % self.replicated_over.size == 0
 
 
 def _reads(memory: list[str], start: int) -> dict[str, str]:
-    """What comes before link `start`, and the key of the batch whose length it has."""
+    """Return the inputs of link `start`, each with the key of the batch that has its shape."""
     if "makes" in memory[start:]:
         return {"hidden": "source"}
     return {"hidden": "tokens"} | ({"memory": "source"} if "reads" in memory[start:] else {})

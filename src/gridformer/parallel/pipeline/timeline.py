@@ -1,4 +1,4 @@
-"""What a pipeline did when, and how much of the time its ranks had nothing to do."""
+"""Times the actions of a pipeline, and computes the fraction of time that its ranks are idle."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ import torch
 
 
 class Event(NamedTuple):
-    """Something one rank did. kind: `forward`, `backward`, `send`, `recv` (the wait for a message)
-    or another part of a step; stage and micro are -1 where it is of none; start, end: seconds of
-    `time.perf_counter`."""
+    """One timed action of a rank.
+
+    Attributes:
+        kind: `forward`, `backward`, `send`, `recv` (waiting for a message) or another part of a
+            step.
+        stage: The stage, or -1 if the action belongs to none.
+        micro: The micro-batch, or -1 if the action belongs to none.
+        start: Start in seconds of `time.perf_counter`.
+        end: End in seconds of `time.perf_counter`.
+    """
 
     kind: str
     stage: int
@@ -27,16 +34,18 @@ OnAction = Callable[[Event], None]
 
 @contextmanager
 def timed(
-    told: OnAction | None, kind: str, stage: int = -1, micro: int = -1, on_gpu: bool = False
+    on_action: OnAction | None, kind: str, stage: int = -1, micro: int = -1, on_gpu: bool = False
 ) -> Iterator[None]:
-    """Tell when what is done inside began and ended; nothing if nobody listens. On a GPU it is
-    waited for then, so that times are those of the work."""
-    if told is None:
+    """Report the start and end of the enclosed work to `on_action`; do nothing if that is None.
+
+    With `on_gpu` it synchronizes the GPU before and after, so that times are those of the work.
+    """
+    if on_action is None:
         yield
         return
     began = _now(on_gpu)
     yield
-    told(Event(kind, stage, micro, began, _now(on_gpu)))
+    on_action(Event(kind, stage, micro, began, _now(on_gpu)))
 
 
 def _now(on_gpu: bool) -> float:
@@ -46,14 +55,15 @@ def _now(on_gpu: bool) -> float:
 
 
 def idle_fraction(ranks: Sequence[Sequence[Event]]) -> float:
-    """Of a step: the time in which ranks do not compute, over the time in which they do.
+    """Return the idle time of all ranks in a step divided by their compute time.
 
-    (pp-1)/m for GPipe and 1F1B with equal stages, 1/k of that with k of them a rank (Narayanan et
-    al. 2021, sections 2.2.1 and 2.2.2), which call it the bubble's share of the ideal time.
+    With equal stages it is (pp-1)/m for GPipe and 1F1B, and 1/k of that with k stages per rank.
+    This is the pipeline bubble as a fraction of the ideal time (Narayanan et al. 2021, sections
+    2.2.1 and 2.2.2).
 
     Args:
-        ranks: the events of one step, by rank. Their clocks must be one: processes of a machine
-            share it.
+        ranks: The events of one step, for each rank. All clocks must agree, as those of processes
+            on one machine do.
     """
     work = [
         [event for event in events if event.kind in ("forward", "backward")] for events in ranks
