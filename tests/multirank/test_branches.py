@@ -357,5 +357,5 @@ def forgot_local() -> None:
 
 
 def test_a_batch_that_was_not_shared_out_is_refused(pool: WorkerPool) -> None:
-    with pytest.raises(RankFailed, match="with 8 samples where it holds 4 of 8"):
+    with pytest.raises(RankFailed, match="with 8 samples but holds 4 of 8"):
         pool.run(2, forgot_local)

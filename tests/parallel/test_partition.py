@@ -39,7 +39,7 @@ def every_cut(n: int, n_stages: int) -> list[list[range]]:
 def test_no_cut_has_a_smaller_largest_stage(costs: list[float], stages: int) -> None:
     """And of those that have as small a one, none has a smaller sum of squares."""
     if stages > len(costs):
-        with pytest.raises(ValueError, match="cannot make"):
+        with pytest.raises(ValueError, match="cannot form"):
             partition(costs, stages)
         return
 

@@ -175,10 +175,8 @@ class _Holder(nn.Module):
 
     def __init__(self, branches: nn.ModuleDict, key: str) -> None:
         super().__init__()
-        self._held_by, self._key = (
-            [branches],
-            key,
-        )  # in a list, so that it is not registered as a submodule
+        # In a list, so that it is not registered as a submodule of this one.
+        self._held_by, self._key = [branches], key
         self.add_module(_BRANCH, branches[key])
 
     def put(self, path: str, module: nn.Module) -> None:
