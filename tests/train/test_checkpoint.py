@@ -253,7 +253,7 @@ def test_another_run_is_refused(saved: Path, key: str) -> None:
     with pytest.raises(CheckpointError) as error:
         checkpoint.check_same_run(manifest, changed(run, key, value), saved)
     assert f"({key} is {value}, there {before})" in str(error.value)
-    assert "give this one its own --out" in str(error.value)
+    assert "use another --out" in str(error.value)
 
 
 @pytest.mark.parametrize("key", OTHER)
