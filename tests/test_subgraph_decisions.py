@@ -109,7 +109,7 @@ def test_numbers_in_the_explanation_are_the_choices() -> None:
     run = run_of({"branches": 4, "keep_gathered": "none"})
     choices = decide_run(run).choices
     text = said(run)
-    assert "subgraph, 4 branches: 2,048 tokens a micro-batch" in text
+    assert "subgraph, 4 branches: 2,048 tokens per micro-batch" in text
     for name in ("qkv", "out", "up", "down"):
         row = next(line for line in text.splitlines() if line.startswith(name))
         forward, backward = choices.forward(choices[name]), choices.backward(choices[name])

@@ -1,1 +1,1 @@
-"""Which layouts there are, and how products communicate on one."""
+"""What `auto` settings of a layout become: costs of the choices, heuristics, and decisions."""

@@ -1,9 +1,10 @@
-"""Which operand of each product stays, by which schedule the rest travels, and what is kept.
+"""The cost of how each matrix product is carried out.
 
-`Choices` says what that costs: elements that travel, and bytes that a device holds;
-gridformer.parallel.auto.heuristics takes them. Volumes are elements received by one device with
-ring algorithms (specification, section 3); T is the tokens of a micro-batch over all rows of the
-grid.
+A `Choice` says which operand of a product stays in place, by which schedule the other operands
+travel, and which of them are kept gathered. `Choices` computes the elements that travel and the
+bytes that a device holds, which gridformer.parallel.auto.heuristics compares. Volumes are elements
+received by one device with ring algorithms. T is the number of tokens of a micro-batch over all
+rows of the grid.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ Stays = Literal["output", "input"]
 
 @dataclass(frozen=True)
 class Work:
-    """What one device group computes at a time.
+    """The amount of work of one model replica.
 
-    tokens: T, of one replica's micro-batch, all rows; source: the same of sources; sequences: of
-    both; micro_batches: of one step; itemsize: bytes of an element of the computation;
-    state_bytes: of one parameter with gradient and optimizer. recompute: as in the run;
-    loss_chunk_tokens: of which there are logits at a time, on a row of the grid; 0 for all.
+    Attributes:
+        tokens: T, tokens of one replica's micro-batch over all rows of the grid.
+        micro_batches: Micro-batches per step.
+        itemsize: Bytes per element of activations and gathered weights.
+        state_bytes: Bytes per parameter for its value, gradient and optimizer state.
+        source: Source tokens of the micro-batch, for models with an encoder and a decoder.
+        sequences: Sequences of the micro-batch.
+        recompute: `train.recompute` of the run.
+        loss_chunk_tokens: Tokens whose logits exist at a time on a row of the grid; 0 for all.
     """
 
     tokens: int
@@ -41,7 +47,7 @@ class Work:
     loss_chunk_tokens: int = 0
 
     def rows_of(self, product: Product) -> int:
-        """Rows of a product's input, all devices of the grid together."""
+        """Returns the number of rows of a product's input, over all devices of the grid."""
         if product.reads == "source":
             return self.source
         return self.sequences if product.reads == "sequences" else self.tokens
@@ -49,11 +55,18 @@ class Work:
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product of a model: y = x W, W [n_in, n_out], `count` of them in the model.
+    """A matrix product y = x W of a model, W [n_in, n_out].
 
-    normed: x is a norm's result that nothing else reads. ends_block: nothing inside its block reads
-    y, so where the block is computed again this product is not. section, closes, reads: see
-    `gridformer.models.blocks.Role`.
+    Attributes:
+        name: Name of the product, shared by the layers of a stack.
+        n_in: Rows of W.
+        n_out: Columns of W.
+        count: Number of such products in the model.
+        normed: Whether x is the output of a norm that nothing else reads.
+        closes: Whether the product closes its section, see `gridformer.models.blocks.Role`.
+        section: The section that it belongs to.
+        reads: Which tokens its input has.
+        ends_block: Whether nothing in its block reads y. Recomputing the block then skips it.
     """
 
     name: str
@@ -71,8 +84,14 @@ class Product:
 class Choice:
     """How one product is carried out.
 
-    n_chunks: activations are gathered and summed in so many chunks of lines, one after the other.
-    common: by every process for its own samples, whole.
+    Attributes:
+        product: The product.
+        stays: Which activation is not sent, the output or the input.
+        schedule: How the other operands travel (gridformer.parallel.tensor.summa).
+        n_chunks: Number of chunks in which activations are gathered or summed.
+        keep_input: Whether the gathered input is kept for the backward pass.
+        keep_weight: Whether the gathered weight is kept for the whole step.
+        common: Whether every process computes the full product for its own samples.
     """
 
     product: Product
@@ -85,15 +104,18 @@ class Choice:
 
     @property
     def norm_inside(self) -> bool:
-        """Rows are gathered before they are normalized, so the norm itself sends nothing."""
+        """Whether the product gathers rows and then normalizes them, so the norm sends nothing."""
         return self.product.normed and self.schedule == "gather" and self.stays == "output"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one product on one device and micro-batch: elements over each axis, and messages.
+    """What one device receives for a product.
 
-    col: activations, along the rows of the grid; row: weights, down its columns.
+    Attributes:
+        col: Elements over the axis `col`: activations, along the rows of the grid.
+        row: Elements over the axis `row`: weights, down the columns of the grid.
+        messages: Number of messages.
     """
 
     col: float
@@ -106,11 +128,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices for every product of a model on a grid, and why they were taken.
+    """The choices for all products of a model on a grid, and the reasons for them.
 
-    between: how activations lie between sections: cut; whole on every device, as in plain Megatron;
-    or on the first device of a row alone, as in D&SP-cSub. block_inputs: elements of the inputs of
-    all blocks, in one micro-batch.
+    Attributes:
+        rows: Rows of the grid.
+        cols: Columns of the grid.
+        work: Tokens, micro-batches and sizes.
+        products: The choice of each product, by name.
+        between: How activations lie between sections: sharded (`cut`), `replicated` on every device
+            as in plain Megatron, or only on the `first` device of a row as in D&SP-cSub.
+        parameters: Elements of the model's matrices.
+        held_bytes: Approximate bytes that a device holds if nothing is kept gathered.
+        block_inputs: Elements of the inputs of all blocks in one micro-batch.
+        reasons: Sentences that explain the choices.
     """
 
     rows: int
@@ -118,7 +148,7 @@ class Choices:
     work: Work
     products: dict[str, Choice]
     between: Literal["cut", "replicated", "first"] = "cut"
-    parameters: int = 0  # elements of the model's matrices
+    parameters: int = 0
     held_bytes: float = 0.0
     block_inputs: float = 0.0
     reasons: list[str] = field(default_factory=list)
@@ -132,7 +162,7 @@ class Choices:
 
     @property
     def branched_parameters(self) -> int:
-        """Elements of the matrices that sub-grids share (D&SP)."""
+        """Elements of the matrices that are divided among sub-grids (D&SP)."""
         inside = [c.product for c in self.products.values() if not c.common]
         return sum(product.n_in * product.n_out * product.count for product in inside)
 
@@ -143,20 +173,26 @@ class Choices:
         return sum(product.n_in * product.n_out * product.count for product in head)
 
     def forward(self, choice: Choice, first: bool = True) -> Traffic:
-        """Of one product's forward pass; `first`: in the first micro-batch of a step."""
+        """Returns the traffic of one such product in the forward pass of a micro-batch.
+
+        Args:
+            choice: How the product is carried out.
+            first: Whether it is the first micro-batch of a step, which gathers kept weights.
+        """
         activation, weight = self._unit(choice)
         steps = self._steps(choice)
         if choice.keep_weight and not first:
             weight = 0.0
-        if self.replicated:  # all-reduced where a section is left
+        if self.replicated:  # all-reduced at the end of a section
             left = choice.stays == "input"
             return self._traffic(2 * activation * left, weight, 1, 1)
         return self._traffic(activation, weight, steps * choice.n_chunks, steps)
 
     def backward(self, choice: Choice) -> Traffic:
+        """Returns the traffic of one such product in the backward pass of a micro-batch."""
         activation, weight = self._unit(choice)
         steps = self._steps(choice)
-        if self.replicated:  # all-reduced where it was entered
+        if self.replicated:  # all-reduced at the start of the section
             entered = choice.stays == "output"
             return self._traffic(2 * activation * entered, weight, 1, 1)
         if choice.schedule != "gather":
@@ -171,23 +207,26 @@ class Choices:
         )
 
     def again(self, choice: Choice) -> Traffic:
-        """Of the forward pass that a backward pass computes again, beside what `backward` says."""
+        """Returns the traffic of the recomputed forward pass, in addition to `backward`."""
         product = choice.product
         if self.work.recompute != "full" or product.section == "head" or product.ends_block:
             return Traffic(0.0, 0.0, 0)
         return self.forward(choice, first=False)
 
     def inputs_again(self) -> float:
-        """Elements that one micro-batch's backward pass receives of the inputs of blocks that are
-        computed again: where all devices have them, each keeps a part of them; where the first of
-        a row does, the others keep parts for it, and receive those before."""
+        """Returns the elements of saved block inputs that a device receives per micro-batch.
+
+        Blocks that are recomputed save their inputs. If all devices have an input, each keeps a
+        part of it and gathers the others. If only the first device of a row has it, it scatters
+        parts to the others in the forward pass and gathers them in the backward pass.
+        """
         if self.work.recompute != "full" or self.between == "cut":
             return 0.0
         share = (self.cols - 1) / self.cols if self.replicated else 2 / self.cols
         return self.block_inputs * share * (self.cols > 1)
 
     def step(self, choice: Choice) -> Traffic:
-        """Of all of a model's products of this name over one optimizer step, one device."""
+        """Returns the traffic of all products of this name in one optimizer step."""
         m, count = self.work.micro_batches, choice.product.count
         first, later = self.forward(choice), self.forward(choice, first=False)
         back = self.backward(choice) + self.again(choice)
@@ -198,13 +237,16 @@ class Choices:
         )
 
     def gathered_bytes(self, choice: Choice) -> float:
-        """What `gather` holds for one such product while it multiplies, its own blocks aside."""
+        """Returns the bytes of gathered operands that the `gather` schedule holds for one product.
+
+        The device's own block of the weight does not count.
+        """
         product, rows = choice.product, 1 - 1 / self.rows
         weight = product.n_in * product.n_out / self.cols * rows * self.work.itemsize
         return self.activation_bytes(choice) / choice.n_chunks + weight
 
     def activation_bytes(self, choice: Choice) -> float:
-        """Of the activation that travels, or is summed, for one such product, whole."""
+        """Returns the bytes of the full activation that is gathered or summed for one product."""
         product = choice.product
         if self.cols == 1 or self.replicated or choice.common:
             return 0.0
@@ -212,16 +254,17 @@ class Choices:
         return self.work.rows_of(product) / self.rows * width * self.work.itemsize
 
     def kept_bytes(self, choice: Choice) -> float:
-        """What keeping costs: bytes a device holds longer, all products of this name."""
+        """Returns the bytes that a device holds longer for what all such products keep."""
         product, work, total = choice.product, self.work, 0.0
         if choice.keep_input and choice.stays == "output":
             total += work.rows_of(product) * product.n_in / self.rows * (1 - 1 / self.cols)
         if choice.keep_weight:
-            total += product.n_in * product.n_out / self.cols  # beside this device's block of it
+            # In addition to the device's own block of the weight.
+            total += product.n_in * product.n_out / self.cols
         return total * product.count * work.itemsize
 
     def _unit(self, choice: Choice) -> tuple[float, float]:
-        """Elements received to make this product's traveling activation, or its weight, whole."""
+        """Returns the elements received to gather the activation, and the weight, once."""
         product, r, c = choice.product, self.rows, self.cols
         if choice.common:
             return 0.0, 0.0
@@ -242,7 +285,7 @@ class Choices:
 
 @lru_cache(maxsize=64)
 def products_of(model: ModelConfig) -> list[Product]:
-    """The products of a model, by the name that its modules give them, in forward order."""
+    """Returns the distinct products of a model in forward order, with their counts."""
     import torch
 
     from gridformer.models import blocks, build_model

@@ -1,7 +1,7 @@
-"""Everything about a run that `auto` leaves open, decided before any process starts.
+"""Decides everything that the `auto` settings of a run leave open, before any process starts.
 
-The same function decides on every process from the run's config alone, so all agree.
-`gridformer train --explain` prints what it says.
+Every process decides from the run's config alone, so all of them agree. `gridformer train
+--explain` prints the decisions.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ from gridformer.utils.units import MIB, three_digits
 
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
-_WIDE = 100  # characters of a terminal that has room for the sizes of products
+_WIDE = 100  # terminals with this many characters or more show the sizes of products
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """choices: of every product. traffic: bytes one device receives over an axis in one step, by
-    products, by stages, and by gradients and cut parameters (`dp`), with ring collectives; of the
-    device that moves most, where they differ, pipeline stages being taken as equal.
-    candidates: blocks of the grid a node may hold, best first; none where the devices of a node
-    were not told."""
+    """The decisions for a run.
+
+    Attributes:
+        choices: How each product is carried out.
+        traffic: Bytes that one device receives over each axis in one step, with ring collectives:
+            for products (`col`, `row`), for gradients and sharded parameters (`dp`) and between
+            stages (`pp`). Where devices differ, it is that of the device that receives most, with
+            pipeline stages taken as equal.
+        candidates: The blocks of the grid that a node may hold, best first. Empty if the run does
+            not give the number of devices per node.
+    """
 
     choices: Choices
     traffic: dict[str, float]
@@ -41,11 +47,12 @@ class Decisions:
 
     @property
     def block(self) -> NodeBlock | None:
+        """The best block of the grid for a node, if any."""
         return self.candidates[0].block if self.candidates else None
 
 
 def decide_run(run: RunConfig) -> Decisions:
-    """What a checked run's `auto` settings come to."""
+    """Decides what the `auto` settings of a validated run become."""
     layout, parameter_bytes, work = run.layout, _parameter_bytes(run), work_of(run)
     choices = decide(run.model, layout, work)
     steps = [choices.step(choice) for choice in choices.products.values()]
@@ -70,7 +77,7 @@ def decide_run(run: RunConfig) -> Decisions:
 
 
 def work_of(run: RunConfig) -> Work:
-    """What `decide` goes by."""
+    """Returns the amount of work of one replica of a run, which `decide` reads."""
     layout, train = run.layout, run.train
     sequences = train.global_batch // (layout.dp * layout.micro_batches)
     return Work(
@@ -90,22 +97,22 @@ def _parameter_bytes(run: RunConfig) -> int:
 
 
 def notes(run: RunConfig) -> list[str]:
-    """What a run's settings do not bring about, though one might expect it."""
+    """Returns sentences about settings of a run that do not have the effect one might expect."""
     micro_batches = run.layout.micro_batches
     if run.train.update == "in_backward" and micro_batches > 1:
         return [
-            "update=in_backward saves no memory here: gradients are summed up over "
-            f"layout.micro_batches={micro_batches}, so all layers' are held until the last one's "
-            "backward pass"
+            "update=in_backward saves no memory here: gradients accumulate over "
+            f"layout.micro_batches={micro_batches}, so those of all layers are held until the "
+            "backward pass of the last micro-batch"
         ]
     return []
 
 
 def _between_stages(run: RunConfig, work: Work) -> float:
-    """Bytes that a device receives from the stages beside its own: activations and gradients.
+    """Returns the bytes of activations and gradients that a device receives from other stages.
 
-    A tensor that is alike on several devices comes once to all of them together. Where an encoder's
-    result rides through the decoder, it counts.
+    A tensor that is replicated over several devices is sent to all of them together only once. An
+    encoder's output that is passed through the decoder counts.
     """
     layout = run.layout
     spec = spec_of(layout)
@@ -121,15 +128,19 @@ def _why_these_stages(run: RunConfig, work: Work) -> str:
     begins = [names[stage.start] for stage in stages_of(model, layout.n_stages, work)]
     idle = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
     return (
-        f"pipeline: {layout.pipeline_order}, whose ranks wait for {idle:.0%} of the time that they "
-        f"compute, with equal stages; these begin at {', '.join(begins)}"
+        f"pipeline: {layout.pipeline_order} leaves each rank idle for {idle:.0%} of its compute "
+        f"time if stages are equal; the stages begin at {', '.join(begins)}"
     )
 
 
 def state_bytes(run: RunConfig, replicas: int) -> int:
-    """Of one parameter's value, gradient and two moments, as many as one of its replicas holds.
+    """Returns the bytes per parameter of value, gradient and two moments on one of its replicas.
 
-    Gradients of several micro-batches are summed whole (gridformer.parallel.data.zero).
+    Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero).
+
+    Args:
+        run: The run.
+        replicas: Number of replicas that share sharded state.
     """
     layout, train = run.layout, run.train
     part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
@@ -145,27 +156,27 @@ def state_bytes(run: RunConfig, replicas: int) -> int:
 
 
 def _times_over_replicas(run: RunConfig) -> int:
-    """How often a layer's parameters travel in a step: gathered, and their gradients summed."""
+    """Returns how often a layer's parameters travel per step: gathered, or as gradients summed."""
     return 2 * run.layout.micro_batches + 1 if run.layout.dp_mode == "fsdp" else 2
 
 
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
-    """For people: how each product is carried out, what travels, what is kept, and why."""
+    """Prints how each product is carried out, what travels, what is kept, and why."""
     choices, layout = decisions.choices, run.layout
     work = choices.work
-    said = f"{run.model.name} on {describe(layout)}: {work.tokens:,} tokens a micro-batch"
-    console.print(Text(f"{said}, {work.micro_batches} a step, {run.train.dtype}"))
+    said = f"{run.model.name} on {describe(layout)}: {work.tokens:,} tokens per micro-batch"
+    console.print(Text(f"{said}, {work.micro_batches} per step, {run.train.dtype}"))
     if choices.rows * choices.cols == 1:
         holds = "a whole pipeline stage" if layout.pp > 1 else "the whole model"
         console.print(f"One device holds {holds}: no product sends anything.")
     else:
         console.print(_products(choices, console.width))
-        again = ", and for computing the forward pass again" if _computes_again(choices) else ""
+        again = " and for its recomputation" if _computes_again(choices) else ""
         held = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
         console.print(
-            "msgs, MiB: what a device receives for one such product in a micro-batch's forward and "
-            f"backward pass{again}."
-            + (" held: by what is kept for all such products together." if held else "")
+            "msgs, MiB: what a device receives for one such product in the forward and backward "
+            f"pass of a micro-batch{again}."
+            + (" held: memory for what all such products together keep." if held else "")
         )
     total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
     if total:
@@ -175,17 +186,17 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         axes = {"col": f"activations {along}", "row": "weights down columns", "dp": replicas}
         axes |= {"pp": "between stages"}
         parts = [f"{axes[name]} {n_bytes / MIB:,.1f} MiB" for name, n_bytes in total.items()]
-        console.print(Text(f"A device moves in a step, at most: {', '.join(parts)}."))
+        console.print(Text(f"A device receives in a step, at most: {', '.join(parts)}."))
     for reason in choices.reasons:
         console.print(Text(f"- {reason}"))
     if decisions.candidates:
         sizes = nodes.sizes_of(layout)
         console.print(Text(nodes.explain(decisions.candidates, sizes, layout.devices_per_node)))
-        console.print(Text("Bytes are those of ring collectives."))
+        console.print(Text("Bytes assume ring collectives."))
 
 
 def _products(choices: Choices, width: int) -> Table:
-    """What one device does for each product of one micro-batch, `width` characters wide at most."""
+    """Returns the table of choices and of one device's traffic, `width` characters wide at most."""
     passes = ["fwd", "bwd", *["again"] * _computes_again(choices)]
     keeps = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")

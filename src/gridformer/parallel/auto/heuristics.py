@@ -1,7 +1,8 @@
-"""`decide` turns a layout's `auto` into choices, by rules with numbers.
+"""Turns the `auto` settings of a layout into choices for each product.
 
-Those are elements that travel and bytes that a device holds, see gridformer.parallel.auto.cost.
-Each rule takes the choices as the ones before left them, and adds a sentence to `Choices.reasons`.
+The rules compare numbers: elements that travel and bytes that a device holds, from
+gridformer.parallel.auto.cost. Each rule starts from the choices of the rules before it and adds a
+sentence to `Choices.reasons`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from gridformer.parallel.auto.cost import Choice, Choices, Product, Work, produc
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import format_bytes
 
-# Gathered operands below this are always taken all at once: so few bytes do not matter.
+# Operands below this size are always gathered at once: so few bytes do not matter.
 SMALL_BYTES = 64 << 20
-# Activations are gathered in chunks of about this share of what a device holds, or this size: while
-# one chunk is multiplied there are three to six others, on their way, normalized or summed.
+# Activations are gathered in chunks of about this share of what a device holds, or of this size if
+# that is larger. While one chunk is multiplied, three to six others exist that travel, are
+# normalized or are summed.
 CHUNK_SHARE = 1 / 256
 CHUNK_BYTES = 16 << 20
-MOST_CHUNKS = 32  # products stay large, and messages few
+MOST_CHUNKS = 32  # keeps products large and messages few
 
 _BETWEEN: dict[str, Literal["cut", "replicated", "first"]] = {
     "replicated": "replicated",
@@ -32,9 +34,12 @@ _BETWEEN: dict[str, Literal["cut", "replicated", "first"]] = {
 
 
 def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -> Choices:
-    """The choices for a model under a layout; see `Choices.reasons` for why.
+    """Returns the choices for a model under a layout; `Choices.reasons` explains them.
 
-    Without `work` one sequence a row is assumed.
+    Args:
+        model: The model.
+        layout: The layout.
+        work: Tokens and sizes of the run; None assumes one sequence of maximal length per row.
     """
     length = layout.rows * model.max_seq_len
     work = work or Work(tokens=length, source=length * model.two_stacks, sequences=layout.rows)
@@ -59,7 +64,7 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
 
 
 def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
-    """Which activation of each product travels."""
+    """Decides which activation of each product stays in place."""
     spec = spec_of(layout)
     choices = _each(choices, lambda c: replace(c, stays=spec.stays(c.product, layout)))
     if "stationary" in spec.keys and layout.stationary == "auto":
@@ -67,17 +72,18 @@ def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
         paper = sum(product.n_in for product in layers)
         layer = sum(min(product.n_in, product.n_out) for product in layers)
         h = choices["head"].product.n_in
-        where = "a token and layer"
+        where = "per token and layer"
         if any(product.reads == "source" for product in layers):
-            where = "a token, in a layer of each stack,"
+            where = "per token, in a layer of each stack,"
         choices.reasons.append(
-            f"stationary: the narrower activation of each product travels, {layer / h:g} h {where} "
+            f"stationary: the narrower activation of each product is sent, {layer / h:g} h {where} "
             f"instead of the paper's {paper / h:g} h"
         )
     return choices
 
 
 def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
+    """Decides by which schedule operands travel: `gather`, unless what it holds is large."""
     if "schedule" not in spec_of(layout).keys:
         return choices
     if layout.schedule != "auto":
@@ -90,16 +96,16 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
 
     choices = _each(choices, by_size)
     large = [c.product.name for c in choices.products.values() if c.schedule == "pipelined"]
-    sentence = f"schedule: gather where the gathered operands stay below {format_bytes(limit)}"
+    sentence = f"schedule: gather if the gathered operands take at most {format_bytes(limit)}"
     choices.reasons.append(
         sentence
-        + (f"; above it, panel by panel: {', '.join(large)}" if large else ", which all do")
+        + (f"; larger ones panel by panel: {', '.join(large)}" if large else ", as all of them do")
     )
     return choices
 
 
 def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
-    """No more of an activation lies gathered than a chunk of it, however long the micro-batch."""
+    """Chooses the number of chunks, which bounds what is gathered however long a micro-batch is."""
     limit = max(CHUNK_BYTES, choices.held_bytes * CHUNK_SHARE)
     work, lies = choices.work, spec_of(layout).boundary(layout).lies
 
@@ -120,14 +126,14 @@ def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
 
 
 def _saves_memory(choices: Choices, choice: Choice) -> bool:
-    """Of chunks, terms of the weight's gradient are added up, in float32, before they travel."""
+    """Whether chunks save more than they cost: a weight gradient accumulated in float32."""
     product = choice.product
     terms = product.n_in * product.n_out / choices.cols * 4 * (choices.rows > 1)
     return choices.activation_bytes(choice) > max(SMALL_BYTES, terms)
 
 
 def _at_once(choices: Choices) -> Choices:
-    """Only `gather` has chunks; what is kept whole for the backward pass is gathered at once."""
+    """Removes chunks where they do not apply: other schedules, and inputs that are kept."""
 
     def mend(choice: Choice) -> Choice:
         gathered = choice.schedule == "gather" and not choice.keep_input
@@ -139,13 +145,13 @@ def _at_once(choices: Choices) -> Choices:
         largest = max(choices.activation_bytes(c) / c.n_chunks for c in several)
         choices.reasons.append(
             "chunks: activations are gathered and summed in chunks of up to "
-            f"{format_bytes(largest)}, so that no more lies whole at a time: {each}"
+            f"{format_bytes(largest)}, so that no more is held at a time; number of chunks: {each}"
         )
     return choices
 
 
 def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
-    """Explicit wishes as they are; `auto` keeps what saves most bytes for each byte held."""
+    """Applies `keep_gathered`; `auto` keeps what saves the most traffic per byte held."""
     wish = layout.keep_gathered
     inputs, weights = _with_inputs(choices), _with_weights(choices)
     if wish != "auto":
@@ -160,13 +166,13 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
         saved = _moved_bytes(choices) - _moved_bytes(changed)
         if price > 0 and saved > 0:
             offers.append((saved / price, name, price, saved))
-    offers.sort(key=lambda offer: -offer[0])  # alike: inputs, which are let go of sooner
+    offers.sort(key=lambda offer: -offer[0])  # in a tie inputs, which are freed sooner
     for _, name, price, saved in offers:
         fits = price <= budget
         choices.reasons.append(
-            f"keep_gathered: {name} {'are' if fits else 'are not'} kept: that holds "
-            f"{format_bytes(price)} more and receives {format_bytes(saved)} less a step; "
-            f"{format_bytes(budget)} of room"
+            f"keep_gathered: {name} {'are' if fits else 'are not'} kept: it takes "
+            f"{format_bytes(price)} more memory and receives {format_bytes(saved)} less per step; "
+            f"the budget is {format_bytes(budget)}"
             + (f", {Fraction(share)} of what a device holds" if share < 1 else "")
         )
         if fits:
@@ -206,11 +212,14 @@ def _moved_bytes(choices: Choices) -> float:
 
 
 def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
-    """About what a device holds when nothing gathered is kept: states, activations, logits. Of a
-    pipeline's states it has 1/pp, and as many activations, for it has as many micro-batches.
+    """Estimates the bytes of states, activations and logits on a device, nothing kept gathered.
 
-    A layer keeps the inputs of its products and the results of those that open a section: x twice,
-    q, k, v, the attention's result and both widths of the feed-forward. Recomputed, its input.
+    In a pipeline a device has 1/pp of the states, and as many activations as without: it has 1/pp
+    of the layers, but about pp micro-batches in flight.
+
+    A layer saves the inputs of its products and the outputs of those that open a section: x twice,
+    q, k, v, the output of attention and both widths of the feed-forward. A recomputed layer saves
+    only its input.
     """
     work, p = choices.work, choices.rows * choices.cols
     layers = 0.0
