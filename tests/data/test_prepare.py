@@ -166,7 +166,7 @@ def test_nothing_to_prepare(tmp_path: Path, texts: list[str], tokenizer: Tokeniz
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0, float("nan")])
 def test_fractions(tmp_path: Path, fraction: float) -> None:
-    with pytest.raises(UserError, match="must lie between 0 and 1"):
+    with pytest.raises(UserError, match="must be between 0 and 1"):
         prepare_corpus([listed("x")], tmp_path / "t", val_fraction=fraction)
 
 

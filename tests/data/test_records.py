@@ -107,18 +107,18 @@ def test_labels_from_folders(tmp_path: Path) -> None:
     (source,) = open_sources([str(root)], labels_from_folders=True)
     assert labels(source) == [("neg/a.txt", "neg"), ("neg/deep/b.txt", "neg"), ("pos/c.txt", "pos")]
     assert source.kind == "labeled"
-    with pytest.raises(DataError, match="no folders of them to name labels"):
+    with pytest.raises(DataError, match="no folders whose names are labels"):
         open_sources([str(root / "pos")], labels_from_folders=True)
-    with pytest.raises(UserError, match="--labels-from-folders changes nothing there"):
+    with pytest.raises(UserError, match="--labels-from-folders has no effect there"):
         open_sources([str(root / "readme.txt")], labels_from_folders=True)
 
 
 def test_plain_text_has_neither(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     path = str(tmp_path / "a.txt")
-    with pytest.raises(DataError, match=r"labels are read out of .*--labels-from-folders"):
+    with pytest.raises(DataError, match=r"labels are read from .*--labels-from-folders"):
         texts(open_sources([path], label_key="label"))
-    with pytest.raises(DataError, match=r"pairs are read out of the records of \.jsonl"):
+    with pytest.raises(DataError, match=r"pairs are read from the records of \.jsonl"):
         texts(open_sources([path], pair_keys=("en", "de")))
     # From folders only records are taken.
     lines(tmp_path / "b.jsonl", PAIRS)
@@ -129,7 +129,7 @@ def test_options_and_sources_that_exclude_each_other(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", PAIRS)
     with pytest.raises(UserError, match="--pair-keys and --label-key exclude each other"):
         open_sources([path], pair_keys=("en", "de"), label_key="x")
-    with pytest.raises(UserError, match="python-stdlib: --label-key changes nothing there"):
+    with pytest.raises(UserError, match="python-stdlib: --label-key has no effect there"):
         open_sources(["python-stdlib"], label_key="x")
     po = tmp_path / "nl.po"
     po.write_text('msgid "one two three four"\nmsgstr "een twee drie vier"\n')

@@ -59,7 +59,7 @@ def test_kinds(text_folder: TokenFolder, pairs_folder: TokenFolder) -> None:
     assert "spans" not in said
     assert "or use data.task=spans" in problems(text_folder, "t5", data__task="pairs")
     said = problems(pairs_folder, "t5")
-    assert said.endswith("learns from running text: use data.task=pairs")
+    assert said.endswith("needs running text: use data.task=pairs")
     assert "small to LARGE" in said
     for family in ("gpt2", "bert"):
         assert "use a model of family t5 or transformer" in problems(pairs_folder, family)

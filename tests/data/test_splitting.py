@@ -165,7 +165,7 @@ def test_labels_stay_with_their_documents(
     assert [seen[number] for number in range(len(labels))] == labels
 
 
-@pytest.mark.parametrize(("kind", "said"), [("pairs", "single pair"), ("labeled", "labeled doc")])
+@pytest.mark.parametrize(("kind", "said"), [("pairs", "only one pair"), ("labeled", "labeled doc")])
 def test_what_cannot_be_cut(tmp_path: Path, kind: Kind, said: str) -> None:
     with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, kind) as writer:
         writer.append([1], True, "a" if kind == "labeled" else None)

@@ -111,7 +111,7 @@ def _grow(folder: Path) -> None:
         (lambda f: change(f, val={"documents": 1}), r"gives val\.offsets\.bin .* 2 int64 .* 16"),
         (
             lambda f: change(f, version=3),
-            "version 3 of the format, this gridformer reads versions 1 and 2",
+            "version 3 of the format, but this gridformer reads versions 1 and 2",
         ),
         (lambda f: change(f, dtype="int8", eos_id=-1), r"is damaged \(dtype: .*; eos_id: "),
     ],

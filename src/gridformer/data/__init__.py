@@ -1,7 +1,7 @@
 """From text to batches: sources -> pieces -> tokenizer -> token folder -> samples -> batches.
 
-`prepare_corpus` writes a token folder, `TokenFolder.open` reads it, `resolve` fits a run to it,
-`open_batches` gives the run's batches.
+`prepare_corpus` writes a token folder, `TokenFolder.open` opens it, `resolve` completes a run's
+config from it, and `open_batches` opens the run's batches.
 """
 
 from gridformer.data.resolve import resolve

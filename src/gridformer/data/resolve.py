@@ -1,4 +1,4 @@
-"""A run fitted to its data: what the folder decides is filled in, what does not fit is said."""
+"""Completes a run's config from its token folder, and checks that both fit together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from gridformer.utils.errors import ConfigError, DataError
 
 
 def resolve(run: RunConfig, folder: TokenFolder) -> RunConfig:
-    """The run with its vocabulary, task and lengths as numbers.
+    """Returns the run with its vocabulary size, task and lengths filled in.
 
-    The vocabulary is the folder's and the special ids that the task adds. Raises ConfigError with
-    all problems at once: kind and labels of the folder, vocabulary, lengths, too little data.
+    The vocabulary consists of the folder's and of the special ids that the task adds.
+
+    Raises:
+        ConfigError: The run and the folder do not fit together: the folder's kind or labels, the
+            vocabulary, the lengths, or too little data. It lists all problems at once.
     """
     problems = [*_kind_problems(run, folder), *_label_problems(run, folder)]
     needed = folder.vocab_size
@@ -58,8 +61,8 @@ def _kind_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
     if run.task == "pairs" and folder.kind != "pairs":
         other = ", or use data.task=spans for text" if family == "t5" else ""
         return [
-            f"data.path={path} holds no pairs, which data.task=pairs learns from: write them with "
-            f"`gridformer prepare gettext:de --out FOLDER`, or out of records of your own with "
+            f"data.path={path} contains no pairs, which data.task=pairs needs: write some with "
+            f"`gridformer prepare gettext:de --out FOLDER`, or from your own records with "
             f"--pair-keys{other}"
         ]
     if run.task != "pairs" and folder.kind == "pairs":
@@ -71,8 +74,8 @@ def _kind_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
             "prepare SOURCE --out FOLDER`"
         )
         return [
-            f"data.path={path} holds pairs ({one} to {other}), and data.task={run.task} learns "
-            f"from running text: {remedy}"
+            f"data.path={path} contains pairs ({one} to {other}), but data.task={run.task} needs "
+            f"running text: {remedy}"
         ]
     return []
 
@@ -96,14 +99,14 @@ def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
         )
     if model.family == "bert" and model.sentence_pair:
         problems.append(
-            f"model.n_labels={n_labels}: a labeled document has no sentence B for "
-            f"model.sentence_pair=true; use model.sentence_pair=false"
+            f"model.n_labels={n_labels}: labeled documents have no sentence B, which "
+            f"model.sentence_pair=true needs; use model.sentence_pair=false"
         )
     return problems
 
 
 def _length_problems(run: RunConfig) -> list[str]:
-    """Samples must hold their special tokens and some text."""
+    """Checks that samples are long enough for their special tokens and some text."""
     problems = []
     seq_len, source_len = run.seq_len, run.source_len
     shortest, why = 1, ""
@@ -111,7 +114,7 @@ def _length_problems(run: RunConfig) -> list[str]:
         if run.model.n_labels:
             shortest, why = 3, "[CLS], a word and [SEP]"
         elif run.model.sentence_pair:
-            shortest, why = 5, "[CLS], a word of each sentence, and a [SEP] behind both"
+            shortest, why = 5, "[CLS], and a word and a [SEP] for each sentence"
         else:
             shortest, why = 4, "[CLS], two words and [SEP]"
     elif run.task == "pairs":

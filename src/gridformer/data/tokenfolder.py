@@ -1,15 +1,15 @@
-"""Token folders: what `gridformer prepare` writes and training reads, memory-mapped.
+"""Token folders, which `gridformer prepare` writes and training reads memory-mapped.
 
-    index.json           what is in the folder; written last, so without it nothing opens
+    index.json           describes the folder; written last, and without it the folder does not open
     tokenizer.json       the tokenizer, in the format of the tokenizers library
     train.bin            token ids, little-endian uint16 (uint32 past 65536 tokens), documents one
-                         after the other, each ended by the end-of-text token
-    train.offsets.bin    little-endian int64: where each document starts, and the end
-    train.labels.bin     of labeled folders: little-endian int32, the label of each document
+                         after the other, each followed by the end-of-text token
+    train.offsets.bin    little-endian int64: the start of each document, and the end of the last
+    train.labels.bin     in labeled folders: little-endian int32, the label of each document
     val.bin, val.offsets.bin, val.labels.bin
 
-A corpus of a single document is cut in two; only then does train.bin end without the token. In a
-folder of pairs the documents 2i and 2i + 1 of a split are the two texts of pair i.
+A corpus of a single document is split in two; only then train.bin does not end with the end-of-text
+token. In a folder of pairs, documents 2i and 2i + 1 of a split are the two texts of pair i.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ FILES = frozenset({INDEX, TOKENIZER, *(name(split) for split in SPLITS for name 
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest of the two types of token files that holds every id of a vocabulary."""
+    """Returns the dtype of a token file: uint16 if every id of the vocabulary fits, else uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 class SplitEntry(Config):
-    """Sizes of one split: numbers, and bytes of its two files."""
+    """The size of one split: its tokens and documents, and the bytes of its two files."""
 
     tokens: int = Field(ge=1)
     documents: int = Field(ge=1)
@@ -70,7 +70,7 @@ class SplitEntry(Config):
 
 
 class PartEntry(Config):
-    """A part of a source that may have a licence of its own: one catalogue of messages."""
+    """A part of a source that may have its own license, such as one catalog of messages."""
 
     name: str
     license: str | None
@@ -78,7 +78,7 @@ class PartEntry(Config):
 
 
 class SourceEntry(Config):
-    """One SOURCE of `gridformer prepare`: what was read from it, under which licence if known."""
+    """One SOURCE of `gridformer prepare`: what was read from it, and its license if known."""
 
     source: str
     license: str | None
@@ -88,18 +88,25 @@ class SourceEntry(Config):
 
 
 class TokenizerEntry(Config):
+    """The origin of the tokenizer, and the size of its file in bytes."""
+
     origin: str
     bytes: int
 
 
 class Index(Config):
-    """The content of index.json. Version 1 had neither kinds nor parts: its folders are text."""
+    """The content of index.json.
+
+    Version 1 had neither kinds nor parts; its folders contain plain text.
+    """
 
     format: Literal["gridformer-tokens"] = FORMAT
     version: Literal[1, 2] = VERSION
     kind: Kind = "text"
-    languages: tuple[str, str] | None = Field(default=None, description="of pairs: from, to")
-    labels: tuple[str, ...] = Field(default=(), description="what the numbers of labels mean")
+    languages: tuple[str, str] | None = Field(
+        default=None, description="the languages of a pair's two texts"
+    )
+    labels: tuple[str, ...] = Field(default=(), description="the name of each label number")
     dtype: Literal["uint16", "uint32"]
     vocab_size: int = Field(ge=1)
     eos_token: str
@@ -115,10 +122,17 @@ class Index(Config):
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """One split. tokens [n_tokens] are ids of the folder's dtype, offsets [n_documents + 1] int64.
+    """One split of a token folder, memory-mapped.
 
-    Document d is tokens[offsets[d] : offsets[d + 1]], its end-of-text token included. labels
-    [n_documents] int32 are there in labeled folders only.
+    Document d is tokens[offsets[d] : offsets[d + 1]], its end-of-text token included.
+
+    Attributes:
+        name: The name of the split.
+        path: Its token file.
+        tokens: Token ids [n_tokens] in the folder's dtype.
+        offsets: Starts of documents, and the end of the last, [n_documents + 1] int64.
+        vocab_size: Ids are in [0, vocab_size).
+        labels: The labels of documents [n_documents] int32; None unless the folder is labeled.
     """
 
     name: str
@@ -137,32 +151,45 @@ class TokenSplit:
         return len(self.offsets) - 1
 
     def document_length(self, number: int) -> int:
-        """Tokens of a document, its end-of-text token included."""
+        """Returns the number of tokens of a document, its end-of-text token included."""
         return int(self.offsets[number + 1] - self.offsets[number])
 
     def document(self, number: int) -> NDArray[np.int64]:
-        """Token ids [length] int64 of one document."""
+        """Returns the token ids [length] int64 of one document.
+
+        Raises:
+            IndexError: There is no document with that number.
+            DataError: The file is damaged; see `window`.
+        """
         if not 0 <= number < self.n_documents:
             raise IndexError(f"{self.path} has documents 0 to {self.n_documents - 1}, not {number}")
         return self.window(int(self.offsets[number]), int(self.offsets[number + 1]))
 
     def window(self, start: int, end: int) -> NDArray[np.int64]:
-        """Token ids [end - start] int64 of a stretch of the split, across documents.
+        """Returns tokens `start` to `end` of the split, across documents: [end - start] int64.
 
-        Raises DataError at an id outside the vocabulary, which only a damaged file can hold.
+        Raises:
+            DataError: An id is outside the vocabulary, which happens only in a damaged file.
         """
         ids = self.tokens[start:end].astype(np.int64)
         if ids.size and (largest := int(ids.max())) >= self.vocab_size:
             raise DataError(
-                f"{self.path}: holds token {largest} outside the vocabulary of {self.vocab_size}: "
-                f"the file is damaged, prepare the folder again"
+                f"{self.path}: contains token {largest} outside the vocabulary of "
+                f"{self.vocab_size}: the file is damaged, so prepare the folder again"
             )
         return ids
 
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """An opened token folder; the token files are mapped, not read."""
+    """An open token folder, whose token files are memory-mapped.
+
+    Attributes:
+        path: The folder.
+        index: The content of its index.json.
+        train: The training split.
+        val: The validation split.
+    """
 
     path: Path
     index: Index
@@ -183,22 +210,28 @@ class TokenFolder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Raises DataError if the folder's tokenizer is not the one that wrote its tokens."""
+        """The folder's tokenizer.
+
+        Raises:
+            DataError: It is damaged, or not the one that wrote the folder's tokens.
+        """
         tokenizer = Tokenizer.load(self.path / TOKENIZER)
         found = (tokenizer.vocab_size, tokenizer.eos_id)
         if found != (self.vocab_size, self.eos_id):
             raise DataError(
                 f"{self.path / TOKENIZER}: has vocabulary and end-of-text id {found}, but {INDEX} "
-                f"says {(self.vocab_size, self.eos_id)}: it was replaced, prepare the folder again"
+                f"says {(self.vocab_size, self.eos_id)}: it was replaced, so prepare the folder "
+                f"again"
             )
         return tokenizer
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Open a folder, after comparing every file with the index.
+        """Opens a folder after comparing every file with the index.
 
-        Raises DataError, with the file and what was expected of it, where the folder is missing,
-        foreign, truncated or contradicts itself.
+        Raises:
+            DataError: The folder is missing, is not a token folder, is truncated, or contradicts
+                itself. The message names the file and what was expected of it.
         """
         path = Path(path)
         index = read_index(path)
@@ -219,7 +252,7 @@ class TokenFolder:
 
 
 def is_token_folder(path: Path) -> bool:
-    """Whether a folder calls itself one, of whatever version and however damaged."""
+    """Returns whether a folder has a token folder's index, in any version and even if damaged."""
     try:
         raw = json.loads((path / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -228,10 +261,14 @@ def is_token_folder(path: Path) -> bool:
 
 
 def read_index(path: Path) -> Index:
-    """The index of a token folder. Raises DataError if it is missing, foreign or damaged."""
+    """Reads the index of a token folder.
+
+    Raises:
+        DataError: The folder or its index is missing, damaged, or of another format or version.
+    """
     if not path.exists():
         raise DataError(
-            f"{path}: no such token folder; write one, here from Python's own sources: "
+            f"{path}: no such token folder; write one, for instance from Python's own sources: "
             f"gridformer prepare python-stdlib --out {path}"
         )
     file = path / INDEX
@@ -239,7 +276,7 @@ def read_index(path: Path) -> Index:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{path}: is no token folder, for it has no {INDEX}; write one with "
+            f"{path}: is not a token folder, because it has no {INDEX}; write one with "
             f"gridformer prepare SOURCE --out FOLDER"
         ) from None
     except (OSError, ValueError) as error:
@@ -251,7 +288,7 @@ def read_index(path: Path) -> Index:
         )
     if raw.get("version") not in (1, VERSION):
         raise DataError(
-            f"{file}: has version {raw.get('version')} of the format, this gridformer reads "
+            f"{file}: has version {raw.get('version')} of the format, but this gridformer reads "
             f"versions 1 and {VERSION}: {_again(path)}"
         )
     try:
@@ -287,8 +324,8 @@ def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any])
         )
     if index.kind == "pairs" and entry.documents % 2:
         raise DataError(
-            f"{path / INDEX}: gives {name} {entry.documents} documents, which make no pairs: "
-            f"{_again(path)}"
+            f"{path / INDEX}: gives {name} {entry.documents} documents, which make no pairs, since "
+            f"their number is odd: {_again(path)}"
         )
     labels = _open_labels(path, name, index, entry) if index.kind == "labeled" else None
     return TokenSplit(name, tokens_file, tokens, offsets, index.vocab_size, labels)

@@ -1,4 +1,4 @@
-"""A thin face over `tokenizers.Tokenizer`: train or load, encode, decode, end of text."""
+"""A thin wrapper of `tokenizers.Tokenizer`: train or load, encode, decode, end of text."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from gridformer.utils.errors import DataError, UserError
 
 END_OF_TEXT = "<|endoftext|>"
-# What other families call the end of a text, looked up in this order when a tokenizer is loaded.
+# Names of the end-of-text token, looked up in this order when a tokenizer is loaded.
 EOS_NAMES = (END_OF_TEXT, "</s>", "[SEP]", "<eos>", "<|end_of_text|>")
-SMALLEST_VOCAB = 257  # the 256 bytes, so that any text can be written, and the end of text
+SMALLEST_VOCAB = 257  # the 256 bytes, which can encode any text, and the end-of-text token
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
-    Ids lie in [0, vocab_size); `eos_id` is the token that ends every document, `special_ids` has it
-    and whatever else the tokenizer declares to be no text; `origin` is one phrase for people about
-    where the tokenizer comes from.
+    Attributes:
+        vocab_size: Ids are in [0, vocab_size).
+        eos_token: The token that ends every document.
+        eos_id: The id of `eos_token`.
+        special_ids: `eos_id` and the ids of all other tokens that the tokenizer declares special.
+        origin: A phrase for people that tells where the tokenizer comes from.
+
+    Raises:
+        DataError: The vocabulary is empty or has no end-of-text token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
-        """Raises DataError where the vocabulary has no end-of-text token."""
         # A tokenizer.json may carry settings for fine-tuning; truncation would lose text silently.
         backend.no_truncation()
         backend.no_padding()
-        # A document that spells out "<|endoftext|>" gets ordinary tokens, not a false boundary.
+        # A document that contains "<|endoftext|>" as text gets ordinary tokens, not a boundary.
         backend.encode_special_tokens = True
         self._backend = backend
         self.origin = origin
@@ -52,10 +57,14 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """A byte-level BPE, as GPT-2's, of at most vocab_size tokens; small texts give fewer.
+        """Trains a byte-level BPE like GPT-2's. The order of the texts does not matter.
 
-        The result depends on the texts alone, not on their order. Raises UserError where
-        vocab_size cannot hold the 256 bytes and the end of text.
+        Args:
+            texts: The texts.
+            vocab_size: The most tokens of the vocabulary; small texts give fewer.
+
+        Raises:
+            UserError: `vocab_size` is too small for the 256 bytes and the end-of-text token.
         """
         if vocab_size < SMALLEST_VOCAB:
             raise UserError(
@@ -77,9 +86,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a tokenizer.json, or the one in a folder.
+        """Loads a tokenizer.json, or the one in a folder.
 
-        Raises DataError if there is none, if it is damaged, or if it has no end of text.
+        Raises:
+            DataError: There is none, it is damaged, or it has no end-of-text token.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -94,30 +104,30 @@ class Tokenizer:
         return cls(backend, str(path))
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it; None where it has none."""
+        """Returns the id of a token spelled as in the vocabulary, or None if it is not there."""
         found = self._backend.token_to_id(token)
         return None if found is None else int(found)
 
     def save(self, path: Path) -> None:
-        """Write a tokenizer.json that `load`, and transformers, can read."""
+        """Writes a tokenizer.json, which `load` and the library transformers can read."""
         self._backend.save(str(path))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; nothing is added at either end."""
+        """Returns the ids of a text, without adding special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts, encoded in parallel threads."""
+        """Returns the ids of several texts, which are encoded in parallel threads."""
         clean = [encodable(text) for text in texts]
         return [e.ids for e in self._backend.encode_batch(clean, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; special tokens are spelled out."""
+        """Returns the text of some ids, special tokens included."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
 
 def encodable(text: str) -> str:
-    """The text with lone surrogates, which UTF-8 cannot write, replaced; JSON can hold them."""
+    """Replaces lone surrogates in a text, which JSON can contain and UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,1 +1,1 @@
-"""From text to token folders."""
+"""Turns text into token folders."""

@@ -1,4 +1,4 @@
-"""Text out of one file, whatever its format: plain text, JSON lines, Arrow or Parquet tables."""
+"""Reads documents from one file: plain text, JSON lines, or an Arrow or Parquet table."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ _CHUNK = 1 << 20
 
 
 def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
-    """The documents of a file: one of a text file, one a line or row of the other formats.
+    """Yields the documents of a file: a text file is one, other formats have one per line or row.
 
-    Counts in `skipped` what is left out. Raises DataError where the file cannot be read, or is
-    plain text where pairs or labels are wanted.
+    Args:
+        path: The file.
+        fields: The keys of records.
+        skipped: Counts what is left out.
+
+    Raises:
+        DataError: The file cannot be read, or is plain text and `fields` asks for pairs or labels.
     """
     try:
         if path.name.endswith(JSON_LINES):
@@ -46,7 +51,7 @@ def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[P
         else:
             what = "pairs" if fields.pair else "labels"
             raise DataError(
-                f"{path}: {what} are read out of the records of {', '.join(RECORDS)} files, and "
+                f"{path}: {what} are read from the records of {', '.join(RECORDS)} files, but "
                 f"this is plain text" + _INSTEAD[what]
             )
     except (OSError, EOFError, zlib.error) as error:
@@ -65,15 +70,15 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _text(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
-    # A first pass looks for NUL bytes, since tokens cannot be taken back. It costs a file of up
-    # to one chunk nothing; of others the second pass mostly finds the page cache warm.
+    # A first pass looks for NUL bytes, because tokens cannot be taken back. It is free for a file
+    # of up to one chunk; the second pass over a larger file mostly reads from the page cache.
     first, rest = b"", False
     for chunk in _chunks(path):
         if b"\0" in chunk:
             skipped[BINARY] += 1
             return
         first, rest = first or chunk, bool(first)
-    # "utf-8-sig" drops a byte order mark; line ends stay as they are.
+    # "utf-8-sig" drops a byte order mark and keeps line ends.
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
 
     def decoded() -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Translated sentences out of gettext catalogues: what programs on this machine say.
+"""Translated sentences from gettext catalogues, the messages of programs on this machine.
 
-Catalogues are read with polib. Python's own gettext module compiles and runs the formula for plural
-forms that a catalogue brings along; nothing here does.
+Catalogues are read with polib, because Python's own gettext module compiles and runs the formula
+for plural forms that a catalogue contains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PREFIX = "gettext:"
 ENGLISH = "en"
-MIN_WORDS = 4  # of the English text: shorter ones are mostly menus, and names of places
+MIN_WORDS = 4  # of the English text; shorter ones are mostly menu items and names of places
 _SUFFIXES = (".mo", ".po")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Z]{2})?(@[a-z]+)?")
 _DAMAGED = "catalogues that cannot be read"
@@ -40,8 +40,13 @@ _DAMAGED = "catalogues that cannot be read"
 class CatalogueSource:
     """English sentences and their translations; see `gridformer.data.prepare.sources.Source`.
 
-    Every English sentence is there once, with the first translation found, so that none is both
-    trained on and held out. All of it is held in memory: a whole system has a few megabytes.
+    Every English sentence occurs once, with the first translation found, so that no sentence is in
+    both splits. All sentences are held in memory: a whole system has a few megabytes.
+
+    Attributes:
+        name: The source as the user wrote it.
+        language: The code of the language into which sentences are translated.
+        paths: The files of the catalogues.
     """
 
     name: str
@@ -55,7 +60,7 @@ class CatalogueSource:
 
     @cached_property
     def _read(self) -> tuple[dict[str, list[Pair]], Counter[str]]:
-        """Pairs of each catalogue, and what was left out."""
+        """The pairs of each catalogue by name and license, and the counts of what was left out."""
         found: dict[str, list[Pair]] = {}
         skipped: Counter[str] = Counter()
         seen: set[str] = set()
@@ -84,7 +89,7 @@ class CatalogueSource:
 
     @property
     def parts(self) -> tuple[PartEntry, ...]:
-        """The catalogues that gave something; documents are two a pair."""
+        """The catalogues that contributed pairs; each pair counts as two documents."""
         return tuple(
             PartEntry(
                 name=key.partition("\n")[0],
@@ -96,7 +101,7 @@ class CatalogueSource:
 
     @property
     def license(self) -> str:
-        """Pairs under each licence, most first."""
+        """The licenses with the number of pairs under each, the most frequent first."""
         counts: Counter[str] = Counter()
         for part in self.parts:
             counts[part.license or "not stated, GPL for the most part"] += part.documents // 2
@@ -120,15 +125,17 @@ class CatalogueSource:
 
 
 def catalogue_source(spec: str) -> CatalogueSource:
-    """`gettext:de`, the catalogues of this machine, or `gettext:de:PATH`, those below a folder.
+    """Opens `gettext:de`, the catalogues of this machine, or `gettext:de:PATH`, those in a folder.
 
-    Raises UserError, with what to install, where there are none.
+    Raises:
+        UserError: `spec` is malformed, polib is not installed, or there are no catalogues. The
+            message says what to install.
     """
     language, _, place = spec.removeprefix(PREFIX).partition(":")
     if not _LANGUAGE.fullmatch(language):
         raise UserError(
-            f"{spec}: '{language}' is no code of a language; write {PREFIX}de for German, or "
-            f"{PREFIX}de:PATH for catalogues below a folder"
+            f"{spec}: '{language}' is not the code of a language; write {PREFIX}de for German, or "
+            f"{PREFIX}de:PATH for catalogues in a folder"
         )
     if language == ENGLISH:
         raise UserError(f"{spec}: catalogues translate from English; name another language")
@@ -139,47 +146,52 @@ def catalogue_source(spec: str) -> CatalogueSource:
         paths = [path for folder in folders for path in _walk(folder)]
         where = f"the locale folders of this system and this Python ({folders[0]} and others)"
         remedy = (
-            f"install programs that bring some (Debian: apt install git gnupg-l10n; its slim "
-            f"images leave translations out, there and elsewhere: pip install django), or name a "
+            f"install programs that include some (Debian: apt install git gnupg-l10n; on its slim "
+            f"images, which omit translations, and elsewhere: pip install django), or name a "
             f"folder that has them: {PREFIX}{language}:PATH"
         )
     else:
         if not root.exists():
-            raise UserError(f"{spec}: there is no {root}; name a folder or a .mo or .po file")
+            raise UserError(f"{spec}: {root} does not exist; name a folder or a .mo or .po file")
         paths = [root] if root.is_file() else _of_language(root, language)
         where = str(root)
-        remedy = f"name a folder with */{language}/LC_MESSAGES/*.mo, {language}.po, or such files"
+        remedy = f"name a folder with */{language}/LC_MESSAGES/*.mo, {language}.po, or such a file"
     if not paths:
         raise UserError(f"{spec}: no catalogues for '{language}' in {where}: {remedy}")
     return CatalogueSource(spec, language, _without_twins(paths))
 
 
 def system_folders(language: str) -> list[Path]:
-    """Where the catalogues of a language lie: of the system, of this Python, of Django."""
+    """Returns folders in which the system, this Python and Django keep a language's catalogues."""
     share = (Path("/usr/share"), Path("/usr/local/share"), Path(sys.prefix) / "share")
     folders = [
         base / name / language / "LC_MESSAGES"
         for base in dict.fromkeys(share)
         for name in ("locale", "locale-langpack")
     ]
-    django = importlib.util.find_spec("django")  # looks for it, does not import it
+    django = importlib.util.find_spec("django")  # finds it without importing it
     for place in (django.submodule_search_locations or ()) if django else ():
         folders += sorted(Path(place).glob(f"**/locale/{language}/LC_MESSAGES"))
     return folders
 
 
 def read_catalogue(path: Path) -> polib.MOFile | polib.POFile:
-    """A .mo or .po file. Raises DataError where it is damaged or neither."""
+    """Reads a .mo or .po file.
+
+    Raises:
+        DataError: The file is damaged, or neither a .mo nor a .po file.
+    """
     import polib
 
     try:
-        with path.open("rb"):  # polib takes a path that it cannot open for a catalogue's text
+        # polib takes the path of a file that it cannot open for the text of a catalogue.
+        with path.open("rb"):
             pass
         return polib.pofile(str(path)) if path.suffix == ".po" else polib.mofile(str(path))
     # polib raises struct.error, IndexError and more for what it cannot parse.
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{path}: is no catalogue that can be read ({reason})") from None
+        raise DataError(f"{path}: is not a readable catalogue ({reason})") from None
 
 
 def _of_language(root: Path, language: str) -> list[Path]:
@@ -198,7 +210,7 @@ def _walk(root: Path) -> list[Path]:
 
 
 def _without_twins(paths: list[Path]) -> tuple[Path, ...]:
-    """One path for links to the same file, and .po alone where .mo is made of it."""
+    """Keeps one of several links to the same file, and of name.mo and name.po only the latter."""
     real: dict[Path, Path] = {}
     for path in paths:
         real.setdefault(path.resolve(), path)
@@ -207,7 +219,7 @@ def _without_twins(paths: list[Path]) -> tuple[Path, ...]:
 
 
 def _django_name(path: Path) -> str:
-    """`django.contrib.admin` of .../django/contrib/admin/locale/de/LC_MESSAGES/django.po."""
+    """Returns a name such as `django.contrib.admin.django` for a catalogue in Django's folders."""
     parts = path.parts[: len(path.parts) - 1 - path.parts[::-1].index("locale")]
     start = len(parts) - 1 - parts[::-1].index("django")
     return ".".join(part for part in (*parts[start:], path.stem) if part != "conf")

@@ -1,7 +1,8 @@
-"""Under which licence a catalogue of messages is, as far as that is known.
+"""The license of a catalogue of messages, as far as it is known.
 
-Compiled catalogues do not say; those of well-known projects go by the licence of the project, under
-whose terms translations are given. The package that installed a catalogue has the last word.
+Compiled catalogues do not state it. Those of well-known projects have the license of the project,
+under whose terms translations are contributed. The package that installed a catalogue is
+authoritative.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 DJANGO = "BSD-3-Clause, Django"
 POSTGRES = "PostgreSQL License"
 _GPL2, _GPL3, _LGPL = "GPL-2.0-or-later", "GPL-3.0-or-later", "LGPL-2.1-or-later"
-# By the name of the file, without a version at its end.
+# File names without a version at the end, by license.
 _BY_NAME = {
     "GPL-2.0-only": ("git",),
     _GPL2: ("adduser", "apt", "libapt-pkg", "dpkg", "dpkg-dev", "net-tools", "python-apt"),
@@ -28,13 +29,13 @@ _BY_NAME = {
     "MIT": ("mit-krb",),
 }
 _LICENCE_OF = {name: licence for licence, names in _BY_NAME.items() for name in names}
-# What translators write into the head of a .po file.
+# What translators write in the header of a .po file.
 _SAME_AS = re.compile(r"same licen[sc]e as (?:the )?(.+?)(?: package| project)?\.", re.IGNORECASE)
 _VERSION = re.compile(r"(-?\d[\d.]*)(-properties)?$")
 
 
 def licence_of(path: Path, catalogue: polib.MOFile | polib.POFile) -> str | None:
-    """The licence of a catalogue; None where it is not known."""
+    """Returns the license of a catalogue, or None if it is not known."""
     if "PostgreSQL" in catalogue.metadata.get("Project-Id-Version", ""):
         return POSTGRES
     if {"django", "locale"} <= set(path.parts) and path.stem.startswith("django"):

@@ -1,4 +1,4 @@
-"""Sentence pairs out of the messages of one catalogue, cleaned of what belongs to programs."""
+"""Extracts sentence pairs from the messages of one catalogue, without keyboard shortcuts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import polib
 
-_WORD = re.compile(r"(?<![%\w])[^\W\d_]+")  # a run of letters that is no conversion such as %s
-# The letter after it is a keyboard shortcut: `_File`, `E&xit`. Those of `a_b` and `R&D` are not,
-# and neither is that of `&amp;`, but all of these read the same in the translation.
+_WORD = re.compile(r"(?<![%\w])[^\W\d_]+")  # a run of letters that is not a conversion such as %s
+# Marks the letter after it as a keyboard shortcut: `_File`, `E&xit`. It also matches `a_b`, `R&D`
+# and `&amp;`, which are no shortcuts, but these are the same in the translation.
 _MNEMONIC = re.compile(r"[_&](?=[^\W\d_])")
 
 
@@ -26,10 +26,13 @@ class Pair(NamedTuple):
 def cleaned(
     catalogue: polib.MOFile | polib.POFile, min_words: int, skipped: Counter[str]
 ) -> Iterator[Pair]:
-    """Translated messages of at least min_words words, on one line, without mnemonics.
+    """Yields translated messages on one line each, without keyboard shortcuts.
 
-    Counts in `skipped` what is left out: messages that are not translated, or whose translation
-    waits for review (fuzzy) or is the same, and short ones.
+    Args:
+        catalogue: The catalogue.
+        min_words: The fewest words of a source text.
+        skipped: Counts what is left out: messages that are short, not translated, or whose
+            translation is the same or waits for review (fuzzy).
     """
     for entry in catalogue:
         # Compilers leave fuzzy messages out, so entries of .mo files have no such flag.
@@ -47,7 +50,7 @@ def cleaned(
 
 
 def without_mnemonics(pair: Pair) -> Pair:
-    """The pair without its keyboard shortcuts, if both sides have a single one in other words."""
+    """Removes keyboard shortcuts if each text has exactly one and their words differ."""
     marks = [list(_MNEMONIC.finditer(text)) for text in pair]
     if any(len(found) != 1 for found in marks):
         return pair
@@ -61,9 +64,10 @@ def without_mnemonics(pair: Pair) -> Pair:
 
 
 def _forms(entry: polib.POEntry | polib.MOEntry) -> Iterator[tuple[str, str]]:
-    """The message, or its forms for one and for many.
+    """Yields the message, or its singular and plural forms.
 
-    With three forms or more only the first is taken: which numbers the others are for is a formula.
+    From three or more forms it yields only the first, because a formula determines the numbers to
+    which the others apply.
     """
     if not entry.msgid_plural:
         yield entry.msgid, entry.msgstr

@@ -1,4 +1,4 @@
-"""Hugging Face data sets, by name or from disk, through the optional `datasets` library."""
+"""Hugging Face data sets, by name or from disk, read with the optional library `datasets`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 from gridformer.utils.extras import require
 
-_ROWS = 64  # read at a time
+_ROWS = 64  # rows to read at a time
 
 
 @dataclass(frozen=True)
 class TableSource:
-    """A data set's rows, one document each; see `gridformer.data.prepare.sources.Source`."""
+    """The rows of a data set, one document each; see `gridformer.data.prepare.sources.Source`."""
 
     name: str
     license: str | None
@@ -44,14 +44,16 @@ class TableSource:
 
 
 def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
-    """`hf:NAME` or `hf:NAME/CONFIG`, streamed; NAME may be a hub name or a local folder.
+    """Opens `hf:NAME` or `hf:NAME/CONFIG` for streaming; NAME is a hub name or a local folder.
 
-    Raises UserError where `datasets` is missing or finds no such data set, configuration, split.
+    Raises:
+        UserError: `datasets` is not installed, or there is no such data set, configuration or
+            split.
     """
     datasets = _library(spec)
     name = spec.removeprefix("hf:").rstrip("/")
     parts = name.split("/")
-    # `a/b` is an owner's data set first, then the configuration b of a.
+    # `a/b` may be the data set b of the owner a, or else the configuration b of a.
     tries: list[tuple[str, str | None]] = [(name, None)]
     if len(parts) > 1 and not Path(name).exists():
         tries = [(name, None)] if len(parts) == 2 else []
@@ -59,11 +61,12 @@ def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
     problems = []
     for path, config in tries:
         try:
-            # Releases before 4 can run a data set's own Python; newer ones ignore the argument.
+            # Releases of datasets before 4 can run a data set's own Python code; newer ones ignore
+            # the argument.
             table = datasets.load_dataset(
                 path, config, split=split, streaming=True, trust_remote_code=False
             )
-        # Its errors have no common base: not found, offline, no such configuration, no such split.
+        # Its errors have no common base class: not found, offline, no such configuration or split.
         except Exception as error:
             problems.append(_reason(error))
             continue
@@ -72,19 +75,24 @@ def hub_source(spec: str, split: str, fields: Fields) -> TableSource:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote a folder."""
+    """Returns whether a folder was written by `save_to_disk` of `datasets`."""
     one = all((folder / name).is_file() for name in ("dataset_info.json", "state.json"))
     return one or (folder / "dataset_dict.json").is_file()
 
 
 def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSource:
-    """A folder that `save_to_disk` wrote. Raises UserError where it has no such split."""
+    """Opens a folder that `save_to_disk` of `datasets` wrote.
+
+    Raises:
+        UserError: `datasets` is not installed, or there is no such split.
+        DataError: The data set cannot be loaded.
+    """
     datasets = _library(name)
     try:
         table = datasets.load_from_disk(str(folder))
     except Exception as error:
         raise DataError(
-            f"{folder}: is no data set that can be loaded ({_reason(error)})"
+            f"{folder}: is not a data set that can be loaded ({_reason(error)})"
         ) from error
     if isinstance(table, dict):
         if split not in table:
@@ -94,7 +102,12 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
 
 
 def table_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
-    """The rows of one .parquet or .arrow file. Raises DataError if it cannot be read."""
+    """Yields the documents of one .parquet or .arrow file.
+
+    Raises:
+        UserError: `datasets` is not installed.
+        DataError: The file cannot be read.
+    """
     datasets = _library(str(path))
     try:
         table = datasets.load_dataset(
@@ -108,7 +121,7 @@ def table_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[
 def _rows(name: str, table: Any, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
     columns = table.column_names
     if columns is not None:
-        # The other columns are not even read.
+        # Only these columns are read.
         table = table.select_columns(fields.columns(columns, name))
     names = _label_names(table, fields.label)
     batches = iter(table.iter(batch_size=_ROWS))
@@ -116,7 +129,7 @@ def _rows(name: str, table: Any, fields: Fields, skipped: Counter[str]) -> Itera
     while True:
         try:
             batch = next(batches, None)
-        # A network that fails, a damaged file: again, no common base.
+        # A network failure, a damaged file: these have no common base class either.
         except Exception as error:
             raise DataError(
                 f"{name}: reading failed after {done} rows ({_reason(error)})"
@@ -128,20 +141,20 @@ def _rows(name: str, table: Any, fields: Fields, skipped: Counter[str]) -> Itera
             record = dict(zip(keys, values))
             label = record.get(fields.label) if fields.label and names else None
             if isinstance(label, int):
-                # A number below 0 is how data sets without labels write None.
+                # Data sets without labels write a number below 0 for None.
                 record[fields.label] = names[label] if 0 <= label < len(names) else None
             yield from record_pieces(record, fields, f"{name}, row {done}", skipped)
             done += 1
 
 
 def _label_names(table: Any, label: str | None) -> list[str]:
-    """What the numbers of a label mean, where the data set says so."""
+    """Returns the names of label numbers, if the data set has them."""
     feature = (table.features or {}).get(label) if label else None
     return list(getattr(feature, "names", None) or [])
 
 
 def _license(table: Any) -> str | None:
-    """What the data set says of itself; some cards list several."""
+    """Returns the license that the data set states; some list several."""
     found = table.info.license
     return (found if isinstance(found, str) else ", ".join(found or ())) or None
 
@@ -154,6 +167,6 @@ def _library(what: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The beginning of somebody else's exception, on one line."""
+    """Returns the beginning of a library's exception on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:300] + "..."

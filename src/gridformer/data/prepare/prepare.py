@@ -1,4 +1,4 @@
-"""Corpus to token folder, in one pass and in bounded memory."""
+"""Turns a corpus into a token folder in one pass and in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,22 @@ from gridformer.data.tokenfolder import (
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError, UserError
 
-# Large enough to keep the tokenizer's threads busy; its results take some 100 bytes a token.
+# Large enough to keep the tokenizer's threads busy; its results take about 100 bytes per token.
 _BATCH_CHARS = 1 << 21
 _BATCH_PIECES = 4096
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a preparation has come; `total` is in bytes, None where it is not known."""
+    """The progress of a preparation.
+
+    Attributes:
+        phase: What it does now.
+        bytes: The bytes of text that are tokenized.
+        tokens: The tokens that are written.
+        documents: The documents that are written.
+        total: The bytes of all sources, or None if they are not known.
+    """
 
     phase: Literal["sampling", "training the tokenizer", "tokenizing"]
     bytes: int = 0
@@ -53,24 +61,37 @@ def prepare_corpus(
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> TokenFolder:
-    """Write the documents of all sources, in order, as a token folder, and open it.
+    """Writes the documents of all sources, in order, to a token folder, and opens it.
 
-    The sources are of one kind, as `open_sources` sees to; it becomes that of the folder. Without
-    a tokenizer a byte-level BPE of vocab_size tokens is trained on about sample_bytes of them; for
-    pairs it is of both languages. The same sources and arguments give the same bytes. Raises
-    UserError where an argument or `out` cannot be used, DataError where a source cannot be read or
-    holds no text.
+    The same sources and arguments give the same bytes.
+
+    Args:
+        sources: The sources, all of one kind (`open_sources` checks that), which becomes the
+            folder's kind.
+        out: The folder.
+        tokenizer: The tokenizer. None trains a byte-level BPE on a sample of the sources; for pairs
+            it covers both languages.
+        vocab_size: The most tokens of a tokenizer that is trained.
+        sample_bytes: About how many bytes of text to train the tokenizer on.
+        val_fraction: The fraction of the documents for validation, between 0 and 1.
+        seed: The seed that decides which documents are for validation.
+        overwrite: Whether to replace a token folder at `out`.
+        on_progress: Called with the progress.
+
+    Raises:
+        UserError: An argument or `out` cannot be used.
+        DataError: A source cannot be read or contains no text.
     """
     out = Path(out)
     if not 0 < val_fraction < 1:
-        raise UserError(f"val_fraction={val_fraction} must lie between 0 and 1, for instance 0.02")
+        raise UserError(f"val_fraction={val_fraction} must be between 0 and 1, for instance 0.02")
     check_free(out, overwrite)
     if tokenizer is None:
         on_progress(Progress("sampling"))
         texts = list(sample(sources, sample_bytes))
         if not texts:
             skipped: Counter[str] = Counter()
-            for source in sources:  # again, to tell why: samples do not count
+            for source in sources:  # read again to tell why, because samples count nothing
                 deque(source.pieces(skipped), maxlen=0)
             raise _empty(sources, skipped)
         on_progress(Progress("training the tokenizer"))
@@ -78,14 +99,14 @@ def prepare_corpus(
         del texts
     with written_whole(out, overwrite) as folder:
         index = _write(sources, folder, tokenizer, seed, val_fraction, on_progress)
-        # Last, because a folder opens with its index only.
+        # The index is written last, because a folder does not open without it.
         (folder / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
         TokenFolder.open(folder)
     return TokenFolder.open(out)
 
 
 def sample(sources: Sequence[Source], limit: int) -> Iterator[str]:
-    """Text of about `limit` bytes, an equal share from each source as far as it lasts."""
+    """Yields text of about `limit` bytes, the same amount from each source that has enough."""
     readers = [source.sample() for source in sources]
     taken = [0] * len(readers)
     live = list(range(len(readers)))
@@ -161,7 +182,7 @@ def _write(
 
 
 class _PairAppender:
-    """Holds the first text of a pair back until the second is whole too."""
+    """Holds back the first text of a pair until the second is complete as well."""
 
     def __init__(self, writer: SplitWriter, skipped: Counter[str]) -> None:
         self._writer = writer

@@ -1,4 +1,4 @@
-"""What the keys of records mean, whatever file they come from: text, pairs of texts, labels."""
+"""Reads documents from records of any file format by key: text, pairs of texts, labels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ NO_LABEL = "records without a label"
 
 @dataclass(frozen=True)
 class Fields:
-    """Which keys of a record hold what. `a.b` is b inside of a, where no key is called that.
+    """The keys of a record. `a.b` means key b within the value of a, unless a key is named `a.b`.
 
-    text: the document, unless pair names its two texts; label: of the document, if it has one.
+    Attributes:
+        text: The key of the document, unless `pair` is given.
+        pair: The keys of a pair's two texts.
+        label: The key of the document's label, if it has one.
     """
 
     text: str = "text"
@@ -33,19 +36,27 @@ class Fields:
 
     @property
     def languages(self) -> tuple[str, str] | None:
-        """The names of a pair's two keys, which usually are those of languages."""
+        """The names of a pair's two keys, which usually name languages."""
         return (_last(self.pair[0]), _last(self.pair[1])) if self.pair else None
 
     @property
     def options(self) -> dict[str, str]:
-        """Every key that is read, and the option that named it."""
+        """Maps each key that is read to the command-line option that sets it."""
         if self.pair:
             return dict.fromkeys(self.pair, "--pair-keys")
         label = {self.label: "--label-key"} if self.label else {}
         return {self.text: "--text-key"} | label
 
     def columns(self, present: Sequence[str], where: str) -> list[str]:
-        """The columns of a table that are needed. Raises DataError where one is missing."""
+        """Returns the columns of a table that these keys need.
+
+        Args:
+            present: The columns of the table.
+            where: The name of the table, for errors.
+
+        Raises:
+            DataError: A column is missing.
+        """
         for key, option in self.options.items():
             if key not in present and key.partition(".")[0] not in present:
                 raise missing_key(where, key, list(present), option)
@@ -55,9 +66,16 @@ class Fields:
 def record_pieces(
     record: Mapping[str, Any], fields: Fields, where: str, skipped: Counter[str]
 ) -> Iterator[Piece]:
-    """The document, or the two of a pair, in one record; counts in `skipped` what is incomplete.
+    """Yields the pieces of a record's document, or of the two documents of a pair.
 
-    Raises DataError where a key is missing or holds something else than text.
+    Args:
+        record: The record.
+        fields: The keys to read.
+        where: The file and place of the record, for errors.
+        skipped: Counts incomplete records, which yield nothing.
+
+    Raises:
+        DataError: A key is missing, or its value has the wrong type.
     """
     if fields.pair:
         texts = [
@@ -84,19 +102,29 @@ def record_pieces(
 
 
 def checked_text(value: object, where: str, key: str, option: str = "--text-key") -> str:
-    """The text of a record; None counts as empty. Raises DataError for anything but text."""
+    """Returns the text of a record, empty for None.
+
+    Args:
+        value: The value in the record.
+        where: The file and place of the record, for errors.
+        key: The key of the value, for errors.
+        option: The command-line option that sets the key, for errors.
+
+    Raises:
+        DataError: The value is neither text nor None.
+    """
     if value is None:
         return ""
     if not isinstance(value, str):
         raise DataError(
-            f"{where}: '{key}' holds {type(value).__name__}, not text: choose another column "
+            f"{where}: '{key}' holds {type(value).__name__}, not text: choose another key "
             f"with {option}"
         )
     return value
 
 
 def missing_key(where: str, key: str, present: list[str], option: str = "--text-key") -> DataError:
-    """The error for records that lack a column."""
+    """Returns the error for records that lack a key."""
     what = {"--pair-keys": "the two texts", "--label-key": "the label"}.get(option, "the text")
     return DataError(
         f"{where}: has no '{key}'; name {what} with {option}, there are "
@@ -121,7 +149,7 @@ def _checked_label(value: object, where: str, key: str) -> str:
     if not isinstance(value, str | int):
         raise DataError(
             f"{where}: '{key}' holds {type(value).__name__}; a label is a word or a whole number: "
-            f"choose another column with --label-key"
+            f"choose another key with --label-key"
         )
     return str(value)
 

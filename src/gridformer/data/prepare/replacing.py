@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Writes a token folder so that it appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Raise UserError unless `out` may be written: absent, empty, or a token folder to overwrite.
+    """Checks that `out` may be written: it is absent, empty, or a token folder to overwrite.
 
-    A folder that holds anything but a token folder's own files is never replaced.
+    A folder that contains anything but a token folder's own files is never replaced.
+
+    Raises:
+        UserError: `out` may not be written.
     """
     if not out.exists():
         return
@@ -27,7 +30,7 @@ def check_free(out: Path, overwrite: bool) -> None:
         return
     if foreign := sorted(present - FILES):
         raise UserError(
-            f"{out}: holds {', '.join(foreign[:3])}, which prepare did not write, and is not "
+            f"{out}: holds {', '.join(foreign[:3])}, which prepare did not write, so it is not "
             f"replaced; choose another --out"
         )
     if not is_token_folder(out):
@@ -36,24 +39,27 @@ def check_free(out: Path, overwrite: bool) -> None:
             f"replaced; choose another --out"
         )
     if not overwrite:
-        raise UserError(f"{out}: holds a token folder already; add --overwrite to replace it")
+        raise UserError(f"{out}: already is a token folder; add --overwrite to replace it")
 
 
 @contextlib.contextmanager
 def written_whole(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its place when the block ends without an error.
+    """Yields a temporary folder that replaces `out` when the block ends without an error.
 
-    After an error or Ctrl-C it is removed. A process that is killed leaves it behind, hidden and
-    without an index, so that it cannot be taken for a token folder.
+    After an error or Ctrl-C the folder is removed. A process that is killed leaves it behind,
+    hidden and without an index, so that it cannot be mistaken for a token folder.
+
+    Raises:
+        UserError: `out` may not be written; see `check_free`.
     """
     check_free(out, overwrite)
-    target = out.resolve()  # a link stays a link, and the folder beside its target can be renamed
-    # A name that is drawn: several may write the same folder at a time.
+    target = out.resolve()  # keeps a link, and allows renaming a folder beside its target
+    # The name is random because several processes may write the same folder at a time.
     writing = hidden_folder(target, f"-{secrets.token_hex(4)}")
     begin_folder(writing)
     try:
         yield writing
-        check_free(out, overwrite)  # much may have happened since
+        check_free(out, overwrite)  # it may have changed since the first check
         finish_folder(writing, target)
     finally:
         shutil.rmtree(writing, ignore_errors=True)

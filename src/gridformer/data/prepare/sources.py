@@ -1,7 +1,7 @@
-"""What a SOURCE of `gridformer prepare` may be: files, folders, globs, data sets, built-in names.
+"""The sources of `gridformer prepare`: files, folders, globs, data sets, built-in names.
 
-A source is read as often as needed (a sample for the tokenizer, then everything) and lazily: it
-never holds more than a piece of a document.
+A source can be read several times (a sample for the tokenizer, then everything). It reads lazily
+and never holds more than a piece of a document.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 
 PYTHON_STDLIB = "python-stdlib"
-# Tests and their data, other people's packages, and folders without a library's source.
+# Tests and their data, third-party packages, and folders without Python sources.
 _NOT_STDLIB = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload", "__pycache__"}
 )
@@ -38,38 +38,47 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """As the user wrote it."""
+        """The source as the user wrote it."""
 
     @property
     def license(self) -> str | None:
-        """None where nobody said."""
+        """The license, or None if it is not known."""
 
     @property
     def n_bytes(self) -> int | None:
-        """Bytes to read, for progress; None where that is not known beforehand."""
+        """The bytes to read, for progress, or None if they are not known beforehand."""
 
     @property
     def kind(self) -> Kind:
-        """What its documents are: texts, texts and their translations in turn, or labeled."""
+        """What its documents are: texts, alternating texts and translations, or labeled texts."""
 
     @property
     def languages(self) -> tuple[str, str] | None:
-        """Of the two texts of a pair; None in other kinds."""
+        """The languages of a pair's two texts; None for other kinds."""
 
     @property
     def parts(self) -> tuple[PartEntry, ...]:
-        """What it is made of, where parts have licences of their own."""
+        """The parts of the source, if they have their own licenses."""
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
-        """All documents, in an order that never changes; counts what is left out."""
+        """Yields all documents, always in the same order, and counts in `skipped` what it skips."""
 
     def sample(self) -> Iterator[Piece]:
-        """The same, in an order in which the beginning is typical of the whole."""
+        """Yields all documents in an order whose beginning is typical of the whole."""
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """Documents out of files. With label_root, the folder right below it is a file's label."""
+    """Documents from files.
+
+    Attributes:
+        name: The source as the user wrote it.
+        paths: The files.
+        fields: The keys of records.
+        license: The license, if known.
+        label_root: If given, the label of a file is the name of the folder directly below this one.
+        parts: The parts of the source, if they have their own licenses.
+    """
 
     name: str
     paths: tuple[Path, ...]
@@ -98,7 +107,7 @@ class FileSource:
 
     def sample(self) -> Iterator[Piece]:
         paths = list(self.paths)
-        # Folders are read in sorted order; their first megabytes may be all of one kind.
+        # Folders are read in sorted order, so their first megabytes may not be typical.
         random.Random(0).shuffle(paths)
         for path in paths:
             yield from self._of(path, Counter())
@@ -120,13 +129,22 @@ def open_sources(
     label_key: str | None = None,
     labels_from_folders: bool = False,
 ) -> list[Source]:
-    """Find out what each SOURCE is; reads nothing yet.
+    """Finds out what each SOURCE is, without reading its documents.
 
-    suffixes: of the files taken from folders, empty for DEFAULT_SUFFIXES. text_key: of JSON lines
-    and tables, pair_keys: of the two texts there, label_key: of the label there.
-    labels_from_folders takes a file's label from the folder it is in. split: of data sets. Raises
-    UserError for a source that does not exist or that is of another kind than the others, DataError
-    for a folder without a fitting file.
+    Args:
+        specs: The sources as the user wrote them.
+        suffixes: The suffixes of the files to take from folders; empty means DEFAULT_SUFFIXES, or
+            RECORDS for pairs and labels.
+        text_key: The key of the text in JSON lines and tables.
+        split: The split of data sets.
+        pair_keys: The keys of a pair's two texts in JSON lines and tables.
+        label_key: The key of the label in JSON lines and tables.
+        labels_from_folders: Whether the label of a file is the name of its folder.
+
+    Raises:
+        UserError: A source does not exist, is of another kind than the others, or an option does
+            not apply.
+        DataError: A folder contains no fitting file, or a data set cannot be loaded.
     """
     if not specs:
         raise UserError(f"name at least one source, for instance {PYTHON_STDLIB}")
@@ -143,14 +161,14 @@ def open_sources(
     wanted = tuple(s if s.startswith(".") else f".{s}" for s in suffixes) or usual
     sources = [_open_source(spec, wanted, fields, split, labels_from_folders) for spec in specs]
     if used and not any(used[0] in _ways_of(source) for source in sources):
-        raise UserError(f"{', '.join(specs)}: {used[0]} changes nothing there: leave it out")
+        raise UserError(f"{', '.join(specs)}: {used[0]} has no effect there: omit it")
     for source in sources[1:]:
         _check_same(sources[0], source)
     return sources
 
 
 def _ways_of(source: Source) -> tuple[str, ...]:
-    """The options for pairs and labels that were heeded in a source."""
+    """Returns the options for pairs and labels that have an effect on a source."""
     if isinstance(source, FileSource) and source.label_root:
         return ("--labels-from-folders",)
     if isinstance(source, FileSource | hf.TableSource):
@@ -162,12 +180,12 @@ def _check_same(one: Source, other: Source) -> None:
     if one.kind != other.kind:
         raise UserError(
             f"{one.name} holds {_called(one.kind)}, {other.name} holds {_called(other.kind)}: "
-            f"prepare them into folders of their own"
+            f"prepare them into separate folders"
         )
     if one.languages != other.languages:
         raise UserError(
             f"{one.name} translates {' to '.join(one.languages or ())}, {other.name} "
-            f"{' to '.join(other.languages or ())}: prepare them into folders of their own"
+            f"{' to '.join(other.languages or ())}: prepare them into separate folders"
         )
 
 
@@ -198,7 +216,7 @@ def _open_source(
         below = tuple(file for file in found if file.parent != path)
         if not below:
             raise DataError(
-                f"{path}: has files but no folders of them to name labels; --labels-from-folders "
+                f"{path}: has files, but no folders whose names are labels; --labels-from-folders "
                 f"reads {path}/LABEL/FILE"
             )
         return FileSource(spec, below, fields, label_root=path)
@@ -207,18 +225,19 @@ def _open_source(
     if not files:
         raise UserError(
             f"{spec}: no such file or folder, and no match as a pattern; a Hugging Face data set "
-            f"is written hf:{spec}, built in are {PYTHON_STDLIB} and {PREFIX}de"
+            f"is written hf:{spec}, and built-in sources are {PYTHON_STDLIB} and {PREFIX}de"
         )
     return FileSource(spec, files, fields)
 
 
 def python_stdlib() -> FileSource:
-    """The sources of this Python's standard library: text for a demonstration, no download.
+    """Opens the source files of this Python's standard library, as a text without a download.
 
-    Raises UserError where they are not on this machine.
+    Raises:
+        UserError: They are not on this machine.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    # _sysconfigdata holds paths of the machine that Python was built on.
+    # _sysconfigdata contains paths of the machine on which Python was built.
     found = [
         path
         for path in (_walk(root, (".py",), _NOT_STDLIB) if (root / "os.py").is_file() else [])
@@ -236,7 +255,7 @@ def python_stdlib() -> FileSource:
 def _walk(
     root: Path, suffixes: tuple[str, ...], without: frozenset[str] = frozenset()
 ) -> list[Path]:
-    """Files with one of the suffixes, in sorted order; hidden files and folders are left out."""
+    """Returns files with one of the suffixes in sorted order, without hidden files and folders."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in without)

@@ -1,4 +1,4 @@
-"""Which documents are held out, and the two token files while they are being written."""
+"""Splits documents into training and validation, and writes the token files of both."""
 
 from __future__ import annotations
 
@@ -24,20 +24,29 @@ from gridformer.data.tokenfolder import (
 )
 from gridformer.utils.errors import DataError
 
-_COPY_TOKENS = 1 << 22  # moved at a time when documents change places
+_COPY_TOKENS = 1 << 22  # tokens to copy at a time when documents move to the other split
 MOST_LABELS = 10_000
 
 
 def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
-    """The split of a document: a hash of (seed, document number), so that nothing is remembered."""
+    """Returns the split of a document, a function of a hash of (seed, document number)."""
     digest = hashlib.blake2b(f"{seed}/{document}".encode(), digest_size=8, person=b"val split")
     return "val" if int.from_bytes(digest.digest(), "little") < val_fraction * 2.0**64 else "train"
 
 
 class SplitWriter:
-    """Appends documents to train.bin or val.bin in a folder; `finish` fills an empty split.
+    """Appends documents to train.bin or val.bin in a folder. Use it as a context manager.
 
-    The two documents of a pair go to the same split. `unit` documents change places together.
+    The two documents of a pair go to the same split. Call `finish`, then `finish_labels`, at the
+    end.
+
+    Args:
+        folder: The folder.
+        dtype: The dtype of the token files.
+        eos_id: The id of the end-of-text token.
+        seed: The seed that decides the split of a document.
+        val_fraction: The fraction of the documents for validation.
+        kind: The kind of the documents.
     """
 
     def __init__(
@@ -56,9 +65,9 @@ class SplitWriter:
         self._val_fraction = val_fraction
         self._kind = kind
         self._open: _Growing | None = None
-        self._labels: dict[str, int] = {}  # in the order in which they came
+        self._labels: dict[str, int] = {}  # in order of appearance
         self.documents = 0
-        self.unit = 2 if kind == "pairs" else 1
+        self.unit = 2 if kind == "pairs" else 1  # documents that must stay in one split
 
     def __enter__(self) -> Self:
         return self
@@ -74,13 +83,22 @@ class SplitWriter:
 
     @property
     def tokens(self) -> int:
-        """Written so far, end-of-text tokens included."""
+        """The tokens written so far, end-of-text tokens included."""
         return sum(file.tokens for file in self._files.values())
 
     def append(self, ids: Sequence[int], ends: bool, label: str | None = None) -> bool:
-        """Continue the current document; whether that ended one. Without a token it is none.
+        """Appends tokens to the current document. A document without tokens is not written.
 
-        label: of the document, when it ends. Raises DataError at more than 10,000 of them.
+        Args:
+            ids: The tokens.
+            ends: Whether they are the last of the document.
+            label: The label of the document, if it ends.
+
+        Returns:
+            Whether a document was completed.
+
+        Raises:
+            DataError: There are more than 10,000 different labels.
         """
         if ids:
             if self._open is None:
@@ -99,17 +117,23 @@ class SplitWriter:
         return True
 
     def append_pair(self, source: Sequence[int], target: Sequence[int]) -> bool:
-        """Append both texts of a pair, or neither where one is without a token."""
+        """Appends both texts of a pair, or neither if one has no tokens; returns whether it did."""
         if not source or not target:
             return False
         return self.append(source, True) and self.append(target, True)
 
     def finish(self) -> dict[SplitName, SplitEntry]:
-        """Close the files, with at least one document, or a part of the only one, in each split.
+        """Closes the files and makes sure that neither split is empty.
 
-        Needs a document. Where the hashes put all of several documents on one side, the one whose
-        share of the tokens is nearest to what the other side should have moves there. Raises
-        DataError for a single pair or labeled document, which cannot be cut.
+        If all documents are in one split, the document whose length is nearest to what the other
+        split should have moves there. A single document is divided. At least one document must have
+        been appended.
+
+        Returns:
+            The sizes of both splits.
+
+        Raises:
+            DataError: There is only one pair or labeled document, which cannot be divided.
         """
         assert self.documents >= 1
         assert self._open is None
@@ -120,12 +144,12 @@ class SplitWriter:
             if self._kind != "text":
                 what = {"pairs": "pair", "labeled": "labeled document"}[self._kind]
                 raise DataError(
-                    f"there is a single {what}: one to train on and one to hold out are needed, "
+                    f"there is only one {what}, but training and validation need one each: "
                     f"prepare more text"
                 )
             whole, other = (train, val) if train.tokens else (val, train)
             tail = min(max(1, round(self._val_fraction * whole.tokens)), whole.tokens - 1)
-            # The end goes to val, wherever the hash had put the whole.
+            # The end goes to val, whichever split the hash chose.
             if whole is train:
                 _move(train, val, train.tokens - tail, train.tokens)
             else:
@@ -139,7 +163,11 @@ class SplitWriter:
         return {split: file.entry() for split, file in self._files.items()}
 
     def finish_labels(self) -> tuple[str, ...]:
-        """Names of labels, sorted, as numbers if all are; call after `finish`. Files follow."""
+        """Renumbers the labels in sorted order, also in the files. Call it after `finish`.
+
+        Returns:
+            The sorted names of the labels; they are sorted as numbers if all of them are numbers.
+        """
         by_number = all(name.isdecimal() for name in self._labels)
         names = sorted(self._labels, key=(lambda n: (int(n), n)) if by_number else None)
         if names:
@@ -154,13 +182,13 @@ class SplitWriter:
         if number >= MOST_LABELS:
             raise DataError(
                 f"there are more than {MOST_LABELS:,} different labels, for instance "
-                f"'{label[:40]}': name the key of a label with --label-key"
+                f"'{label[:40]}': name the key of the label with --label-key"
             )
         return number
 
 
 class _Growing:
-    """A .bin file, its offsets and, if it is labeled, labels."""
+    """The .bin file of a split while it is written, with its offsets and, if any, its labels."""
 
     def __init__(self, folder: Path, split: SplitName, dtype: np.dtype[Any], labeled: bool) -> None:
         self.dtype = dtype
@@ -215,7 +243,7 @@ class _Growing:
 
 
 def _move_unit(source: _Growing, target: _Growing, share: float, unit: int) -> None:
-    """Move the `unit` documents whose length is nearest to `share` of all to the empty target."""
+    """Moves the `unit` documents whose length is nearest to `share` of all to an empty target."""
     offsets = source.offsets()
     lengths = np.diff(offsets)
     chosen = unit * int(np.abs(np.diff(offsets[::unit]) - share * source.tokens).argmin())
@@ -231,7 +259,7 @@ def _move_unit(source: _Growing, target: _Growing, share: float, unit: int) -> N
 
 
 def _move(source: _Growing, target: _Growing, start: int, end: int) -> None:
-    """Move tokens [start, end) to the empty target and close the gap; offsets stay as they are."""
+    """Moves tokens [start, end) to an empty target and closes the gap, but leaves offsets alone."""
     size = source.dtype.itemsize
     with source.path.open("r+b") as from_file, target.path.open("wb") as to_file:
         for at in range(start, end, _COPY_TOKENS):

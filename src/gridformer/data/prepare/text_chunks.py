@@ -1,4 +1,4 @@
-"""Text on its way to the tokenizer: pieces of bounded size, so that no document must fit memory."""
+"""Splits documents into pieces of bounded size, so that no document must fit into memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 PIECE_CHARS = 1 << 16
-_LOOK_BACK = 1 << 12  # how far before the limit a seam is looked for; text without one is cut there
+_LOOK_BACK = 1 << 12  # characters before the limit in which to look for a place to cut
 _SEAM = re.compile(r"\S(?=[ \n\r\t])")
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends` marks its last one. An empty document is one empty piece.
+    """A part of a document. An empty document is one empty piece.
 
-    In sources of pairs every second document is the other text of the one before. In labeled
-    sources `label` is on all pieces.
+    In sources of pairs, documents alternate between the first and the second text of a pair.
+
+    Attributes:
+        text: The text.
+        ends: Whether it is the last piece of its document.
+        label: The label of the document, on all of its pieces, in labeled sources.
     """
 
     text: str
@@ -24,11 +28,11 @@ class Piece(NamedTuple):
 
 
 def pieces(chunks: Iterable[str], limit: int = PIECE_CHARS) -> Iterator[Piece]:
-    """One document, given in chunks of any size, as pieces of at most `limit` characters.
+    """Splits one document, given in chunks of any size, into pieces of at most `limit` characters.
 
     Pieces end between a word and the white space after it. GPT-2's pre-tokenizer always splits
-    there, so the tokens are those of the whole document. Where a stretch of 4096 characters has
-    no such place the cut is anywhere, and up to one token more comes out.
+    there, so the tokens are those of the whole document. If 4096 characters contain no such place,
+    the cut is arbitrary and may add one token.
     """
     held = ""
     for chunk in chunks:
@@ -43,13 +47,13 @@ def pieces(chunks: Iterable[str], limit: int = PIECE_CHARS) -> Iterator[Piece]:
 
 
 def labeled(parts: Iterable[Piece], label: str | None) -> Iterator[Piece]:
-    """The same pieces, with a label."""
+    """Adds a label to pieces."""
     return (part._replace(label=label) for part in parts)
 
 
 def _seam(text: str, start: int, limit: int) -> int:
-    """The last place in text[start:limit] to cut; text goes on after limit."""
-    # A seam at the limit itself is seen because the look-ahead reads one character further.
+    """Returns the last place to cut in text[start:limit]; the text continues after `limit`."""
+    # The look-ahead reads one character more, so a seam at the limit itself is found.
     low = max(start, limit - _LOOK_BACK)
     *_, end = (limit, *(seam.end() for seam in _SEAM.finditer(text, low, limit + 1)))
     return end

@@ -1,1 +1,1 @@
-"""From token folders to batches."""
+"""Turns token folders into samples and batches."""

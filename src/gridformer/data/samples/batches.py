@@ -1,4 +1,4 @@
-"""The batches of a run: which samples its task takes, out of which folder."""
+"""The batches of a run, made from the samples of its task."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ from gridformer.data.tokenizer import Tokenizer
 
 
 def special_ids(run: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
-    """The special ids of a run. Spans: a source of at least 3 tokens is assumed."""
+    """Returns the special ids of a run; for spans it assumes a source of at least 3 tokens."""
     needed = sentinels_of(max(3, run.source_len)) if run.task == "spans" else 0
     return SpecialIds.of(run.model.family, run.task, tokenizer, needed)
 
 
 def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batches:
-    """The batches of a resolved run (gridformer.data.resolve) out of one split of its folder.
+    """Opens the batches of a run in one split of its folder.
 
-    Validation has batches too, of global_batch rows; those of step i are the same at every
-    evaluation. Raises DataError where the split holds no sample.
+    Validation batches also have global_batch rows, and batch i is the same in every evaluation.
+
+    Args:
+        run: The run, as `gridformer.data.resolve` returned it.
+        folder: The token folder.
+        split: The split.
+
+    Raises:
+        DataError: The split contains no sample.
     """
     text = folder.train if split == "train" else folder.val
     batch, seed = run.train.global_batch, run.train.seed
@@ -48,7 +55,7 @@ def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batch
 
 
 class CausalBatches:
-    """Windows of running text, and the same a token later. Nothing is random in them."""
+    """Windows of running text, with the next tokens as targets. They have no random choices."""
 
     n_left_out = 0
 
@@ -57,7 +64,7 @@ class CausalBatches:
         self.n_samples = windows.n_samples
 
     def batch(self, step: int, rows: slice | None = None) -> Arrays:
-        """tokens, targets [rows, seq_len]; see Batches."""
+        """Returns tokens and targets [rows, seq_len]; see Batches."""
         ids = self.windows.batch(step, rows)
         tokens, targets = ids[:, :-1], ids[:, 1:]
         return {"tokens": np.ascontiguousarray(tokens), "targets": np.ascontiguousarray(targets)}

@@ -1,4 +1,4 @@
-"""Labeled documents: one a sample, cut to the length of the run, with its label."""
+"""Labeled documents: one per sample, truncated to the length of the run, with its label."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from gridformer.utils.batch import IGNORE
 
 
 class LabeledForDecoder:
-    """The document and its end; the last real token, which has seen all others, is classified."""
+    """The document and its end-of-text token, classified by its last token, which sees all others.
+
+    A document longer than seq_len is truncated.
+    """
 
     n_left_out = 0
 
@@ -21,7 +24,7 @@ class LabeledForDecoder:
         self.n_samples = split.n_documents
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """tokens, targets (next words), valid [seq_len]; at, labels []."""
+        """Returns tokens, targets (the next tokens) and valid [seq_len]; at and labels []."""
         ids = _document(self.split, number, self.seq_len + 1)
         tokens, targets = ids[: self.seq_len], ids[1:]
         return {
@@ -34,7 +37,7 @@ class LabeledForDecoder:
 
 
 class LabeledForEncoder:
-    """[CLS] document [SEP] with masked words; the [CLS] is classified."""
+    """[CLS] document [SEP] with masked words, classified by its [CLS]."""
 
     n_left_out = 0
 
@@ -44,9 +47,10 @@ class LabeledForEncoder:
         self.n_samples = split.n_documents
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """tokens, targets (masked words), valid, segments (all 0) [seq_len]; at, labels []."""
+        """Returns tokens, masked words as targets, valid, segments [seq_len]; at and labels []."""
         cls, sep = self.special.cls, self.special.sep
-        n_text = min(self.split.document_length(number) - 1, self.seq_len - 2)  # without its end
+        # The document without its end-of-text token.
+        n_text = min(self.split.document_length(number) - 1, self.seq_len - 2)
         read, said = self.masking.hide(_document(self.split, number, n_text), draw)
         tokens = np.concatenate([[cls], read, [sep]]).astype(np.int64)
         targets = np.concatenate([[IGNORE], said, [IGNORE]])

@@ -1,4 +1,4 @@
-"""Masked words, and whether sentence B follows A: BERT's samples (Devlin et al. 2019)."""
+"""Masked words and sentence pairs: BERT's samples (Devlin et al. 2019)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 
-MASKED_PERCENT = 15  # of the words
-_AS_MASK, _AS_RANDOM = 0.8, 0.1  # of those; the rest stays as it is
+MASKED_PERCENT = 15  # percentage of the words that are hidden
+_AS_MASK, _AS_RANDOM = 0.8, 0.1  # fractions of the hidden words; the rest stays unchanged
 
 
 class Masking:
-    """Hides 15% of the words of a text, at least one, and says what they were."""
+    """Hides 15% of the words of a text, at least one, and makes them the targets."""
 
     def __init__(self, special: SpecialIds) -> None:
         assert special.mask is not None
@@ -29,11 +29,11 @@ class Masking:
     def hide(
         self, ids: NDArray[np.int64], draw: np.random.Generator
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What is read and what is to be said, both [n] int64, for a text of ids [n], n >= 1.
+        """Returns tokens to read and targets, both [n] int64, for a text of ids [n], n >= 1.
 
-        Of the hidden words 80% read [MASK], 10% a random word, 10% what they are.
+        80% of the hidden words become [MASK], 10% become a random word, 10% stay unchanged.
         """
-        # A text of nothing but ends of texts is possible, if pointless: then one of those.
+        # A text may consist of end-of-text tokens alone; then one of those is hidden.
         words = np.flatnonzero(self.is_word[ids])
         words = words if words.size else np.arange(len(ids))
         number = max(1, (MASKED_PERCENT * len(words) + 50) // 100)
@@ -51,11 +51,15 @@ class Masking:
 
 
 class MaskedSamples:
-    """[CLS] A [SEP] B [SEP], or [CLS] A [SEP], of exactly seq_len tokens of running text.
+    """Samples [CLS] A [SEP] B [SEP], or [CLS] A [SEP], of exactly seq_len tokens of running text.
 
-    Sample i starts at token i*n of the split, n = seq_len less the three or two special tokens.
-    A's length is random, at least 1 is left to B. One B in two goes on where A ends (`pair` 1); the
-    other comes from a random place that this sample's own stretch of text does not touch (0).
+    Sample i starts at token i*n of the split, where n is seq_len without the three or two special
+    tokens. The length of A is random and leaves at least 1 token to B. Half of the time B continues
+    where A ends (`pair` 1); otherwise it comes from a random position outside of this sample's own
+    text (`pair` 0).
+
+    Raises:
+        DataError: The split is too short.
     """
 
     n_left_out = 0
@@ -63,7 +67,6 @@ class MaskedSamples:
     def __init__(
         self, split: TokenSplit, seq_len: int, special: SpecialIds, sentence_pair: bool
     ) -> None:
-        """Raises DataError if the split is too short."""
         assert special.cls is not None
         assert special.sep is not None
         self.split, self.seq_len, self.sentence_pair = split, seq_len, sentence_pair
@@ -73,7 +76,7 @@ class MaskedSamples:
         self.n_text = seq_len - n_special
         assert self.n_text >= self._least
         self.n_samples = split.n_tokens // self.n_text
-        if self.n_samples < self._least:  # B from elsewhere needs a second stretch
+        if self.n_samples < self._least:  # a B from elsewhere needs text outside of the sample
             fits = split.n_tokens // self._least + n_special
             raise DataError(
                 f"{split.path}: {split.n_tokens} tokens are too few for data.seq_len={seq_len}, "
@@ -82,7 +85,7 @@ class MaskedSamples:
             )
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """tokens, targets, segments [seq_len], and pair [] with sentence_pair."""
+        """Returns tokens, targets and segments [seq_len], and pair [] with sentence_pair."""
         start = number * self.n_text
         n_a = int(draw.integers(1, self.n_text)) if self.sentence_pair else self.n_text
         a = self.split.window(start, start + n_a)
@@ -95,7 +98,7 @@ class MaskedSamples:
         return self._assembled(a, b, draw) | {"pair": np.array(int(follows), dtype=np.int64)}
 
     def _elsewhere(self, start: int, length: int, draw: np.random.Generator) -> int:
-        """A random place for `length` tokens, before or after the sample's own stretch."""
+        """Draws a start for `length` tokens before or after the sample's own text."""
         end = start + self.n_text
         before = max(0, start - length + 1)
         after = max(0, self.split.n_tokens - length - end + 1)

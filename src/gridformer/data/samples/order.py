@@ -1,7 +1,7 @@
-"""Which sample lies at which place of which step: a pure function of (seed, step, row).
+"""The order of samples: the sample of each row of each step, as a function of (seed, step, row).
 
-Nothing here knows the layout or what ran before, so every layout, and every resumed run, reads
-the same samples in the same order, and draws the same numbers for them.
+It does not depend on the layout or on earlier steps. Every layout and every resumed run therefore
+reads the same samples in the same order, and draws the same random numbers for them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from gridformer.data.samples.permutation import permute
 
 @dataclass(frozen=True)
 class Order:
-    """Deals n_samples samples out in global batches.
+    """Assigns n_samples samples to global batches.
 
-    Steps walk through epochs without a break: each epoch visits every sample once, in an order of
-    its own drawn from (seed, epoch), or as they lie where `sequential` is set.
+    Steps go through epochs without a gap. Each epoch visits every sample once, in its own order
+    drawn from (seed, epoch), or in ascending order if `sequential`.
+
+    Attributes:
+        n_samples: The number of samples.
+        global_batch: Samples per step.
+        seed: The seed.
+        sequential: Whether samples come in ascending order.
     """
 
     n_samples: int
@@ -29,11 +35,15 @@ class Order:
     sequential: bool = False
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """Sample numbers [global_batch] of a step >= 0; a batch may straddle epochs."""
+        """Returns the sample numbers [global_batch] int64 of a step; a batch may span two epochs.
+
+        Raises:
+            ValueError: `step` is negative.
+        """
         if step < 0:
             raise ValueError(f"{step=} must not be negative")
-        # Python's integers for the start: step * global_batch may pass 2^63 only in theory, but
-        # the position within an epoch never does.
+        # The start is computed with Python's integers: step * global_batch could in theory exceed
+        # 2^63, but the position within an epoch cannot.
         epoch, start = divmod(step * self.global_batch, self.n_samples)
         positions = start + np.arange(self.global_batch, dtype=np.int64)
         epochs, positions = np.divmod(positions, self.n_samples)
@@ -45,9 +55,12 @@ class Order:
         return positions
 
     def generator(self, step: int, row: int, purpose: str) -> np.random.Generator:
-        """Random numbers of one place of one step, for one purpose; other places have others."""
+        """Returns a generator of random numbers for one row of one step and one purpose.
+
+        Every other row, step or purpose has other numbers.
+        """
         place = step * self.global_batch + row
         digest = hashlib.blake2b(f"{self.seed}/{purpose}/{place}".encode(), digest_size=16)
-        # A key of a counter-based generator: streams of different keys do not meet.
+        # The streams of a counter-based generator do not overlap for different keys.
         key = int.from_bytes(digest.digest(), "little")
         return np.random.Generator(np.random.Philox(key=key))

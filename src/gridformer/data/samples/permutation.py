@@ -1,9 +1,9 @@
-"""Shuffling without a table: a random order of [0, n) that is computed where it is needed.
+"""Shuffling without a table: a random order of [0, n) whose elements are computed one by one.
 
 A Feistel network over Z_a x Z_b with a*b just above n (Black and Rogaway 2002, "Ciphers with
-arbitrary finite domains", method 3): every round adds a hash of one half to the other half, which
-can be undone whatever the hash is, so the whole is a bijection. Results that fall in [n, a*b) walk
-on along their cycle until they are below n. Only integers, so the order is the same everywhere.
+arbitrary finite domains", method 3). Every round adds a hash of one half to the other half, which
+is invertible for any hash, so the network is a bijection. Results in [n, a*b) go through the
+network again until they are below n. It uses only integers, so the order is the same everywhere.
 """
 
 from __future__ import annotations
@@ -14,13 +14,22 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 8  # four are enough for a good shuffle of a large n; tiny domains need some more
+_ROUNDS = 8  # four are enough to shuffle a large n well; tiny domains need some more
 
 
 def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Where a shuffle of [0, n), drawn from (seed, epoch), sends each position.
+    """Applies the shuffle of [0, n) for (seed, epoch) to each position.
 
-    positions [...] int64 in [0, n); the result [...] int64 in [0, n). O(1) memory besides those.
+    Besides argument and result it takes O(1) memory.
+
+    Args:
+        positions: int64 [...] in [0, n).
+        n: The size of the domain.
+        seed: The seed.
+        epoch: The epoch; each has its own shuffle.
+
+    Returns:
+        int64 [...] in [0, n).
     """
     assert n >= 1
     assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n)
@@ -28,7 +37,7 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     out = _rounds(positions.astype(np.uint64), a, b, keys)
-    # a*b < n + a: hardly any position walks, and each returns, because it started below n.
+    # a*b < n + a, so few positions repeat, and each ends, because its cycle began below n.
     while (outside := out >= np.uint64(n)).any():
         out[outside] = _rounds(out[outside], a, b, keys)
     return out.astype(np.int64)
@@ -46,7 +55,7 @@ def _rounds(x: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]) -> 
 
 
 def _hash(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014); products wrap modulo 2^64."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014); products wrap modulo 2^64."""
     x = x + np.uint64(0x9E3779B97F4A7C15) ^ key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Windows of running text, dealt out in global batches; a process takes its rows of them."""
+"""Windows of running text in global batches, of which each process reads its rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from gridformer.utils.errors import DataError
 
 
 class BatchSampler:
-    """Cuts a split into windows of seq_len tokens and deals them out in global batches.
+    """Divides a split into windows of seq_len tokens and assigns them to global batches.
 
-    Sample i is tokens [i*seq_len, (i+1)*seq_len], one more than seq_len so that inputs and targets
-    are the same window shifted by one; neighbors share that one token. `n_samples` counts the
-    windows whose last target exists.
+    Sample i is tokens [i*seq_len, (i+1)*seq_len], one more than seq_len, so that inputs and targets
+    are the same window shifted by one; neighboring samples share that one token. `n_samples` counts
+    the windows whose last target exists. `Order` determines their order.
 
-    `Order` says which come when; `sequential` takes them as they lie.
+    Args:
+        split: The split.
+        seq_len: Tokens per sample.
+        global_batch: Samples per step.
+        seed: The seed of the order.
+        sequential: Whether samples come in ascending order.
+
+    Raises:
+        DataError: The split is too short for a single sample.
+        ValueError: `seq_len` or `global_batch` is less than 1.
     """
 
     def __init__(
@@ -29,7 +38,6 @@ class BatchSampler:
         *,
         sequential: bool = False,
     ) -> None:
-        """Raises DataError if the split is too short for a single sample."""
         if seq_len < 1 or global_batch < 1:
             raise ValueError(f"{seq_len=} and {global_batch=} must be at least 1")
         self.split = split
@@ -41,14 +49,20 @@ class BatchSampler:
         self.order = Order(self.n_samples, global_batch, seed, sequential)
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """Sample numbers [global_batch] of a step >= 0; a batch may straddle epochs."""
+        """Returns the sample numbers [global_batch] of a step >= 0; see `Order.indices`."""
         return self.order.indices(step)
 
     def batch(self, step: int, rows: slice | None = None) -> NDArray[np.int64]:
-        """Token ids [rows, seq_len + 1] int64 of some rows of a step's global batch (None: all).
+        """Returns token ids [rows, seq_len + 1] int64 of a step's global batch.
 
-        Reads those rows only from the disk. Raises DataError at an id outside the vocabulary,
-        which only a damaged file can hold.
+        It reads only these rows from the disk.
+
+        Args:
+            step: The number of the step, counted from 0.
+            rows: The rows; None returns all.
+
+        Raises:
+            DataError: An id is outside the vocabulary, which happens only in a damaged file.
         """
         samples = self.indices(step)[rows if rows is not None else slice(None)]
         batch = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)

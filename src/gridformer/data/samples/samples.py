@@ -1,4 +1,4 @@
-"""From samples to batches: what a kind of sample must offer, and how its rows are put together."""
+"""Samples and batches: their protocols, and batches that are assembled from samples."""
 
 from __future__ import annotations
 
@@ -15,22 +15,37 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Samples(Protocol):
-    """All samples of one split for one task."""
+    """All samples of one split for one task.
+
+    Attributes:
+        n_samples: How many samples there are.
+    """
 
     @property
     def n_samples(self) -> int: ...
 
     @property
     def n_left_out(self) -> int:
-        """How many the split holds besides, that do not fit the lengths of the run."""
+        """How many more samples the split has that do not fit the lengths of the run."""
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """One sample, keys as in `gridformer.utils.batch` without their b; all have the same
-        shapes."""
+        """Returns one sample: the keys of `gridformer.utils.batch` without dimension b.
+
+        All samples have the same shapes.
+
+        Args:
+            number: The number of the sample, in [0, n_samples).
+            draw: The source of the sample's random choices.
+        """
 
 
 class Batches(Protocol):
-    """The global batches of a run, a step after the other without end."""
+    """The global batches of a run, one for every step without end.
+
+    Attributes:
+        n_samples: How many samples an epoch has.
+        n_left_out: How many more samples do not fit the lengths of the run.
+    """
 
     @property
     def n_samples(self) -> int: ...
@@ -39,19 +54,31 @@ class Batches(Protocol):
     def n_left_out(self) -> int: ...
 
     def batch(self, step: int, rows: slice | None = None) -> Arrays:
-        """Some rows (None: all) of the global batch of a step, with the keys of
-        `gridformer.utils.batch`.
+        """Returns rows of the global batch of a step, with the keys of `gridformer.utils.batch`.
 
-        int64 and bool arrays. A function of (seed, step, row) alone: rows read apart are those of
-        the whole, on every layout and after any resume. Raises DataError at a damaged file.
+        Each row is a function of (seed, step, row) alone, so it is the same whichever other rows
+        are read with it, under every layout, and after every resume.
+
+        Args:
+            step: The number of the step, counted from 0.
+            rows: The rows; None returns all.
+
+        Returns:
+            int64 and bool arrays by key.
+
+        Raises:
+            DataError: A file is damaged.
         """
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """Batches of samples in the order of `Order`; `purpose` keeps random numbers of two uses apart.
+    """Batches of samples in a given order. Each epoch draws the random choices of a sample anew.
 
-    What is random in a sample is drawn anew in each epoch.
+    Attributes:
+        samples: The samples.
+        order: Their order.
+        purpose: A name that makes random numbers differ from those of other uses.
     """
 
     samples: Samples
@@ -70,7 +97,7 @@ class Dealt:
         """See Batches."""
         numbers = self.order.indices(step)
         wanted = range(len(numbers))[rows if rows is not None else slice(None)]
-        # No rows still have keys and shapes: those of the first.
+        # An empty batch takes its keys and shapes from the first row.
         read = [self._sample(step, row, int(numbers[row])) for row in wanted or range(1)]
         return {key: np.stack([one[key] for one in read])[: len(wanted)] for key in read[0]}
 
@@ -79,18 +106,18 @@ class Dealt:
 
 
 def padded(ids: NDArray[np.int64], length: int, value: int) -> NDArray[np.int64]:
-    """ids [n] with `value` appended to [length]; n <= length."""
+    """Pads ids [n] with `value` to [length]; n <= length."""
     out = np.full(length, value, dtype=np.int64)
     out[: len(ids)] = ids
     return out
 
 
 def first(n: int, length: int) -> NDArray[np.bool_]:
-    """[length] bool: the first n are real."""
+    """Returns a mask [length] whose first n elements are true."""
     return np.arange(length) < n
 
 
 def more_text(split: TokenSplit) -> str:
-    """`prepare more text`: the end of a sentence about a split that is too short."""
+    """Returns the remedy for a split that is too short, as the end of a sentence."""
     larger = "" if split.name == "train" else " or a larger --val-fraction"
     return f"prepare more text{larger}"

@@ -1,8 +1,8 @@
 """Masked spans: T5's samples (Raffel et al. 2020, section 3.1.4).
 
-Of a window of running text 15% is noise, in spans of 3 tokens on average. The source has a sentinel
-in the place of each span, the target has each sentinel and then its span; both end with the end
-of text. Lengths follow from the window's alone, so all samples have the same.
+15% of a window of running text is noise, in spans of 3 tokens on average. In the source a sentinel
+replaces each span; the target has each sentinel followed by its span. Both end with the end-of-text
+token. Their lengths depend only on the window's length, so all samples have the same lengths.
 """
 
 from __future__ import annotations
@@ -17,46 +17,51 @@ from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 
 NOISE_PERCENT = 15
-SPAN_TOKENS = 3  # on average
-SHORTEST_SOURCE = 3  # one token, one sentinel, the end
+SPAN_TOKENS = 3  # average length of a span
+SHORTEST_SOURCE = 3  # one token, one sentinel, end of text
 
 
 def noise_of(n_tokens: int) -> tuple[int, int]:
-    """Noise tokens and spans of a window of n_tokens >= 2."""
+    """Returns how many noise tokens and spans a window of n_tokens >= 2 has."""
     noise = min(max(1, (NOISE_PERCENT * n_tokens + 50) // 100), n_tokens - 1)
     spans = max(1, (2 * noise + SPAN_TOKENS) // (2 * SPAN_TOKENS))
     return noise, min(spans, n_tokens - noise)
 
 
 def window_length(source_len: int) -> int:
-    """Tokens of the window whose source has exactly source_len >= 3 tokens (the longest such)."""
+    """Returns the length of the longest window whose source has exactly source_len >= 3 tokens."""
     assert source_len >= SHORTEST_SOURCE
     n_tokens = 2
-    # A token more makes the source longer by one or not at all, so none of its lengths is missed.
+    # One token more makes the source longer by one or not at all, so this skips no source length.
     while _source_of(n_tokens + 1) <= source_len:
         n_tokens += 1
     return n_tokens
 
 
 def target_length(source_len: int) -> int:
-    """Tokens of the target that a source of source_len >= 3 tokens takes, its end included."""
+    """Returns the length of the target, end of text included, for source_len >= 3 tokens."""
     return sum(noise_of(window_length(source_len))) + 1
 
 
 def sentinels_of(source_len: int) -> int:
-    """How many sentinels a source of source_len tokens has."""
+    """Returns how many sentinels a source of source_len tokens has."""
     return noise_of(window_length(source_len))[1]
 
 
 class SpanSamples:
-    """Sample i is made of tokens [i*n, (i+1)*n) of the split, n = window_length(source_len)."""
+    """Samples of masked spans.
+
+    Sample i is made from tokens [i*n, (i+1)*n) of the split, where n = window_length(source_len).
+
+    Raises:
+        DataError: The split is too short for a single sample.
+    """
 
     n_left_out = 0
 
     def __init__(
         self, split: TokenSplit, source_len: int, seq_len: int, special: SpecialIds
     ) -> None:
-        """Raises DataError if the split is too short for a single sample."""
         self.split, self.source_len, self.seq_len = split, source_len, seq_len
         self.special = special
         self.n_window = window_length(source_len)
@@ -72,7 +77,7 @@ class SpanSamples:
             )
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """source [source_len]; tokens, targets [seq_len]."""
+        """Returns source [source_len]; tokens and targets [seq_len]."""
         window = self.split.window(number * self.n_window, (number + 1) * self.n_window)
         source, target = corrupted(window, self.special, draw)
         tokens = np.concatenate([[self.special.start], target[:-1]])
@@ -86,7 +91,10 @@ class SpanSamples:
 def corrupted(
     window: NDArray[np.int64], special: SpecialIds, draw: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Source and target, int64, of a window [n >= 2]; kept text comes first, noise last."""
+    """Returns source and target, both int64, of a window [n], n >= 2.
+
+    A window begins with text that is kept and ends with noise.
+    """
     noise, spans = noise_of(len(window))
     kept_lengths = _parts(len(window) - noise, spans, draw)
     noise_lengths = _parts(noise, spans, draw)
@@ -100,7 +108,7 @@ def corrupted(
 
 
 def _parts(total: int, number: int, draw: np.random.Generator) -> NDArray[np.int64]:
-    """Lengths [number] >= 1 that add up to total, every way of cutting equally likely."""
+    """Draws `number` lengths >= 1 that add up to `total`, all such lengths equally likely."""
     cuts = np.sort(draw.choice(total - 1, number - 1, replace=False)) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))
 

@@ -1,4 +1,4 @@
-"""Ids of the tokens that are no text: padding, masks, separators, sentinels."""
+"""Ids of special tokens: padding, masks, separators, sentinels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gridformer.config import Family, Task
 from gridformer.data.tokenizer import Tokenizer
 
-# What tokenizers call them, looked up in this order.
+# Their names in tokenizers, looked up in this order.
 _NAMES: dict[str, tuple[str, ...]] = {
     "pad": ("[PAD]", "<pad>", "<|pad|>"),
     "mask": ("[MASK]", "<mask>"),
@@ -15,16 +15,28 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "sep": ("[SEP]", "</s>"),
 }
 _SENTINEL = "<extra_id_{}>"
-SENTINELS = 100  # as T5 has; more where a sample needs more
+SENTINELS = 100  # as in T5; more if a sample needs more
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Special ids of one task and one tokenizer; None, or no sentinels, where a task has none.
+    """The special ids of one task and one tokenizer.
 
-    The tokenizer's own tokens serve where it has them under a usual name. The others get the ids
-    after its vocabulary, in the order of the fields; `vocab_size` counts those too. `ordinary_size`
-    is the tokenizer's own vocabulary, `not_words` the ids in it that are no words.
+    A special token that the tokenizer has under a usual name keeps its id. The others get the ids
+    after the tokenizer's vocabulary, in the order of the fields. Fields that the task does not use
+    are None or empty.
+
+    Attributes:
+        eos: End of text.
+        pad: Padding.
+        mask: [MASK].
+        cls: [CLS].
+        sep: [SEP].
+        start: The first token that a decoder reads.
+        sentinels: One for each span of a sample.
+        vocab_size: The size of the vocabulary, special ids included.
+        ordinary_size: The size of the tokenizer's own vocabulary.
+        not_words: Ids of the tokenizer's own vocabulary that are not words.
     """
 
     eos: int
@@ -42,11 +54,17 @@ class SpecialIds:
     def of(
         cls, family: Family, task: Task, tokenizer: Tokenizer, n_sentinels: int = 0
     ) -> SpecialIds:
-        """The ids that `family` needs to learn `task`; spans get n_sentinels, at least 100.
+        """Returns the ids that `family` needs to learn `task`.
 
-        causal adds none: padding, which only labeled documents need, is the end of text if the
-        tokenizer has no padding. A decoder starts with padding in t5, with the end of text in
-        transformer, as in the reference implementations.
+        The task causal adds no ids: padding, which only labeled documents need, is the end-of-text
+        token if the tokenizer has no padding. A decoder starts with padding in t5 and with the
+        end-of-text token in transformer, as in the reference implementations.
+
+        Args:
+            family: The model's family.
+            task: The task.
+            tokenizer: The tokenizer.
+            n_sentinels: How many sentinels the task spans needs; it gets at least 100.
         """
         size, eos = tokenizer.vocab_size, tokenizer.eos_id
         wanted = {"masked": ("pad", "mask", "cls", "sep"), "causal": ()}.get(task, ("pad",))
@@ -80,7 +98,7 @@ class SpecialIds:
         )
 
     def never(self, vocab_size: int) -> list[int]:
-        """Of a model's vocabulary, what no generated text holds: all but words and end of text."""
+        """Returns the ids that generation must not produce: all but words and end of text."""
         others = {*self.not_words, *range(self.ordinary_size, vocab_size)}
         return sorted(others - {self.eos})
 

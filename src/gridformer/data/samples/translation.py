@@ -1,4 +1,4 @@
-"""The second text of a pair from the first: samples of translation."""
+"""Samples of translation: the model reads the first text of a pair and generates the second."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from gridformer.utils.errors import DataError
 
 
 class PairSamples:
-    """A pair each, of a folder whose documents alternate source and target.
+    """One sample per pair of a folder whose documents alternate between source and target.
 
-    Pairs whose source, with its end, is longer than source_len, or whose target than seq_len, are
-    left out; `n_left_out` says how many.
+    Pairs are left out if the source is longer than source_len, or the target longer than seq_len,
+    end-of-text tokens included; `n_left_out` counts them.
+
+    Raises:
+        DataError: No pair fits.
     """
 
     def __init__(
         self, split: TokenSplit, source_len: int, seq_len: int, special: SpecialIds
     ) -> None:
-        """Raises DataError if no pair fits."""
         self.split, self.source_len, self.seq_len = split, source_len, seq_len
         self.special = special
         lengths = np.diff(split.offsets).reshape(-1, 2)
         fits = (lengths[:, 0] <= source_len) & (lengths[:, 1] <= seq_len)
-        self.pairs = np.flatnonzero(fits)  # 8 bytes a pair, as the offsets are
+        self.pairs = np.flatnonzero(fits)  # 8 bytes per pair, as much as an offset
         self.n_samples = len(self.pairs)
         self.n_left_out = len(lengths) - self.n_samples
         if not self.n_samples:
@@ -38,7 +40,7 @@ class PairSamples:
             )
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """source, source_valid [source_len]; tokens, targets [seq_len]."""
+        """Returns source and source_valid [source_len]; tokens and targets [seq_len]."""
         pair = 2 * int(self.pairs[number])
         source, target = self.split.document(pair), self.split.document(pair + 1)
         tokens = np.concatenate([[self.special.start], target[:-1]])
