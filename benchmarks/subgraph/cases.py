@@ -97,8 +97,9 @@ class Variant:
 
 
 def variants(processes: int) -> list[Variant]:
-    """Pure data parallelism first; then for each g D&SP, the same with attention alone branched (as
-    in the paper), and D&SP-cSub."""
+    """Pure data parallelism first; then for each g D&SP, the same with attention alone branched,
+    the paper's form of that, and D&SP-cSub. The paper's branches begin behind the projections:
+    slices of q, k and v enter them, and what the heads computed is concatenated."""
     found = [Variant("dp", "data parallel", LayoutConfig(dp=processes))]
     for g in (g for g in (2, 4, 8) if g <= processes and processes % g == 0):
 
@@ -110,6 +111,11 @@ def variants(processes: int) -> list[Variant]:
             Variant(f"dsp-{g}", f"D&SP, g={g}", layout()),
             Variant(
                 f"dsp-attention-{g}", f"D&SP of attention, g={g}", layout(feed_forward="common")
+            ),
+            Variant(
+                f"paper-{g}",
+                f"D&SP of heads, slice and concat (the paper's), g={g}",
+                layout(feed_forward="common", attention="outside"),
             ),
             Variant(f"csub-{g}", f"D&SP-cSub, g={g}", layout(common="first")),
         ]

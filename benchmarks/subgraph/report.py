@@ -22,10 +22,13 @@ float32. Every variant does the same global batch, from the same weights, and it
 equals data parallelism's to 1e-4, or the run stops. Variants of a case alternate in one set of
 processes; times are medians of the rounds (quartiles in brackets), of the slowest process.
 **Speed-up** is data parallelism's time over the variant's in the same round, its median. D&SP
-branches attention and feed-forward; "of attention" leaves the feed-forward common, as the paper
-does. Messages count what a process sends in a step, its own piece included; elements are those that
-cross one process's link; both, and bytes, are the fullest process's. States are parameters,
-gradients and AdamW's moments; the peak is the most bytes of tensors alive at once.
+branches attention and feed-forward; "of attention" leaves the feed-forward common. **The paper's
+variant** (SUPER, Jain et al. 2021) is "of heads, slice and concat": `feed_forward: common` and
+`attention: outside`. Its branches are the heads alone: slices of q, k and v enter them, their
+results are concatenated, and the projections are common layers. Messages count what a process sends
+in a step, its own piece included; elements are those that cross one process's link; both, and
+bytes, are the fullest process's. States are parameters, gradients and AdamW's moments; the peak is
+the most bytes of tensors alive at once.
 
 The processes share two cores over loopback: sending costs processor time here, not a network's, and
 arithmetic does not get faster with more processes.
@@ -64,7 +67,7 @@ def plot(measured: Measured, path: Path) -> None:
         raise ValueError("nothing to draw: no sweep with 4 processes was measured")
     rows = -(-len(panels) // 2)
     figure, axes = plt.subplots(rows, 2, figsize=(9, 2.6 * rows), squeeze=False, sharey=True)
-    colors = {"dsp": "#0b6e99", "dsp-attention": "#7a9e3f", "csub": "#c4612a"}
+    colors = {"dsp": "#0b6e99", "dsp-attention": "#7a9e3f", "paper": "#6b4fa0", "csub": "#c4612a"}
     for axis, (key, cases) in zip(axes.flat, panels.items()):
         shape, each, sweep = key
         for variant in variants(4)[1:]:

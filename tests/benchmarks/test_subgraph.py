@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict
@@ -42,6 +43,10 @@ def test_variants_fill_the_processes() -> None:
         found = variants(processes)
         assert {v.layout.n_processes for v in found} == {processes}
         assert sorted({v.layout.branches for v in found[1:]}) == g
+        for v in found:
+            outside = v.layout.attention == "outside" and v.layout.feed_forward == "common"
+            assert outside == ("the paper's" in v.title), "slice and concat, heads alone branched"
+        assert sum("the paper's" in v.title for v in found) == len(g)
         for case in all_cases(processes, ["transformer", "t5-large"]):
             assert case.heads % g[-1] == 0
             assert case.model().head_width * case.heads == case.hidden
@@ -55,6 +60,8 @@ def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
     assert "| data parallel, ms | 300 | 300 |" in text
     assert text.count("| D&SP, g=4 | 1.50 | 1.50 |") == 1
     assert "| D&SP, g=4 | 200 [200, 200] | 1.50 | 2 | 8 | 3.00 | 1.00 | 2.0 | 8.0 | 16.0 |" in text
+    assert "| D&SP of heads, slice and concat (the paper's), g=4 | 1.50 | 1.50 |" in text
+    assert "**The paper's\nvariant** (SUPER" in text
     plot(found, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="no sweep with 4 processes"):
@@ -75,8 +82,21 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(len(row["seconds"]) == 2 for row in rows.values())
         # Whatever is branched is held once instead of twice, in parameters, gradients and moments.
         assert rows["dsp-2"]["states"] < 0.52 * rows["dp"]["states"]
+        # The paper's branches have no parameters: its projections are common layers.
+        assert rows["paper-2"]["states"] == rows["dp"]["states"]
         assert rows["dsp-2"]["moved_gradients"] < 0.05 * rows["dp"]["moved_gradients"]
+    assert "the paper's variant: D&SP of heads" in first.stderr
     subgraph.main(out=out, quick=True, processes="2", heads="8")
     again = capsys.readouterr()
     assert again.err.count("measured before") == 2
     assert again.out == first.stdout
+
+
+def test_a_case_without_the_newest_variant_is_measured_again(tmp_path: Path) -> None:
+    values = measured(Case("transformer", "total", 8, 1, 4), 0.3, 0.2)
+    out = tmp_path / "found.jsonl"
+    out.write_text(json.dumps(values) + "\n")
+    assert len(subgraph.read(out)) == 1
+    values["rows"] = [row for row in values["rows"] if not row["name"].startswith("paper")]
+    out.write_text(json.dumps(values) + "\n")
+    assert subgraph.read(out) == {}
