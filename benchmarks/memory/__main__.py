@@ -23,12 +23,21 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common.machine import describe_machine
-from benchmarks.memory.cases import PRICE_LAYOUTS, SCALINGS, schemes
+from benchmarks.memory.cases import (
+    AT_EQUAL_BATCH,
+    HYBRID,
+    OPTIMUS,
+    PRICE_LAYOUTS,
+    SCALINGS,
+    family,
+    schemes,
+)
 from benchmarks.memory.report import plot, report
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 
-PARTS = ("limits", "shares", "price")
+Found = list[dict[str, Any]]
+PARTS = ("limits", "equal", "shares", "price")
 SHARES = (("small", 4), ("small", 9), ("paper", 4), ("paper", 9), ("paper", 16), ("paper", 64))
 
 
@@ -36,9 +45,9 @@ def main(
     out: Annotated[
         Path | None, typer.Option(help="File of results (runs/bench/memory.jsonl).")
     ] = None,
-    parts: Annotated[str, typer.Option(help="Of limits, shares, price.")] = ",".join(PARTS),
+    parts: Annotated[str, typer.Option(help="Of limits, equal, shares, price.")] = ",".join(PARTS),
     scalings: Annotated[str, typer.Option(help="Of paper, small.")] = ",".join(SCALINGS),
-    processes: Annotated[str, typer.Option(help="Of 1, 4, 9, 16, 64; of limits.")] = "1,4,9,16,64",
+    processes: Annotated[str, typer.Option(help="Of 1, 4, 9, 16, 64.")] = "1,4,9,16,64",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of a price.")] = 9,
     quick: Annotated[bool, typer.Option("--quick", help="Little, to try the script.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was found.")] = False,
@@ -64,7 +73,7 @@ def main(
             typer.echo(f"{title}: found before; --fresh finds it again", err=True)
             continue
         began = time.monotonic()
-        line = {"case": case, "found": work(), "machine": machine}
+        line = {"case": case, "found": work(read(out)), "machine": machine}
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -75,7 +84,7 @@ def main(
     typer.echo(report(found), nl=False)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> Found:
     """All that was found; a line that was cut off is passed over."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -86,7 +95,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-Job = tuple[list[Any], Callable[[], Any]]
+Job = tuple[list[Any], Callable[[Found], Any]]  # work is given what was found before it
 
 
 def _divides(name: str, processes: int, title: str) -> bool:
@@ -110,6 +119,13 @@ def _jobs(parts: list[str], scalings: list[str], numbers: list[int], rounds: int
                         continue
                     case = ["limit", name, processes, title]
                     jobs.append((case, partial(_limit, name, processes, title)))
+    if "equal" in parts:
+        for name in scalings:
+            for processes in numbers:
+                for title in schemes(processes):
+                    if family(title) in AT_EQUAL_BATCH and _divides(name, processes, title):
+                        case = ["equal", name, processes, title]
+                        jobs.append((case, partial(_equal, name, processes, title)))
     if "shares" in parts:
         for name, processes in SHARES:
             for recompute in ("none", "full"):
@@ -123,7 +139,7 @@ def _jobs(parts: list[str], scalings: list[str], numbers: list[int], rounds: int
     return jobs
 
 
-def _limit(name: str, processes: int, title: str) -> dict[str, Any]:
+def _limit(name: str, processes: int, title: str, _: Found) -> dict[str, Any]:
     """Estimated, and where the scaling says so with the peak that real processes had."""
     from benchmarks.memory.limits import largest_batch
 
@@ -133,6 +149,17 @@ def _limit(name: str, processes: int, title: str) -> dict[str, Any]:
         found["measured"] = _measured(name, processes, title, limit.batch)
         found["measured_more"] = _measured(name, processes, title, limit.batch + limit.unit)
     return found
+
+
+def _equal(name: str, processes: int, title: str, found: Found) -> dict[str, int]:
+    """The peak with the largest batch of Optimus, or the next smaller one that the layout takes."""
+    from benchmarks.memory.limits import batch_unit, largest_batch, peak_of
+
+    known = [one["found"] for one in found if one["case"] == ["limit", name, processes, OPTIMUS]]
+    of_optimus = known[-1]["batch"] if known else largest_batch(name, processes, OPTIMUS).batch
+    layout = schemes(processes)[title]
+    batch = of_optimus - of_optimus % batch_unit(layout)
+    return {"batch": batch, "peak": peak_of(SCALINGS[name].run(layout, batch)) if batch else 0}
 
 
 def _measured(name: str, processes: int, title: str, batch: int) -> int:
@@ -146,18 +173,18 @@ def _measured(name: str, processes: int, title: str, batch: int) -> int:
         return int(path.read_text())
 
 
-def _shares(name: str, processes: int, recompute: str) -> dict[str, float]:
+def _shares(name: str, processes: int, recompute: str, _: Found) -> dict[str, float]:
     """By scheme; a batch of 4 sequences a process."""
     from benchmarks.memory.limits import share
 
     return {
         title: share(layout, 4 * processes, name, recompute)
         for title, layout in schemes(processes).items()
-        if _divides(name, processes, title)
+        if family(title) != HYBRID and _divides(name, processes, title)
     }
 
 
-def _price(layout: str, rounds: int) -> list[dict[str, Any]]:
+def _price(layout: str, rounds: int, _: Found) -> list[dict[str, Any]]:
     from benchmarks.memory.price import measure
     from gridformer.launch import launch
 

@@ -73,8 +73,26 @@ SMALL = Scaling(
 SCALINGS = {scaling.name: scaling for scaling in (PAPER, SMALL)}
 
 
+OPTIMUS = "optimus, auto"
+FSDP = "FSDP"
+# Megatron on some columns and FSDP over the rest: the benchmark shows the best number of columns.
+HYBRID = "megatron 1xc, sequence parallel, x FSDP"
+# What is compared at the same global batch: the layouts that cut weights and activations.
+AT_EQUAL_BATCH = ("megatron, sequence parallel", "megatron 2-D", OPTIMUS, FSDP, HYBRID)
+
+
+def family(title: str) -> str:
+    """The row of a table in which a layout stands: hybrids share one, whatever their columns."""
+    return HYBRID if title.endswith("x FSDP") else title
+
+
+def columns(title: str) -> int:
+    """Megatron's columns in a hybrid's title."""
+    return int(title.removeprefix("megatron 1x").partition(",")[0])
+
+
 def schemes(processes: int) -> dict[str, LayoutConfig]:
-    """By title."""
+    """By title. All fill the processes."""
     if processes == 1:
         return {"one device": LayoutConfig()}
     side = round(processes**0.5)
@@ -86,12 +104,22 @@ def schemes(processes: int) -> dict[str, LayoutConfig]:
         "megatron": megatron,
         "megatron, sequence parallel": {**megatron, "sequence_parallel": True},
         "megatron 2-D": {**grid, "scheme": "megatron_2d"},
-        "optimus, auto": grid,
+        OPTIMUS: grid,
         "optimus, pipelined": {**grid, "schedule": "pipelined"},
         "optimus, broadcast (the paper's)": {**grid, "schedule": "broadcast"},
         "D&SP": branches,
         "D&SP-cSub": {**branches, "common": "first"},
+        FSDP: {"dp": processes, "dp_mode": "fsdp"},
     }
+    for c in range(2, processes):
+        if processes % c == 0:
+            replicas = {"dp": processes // c, "dp_mode": "fsdp"}
+            found[HYBRID.replace("1xc", f"1x{c}")] = {
+                **megatron,
+                "cols": c,
+                "sequence_parallel": True,
+                **replicas,
+            }
     return {title: LayoutConfig(**layout) for title, layout in found.items()}
 
 

@@ -29,12 +29,22 @@ class Limit:
     states: int
 
 
+def batch_unit(layout: LayoutConfig) -> int:
+    """What a global batch must be a multiple of: replicas and what cuts samples within each."""
+    axis = spec_of(layout).samples_over(layout)
+    return layout.dp * (getattr(layout, axis) if axis else 1)
+
+
+def peak_of(run: RunConfig) -> int:
+    """Estimated bytes of the fullest rank."""
+    return max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
+
+
 def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
     """Peaks rise by the same with every unit, once activations count: so a few are enough."""
     scaling = SCALINGS[scaling_name]
     layout = schemes(processes)[title]
-    axis = spec_of(layout).samples_over(layout)
-    unit = getattr(layout, axis) if axis else 1
+    unit = batch_unit(layout)
     found: dict[int, MemoryBreakdown] = {}
 
     def peak(units: int) -> int:
@@ -84,5 +94,5 @@ def share(layout: LayoutConfig, batch: int, scaling_name: str, recompute: str) -
         run = scaling.run(layout, batch)
         train = run.train.model_copy(update={"recompute": recompute})
         run = run.model_copy(update={"layout": each, "model": model, "train": train})
-        peaks.append(max(estimate_rank(run, rank).peak for rank in largest_ranks(run)))
+        peaks.append(peak_of(run))
     return peaks[0] * layout.n_processes / peaks[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.memory.cases import METHODS, SCALINGS, schemes
+from benchmarks.memory.cases import HYBRID, METHODS, SCALINGS, columns, family, schemes
 from gridformer.utils.units import GIB
 
 Found = Sequence[dict[str, Any]]
@@ -30,7 +30,15 @@ LIMITS = """## The largest batch that fits, {title}
 
 GPT-2's blocks with embedding, head and loss, float32, AdamW, `recompute: full`. In brackets the
 batch over that of megatron without sequence parallelism; where a cell is empty, the layout does
-not divide the model. Batches are found by estimating.
+not divide the model. Batches are found by estimating. Of Megatron on c columns times p/c replicas
+under FSDP, the c that takes the most.
+"""
+
+EQUAL = """## What a process holds of the same global batch: {name}
+
+Estimated GB of the fullest process, with the largest batch that Optimus takes, or with the nearest
+smaller one that a layout takes (in brackets where it differs). Of Megatron on c columns times p/c
+replicas under FSDP, the c that holds the least; every c stands in the second table.
 """
 
 AGREE = """Estimated and measured, with the largest batch that fits, and with the next larger one:
@@ -68,6 +76,15 @@ def report(found: Found) -> str:
             if any(one["measured"] for one in limits.values()):
                 parts.append(AGREE)
                 parts.append(_agreement(limits))
+    for name in SCALINGS:
+        peaks = {
+            (processes, title): one["found"]
+            for one in found
+            if one["case"][:2] == ["equal", name]
+            for processes, title in [one["case"][2:]]
+        }
+        if peaks:
+            parts += [EQUAL.format(name=name), _equal(peaks), _by_columns(peaks)]
     shares = [one for one in found if one["case"][0] == "share"]
     if shares:
         parts += [SHARES, _shares(shares)]
@@ -79,22 +96,74 @@ def report(found: Found) -> str:
 
 def _limits(limits: dict[tuple[int, str], dict[str, Any]]) -> str:
     processes = sorted({number for number, _ in limits})
-    titles = list(dict.fromkeys(title for number in processes for title in schemes(number)))
     rows = []
-    for title in titles:
+    for row, found in _families(limits).items():
         cells = []
         for number in processes:
-            one = limits.get((number, title))
-            if one is None:
-                cells.append("")
+            title, one = max(
+                found.get(number, {}).items(), key=lambda each: each[1]["batch"], default=("", None)
+            )
+            if one is None or not one["batch"]:
+                cells.append("" if one is None else "none")
                 continue
             than = limits.get((number, "megatron"))
             times = ""
-            if than and than["batch"] and title != "megatron":
+            if than and than["batch"] and row != "megatron":
                 times = f" ({one['batch'] / than['batch']:.1f}x)"
-            cells.append(f"{one['batch']}{times}" if one["batch"] else "none")
-        rows.append([title, *cells])
+            cells.append(f"{one['batch']}{times}{_which(title)}")
+        rows.append([row, *cells])
     return _table(["largest batch", *(f"p = {number}" for number in processes)], rows)
+
+
+def _families(
+    found: dict[tuple[int, str], dict[str, Any]],
+) -> dict[str, dict[int, dict[str, dict[str, Any]]]]:
+    """What was found, by row of a table, processes and title, in the order of `schemes`."""
+    numbers = sorted({number for number, _ in found})
+    rows: dict[str, dict[int, dict[str, dict[str, Any]]]] = {
+        family(title): {} for number in numbers for title in schemes(number)
+    }
+    for (number, title), one in found.items():
+        rows[family(title)].setdefault(number, {})[title] = one
+    return {row: by_number for row, by_number in rows.items() if by_number}
+
+
+def _which(title: str) -> str:
+    """Of a hybrid, the columns that were the best."""
+    return f", c = {columns(title)}" if family(title) == HYBRID else ""
+
+
+def _equal(peaks: dict[tuple[int, str], dict[str, Any]]) -> str:
+    processes = sorted({number for number, _ in peaks})
+    batches = {n: max(one["batch"] for (m, _), one in peaks.items() if m == n) for n in processes}
+    rows = []
+    for row, found in _families(peaks).items():
+        cells = []
+        for number in processes:
+            fitting = {t: one for t, one in found.get(number, {}).items() if one["batch"]}
+            if not fitting:
+                cells.append("")
+                continue
+            title, one = min(fitting.items(), key=lambda each: each[1]["peak"])
+            batch = "" if one["batch"] == batches[number] else f" ({one['batch']})"
+            cells.append(f"{one['peak'] / 1e9:.1f}{batch}{_which(title)}")
+        rows.append([row, *cells])
+    return _table(["GB a process", *(f"p = {n}, b = {b}" for n, b in batches.items())], rows)
+
+
+def _by_columns(peaks: dict[tuple[int, str], dict[str, Any]]) -> str:
+    """Peaks of all hybrids."""
+    found = {
+        (number, columns(title)): f"{one['peak'] / 1e9:.1f}"
+        for (number, title), one in peaks.items()
+        if family(title) == HYBRID and one["batch"]
+    }
+    every = sorted({c for _, c in found})
+    rows = [
+        [f"p = {number}", *(found.get((number, c), "") for c in every)]
+        for number in sorted({number for number, _ in found})
+    ]
+    return _table([HYBRID, *(f"c = {c}" for c in every)], rows) if rows else ""
 
 
 def _agreement(limits: dict[tuple[int, str], dict[str, Any]]) -> str:
@@ -162,14 +231,15 @@ def plot(found: Found, path: Path) -> None:
         1, len(names), figsize=(6.2 * len(names), 4.4), layout="constrained", squeeze=False
     )
     for axes, name in zip(panels[0], names):
-        lines: dict[str, list[tuple[int, int, bool]]] = {}
+        best: dict[str, dict[int, tuple[int, bool]]] = {}
         for one in found:
             if one["case"][:2] == ["limit", name]:
                 _, _, number, title = one["case"]
-                real = one["found"]["measured"] is not None
-                lines.setdefault(title, []).append((number, one["found"]["batch"], real))
-        for title, points in lines.items():
-            fitting = sorted(point for point in points if point[1])
+                point = one["found"]["batch"], one["found"]["measured"] is not None
+                row = best.setdefault(family(title), {})
+                row[number] = max(point, row.get(number, point))
+        for title, points in best.items():
+            fitting = sorted((p, *point) for p, point in points.items() if point[0])
             if fitting:
                 (line,) = axes.plot(
                     [p for p, _, _ in fitting], [b for _, b, _ in fitting], marker="o", label=title

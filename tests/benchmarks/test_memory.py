@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from benchmarks.memory import __main__ as memory
-from benchmarks.memory.cases import METHODS, SCALINGS, Scaling, schemes
+from benchmarks.memory.cases import HYBRID, METHODS, SCALINGS, Scaling, columns, family, schemes
 from benchmarks.memory.limits import largest_batch
 from benchmarks.memory.report import plot, report
 
@@ -30,8 +30,30 @@ def test_schemes_fill_the_processes_and_what_does_not_divide_is_left_out() -> No
         assert {layout.n_processes for layout in schemes(processes).values()} == {processes}
         for name in SCALINGS:
             left_out = [t for t in schemes(processes) if not memory._divides(name, processes, t)]
-            cut_s = ["megatron, sequence parallel", "megatron 2-D"]  # which 3 and 9 do not divide
-            assert left_out == (cut_s if processes == 9 else [])
+            cut_s = ["megatron, sequence parallel", "megatron 2-D", HYBRID.replace("1xc", "1x3")]
+            assert left_out == (cut_s if processes == 9 else []), "3 and 9 do not divide s"
+
+
+def test_hybrids_are_all_columns_times_replicas() -> None:
+    hybrids = {t: layout for t, layout in schemes(64).items() if family(t) == HYBRID}
+    assert [columns(title) for title in hybrids] == [2, 4, 8, 16, 32]
+    for title, layout in hybrids.items():
+        assert (layout.cols, layout.dp) == (columns(title), 64 // columns(title))
+        assert layout.sequence_parallel
+        assert layout.dp_mode == "fsdp"
+
+
+def test_an_equal_batch_is_that_of_optimus_or_the_next_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny = Scaling("tiny", "", {4: (16, 4)}, 1, 8, 50, 400_000)
+    monkeypatch.setitem(SCALINGS, "tiny", tiny)
+    found = [line(["limit", "tiny", 4, "optimus, auto"], limit(10))]
+    of_optimus = memory._equal("tiny", 4, "optimus, auto", found)
+    assert of_optimus["batch"] == 10
+    of_fsdp = memory._equal("tiny", 4, "FSDP", found)
+    assert of_fsdp["batch"] == 8, "a multiple of its 4 replicas"
+    assert of_fsdp["peak"] == estimate_rank(tiny.run(schemes(4)["FSDP"], 8), 0).peak
 
 
 def test_the_largest_batch_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,12 +79,31 @@ def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
         line(["limit", "small", 1, "one device"], limit(9, 11_000_000)),
         line(["limit", "small", 4, "megatron"], limit(20, 10_000_000)),
         line(["limit", "small", 4, "optimus, auto"], limit(50)),
+        line(["limit", "small", 4, "FSDP"], limit(40)),
+        line(["limit", "small", 16, "megatron 1x2, sequence parallel, x FSDP"], limit(64)),
+        line(["limit", "small", 16, "megatron 1x4, sequence parallel, x FSDP"], limit(72)),
+        line(["equal", "small", 16, "optimus, auto"], {"batch": 74, "peak": 11 * 10**9}),
+        line(["equal", "small", 16, "FSDP"], {"batch": 64, "peak": 30 * 10**9}),
+        line(
+            ["equal", "small", 16, "megatron 1x2, sequence parallel, x FSDP"],
+            {"batch": 72, "peak": 13 * 10**9},
+        ),
+        line(
+            ["equal", "small", 16, "megatron 1x4, sequence parallel, x FSDP"],
+            {"batch": 72, "peak": 12 * 10**9},
+        ),
         line(["share", "small", 4, "none"], {"megatron": 1.4, "optimus, auto": 0.98}),
         line(["price", "one device"], prices),
     ]
     text = report(found)
-    assert "| megatron |  | 20 |" in text
-    assert "| optimus, auto |  | 50 (2.5x) |" in text
+    assert "| megatron |  | 20 |  |" in text
+    assert "| optimus, auto |  | 50 (2.5x) |  |" in text
+    assert "| FSDP |  | 40 (2.0x) |  |" in text
+    assert f"| {HYBRID} |  |  | 72, c = 4 |" in text
+    assert "| GB a process | p = 16, b = 74 |" in text
+    assert "| FSDP | 30.0 (64) |" in text
+    assert f"| {HYBRID} | 12.0 (72), c = 4 |" in text
+    assert "| p = 16 | 13.0 | 12.0 |" in text
     assert "| megatron, p = 4 | 20 | 11.00 | 10.00 | +10.0% | 12.50 | 12.60 |" in text
     assert "| optimus, auto | 0.98 |" in text
     assert "| `loss in parts of 256 tokens` | 300 | 1.50 | 1.00 | 1.50 |" in text
