@@ -1,1 +1,1 @@
-"""What a trained model can do: sampling text from it."""
+"""Uses a trained model: samples text, fills in blanks, and searches with beams."""

@@ -1,4 +1,4 @@
-"""Greedy and beam search with models of two stacks, on one process."""
+"""Greedy search and beam search with encoder-decoder models, on one process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from gridformer.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Search:
-    """How a target is looked for. One beam is greedy search.
+    """Settings of beam search. One beam is greedy search.
 
-    A hypothesis of n tokens, its end included, scores log p / n^length_penalty: above 0 that
-    favors longer ones.
+    A hypothesis of n tokens, its end included, has the score log p / n^length_penalty, so values
+    above 0 favor longer hypotheses.
+
+    Raises:
+        ConfigError: beams or max_tokens is below 1.
     """
 
     beams: int = 4
@@ -27,7 +30,7 @@ class Search:
     def __post_init__(self) -> None:
         problems = []
         if self.beams < 1:
-            problems.append(f"--beams {self.beams} must be at least 1, which is greedy search")
+            problems.append(f"--beams {self.beams} must be at least 1 (greedy search)")
         if self.max_tokens < 1:
             problems.append(f"--max-tokens {self.max_tokens} must be at least 1")
         if problems:
@@ -43,12 +46,22 @@ def search(
     how: Search,
     never: Sequence[int] = (),
 ) -> list[int]:
-    """Token ids of the best target found for a source, without start and end.
+    """Searches for the most likely target of a source.
 
-    start, end: ids that a target begins and ends with. never: ids that are no words of a target.
-    As Wu et al. 2016 and Hugging Face's generate have it: of the 2k best continuations of k beams,
-    those that end are kept as hypotheses if they are among the first k, the others go on; the
-    search is over when no beam can still beat the worst of k hypotheses.
+    The algorithm is that of Wu et al. 2016 and of Hugging Face's generate. Among the 2k best
+    continuations of k beams, those that end are kept as hypotheses if they are among the first k,
+    and the best k others continue. The search ends when no beam can beat the worst of k hypotheses.
+
+    Args:
+        model: encoder-decoder model.
+        source: token ids of the source.
+        start: id with which a target starts.
+        end: id with which a target ends.
+        how: settings of the search.
+        never: ids that a target may not contain.
+
+    Returns:
+        Token ids of the best target, without start and end.
     """
     device, k = next(model.parameters()).device, how.beams
     memory = model.encode({"source": torch.tensor([list(source)], device=device)})
@@ -57,7 +70,7 @@ def search(
     banned = torch.tensor(list(never), dtype=torch.int64, device=device)
     beams = torch.full((k, 1), start, device=device)
     scores = torch.full((k,), -torch.inf, device=device, dtype=torch.float64)
-    scores[0] = 0.0  # all beams are alike at first: one of them counts
+    scores[0] = 0.0  # all beams are equal at first, so only one of them counts
     done: list[tuple[float, list[int]]] = []
     for n in range(1, how.max_tokens + 1):
         logits = model.decode(beams[:, -1:], memory, caches=caches, start=n - 1)[:, -1]

@@ -1,4 +1,4 @@
-"""Blanks in a text, filled in by models that learned to: BERT's words, T5's spans."""
+"""Fills in the blanks of a text: single tokens with BERT, spans with T5."""
 
 from __future__ import annotations
 
@@ -15,19 +15,36 @@ BLANK = "___"  # three underscores
 
 
 def parts_of(text: str) -> list[str]:
-    """What stands between the blanks of a text. Raises UserError where there is none."""
+    """Splits a text at its blanks.
+
+    Raises:
+        UserError: the text has no blank.
+    """
     parts = text.split(BLANK)
     if len(parts) == 1:
         raise UserError(
-            f"the prompt has no blank: write {BLANK} where something is to be filled in, for "
-            f'instance --prompt "import {BLANK}"'
+            f"the prompt has no blank: write {BLANK} where text is to be filled in, for example "
+            f'--prompt "import {BLANK}"'
         )
     return parts
 
 
 @torch.no_grad()
 def fill_words(model: BERT, tokenizer: Tokenizer, special: SpecialIds, text: str) -> list[str]:
-    """The likeliest token for each blank, all at once."""
+    """Predicts the most likely token for each blank, for all blanks in one pass.
+
+    Args:
+        model: BERT model.
+        tokenizer: its tokenizer.
+        special: ids of its special tokens.
+        text: prompt with blanks.
+
+    Returns:
+        One text per blank.
+
+    Raises:
+        UserError: the text has no blank, or more tokens than the model reads.
+    """
     assert special.cls is not None
     assert special.mask is not None
     assert special.sep is not None
@@ -41,7 +58,7 @@ def fill_words(model: BERT, tokenizer: Tokenizer, special: SpecialIds, text: str
     if len(ids) > model.config.max_seq_len:
         raise UserError(
             f"the prompt takes {len(ids)} tokens, and the model reads "
-            f"{model.config.max_seq_len}: shorten it"
+            f"{model.config.max_seq_len}: shorten the prompt"
         )
     device = next(model.parameters()).device
     logits = model(torch.tensor([ids], device=device))[0, blanks, : special.ordinary_size]
@@ -52,10 +69,27 @@ def fill_words(model: BERT, tokenizer: Tokenizer, special: SpecialIds, text: str
 def fill_spans(
     model: EncoderDecoder, tokenizer: Tokenizer, special: SpecialIds, text: str, how: Search
 ) -> list[str]:
-    """The text of each blank; empty where the model says nothing of one."""
+    """Predicts the text of each blank with beam search.
+
+    Args:
+        model: T5 model that was trained on spans.
+        tokenizer: its tokenizer.
+        special: ids of its special tokens.
+        text: prompt with blanks.
+        how: settings of the search.
+
+    Returns:
+        One text per blank, empty for blanks that the output of the model does not mention.
+
+    Raises:
+        UserError: the text has no blank, or more blanks than the model has sentinels.
+    """
     parts = parts_of(text)
     if len(parts) - 1 > len(special.sentinels):
-        raise UserError(f"{len(parts) - 1} blanks: the model knows {len(special.sentinels)}")
+        raise UserError(
+            f"the prompt has {len(parts) - 1} blanks, and the model knows "
+            f"{len(special.sentinels)}: use no more than these"
+        )
     source: list[int] = []
     for number, part in enumerate(parts):
         source += [special.sentinels[number - 1]] * (number > 0) + tokenizer.encode(part)
@@ -67,7 +101,16 @@ def fill_spans(
 
 
 def spans_of(found: Sequence[int], special: SpecialIds, n_blanks: int) -> list[list[int]]:
-    """The tokens after each blank's sentinel, up to the next sentinel."""
+    """Splits an output of T5 into the tokens of each blank, from its sentinel to the next one.
+
+    Args:
+        found: token ids of the output.
+        special: ids of the sentinels.
+        n_blanks: number of blanks in the prompt.
+
+    Returns:
+        One list of token ids per blank.
+    """
     numbers = {sentinel: number for number, sentinel in enumerate(special.sentinels)}
     spans: list[list[int]] = [[] for _ in range(n_blanks)]
     here: list[int] | None = None

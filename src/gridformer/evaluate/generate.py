@@ -1,4 +1,4 @@
-"""Text from a checkpoint of any layout, on one process: continued, translated, or filled in."""
+"""Generates text on one process with a checkpoint of any layout: continues, translates or fills."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from gridformer.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave all in."""
+    """Settings for sampling the next token.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 keep all tokens.
+
+    Raises:
+        ConfigError: temperature or top_k is negative, or top_p is not in (0, 1].
+    """
 
     temperature: float = 0.8
     top_k: int = 0
@@ -34,9 +40,11 @@ class Sampling:
     def __post_init__(self) -> None:
         problems = []
         if self.temperature < 0:
-            problems.append(f"--temperature {self.temperature} is negative: use 0 for greedy")
+            problems.append(
+                f"--temperature {self.temperature} is negative: use 0 for greedy search"
+            )
         if self.top_k < 0:
-            problems.append(f"--top-k {self.top_k} is negative: use 0 to keep all words")
+            problems.append(f"--top-k {self.top_k} is negative: use 0 to keep all tokens")
         if not 0 < self.top_p <= 1:
             problems.append(f"--top-p {self.top_p} must be above 0 and at most 1")
         if problems:
@@ -45,7 +53,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's model, whole on one device, with what is needed to talk to it."""
+    """The model of a run, whole on one device, with its config and tokenizer."""
 
     run: RunConfig
     model: Model
@@ -53,11 +61,20 @@ class Trained:
 
     @property
     def special(self) -> SpecialIds:
+        """The ids of the model's special tokens."""
         return special_ids(self.run, self.tokenizer)
 
 
 def load_model(run_dir: Path, device: torch.device) -> Trained:
-    """The model of a run's newest checkpoint (or of a checkpoint folder)."""
+    """Loads the model of the newest checkpoint of a run.
+
+    Args:
+        run_dir: run directory, or one of its checkpoints.
+        device: device for the model.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
     run, folder = load_for_inference(run_dir)
     root = folder if (folder / "tokenizer.json").exists() else folder.parents[1]
     tokenizer = Tokenizer.load(root / "tokenizer.json")
@@ -75,10 +92,14 @@ def load_model(run_dir: Path, device: torch.device) -> Trained:
 
 
 def check_options(model: ModelConfig, given: Sequence[str]) -> None:
-    """Raise ConfigError where an option was given that this model does not look at.
+    """Checks that a model uses all options that were given.
 
     Args:
+        model: config of the model.
         given: names of fields of `Sampling` and `Search`.
+
+    Raises:
+        ConfigError: the family of the model does not use one of the options.
     """
     family = model.family
     samples, searches = family == "gpt2", model.two_stacks
@@ -89,13 +110,13 @@ def check_options(model: ModelConfig, given: Sequence[str]) -> None:
         if name in of_sampling and not samples:
             instead = "use --beams and --length-penalty, or leave it out"
             problems.append(
-                f"{option} is for gpt2, which draws its words; this model is a {family}: "
+                f"{option} is for gpt2, which samples tokens; this model is a {family}: "
                 f"{instead if searches else 'leave it out'}"
             )
         elif name not in of_sampling and not searches:
             instead = "use --temperature, --top-k and --top-p, or leave it out"
             problems.append(
-                f"{option} is for t5 and transformer, which search with beams; this model is a "
+                f"{option} is for t5 and transformer, which use beam search; this model is a "
                 f"{family}: {instead if samples else 'leave it out'}"
             )
     if problems:
@@ -103,10 +124,20 @@ def check_options(model: ModelConfig, given: Sequence[str]) -> None:
 
 
 def answer(trained: Trained, prompt: str, sampling: Sampling, how: Search) -> Iterator[str]:
-    """What a model makes of a prompt, piece by piece, as its family has learned to.
+    """Yields the output of a model for a prompt in pieces of text.
 
-    gpt2: the prompt and its continuation. bert, and t5 of spans: the prompt with its blanks filled
-    in. t5 and transformer of pairs: the other text.
+    For gpt2 it is the prompt and its continuation. For bert, and for t5 trained on spans, it is the
+    prompt with its blanks filled in. For t5 and transformer trained on pairs, it is the second text
+    of the pair.
+
+    Args:
+        trained: the model.
+        prompt: text; ___ marks a blank.
+        sampling: settings for gpt2.
+        how: settings for t5 and transformer. `max_tokens` also applies to gpt2.
+
+    Raises:
+        UserError: blanks are missing, or the prompt is too long; see `fill_words` and `fill_spans`.
     """
     model, tokenizer = trained.model, trained.tokenizer
     if isinstance(model, GPT2):
@@ -123,7 +154,7 @@ def answer(trained: Trained, prompt: str, sampling: Sampling, how: Search) -> It
 def translate(
     model: EncoderDecoder, tokenizer: Tokenizer, special: SpecialIds, text: str, how: Search
 ) -> str:
-    """The second text of a pair whose first is `text`."""
+    """Generates the second text of a pair whose first text is `text`, with beam search."""
     source = [*tokenizer.encode(text), special.eos]
     never = special.never(model.config.vocab_size)
     return tokenizer.decode(search(model, source, special.start, special.eos, how, never))
@@ -137,10 +168,10 @@ def _filled(prompt: str, words: list[str]) -> str:
 def stream(
     model: GPT2, tokenizer: Tokenizer, prompt: str, max_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    """Pieces of the continuation of `prompt`, as they are sampled.
+    """Yields the continuation of `prompt` in pieces of text while it is sampled.
 
-    Ends after max_tokens tokens or at the end-of-text token. A character whose bytes span several
-    tokens comes out when it is complete.
+    It ends after max_tokens tokens or at the end-of-text token. A character whose bytes span
+    several tokens is yielded when it is complete.
     """
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
     shown, done = "", []
@@ -161,10 +192,17 @@ def stream(
 def sample(
     model: GPT2, ids: list[int], max_tokens: int, sampling: Sampling, vocab_size: int
 ) -> Iterator[int]:
-    """Token ids that continue `ids`; only the first `vocab_size` words are ever chosen.
+    """Yields up to max_tokens token ids that continue `ids`.
 
-    Keys and values are cached. When the model's positions are used up, the second half of the
-    context is read anew from position 0, so generation can go on for ever.
+    Keys and values are cached. When the positions of the model are used up, the second half of the
+    context is read again from position 0, so there is no limit to the length.
+
+    Args:
+        model: GPT-2 model.
+        ids: token ids of the prompt, at least one.
+        max_tokens: number of tokens.
+        sampling: settings.
+        vocab_size: only ids below this are chosen.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(sampling.seed)
@@ -184,7 +222,16 @@ def sample(
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """One word's index. Filters as in Holtzman et al. 2020: temperature, then top-k, then top-p."""
+    """Samples a token: applies temperature, then top-k, then top-p (Holtzman et al. 2020).
+
+    Args:
+        logits_V: logits [V].
+        sampling: settings.
+        generator: random generator on the device of the logits.
+
+    Returns:
+        The id of the token, int64 [].
+    """
     if sampling.temperature == 0.0:
         return logits_V.argmax()
     logits_V = logits_V / sampling.temperature
@@ -193,7 +240,7 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
         logits_V = logits_V.masked_fill(logits_V < smallest, -torch.inf)
     probabilities, order = logits_V.softmax(-1).sort(descending=True)
     if sampling.top_p < 1.0:
-        before = probabilities.cumsum(-1) - probabilities  # the first word always stays
+        before = probabilities.cumsum(-1) - probabilities  # the first token is always kept
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     return order[torch.multinomial(probabilities, 1, generator=generator)[0]]
 

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run a model is taken from."""
+"""Finds the checkpoint of a run from which a model is loaded."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from gridformer.utils.errors import CheckpointError
 
 
 def load_for_inference(run_dir: Path) -> tuple[RunConfig, Path]:
-    """The resolved config and newest checkpoint of a run directory, verified.
+    """Finds and verifies the newest checkpoint of a run directory.
 
-    `run_dir` may also be one of its checkpoints. Raises CheckpointError.
+    Args:
+        run_dir: run directory, or one of its checkpoints.
+
+    Returns:
+        The resolved config of the run, and the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     is_one = (run_dir / checkpoint.MANIFEST).is_file()
     folder = run_dir if is_one else checkpoint.latest(run_dir)
     if folder is None:
         raise CheckpointError(
-            f"{run_dir} holds no checkpoint: train first, for instance "
+            f"{run_dir} has no checkpoint: train first, for example with "
             f"`gridformer train configs/runs/demo.yaml --out {run_dir}`"
         )
     manifest = checkpoint.verify(folder)

@@ -1,1 +1,1 @@
-"""What every package may use, and what uses none of them."""
+"""Helpers that every package may import and that import no other package."""

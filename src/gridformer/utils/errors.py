@@ -1,16 +1,17 @@
-"""Errors that a user can mend. The command line prints their text alone and exits with code 2."""
+"""Errors that a user can fix. The command line prints only their text and exits with code 2."""
 
 from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """Something the user asked for cannot be done; the message says what, where and the remedy."""
+    """A request that cannot be fulfilled; the message says what is wrong, where, and the remedy."""
 
 
 class ConfigError(UserError):
-    """One or more problems of a run's configuration, all found at once.
+    """One or more problems in the configuration of a run.
 
-    `problems` holds one sentence each: what is wrong, where, and the nearest value that works.
+    Args:
+        problems: one sentence per problem: what is wrong, where, and the nearest value that works.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -26,8 +27,8 @@ class CheckpointError(UserError):
 
 
 class DivergedError(UserError):
-    """Loss or gradients are no longer finite; parameters are still those of the step before."""
+    """Loss or gradients are no longer finite. Parameters are still those of the previous step."""
 
 
 class DataError(UserError):
-    """Token files that are missing, damaged or do not fit the run."""
+    """Data that is missing, damaged or does not fit the run."""

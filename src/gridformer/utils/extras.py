@@ -1,4 +1,4 @@
-"""Packages that one command alone needs, and that are installed with it only when asked for."""
+"""Optional packages, which only one command needs and which are installed as an extra."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from gridformer.utils.errors import UserError
 
 
 def require(package: str, what: str, extra: str) -> None:
-    """Raise UserError, with what to install, where `what` cannot go on without a package."""
+    """Checks that an optional package is installed.
+
+    Args:
+        package: name of the package to import.
+        what: the option or command that needs it, for the message.
+        extra: the extra of gridformer that installs it.
+
+    Raises:
+        UserError: the package is missing; the message says how to install it.
+    """
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{what} needs {package}: pip install 'gridformer[{extra}]'")

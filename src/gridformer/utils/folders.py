@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: written under a hidden name, then renamed."""
+"""Atomic folders: they are written under a hidden name and then renamed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ _DELETING = ".deleting-"
 
 
 def hidden_folder(target: Path, suffix: str = "") -> Path:
-    """Where `target` is written until it is whole: beside it, so that it can be renamed."""
+    """Returns the hidden path beside `target` at which it is written until it is complete."""
     return target.with_name(f".writing-{target.name}{suffix}")
 
 
 def begin_folder(writing: Path) -> None:
-    """Make a hidden folder to write into, without what a process that was killed left there."""
+    """Creates an empty hidden folder, removing what a killed process left at this path."""
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
 
 
 def finish_folder(writing: Path, target: Path) -> None:
-    """Give what was written its name; a folder of that name goes, but stays where this fails."""
+    """Renames a hidden folder to its final name, replacing any folder there.
+
+    Args:
+        writing: the hidden folder.
+        target: the final path.
+
+    Raises:
+        OSError: renaming failed; a previous folder at `target` is then still there.
+    """
     sync_folder(writing)
     old = _gone(target)
     replaces = target.exists()
@@ -39,20 +47,20 @@ def finish_folder(writing: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; under its own name it is never seen in part."""
+    """Removes a folder atomically: it is renamed first, so no part of it is left under its name."""
     gone = _gone(folder)
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what a process that was killed had begun to remove."""
+    """Removes folders whose removal a killed process had begun."""
     for leftover in parent.glob(f"{_DELETING}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's names are on the disk."""
+    """Waits until the directory entries of a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,4 +69,5 @@ def sync_folder(folder: Path) -> None:
 
 
 def _gone(folder: Path) -> Path:
+    """Returns a hidden path to which a folder is renamed before it is removed."""
     return folder.with_name(f"{_DELETING}{folder.name}-{secrets.token_hex(4)}")

@@ -1,4 +1,4 @@
-"""What this machine has."""
+"""The CPU cores and memory of this machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pathlib import Path
 
 
 def n_cores() -> int:
-    """CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def free_memory() -> int | None:
-    """Bytes that this process may still take: the machine's, or what its container leaves."""
+    """Returns the free memory of the machine or of its container, whichever is less, in bytes.
+
+    It is None if neither is known.
+    """
     free = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():

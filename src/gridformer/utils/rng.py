@@ -1,10 +1,10 @@
-"""Random numbers addressed by name and index, so that no layout can change them.
+"""Random numbers that are addressed by name and index, so they do not depend on the layout.
 
 Every number is a hash of (key, row, column), where row and column are positions in the *global*
-tensor and the key is made from words such as the seed and a parameter's name. A device computes
-just the block it holds; any other layout computes the same numbers elsewhere. Only integer
-arithmetic that cannot overflow, additions and multiplications are used, so results are the same
-bits on every device and however a tensor is cut.
+tensor and the key is derived from words such as the seed and a parameter's name. A device computes
+only the block that it holds, and any other layout computes the same numbers on other devices. The
+computation uses only integer arithmetic that cannot overflow, additions and multiplications, so the
+results are bitwise equal on every device and for every sharding.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_CELLS = 1 << 12  # of the normal distribution's quantile table; the other 20 bits interpolate
+_CELLS = 1 << 12  # cells of the normal quantile table; the other 20 bits interpolate
 
 
 def key(*words: int | str) -> int:
-    """A 64-bit key from any words, for instance `key(seed, "layers.0.norm1.weight")`."""
+    """Returns a 64-bit key derived from words, for example `key(seed, "layers.0.norm1.weight")`."""
     text = "\x1f".join(str(word) for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def bits(key: int, rows: Tensor, cols: Tensor) -> Tensor:
-    """32 random bits for each pair of rows and columns, as int64 in [0, 2^32).
+    """Returns 32 random bits for each pair of a row and a column.
 
-    rows [...] and cols [C] are int64 indices below 2^62; the result is [..., C].
+    Args:
+        key: 64-bit key, see `key`.
+        rows: [...], int64 indices below 2^62.
+        cols: [C], int64 indices below 2^62.
+
+    Returns:
+        [..., C], int64 in [0, 2^32).
     """
     row_hash = _mix(_fold(rows) ^ (key & _MASK))
     col_hash = _mix(_fold(cols) ^ (key >> 32))
@@ -37,7 +43,7 @@ def bits(key: int, rows: Tensor, cols: Tensor) -> Tensor:
 
 
 def join(*indices: Tensor) -> Tensor:
-    """Hash several broadcastable index tensors into one row index per element."""
+    """Hashes several broadcastable index tensors into one row index per element, int64 [...]."""
     joined = torch.zeros((), dtype=torch.int64, device=indices[0].device)
     for index in indices:
         joined = (_mix(joined ^ _fold(index)) + 0x9E3779B9) & _MASK
@@ -45,10 +51,16 @@ def join(*indices: Tensor) -> Tensor:
 
 
 def normal(key: int, rows: Tensor, cols: Tensor) -> Tensor:
-    """Standard normal numbers [..., C] in float64 (tails end at 4.2 standard deviations).
+    """Returns standard normal numbers; the tails end at 4.2 standard deviations.
 
-    Inverse transform by a table of 4096 quantiles, linear between them: unlike a logarithm or a
-    cosine, an interpolation rounds the same way wherever an element lies in memory.
+    This is an inverse transform with a table of 4096 quantiles and linear interpolation between
+    them. Unlike a logarithm or a cosine, an interpolation rounds the same way wherever an element
+    is in memory.
+
+    Args: see `bits`.
+
+    Returns:
+        [..., C], float64.
     """
     word = bits(key, rows, cols)
     table = _quantiles().to(rows.device)
@@ -58,7 +70,10 @@ def normal(key: int, rows: Tensor, cols: Tensor) -> Tensor:
 
 
 def keep(key: int, rows: Tensor, cols: Tensor, p: float) -> Tensor:
-    """A dropout mask [..., C], true where an element is kept: with probability 1-p."""
+    """Returns a dropout mask, bool [..., C], in which each element is True with probability 1-p.
+
+    Args: p is the dropout probability; for the others see `bits`.
+    """
     return bits(key, rows, cols) >= round(p * (1 << 32))
 
 
@@ -70,7 +85,7 @@ def _quantiles() -> Tensor:
 
 
 def _fold(index: Tensor) -> Tensor:
-    """An index of up to 62 bits in 32, without a collision below 2^32."""
+    """Folds an index of up to 62 bits into 32 bits, without collisions below 2^32."""
     index = index.to(torch.int64)
     return (index ^ _mix(index >> 32)) & _MASK
 

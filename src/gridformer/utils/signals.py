@@ -7,13 +7,14 @@
             save_checkpoint()
             return                      # the launcher exits with stop.exit_code
 
-A process that does not end within the grace is ended: it may be blocked in a collective whose peers
-are gone, or in a long step.
+A process that does not end within the grace period is ended by force, because it may be blocked in
+a long step, or in a collective whose peers are gone.
 
-The main thread may sit in C++ for minutes, where Python's signal handlers never run. What does
-run is the C part of the handler, on whichever thread the system picks, and it writes the signal's
-number to the wake-up descriptor; a thread of ours reads that. (Blocking the signals and waiting in
-`sigwait` does not work here: libraries start threads at import, which would take the signal.)
+The main thread may be inside C++ code for minutes, during which Python's signal handlers do not
+run. Only the C part of the handler runs, on a thread that the system chooses, and it writes the
+signal's number to the wake-up descriptor, which a thread of this module reads. (Blocking the
+signals and waiting in `sigwait` would not work, because threads that libraries start at import
+would take the signal.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-GRACE_S = 3.5  # with what the launcher needs to leave, all is over within 5 s
+GRACE_S = 3.5  # with the time that the launcher needs to exit, the run ends within 5 s
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
@@ -37,13 +38,13 @@ _installed: StopRequest | None = None
 
 
 def install(grace_s: float = GRACE_S) -> StopRequest:
-    """Start listening to stop signals in this process; returns the one listener when called again.
+    """Starts to listen for stop signals in this process; later calls return the same listener.
 
     Args:
         grace_s: seconds from the first signal after which the process is ended by force.
 
     Raises:
-        RuntimeError: called first from another thread than the main one.
+        RuntimeError: the first call is not from the main thread.
     """
     global _installed
     if _installed is None:
@@ -54,10 +55,10 @@ def install(grace_s: float = GRACE_S) -> StopRequest:
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal. Made by `install`.
+    """Holds whether a signal asked this process to stop, and which one. `install` creates it.
 
-    `is_hopeless` may be set to a function that is asked when a signal arrives: True means that
-    the process ends at once, because nothing can be saved any more.
+    `is_hopeless` may be set to a function that is called when a signal arrives. If it returns True,
+    the process ends at once, because nothing can be saved anymore.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -73,28 +74,28 @@ class StopRequest:
             if signum == getattr(signal, "SIGHUP", None) and (
                 signal.getsignal(signum) is signal.SIG_IGN
             ):
-                continue  # started by nohup: outlive the terminal
+                continue  # nohup started the process, which must outlive the terminal
             self._old_handlers[signum] = signal.signal(signum, _ignore)
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
         self._thread.start()
 
     @property
     def requested(self) -> bool:
-        """True from the first stop signal on."""
+        """Whether a stop signal has arrived."""
         return self._signum is not None
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process stopped by that signal: 130, 143 or 129; 0 for none."""
+        """The exit code that shells expect after this signal: 130, 143 or 129; 0 for no signal."""
         return 0 if self._signum is None else 128 + self._signum
 
     @property
     def signal_name(self) -> str:
-        """`SIGINT`, or an empty string."""
+        """The name of the signal, such as `SIGINT`, or an empty string without a signal."""
         return "" if self._signum is None else signal.Signals(self._signum).name
 
     def uninstall(self) -> None:
-        """Restore the handlers that were there before; the flag keeps its value."""
+        """Restores the previous signal handlers; `requested` keeps its value."""
         global _installed
         for signum, handler in self._old_handlers.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
@@ -107,7 +108,7 @@ class StopRequest:
             _installed = None
 
     def nothing_left_to_save(self) -> None:
-        """From now on a stop signal ends the process at once: its work is done or has failed."""
+        """Makes later stop signals end the process at once, as its work is done or has failed."""
         self.grace_s = 0.0
 
     def _listen(self) -> None:
@@ -135,16 +136,16 @@ class StopRequest:
         end_process(self.exit_code)
 
     def tell_nothing_was_saved(self, why: str) -> None:
-        """Say, on one rank of the run, that the work since the last checkpoint is lost."""
+        """Prints, on rank 0 only, that the work since the last checkpoint is lost and why."""
         if os.environ.get("RANK", "0") == "0":
             message = f"gridformer: {self.signal_name}, but {why}: no new checkpoint\n"
             os.write(2, message.encode())  # sys.stderr's lock may be held by the main thread
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once, whatever its threads do, after what has been printed is out."""
+    """Ends this process at once, whatever its threads do, after it flushes what was printed."""
     for stream in (sys.stdout, sys.stderr):
-        # A thread of its own: the stream's lock may be held by a main thread that is stuck.
+        # In a separate thread, because a stuck main thread may hold the lock of the stream.
         flusher = threading.Thread(target=stream.flush, daemon=True)
         flusher.start()
         flusher.join(0.1)
@@ -152,4 +153,4 @@ def end_process(code: int) -> NoReturn:
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
-    """A handler must exist for the wake-up descriptor to be written."""
+    """Does nothing. A handler must exist for the wake-up descriptor to be written."""

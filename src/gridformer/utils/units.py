@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, counts, and values as one writes them in a run file."""
+"""Formats numbers for output: bytes, counts, and values as they are written in a run file."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ GIB = 2**30
 
 
 def format_bytes(n_bytes: float) -> str:
-    """`1.5 GiB`, `320 MiB`: three digits, in the larger unit that gives at least one."""
+    """Formats bytes with three digits in GiB, or in MiB below 1 GiB: `1.5 GiB`, `320 MiB`."""
     size, name = byte_unit(n_bytes)
     return f"{three_digits(n_bytes / size)} {name}"
 
 
 def byte_unit(n_bytes: float) -> tuple[int, str]:
-    """The unit in which a number of bytes reads best, and its name."""
+    """Returns the size in bytes and the name of the unit in which to print a number of bytes."""
     return (GIB, "GiB") if n_bytes >= GIB else (MIB, "MiB")
 
 
 def three_digits(value: float) -> str:
-    """Three digits, and more of large numbers: 0.0123, 1.5, 48, 1,234."""
+    """Formats a number with three digits, or more for large numbers: 0.0123, 1.5, 48, 1,234."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def format_count(count: float) -> str:
-    """1234567 as `1.23M`."""
+    """Formats 1234567 as `1.23M`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -31,10 +31,10 @@ def format_count(count: float) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """A value as run files and overrides have it: `true`, not `True`."""
+    """Formats a value as in run files and overrides: `true`, not `True`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def format_setting(key: str, value: object) -> str:
-    """`layout.rows=2`, `layout.sequence_parallel=true`: as an override of a run file."""
+    """Formats a setting as an override: `layout.rows=2`, `layout.sequence_parallel=true`."""
     return f"{key}={as_yaml(value)}"
