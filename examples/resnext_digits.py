@@ -8,7 +8,7 @@ processes.
 
 Data: 1,797 grey images of 8x8 pixels, from scikit-learn (nothing is downloaded). Source: Alpaydin
 and Kaynak (1998), Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
-https://doi.org/10.24432/C50P49, licence CC BY 4.0; scikit-learn ships its test set.
+https://doi.org/10.24432/C50P49, license CC BY 4.0; scikit-learn ships its test set.
 """
 
 from __future__ import annotations

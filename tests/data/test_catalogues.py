@@ -1,4 +1,4 @@
-"""Catalogues of messages as sources: where they are looked for, what is read, whose they are."""
+"""Catalogs of messages as sources: where they are looked for, what is read, whose they are."""
 
 import importlib.machinery
 from collections import Counter
@@ -8,15 +8,15 @@ from typing import Any
 import polib
 import pytest
 
-from gridformer.data.prepare import gettext as catalogues
-from gridformer.data.prepare.gettext import CatalogueSource, catalogue_source, system_folders
+from gridformer.data.prepare import gettext as catalogs
+from gridformer.data.prepare.gettext import CatalogSource, catalog_source, system_folders
 from gridformer.data.prepare.sources import open_sources
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
 
 
 def write(path: Path, *pairs: tuple[str, str], **metadata: str) -> Path:
-    """A catalogue, compiled if the path says so."""
+    """A catalog, compiled if the path says so."""
     po = polib.POFile()
     po.header = "This file is distributed under the same license as the Example package."
     po.metadata = {"Content-Type": "text/plain; charset=UTF-8", **metadata}
@@ -42,9 +42,9 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def source(spec: str) -> CatalogueSource:
+def source(spec: str) -> CatalogSource:
     (found,) = open_sources([spec])
-    assert isinstance(found, CatalogueSource)
+    assert isinstance(found, CatalogSource)
     return found
 
 
@@ -68,7 +68,7 @@ def test_samples_are_whole_pairs_in_another_order(root: Path) -> None:
     assert sample != texts([german])
 
 
-def test_licences_of_parts(root: Path) -> None:
+def test_licenses_of_parts(root: Path) -> None:
     write(root / "de/LC_MESSAGES/iso_3166.mo", ("the fourth of all messages", "die vierte"))
     write(root / "de/LC_MESSAGES/libapt-pkg6.0.mo", ("the fifth of all messages", "die fünfte"))
     write(root / "de/LC_MESSAGES/own.mo", ("the sixth of all messages", "die sechste"))
@@ -117,7 +117,7 @@ def test_the_system_and_django(root: Path, tmp_path: Path, monkeypatch: pytest.M
     assert len([folder for folder in folders if package in folder.parents]) == 2
     here = [f for f in folders if package in f.parents]
     monkeypatch.setattr(
-        catalogues, "system_folders", lambda language: [root / language / "LC_MESSAGES", *here]
+        catalogs, "system_folders", lambda language: [root / language / "LC_MESSAGES", *here]
     )
     german = source("gettext:de")
     assert [(part.name, part.license) for part in german.parts[-2:]] == [
@@ -128,37 +128,35 @@ def test_the_system_and_django(root: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_nothing_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogues, "system_folders", lambda language: [tmp_path / language])
-    with pytest.raises(UserError, match=r"no catalogues for 'de' .* pip install django.*de:PATH"):
-        catalogue_source("gettext:de")
+    monkeypatch.setattr(catalogs, "system_folders", lambda language: [tmp_path / language])
+    with pytest.raises(UserError, match=r"no catalogs for 'de' .* pip install django.*de:PATH"):
+        catalog_source("gettext:de")
     with pytest.raises(UserError, match=r"name a folder with \*/de/LC_MESSAGES/\*\.mo, de\.po"):
-        catalogue_source(f"gettext:de:{tmp_path}")
+        catalog_source(f"gettext:de:{tmp_path}")
     with pytest.raises(UserError, match="does not exist"):
-        catalogue_source(f"gettext:de:{tmp_path / 'gone'}")
+        catalog_source(f"gettext:de:{tmp_path / 'gone'}")
     for bad in ("", "German", "../x"):
-        with pytest.raises(
-            UserError, match=r"not the code of a language; write gettext:de for"
-        ):
-            catalogue_source(f"gettext:{bad}")
+        with pytest.raises(UserError, match=r"not the code of a language; write gettext:de for"):
+            catalog_source(f"gettext:{bad}")
     with pytest.raises(UserError, match="name another language"):
-        catalogue_source("gettext:en")
+        catalog_source("gettext:en")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xde\x12\x04\x95", b"\xde\x12\x04\x95" + b"\xff" * 60])
-def test_damaged_catalogues(root: Path, content: bytes) -> None:
+def test_damaged_catalogs(root: Path, content: bytes) -> None:
     damaged = root / "de/LC_MESSAGES/damaged.mo"
     damaged.write_bytes(content)
     german = source(f"gettext:de:{root}")
     skipped: Counter[str] = Counter()
     assert len(list(german.pieces(skipped))) == 6
-    assert skipped["catalogues that cannot be read"] == 1
-    with pytest.raises(DataError, match=r"damaged\.mo: is not a readable catalogue"):
+    assert skipped["catalogs that cannot be read"] == 1
+    with pytest.raises(DataError, match=r"damaged\.mo: is not a readable catalog"):
         list(source(f"gettext:de:{damaged}").pieces(Counter()))
 
 
-def test_catalogues_of_other_languages(root: Path) -> None:
+def test_catalogs_of_other_languages(root: Path) -> None:
     values: dict[str, Any] = {"Language": "fr"}
     write(root / "de/LC_MESSAGES/wrong.mo", ("a stray among the messages", "perdu"), **values)
     skipped: Counter[str] = Counter()
     list(source(f"gettext:de:{root}").pieces(skipped))
-    assert skipped["catalogues in other languages than de"] == 1
+    assert skipped["catalogs in other languages than de"] == 1

@@ -1,4 +1,4 @@
-"""What of a catalogue becomes pairs."""
+"""What of a catalog becomes pairs."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from gridformer.data.prepare.gettext_messages import Pair, cleaned, without_mnemonics
 
 
-def catalogue(*entries: polib.POEntry) -> polib.POFile:
+def catalog(*entries: polib.POEntry) -> polib.POFile:
     po = polib.POFile()
     po.extend(entries)
     return po
@@ -21,7 +21,7 @@ def entry(source: str, target: str, **values: object) -> polib.POEntry:
 
 def test_cleaned() -> None:
     skipped: Counter[str] = Counter()
-    po = catalogue(
+    po = catalog(
         entry("Cannot open  the\n file %s", "Kann die\tDatei %s nicht öffnen\n"),
         entry("Not sure about this one", "Nicht sicher damit", flags=["fuzzy"]),
         entry("Not there any more now", "Nicht mehr da", obsolete=True),
@@ -48,7 +48,7 @@ def test_cleaned() -> None:
     ],
 )
 def test_plurals(forms: list[str], expected: list[tuple[str, str]]) -> None:
-    po = catalogue(
+    po = catalog(
         polib.POEntry(
             msgid="one file", msgid_plural="%d files", msgstr_plural=dict(enumerate(forms))
         )
@@ -57,7 +57,7 @@ def test_plurals(forms: list[str], expected: list[tuple[str, str]]) -> None:
 
 
 def test_plural_formulas_are_never_run(tmp_path: Path) -> None:
-    po = catalogue(entry("one two three four", "eins zwei drei vier"))
+    po = catalog(entry("one two three four", "eins zwei drei vier"))
     trap = tmp_path / "trap"
     po.metadata = {"Plural-Forms": f"nplurals=2; plural=__import__('os').mkdir('{trap}')"}
     po.save_as_mofile(str(tmp_path / "a.mo"))

@@ -118,7 +118,7 @@ def test_pairs_out_of_records(tmp_path: Path) -> None:
             run(tmp_path / "p.jsonl", "--out", tmp_path / "u", "--pair-keys", wrong)
 
 
-def test_catalogues(tmp_path: Path) -> None:
+def test_catalogs(tmp_path: Path) -> None:
     (tmp_path / "de.po").write_text('msgid "too short"\nmsgstr "zu kurz"\n')
     with pytest.raises(DataError, match=r"left out: 1 messages of less than 4 words"):
         run(f"gettext:de:{tmp_path}", "--out", tmp_path / "t")

@@ -197,7 +197,7 @@ def test_saved_data_sets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "kept"), [("", None), (None, None), ("mit", "mit"), (["mit", "bsd"], "mit, bsd")]
 )
-def test_licences(monkeypatch: pytest.MonkeyPatch, said: Any, kept: str | None) -> None:
+def test_licenses(monkeypatch: pytest.MonkeyPatch, said: Any, kept: str | None) -> None:
     import datasets
 
     table = _table()

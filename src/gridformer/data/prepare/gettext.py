@@ -1,7 +1,7 @@
-"""Translated sentences from gettext catalogues, the messages of programs on this machine.
+"""Translated sentences from gettext catalogs, the messages of programs on this machine.
 
-Catalogues are read with polib, because Python's own gettext module compiles and runs the formula
-for plural forms that a catalogue contains.
+Catalogs are read with polib, because Python's own gettext module compiles and runs the formula
+for plural forms that a catalog contains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gridformer.data.prepare.gettext_licenses import DJANGO, licence_of
+from gridformer.data.prepare.gettext_licenses import DJANGO, license_of
 from gridformer.data.prepare.gettext_messages import Pair, cleaned
 from gridformer.data.prepare.text_chunks import Piece, pieces
 from gridformer.data.tokenfolder import Kind, PartEntry
@@ -33,11 +33,11 @@ ENGLISH = "en"
 MIN_WORDS = 4  # of the English text; shorter ones are mostly menu items and names of places
 _SUFFIXES = (".mo", ".po")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Z]{2})?(@[a-z]+)?")
-_DAMAGED = "catalogues that cannot be read"
+_DAMAGED = "catalogs that cannot be read"
 
 
 @dataclass(frozen=True)
-class CatalogueSource:
+class CatalogSource:
     """English sentences and their translations; see `gridformer.data.prepare.sources.Source`.
 
     Every English sentence occurs once, with the first translation found, so that no sentence is in
@@ -46,7 +46,7 @@ class CatalogueSource:
     Attributes:
         name: The source as the user wrote it.
         language: The code of the language into which sentences are translated.
-        paths: The files of the catalogues.
+        paths: The files of the catalogs.
     """
 
     name: str
@@ -60,26 +60,26 @@ class CatalogueSource:
 
     @cached_property
     def _read(self) -> tuple[dict[str, list[Pair]], Counter[str]]:
-        """The pairs of each catalogue by name and license, and the counts of what was left out."""
+        """The pairs of each catalog by name and license, and the counts of what was left out."""
         found: dict[str, list[Pair]] = {}
         skipped: Counter[str] = Counter()
         seen: set[str] = set()
         for path in self.paths:
             try:
-                catalogue = read_catalogue(path)
+                catalog = read_catalog(path)
             except DataError:
                 if len(self.paths) == 1:
                     raise
                 skipped[_DAMAGED] += 1
                 continue
-            said = catalogue.metadata.get("Language", "").strip()
+            said = catalog.metadata.get("Language", "").strip()
             if said and said.partition("_")[0] != self.language.partition("_")[0]:
-                skipped[f"catalogues in other languages than {self.language}"] += 1
+                skipped[f"catalogs in other languages than {self.language}"] += 1
                 continue
-            licence = licence_of(path, catalogue)
-            name = path.stem if licence != DJANGO else _django_name(path)
-            pairs = found.setdefault(f"{name}\n{licence or ''}", [])
-            for pair in cleaned(catalogue, MIN_WORDS, skipped):
+            license = license_of(path, catalog)
+            name = path.stem if license != DJANGO else _django_name(path)
+            pairs = found.setdefault(f"{name}\n{license or ''}", [])
+            for pair in cleaned(catalog, MIN_WORDS, skipped):
                 if pair.source in seen:
                     skipped["messages seen before"] += 1
                 else:
@@ -89,7 +89,7 @@ class CatalogueSource:
 
     @property
     def parts(self) -> tuple[PartEntry, ...]:
-        """The catalogues that contributed pairs; each pair counts as two documents."""
+        """The catalogs that contributed pairs; each pair counts as two documents."""
         return tuple(
             PartEntry(
                 name=key.partition("\n")[0],
@@ -124,21 +124,21 @@ class CatalogueSource:
         return [pair for pairs in self._read[0].values() for pair in pairs]
 
 
-def catalogue_source(spec: str) -> CatalogueSource:
-    """Opens `gettext:de`, the catalogues of this machine, or `gettext:de:PATH`, those in a folder.
+def catalog_source(spec: str) -> CatalogSource:
+    """Opens `gettext:de`, the catalogs of this machine, or `gettext:de:PATH`, those in a folder.
 
     Raises:
-        UserError: `spec` is malformed, polib is not installed, or there are no catalogues. The
+        UserError: `spec` is malformed, polib is not installed, or there are no catalogs. The
             message says what to install.
     """
     language, _, place = spec.removeprefix(PREFIX).partition(":")
     if not _LANGUAGE.fullmatch(language):
         raise UserError(
             f"{spec}: '{language}' is not the code of a language; write {PREFIX}de for German, or "
-            f"{PREFIX}de:PATH for catalogues in a folder"
+            f"{PREFIX}de:PATH for catalogs in a folder"
         )
     if language == ENGLISH:
-        raise UserError(f"{spec}: catalogues translate from English; name another language")
+        raise UserError(f"{spec}: catalogs translate from English; name another language")
     require("polib", spec, "gettext")
     root = Path(place).expanduser() if place else None
     if root is None:
@@ -157,12 +157,12 @@ def catalogue_source(spec: str) -> CatalogueSource:
         where = str(root)
         remedy = f"name a folder with */{language}/LC_MESSAGES/*.mo, {language}.po, or such a file"
     if not paths:
-        raise UserError(f"{spec}: no catalogues for '{language}' in {where}: {remedy}")
-    return CatalogueSource(spec, language, _without_twins(paths))
+        raise UserError(f"{spec}: no catalogs for '{language}' in {where}: {remedy}")
+    return CatalogSource(spec, language, _without_twins(paths))
 
 
 def system_folders(language: str) -> list[Path]:
-    """Returns folders in which the system, this Python and Django keep a language's catalogues."""
+    """Returns folders in which the system, this Python and Django keep a language's catalogs."""
     share = (Path("/usr/share"), Path("/usr/local/share"), Path(sys.prefix) / "share")
     folders = [
         base / name / language / "LC_MESSAGES"
@@ -175,7 +175,7 @@ def system_folders(language: str) -> list[Path]:
     return folders
 
 
-def read_catalogue(path: Path) -> polib.MOFile | polib.POFile:
+def read_catalog(path: Path) -> polib.MOFile | polib.POFile:
     """Reads a .mo or .po file.
 
     Raises:
@@ -184,14 +184,14 @@ def read_catalogue(path: Path) -> polib.MOFile | polib.POFile:
     import polib
 
     try:
-        # polib takes the path of a file that it cannot open for the text of a catalogue.
+        # polib takes the path of a file that it cannot open for the text of a catalog.
         with path.open("rb"):
             pass
         return polib.pofile(str(path)) if path.suffix == ".po" else polib.mofile(str(path))
     # polib raises struct.error, IndexError and more for what it cannot parse.
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{path}: is not a readable catalogue ({reason})") from None
+        raise DataError(f"{path}: is not a readable catalog ({reason})") from None
 
 
 def _of_language(root: Path, language: str) -> list[Path]:
@@ -219,7 +219,7 @@ def _without_twins(paths: list[Path]) -> tuple[Path, ...]:
 
 
 def _django_name(path: Path) -> str:
-    """Returns a name such as `django.contrib.admin.django` for a catalogue in Django's folders."""
+    """Returns a name such as `django.contrib.admin.django` for a catalog in Django's folders."""
     parts = path.parts[: len(path.parts) - 1 - path.parts[::-1].index("locale")]
     start = len(parts) - 1 - parts[::-1].index("django")
     return ".".join(part for part in (*parts[start:], path.stem) if part != "conf")

@@ -1,7 +1,7 @@
-"""The license of a catalogue of messages, as far as it is known.
+"""The license of a catalog of messages, as far as it is known.
 
-Compiled catalogues do not state it. Those of well-known projects have the license of the project,
-under whose terms translations are contributed. The package that installed a catalogue is
+Compiled catalogs do not state it. Those of well-known projects have the license of the project,
+under whose terms translations are contributed. The package that installed a catalog is
 authoritative.
 """
 
@@ -28,20 +28,20 @@ _BY_NAME = {
     _LGPL: ("glib", "gtk", "gdk-pixbuf", "gstreamer", "libc", "systemd"),
     "MIT": ("mit-krb",),
 }
-_LICENCE_OF = {name: licence for licence, names in _BY_NAME.items() for name in names}
+_LICENSE_OF = {name: license for license, names in _BY_NAME.items() for name in names}
 # What translators write in the header of a .po file.
 _SAME_AS = re.compile(r"same licen[sc]e as (?:the )?(.+?)(?: package| project)?\.", re.IGNORECASE)
 _VERSION = re.compile(r"(-?\d[\d.]*)(-properties)?$")
 
 
-def licence_of(path: Path, catalogue: polib.MOFile | polib.POFile) -> str | None:
-    """Returns the license of a catalogue, or None if it is not known."""
-    if "PostgreSQL" in catalogue.metadata.get("Project-Id-Version", ""):
+def license_of(path: Path, catalog: polib.MOFile | polib.POFile) -> str | None:
+    """Returns the license of a catalog, or None if it is not known."""
+    if "PostgreSQL" in catalog.metadata.get("Project-Id-Version", ""):
         return POSTGRES
     if {"django", "locale"} <= set(path.parts) and path.stem.startswith("django"):
         return DJANGO
     if path.stem.startswith("iso_"):
         return _LGPL  # iso-codes
-    known = _LICENCE_OF.get(_VERSION.sub("", path.stem))
-    said = _SAME_AS.search(" ".join(getattr(catalogue, "header", "").split()))
+    known = _LICENSE_OF.get(_VERSION.sub("", path.stem))
+    said = _SAME_AS.search(" ".join(getattr(catalog, "header", "").split()))
     return known or (f"that of {said[1]}" if said else None)

@@ -1,4 +1,4 @@
-"""Extracts sentence pairs from the messages of one catalogue, without keyboard shortcuts."""
+"""Extracts sentence pairs from the messages of one catalog, without keyboard shortcuts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Pair(NamedTuple):
 
 
 def cleaned(
-    catalogue: polib.MOFile | polib.POFile, min_words: int, skipped: Counter[str]
+    catalog: polib.MOFile | polib.POFile, min_words: int, skipped: Counter[str]
 ) -> Iterator[Pair]:
     """Yields translated messages on one line each, without keyboard shortcuts.
 
     Args:
-        catalogue: The catalogue.
+        catalog: The catalog.
         min_words: The fewest words of a source text.
         skipped: Counts what is left out: messages that are short, not translated, or whose
             translation is the same or waits for review (fuzzy).
     """
-    for entry in catalogue:
+    for entry in catalog:
         # Compilers leave fuzzy messages out, so entries of .mo files have no such flag.
         if entry.obsolete or getattr(entry, "fuzzy", False):
             skipped["messages that are fuzzy or obsolete"] += 1

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from gridformer.data.prepare import hf
 from gridformer.data.prepare.files import DEFAULT_SUFFIXES, RECORDS, TABLES, file_pieces
-from gridformer.data.prepare.gettext import PREFIX, catalogue_source
+from gridformer.data.prepare.gettext import PREFIX, catalog_source
 from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.text_chunks import Piece, labeled
 from gridformer.data.tokenfolder import Kind, PartEntry
@@ -199,7 +199,7 @@ def _open_source(
     if spec == PYTHON_STDLIB:
         return python_stdlib()
     if spec.startswith(PREFIX):
-        return catalogue_source(spec)
+        return catalog_source(spec)
     if spec.startswith("hf:"):
         return hf.hub_source(spec, split, fields)
     path = Path(spec).expanduser()
