@@ -8,14 +8,13 @@ FUZZ   ?= 200
 # Two files of tests at a time: what waits for messages or processes leaves a core to the other.
 TWO    := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all lint fmt lock figures clean help
+.PHONY: demo test test-all lint fmt lock clean help
 
 help:
 	@echo "make demo    set up, prepare real text, train a small GPT-2 on a 2x2 grid, sample from it"
 	@echo "make test    lint, type check and the test suite, in about eleven minutes on two cores"
 	@echo "make test-all the same, with the cases that are more of the same and fresh random examples"
 	@echo "             (FUZZ=2000: so many random models on random layouts); writes docs/results/exactness.md"
-	@echo "make figures redraw the figures in docs/"
 	@echo "make lock    pin the dependencies anew (requirements.lock)"
 	@echo "make clean   remove the environment, prepared data and runs"
 
@@ -30,17 +29,14 @@ test-all: $(VENV)/.ready lint
 	$(BIN)/python -m pytest $(TWO) -m "full or not full" --hypothesis-profile=fresh --fuzz-cases $(FUZZ) --exactness-table docs/results/exactness.md
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check src tests docs benchmarks examples
-	$(BIN)/ruff format --check src tests docs benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
 fmt: $(VENV)/.ready
-	$(BIN)/ruff check --fix src tests docs benchmarks examples
-	$(BIN)/ruff format src tests docs benchmarks examples
-
-figures: $(VENV)/.ready
-	$(BIN)/python docs/figures.py
+	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples
 
 # torch first and pinned: a looser requirement, met with no torch installed, would pull another build.
 $(VENV)/.ready: pyproject.toml requirements.lock
