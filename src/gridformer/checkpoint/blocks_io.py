@@ -59,10 +59,12 @@ class Block:
 
     @staticmethod
     def of(local: Tensor, shard: ParamShard) -> Block:
+        """Returns the block that a local tensor with this shard holds, without its padding."""
         return Block(shard.valid(local.detach()), shard.size, shard.offset)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
+        """The position of the block in the form that DCP uses."""
         return ChunkStorageMetadata(torch.Size(self.offset), self.tensor.size())
 
     @property

@@ -63,7 +63,7 @@ def list_layouts(
     A pipeline gets as many micro-batches as it has stages. Memory is estimated for float32.
 
     Args:
-        model: The section `model` of a run file.
+        model: The section `model` of a run file, as a mapping.
         processes: The number of processes.
         global_batch: The global batch. 0 uses the smallest batch that each layout can split, so
             that only the model decides whether a layout works.
@@ -71,7 +71,7 @@ def list_layouts(
         schemes: The schemes to list; empty lists all.
 
     Raises:
-        ConfigError: The model itself is not valid.
+        pydantic.ValidationError: The model itself is not valid.
     """
     found = []
     for layout in candidates(processes):

@@ -20,7 +20,7 @@ from gridformer.parallel.data.gradients import clear_gradients
 from gridformer.parallel.data.zero import stored
 from gridformer.train.step import Stepper
 
-_LET_GO_S = 0.02  # seconds until gloo's threads have freed what they sent
+_FREE_WAIT_S = 0.02  # seconds until gloo's threads have freed what they sent
 
 
 def measure_rank(run: RunConfig, n_steps: int = 4) -> tuple[int, int]:
@@ -68,7 +68,7 @@ def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 4
         with _silent(), torch.autograd.profiler.profile(profile_memory=True) as profile:
             step()
             clear_gradients(stepper.model)
-            time.sleep(_LET_GO_S)
+            time.sleep(_FREE_WAIT_S)
         peak = 0
         for event in profile.kineto_results.events():
             if event.name() == "[memory]":

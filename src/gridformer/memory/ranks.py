@@ -13,7 +13,7 @@ from gridformer.utils.errors import ConfigError
 
 
 def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[int, str]:
-    """Returns ranks that together represent the fullest ranks, and what each of them represents.
+    """Returns the fullest rank of each group of similar ranks, and a description of the group.
 
     The first rank of a grid owns the grid's vectors besides its shards of everything else, and the
     first replica has as many rows as any other. In D&SP-cSub the first sub-grid, which alone has

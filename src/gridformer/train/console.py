@@ -50,7 +50,7 @@ class Reporter:
         for note in notes(run):
             self._print(f"  {note}")
         if batches.n_left_out:
-            self._print(f"  {batches.n_left_out:,} pairs are skipped because they are longer")
+            self._print(f"  {batches.n_left_out:,} pairs are left out: they are longer than that")
         if plan.resume is not None:
             self._print(f"  resuming after step {plan.resume_step} from {plan.resume}")
         self.progress = Progress(

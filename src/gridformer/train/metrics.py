@@ -47,6 +47,7 @@ class MetricsLog:
                 )
 
     def close(self) -> None:
+        """Closes both files."""
         self._file.close()
         self._events.close()
 

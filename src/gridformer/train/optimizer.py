@@ -214,11 +214,11 @@ class Updates:
 
     def _update(self, unit: UpdateUnit, factor: float) -> None:
         scale_gradients(unit.updated, factor)
-        with self._brought(unit):
+        with self._moments_on_device(unit):
             unit.optimizer.step()
 
     @contextmanager
-    def _brought(self, unit: UpdateUnit) -> Iterator[None]:
+    def _moments_on_device(self, unit: UpdateUnit) -> Iterator[None]:
         """Holds copies of a unit's offloaded moments on the device inside the context."""
         if self.train.offload != "optimizer":
             yield
@@ -256,12 +256,12 @@ class Updates:
             self._update_reached(self._lag)
             self._reached.append(number)
 
-    def _update_reached(self, but: int) -> None:
-        """Updates the layers that backward has reached, except for the last `but` of them.
+    def _update_reached(self, lag: int) -> None:
+        """Updates the layers that backward has reached, except for the last `lag` of them.
 
         The sums over replicas of those last ones are still in flight.
         """
-        while len(self._reached) > but:
+        while len(self._reached) > lag:
             number = self._reached.pop(0)
             unit = self.units[number]
             self._updated.add(number)

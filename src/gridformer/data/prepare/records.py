@@ -32,6 +32,7 @@ class Fields:
 
     @property
     def kind(self) -> Kind:
+        """The kind of documents that these keys give."""
         return "pairs" if self.pair else "labeled" if self.label else "text"
 
     @property

@@ -12,7 +12,7 @@ from gridformer.utils import rng
 
 
 class Clock(Protocol):
-    """What a dropout mask depends on besides its site and the element's index."""
+    """What a dropout mask depends on besides its site and the element's index; see DropoutClock."""
 
     @property
     def seed(self) -> int: ...
@@ -89,7 +89,7 @@ class Mask:
         columns = indices(self.block[1] * h, h, x_BSH)
         flat = x_BSH.reshape(-1, h)
         out = torch.empty_like(flat)
-        n_rows = max(1, _AT_ONCE[x_BSH.is_cuda] // h)
+        n_rows = max(1, _CHUNK_ELEMENTS[x_BSH.is_cuda] // h)
         for start in range(0, len(flat), n_rows):
             some = slice(start, start + n_rows)
             torch.mul(flat[some], rng.keep(self.key, rows[some], columns, self.p), out=out[some])
@@ -97,7 +97,7 @@ class Mask:
 
 
 # Elements per chunk, by whether the tensor is on a GPU: there each chunk costs kernel launches.
-_AT_ONCE = {False: 1 << 18, True: 1 << 24}
+_CHUNK_ELEMENTS = {False: 1 << 18, True: 1 << 24}
 
 
 class _Masked(torch.autograd.Function):

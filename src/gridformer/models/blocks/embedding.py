@@ -34,6 +34,7 @@ class PositionEmbedding(nn.Module):
         self.weight = new_parameter(max_seq_len, h, init=Init(std=std))
 
     def forward(self, s: int, start: int = 0) -> Tensor:
+        """Returns the embeddings of `s` positions from `start` on, or this device's part."""
         first, size = chunk_bounds(s, self.part)
         return self.weight[start + first : start + first + size]
 
@@ -94,6 +95,13 @@ class TiedHead(nn.Module):
         return table_VH
 
     def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
+        """Computes logits [b, s, v] from x [b, s, h].
+
+        Args:
+            x_BSH: Hidden states [b, s, h].
+            table_VH: The embedding's table [v, h], or what `prepare` returned.
+            prepared: Whether `prepare` returned the table.
+        """
         bias = None if self.bias is None else self.bias.to(x_BSH.dtype)
         return F.linear(x_BSH, table_VH.to(x_BSH.dtype), bias)
 

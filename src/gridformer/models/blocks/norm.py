@@ -51,4 +51,5 @@ class RMSNorm(nn.Module):
 
 
 def new_norm(kind: NormKind, h: int, eps: float, reader: str | None = None) -> LayerNorm | RMSNorm:
+    """Returns a norm of the given kind; for the other arguments see `LayerNorm`."""
     return LayerNorm(h, eps, reader) if kind == "layer" else RMSNorm(h, eps, reader)
