@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support.launch.programs import Start, starting
-from tests.support.multirank.pool import WorkerPool
+pytest.register_assert_rewrite("tests.support")  # an assert there says what differed, too
+
+from tests.support.launch.programs import Start, starting  # noqa: E402
+from tests.support.multirank.pool import WorkerPool  # noqa: E402
 
 # `make test` tries the same examples each time: what passed once goes on passing. `make test-all`
 # looks for others. No deadlines, which fail by chance where others use the machine too.

@@ -23,8 +23,6 @@ from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.branches import parallelize_branches
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
-from tests.multirank.test_branches import NETWORKS, batch
-from tests.multirank.test_memory import a_run
 from tests.support.fake_gpu import (
     NAME,
     Step,
@@ -37,6 +35,8 @@ from tests.support.fake_gpu import (
 )
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.memory import a_run
+from tests.support.multirank.networks import NETWORKS, batch
 
 InProcess = Callable[..., Any]
 

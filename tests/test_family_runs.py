@@ -17,8 +17,8 @@ from gridformer.evaluate.generate import Sampling, Trained, answer, load_model
 from gridformer.launch.plan import plan_run
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import UserError
-from tests.multirank.test_resume import train
 from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import train
 
 SIZE = {"n_layers": 1, "hidden_size": 32, "n_heads": 4, "max_seq_len": 32}
 TRAIN = {"steps": 30, "global_batch": 16, "lr": 1e-2, "eval_every": 0, "eval_batches": 1}

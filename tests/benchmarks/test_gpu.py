@@ -26,8 +26,8 @@ from gridformer.config import LayoutConfig, ModelConfig, TrainConfig, shipped_mo
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.utils.errors import UserError
-from tests.models.test_hf import from_hugging_face
 from tests.support.marks import full_unless
+from tests.support.reference.gpt2 import from_hugging_face
 
 CPU = torch.device("cpu")
 CPU_FORM = ["--device", "cpu", "--quick"]

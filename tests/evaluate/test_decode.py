@@ -12,8 +12,8 @@ from gridformer.evaluate.decode import Search, search
 from gridformer.models import T5
 from gridformer.models.blocks import KVCache
 from gridformer.utils.errors import ConfigError
-from tests.models.test_hf_t5 import config_of, from_hugging_face, hugging_face
 from tests.support.reference.shared import plain, tokens_of
+from tests.support.reference.t5 import config_of, from_hugging_face, hugging_face
 
 V, END = 23, 1
 # Sources, by seed and length, whose search comes close to no other: with weights that are off by

@@ -19,7 +19,7 @@ from gridformer.mesh import Axes
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
-from tests.models.test_hf import pair
+from tests.support.reference.gpt2 import pair
 from tests.support.reference.shared import tokens_of, transformers
 
 GREEDY = Sampling(temperature=0.0)

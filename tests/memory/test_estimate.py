@@ -9,8 +9,8 @@ import pytest
 from gridformer.memory.analytic import quick_estimate, states_of
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import largest_ranks
-from tests.multirank.test_memory import a_run
 from tests.support.marks import full_unless
+from tests.support.multirank.memory import a_run
 
 LAYOUTS: list[dict[str, Any]] = [
     {},

@@ -25,7 +25,7 @@ from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import GIB
-from tests.multirank.test_memory import a_run
+from tests.support.multirank.memory import a_run
 
 WIDE = {"hidden_size": 96, "n_layers": 4}
 

@@ -20,7 +20,7 @@ from gridformer.memory.breakdown import KINDS, STATES
 from gridformer.memory.budget import at_most
 from gridformer.memory.estimate import estimate_rank, estimate_ranks, rows_like, shortened
 from gridformer.memory.ranks import largest_ranks
-from tests.multirank.test_memory import a_run
+from tests.support.multirank.memory import a_run
 
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
 

@@ -7,99 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from gridformer.config import ModelConfig
-from gridformer.models import T5
 from gridformer.models.blocks import IGNORE, KVCache
 from tests.support.reference.shared import (
     assert_close,
     lengths_mask,
-    plain,
-    randomize,
-    together,
     tokens_of,
-    transformers,
 )
+from tests.support.reference.t5 import V, from_hugging_face, pair
 
-V = 211
 # Theirs takes sums of squares and softmax in float32 whatever its type, so float32 is compared.
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-
-
-def config_of(**changes: Any) -> ModelConfig:
-    values = {
-        "family": "t5",
-        "n_layers": 2,
-        "n_decoder_layers": 3,
-        "hidden_size": 48,
-        "n_heads": 4,
-        "vocab_size": V,
-        "max_seq_len": 64,
-        "norm_eps": 1e-6,
-    }
-    return ModelConfig(**{**values, **changes})
-
-
-def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=config.vocab_size,
-            d_model=config.hidden_size,
-            d_kv=config.head_width,
-            d_ff=config.ffn_size,
-            num_layers=config.n_layers,
-            num_decoder_layers=config.n_decoder_layers,
-            num_heads=config.n_heads,
-            relative_attention_num_buckets=config.relative_buckets,
-            relative_attention_max_distance=config.relative_max_distance,
-            layer_norm_epsilon=config.norm_eps,
-            feed_forward_proj="relu",
-            tie_word_embeddings=True,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    )
-    return randomize(model, dtype)
-
-
-def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Names of theirs to ours; their matrices are [out, in]."""
-    ours = {"tokens.weight": state["shared.weight"]}
-    for stack, n in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers)):
-        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        ours[f"{stack}.bias.weight"] = state[bias]
-        ours[f"{stack}.norm.weight"] = state[f"{stack}.final_layer_norm.weight"]
-        for i in range(n):
-            here, there = f"{stack}.layers.{i}", f"{stack}.block.{i}.layer"
-            sub = f"{there}.0.SelfAttention"
-            ours[f"{here}.norm1.weight"] = state[f"{there}.0.layer_norm.weight"]
-            parts = [state[f"{sub}.{part}.weight"] for part in "qkv"]
-            ours[f"{here}.attention.qkv.weight"] = together(parts, config.head_width)
-            ours[f"{here}.attention.out.weight"] = state[f"{sub}.o.weight"].t()
-            last = 1
-            if stack == "decoder":
-                sub, last = f"{there}.1.EncDecAttention", 2
-                ours[f"{here}.cross_norm.weight"] = state[f"{there}.1.layer_norm.weight"]
-                q, k, v, o = (state[f"{sub}.{part}.weight"] for part in "qkvo")
-                ours[f"{here}.cross_attention.q.weight"] = q.t()
-                ours[f"{here}.cross_attention.kv.weight"] = together([k, v], config.head_width)
-                ours[f"{here}.cross_attention.out.weight"] = o.t()
-            mlp = f"{there}.{last}"
-            ours[f"{here}.norm2.weight"] = state[f"{mlp}.layer_norm.weight"]
-            ours[f"{here}.mlp.up.weight"] = state[f"{mlp}.DenseReluDense.wi.weight"].t()
-            ours[f"{here}.mlp.down.weight"] = state[f"{mlp}.DenseReluDense.wo.weight"].t()
-    return ours
-
-
-def pair(dtype: torch.dtype, **changes: Any) -> tuple[T5, Any]:
-    config = config_of(**changes)
-    theirs = hugging_face(config, dtype)
-    ours = plain(config, dtype, from_hugging_face(theirs.state_dict(), config))
-    assert isinstance(ours, T5)
-    return ours, theirs
 
 
 @DTYPES

@@ -12,7 +12,7 @@ from torch import Tensor
 from gridformer.config import ModelConfig
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
-from tests.models import test_hf, test_hf_bert
+from tests.support.reference import bert, gpt2
 from tests.support.reference.shared import assert_close, lengths_mask, plain, randomize, tokens_of
 
 N_LABELS = 5
@@ -21,7 +21,7 @@ S = 12
 
 def labeled(family: str) -> tuple[Model, Any]:
     """Ours with a branch of labels, its weights random; theirs, which has none."""
-    module: Any = {"gpt2": test_hf, "bert": test_hf_bert}[family]
+    module: Any = {"gpt2": gpt2, "bert": bert}[family]
     size: dict[str, Any] = {"n_layers": 2, "hidden_size": 48, "n_heads": 4, "vocab_size": 211}
     if family == "bert":
         size |= {"sentence_pair": False, "norm_eps": 1e-12}

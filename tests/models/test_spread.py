@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
-from tests.models import test_hf, test_hf_bert, test_hf_t5
+from tests.support.reference import bert, gpt2, t5
 
-MODULES: dict[str, Any] = {"gpt2": test_hf, "bert": test_hf_bert, "t5": test_hf_t5}
+MODULES: dict[str, Any] = {"gpt2": gpt2, "bert": bert, "t5": t5}
 
 
 def config_of(family: str, **changes: Any) -> ModelConfig:

@@ -3,88 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from gridformer.config import ModelConfig
-from gridformer.models import Transformer, build_model
 from gridformer.models.blocks import SinusoidalPositions
-from tests.support.reference.shared import assert_close, lengths_mask, plain, randomize, tokens_of
-
-V = 97
-
-
-def model_of(**changes: Any) -> Transformer:
-    values = {
-        "family": "transformer",
-        "n_layers": 2,
-        "n_decoder_layers": 3,
-        "hidden_size": 48,
-        "n_heads": 4,
-        "vocab_size": V,
-        "max_seq_len": 32,
-    }
-    config = ModelConfig(**{**values, **changes})
-    weights = randomize(build_model(config).double(), torch.float64).named_parameters()
-    model = plain(config, torch.float64, {name: p.detach() for name, p in weights})
-    assert isinstance(model, Transformer)
-    return model
-
-
-def torchs(ours: Transformer) -> nn.Transformer:
-    """torch.nn.Transformer with our weights; it has q, k, v side by side, and norms of its own at
-    the ends, which are left out."""
-    config = ours.config
-    h, d = config.hidden_size, config.head_width
-    theirs = nn.Transformer(
-        h,
-        config.n_heads,
-        config.n_layers,
-        config.n_decoder_layers,
-        config.ffn_size,
-        dropout=0.0,
-        batch_first=True,
-        layer_norm_eps=config.norm_eps,
-        norm_first=config.norm_position == "pre",
-    ).double()
-
-    def apart(x: Tensor, parts: int) -> Tensor:
-        return x.unflatten(-1, (-1, parts, d)).transpose(-3, -2).flatten(-3)
-
-    def attention(to: nn.MultiheadAttention, q: list[Any], out: Any) -> None:
-        for leaf in ("weight", "bias"):
-            wide = [apart(getattr(linear, leaf), n) for linear, n in q]
-            getattr(to, f"in_proj_{leaf}").copy_(torch.cat(wide, -1).t())
-        copy(to.out_proj, out)
-
-    def copy(to: Any, ours: Any) -> None:
-        to.weight.copy_(ours.weight.t())
-        to.bias.copy_(ours.bias)
-
-    with torch.no_grad():
-        for name, stack in (("encoder", ours.encoder), ("decoder", ours.decoder)):
-            for i in range(len(stack.layers)):
-                layer: Any = stack.layers[str(i)]
-                to: Any = getattr(theirs, name).layers[i]
-                attention(to.self_attn, [(layer.attention.qkv, 3)], layer.attention.out)
-                norms = [layer.norm1, layer.norm2]
-                if name == "decoder":
-                    cross = layer.cross_attention
-                    attention(to.multihead_attn, [(cross.q, 1), (cross.kv, 2)], cross.out)
-                    norms = [layer.norm1, layer.cross_norm, layer.norm2]
-                for number, norm in enumerate(norms, start=1):
-                    copy(getattr(to, f"norm{number}"), norm)
-                copy(to.linear1, layer.mlp.up)
-                copy(to.linear2, layer.mlp.down)
-            if config.norm_position == "pre":
-                copy(getattr(theirs, name).norm, stack.norm)
-            else:
-                getattr(theirs, name).norm = None
-    return theirs.eval()
+from tests.support.reference.shared import assert_close, lengths_mask, tokens_of
+from tests.support.reference.transformer import V, model_of, published, torchs
 
 
 @pytest.mark.parametrize("eps", [1e-5, 0.1])
@@ -109,15 +36,6 @@ def test_logits(position: str, eps: float) -> None:
             memory_key_padding_mask=~valid,
         )
         assert_close(ours(source, tokens, valid), hidden @ table.t())
-
-
-def published(s: int, h: int) -> Tensor:
-    """PE(pos, 2i) = sin(pos / 10000^(2i/h)), PE(pos, 2i+1) = cos of the same."""
-    rows = [
-        [(math.sin if j % 2 == 0 else math.cos)(pos / 10000 ** ((j - j % 2) / h)) for j in range(h)]
-        for pos in range(s)
-    ]
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("start", [0, 5])

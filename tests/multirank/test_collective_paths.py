@@ -21,10 +21,9 @@ from gridformer.comm import Pending, collectives
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axis
 from gridformer.parallel.data.gradients import _checksum
-from tests.multirank.test_exactness import TRAIN
 from tests.support.marks import full_unless
 from tests.support.multirank.cutting import grid_axes
-from tests.support.multirank.exactness import TOLERANCE, compare
+from tests.support.multirank.exactness import TOLERANCE, TRAIN, compare
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
 

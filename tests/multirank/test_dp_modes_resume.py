@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.multirank.test_resume import (
+from tests.support.marks import full_unless
+from tests.support.multirank.layouts import n_of
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import (
     assert_same_run,
     losses,
-    n_of,
     plan_of,
     start_from,
     stored,
     title,
     train,
 )
-from tests.support.marks import full_unless
-from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 

@@ -14,45 +14,17 @@ from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import assert_copies_equal
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, compare, tiny
+from tests.support.multirank.exactness import (
+    CPU,
+    EVERYTHING,
+    TOLERANCE,
+    TRAIN,
+    axes_of,
+    compare,
+    tiny,
+)
+from tests.support.multirank.layouts import GRIDS, Layout, n_of, name_of
 from tests.support.multirank.pool import WorkerPool
-
-Layout = dict[str, Any]
-
-GRIDS: list[Layout] = [
-    {"scheme": "single"},
-    {"scheme": "megatron", "cols": 2},
-    {"scheme": "megatron", "cols": 4},
-    {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
-    {"scheme": "megatron_2d", "rows": 2, "cols": 2},
-    {"scheme": "megatron_2d", "rows": 3, "cols": 2},
-    {"scheme": "megatron_2d", "rows": 4, "cols": 1},
-    {"scheme": "optimus", "rows": 2, "cols": 2},
-    {"scheme": "optimus", "rows": 1, "cols": 4},
-    {"scheme": "optimus", "rows": 4, "cols": 1},
-    {"scheme": "optimus", "rows": 2, "cols": 3},
-    {"scheme": "optimus", "rows": 3, "cols": 3},
-]
-# The gradient of the keys' bias is zero in exact arithmetic (softmax does not see it): in float32
-# it is rounding noise, which AdamW with its usual eps scales up to full steps. An eps above the
-# noise keeps comparing parameters meaningful in float32; in float64 noise is far below it.
-TRAIN = {"global_batch": 24, "clip_norm": 0.05, "lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-4}
-# Small, with dropout wherever it can be.
-EVERYTHING = {"dropout": 0.2, "attention_dropout": 0.1, "max_seq_len": 12, "n_layers": 1}
-
-
-def n_of(layout: Layout) -> int:
-    n: int = layout.get("rows", 1) * layout.get("cols", 1) * layout.get("dp", 1)
-    return n
-
-
-def name_of(layout: Layout) -> str:
-    sequence = "-sp" if layout.get("sequence_parallel") else ""
-    grid = f"{layout.get('rows', 1)}x{layout.get('cols', 1)}"
-    kept = f"keep_{layout['keep_gathered']}" if "keep_gathered" in layout else ""
-    stays = f"{layout['stationary']}_stays" if "stationary" in layout else ""
-    how = "".join(f"-{word}" for word in (layout.get("schedule", ""), stays, kept) if word)
-    return f"{layout['scheme']}{sequence}-{grid}-dp{layout.get('dp', 1)}{how}"
 
 
 def by_size(layouts: list[Layout]) -> list[Layout]:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from gridformer.config import LayoutConfig
-from tests.multirank.test_exactness import TRAIN
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import TOLERANCE, compare
+from tests.support.multirank.exactness import TOLERANCE, TRAIN, compare
 from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]

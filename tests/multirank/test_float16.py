@@ -31,19 +31,12 @@ from gridformer.train.metrics import read_metrics
 from gridformer.train.step import Stepper
 from gridformer.train.trainer import Trainer
 from gridformer.utils.batch import next_words
-from tests.multirank.test_exactness import TRAIN
-from tests.multirank.test_resume import (
-    MIDDLE,
-    STEPS,
-    plan_of,
-    start_from,
-    train,
-)
-from tests.multirank.test_resume import stored as blocks_of
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import CPU, axes_of, batch_of, compare, tiny
+from tests.support.multirank.exactness import CPU, TRAIN, axes_of, batch_of, compare, tiny
 from tests.support.multirank.matrix import MODELS
 from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import MIDDLE, STEPS, plan_of, start_from, train
+from tests.support.multirank.runs import stored as blocks_of
 
 Layout = dict[str, Any]
 

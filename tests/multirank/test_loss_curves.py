@@ -14,9 +14,9 @@ from gridformer.launch.plan import Plan
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
 from gridformer.train.metrics import read_metrics
-from tests.multirank.test_resume import train
 from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import train
 
 FULL = 200  # steps; shorter runs have fewer tokens a step, too
 

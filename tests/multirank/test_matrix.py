@@ -1,6 +1,6 @@
 """Every combination trains exactly as one device: the exactness matrix.
 
-Its cells are those of tests/support/multirank/matrix.py. Loss, norm, every gradient
+Its cells are those of tests/support/multirank/matrix.py. Compared are loss, norm, every gradient
 and the parameters after 5 AdamW steps with clipping, in float64. `make test` runs cells in which
 every two values meet, `make test-all` all of them, and writes the table in
 docs/results/exactness.md.
@@ -16,20 +16,23 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.config import LayoutConfig, RunConfig
-from gridformer.parallel import validation as layout
-from gridformer.utils.errors import ConfigError
-from tests.multirank.test_branches import compare as compare_network
-from tests.multirank.test_exactness import TRAIN
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import TOLERANCE, compare, tiny
-from tests.support.multirank.matrix import CELLS, Cell, quick, remember, write
+from tests.support.multirank.exactness import TOLERANCE, compare
+from tests.support.multirank.matrix import (
+    CELLS,
+    QUICK,
+    SETTINGS,
+    Cell,
+    n_of,
+    refusal,
+    remember,
+    write,
+)
 from tests.support.multirank.nccl_path import on_nccl
+from tests.support.multirank.networks import compare as compare_network
 from tests.support.multirank.pool import WorkerPool
 
 STEPS = 5  # of the table; without one fewer
-SETTINGS: dict[str, Any] = {**TRAIN, "global_batch": 32, "dtype": "float64"}
-QUICK = quick()
 # Also as over NCCL: every value of every dimension.
 QUICK_ON_NCCL = {
     Cell("GPT-2", "Optimus", 1, "none", True),
@@ -42,27 +45,6 @@ QUICK_ON_NCCL = {
     Cell("T5", "D&SP-cSub", 1, "fsdp", True),
     Cell("Transformer", "single", 4, "none", True),
 }
-
-
-def n_of(cell: Cell) -> int:
-    return LayoutConfig(**cell.layout).n_processes
-
-
-def refusal(cell: Cell) -> str:
-    """What `gridformer train` says of a combination before it starts, if it is refused."""
-    run = RunConfig.model_validate(
-        {
-            "model": tiny(**cell.config),
-            "layout": cell.layout,
-            "data": {"path": "."},
-            "train": {"global_batch": SETTINGS["global_batch"]},
-        }
-    )
-    try:
-        layout.check(run)
-    except ConfigError as error:
-        return "; ".join(error.problems)
-    return ""
 
 
 @pytest.fixture(scope="module")

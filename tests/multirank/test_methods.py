@@ -14,10 +14,18 @@ from typing import Any
 import pytest
 
 from gridformer.config import LayoutConfig
-from tests.multirank.test_matrix import SETTINGS, n_of, refusal
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import TOLERANCE, compare
-from tests.support.multirank.matrix import CELLS, MODELS, REPLICAS, SCHEMES, Cell
+from tests.support.multirank.matrix import (
+    CELLS,
+    MODELS,
+    REPLICAS,
+    SCHEMES,
+    SETTINGS,
+    Cell,
+    n_of,
+    refusal,
+)
 from tests.support.multirank.pool import WorkerPool
 
 STEPS = 2

@@ -18,10 +18,10 @@ from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.launch.plan import plan_run
 from gridformer.train.plan import Plan
-from tests.multirank.test_resume import STEPS, assert_same_run, start_from, train
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, MODELS, Cell
 from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import STEPS, assert_same_run, start_from, train
 
 SIZE = {"n_layers": 3, "hidden_size": 24, "n_heads": 12, "max_seq_len": 16}
 TRAIN = {

@@ -20,9 +20,9 @@ from gridformer.parallel.sharding import shard_of
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
-from tests.multirank.test_exactness import name_of
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.layouts import name_of
 from tests.support.multirank.pool import WorkerPool
 
 # 5 words on 1x4 and 7 on 2x3 leave the last rank with nothing but padding.

@@ -25,11 +25,10 @@ from gridformer.parallel.auto.cost import Choices, Work
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.linear import GridLinear, weights_kept
-from tests.multirank.test_matrix import SETTINGS
-from tests.multirank.test_memory import a_run, agrees_of, measured
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
-from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.matrix import MODELS, SETTINGS
+from tests.support.multirank.memory import a_run, agrees_of, measured
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.volumes import (
     CONFIG,

@@ -13,19 +13,12 @@ from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.registry import describe
 from gridformer.train.compile import compile_model
-from tests.multirank.test_resume import (
-    MIDDLE,
-    assert_same_run,
-    n_of,
-    plan_of,
-    start_from,
-    stored,
-    train,
-)
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, distance, values
+from tests.support.multirank.layouts import n_of
 from tests.support.multirank.pipelines import SETTINGS, Layout, family, reads_of, stepper_of
 from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import MIDDLE, assert_same_run, plan_of, start_from, stored, train
 
 ONE: Layout = {}
 TWO: Layout = {"pp": 2, "micro_batches": 4}

@@ -23,11 +23,12 @@ from gridformer.parallel.data.gradients import (
     reduce_gradients,
     share_copies,
 )
-from tests.multirank.test_exactness import EVERYTHING, TRAIN
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import (
     CPU,
+    EVERYTHING,
     TOLERANCE,
+    TRAIN,
     axes_of,
     batch_of,
     compare,
@@ -36,37 +37,10 @@ from tests.support.multirank.exactness import (
     tiny,
     values,
 )
+from tests.support.multirank.layouts import KINDS, Layout, in_branches, n_of, short, subgraph
 from tests.support.multirank.pool import WorkerPool
 
-Layout = dict[str, Any]
-
-# Every kind of section, with common layers everywhere or on the first sub-grid.
-KINDS: list[Layout] = [
-    {"common": common, "attention": attention, "feed_forward": feed_forward}
-    for common in ("all", "first")
-    for attention in ("inside", "outside")
-    for feed_forward in ("branched", "common")
-]
 PLAIN = KINDS[0]
-
-
-def subgraph(branches: int, dp: int = 1, **how: Any) -> Layout:
-    return {"scheme": "subgraph", "branches": branches, "dp": dp, **how}
-
-
-def short(case: Any) -> str:
-    """`4x2-first-outside` of a layout, `micro_batches_3` of settings."""
-    if not isinstance(case, dict):
-        return str(case)
-    if "scheme" not in case:
-        return "-".join(f"{name}_{value}" for name, value in case.items())
-    words = [value for name, value in case.items() if name not in ("scheme", "branches", "dp")]
-    return "-".join(map(str, [f"{case['branches']}x{case['dp']}", *words]))
-
-
-def n_of(layout: Layout) -> int:
-    return LayoutConfig(**layout).n_processes
-
 
 # Settings differ as much as layouts: each value meets most of the others' at least once.
 CASES: list[tuple[Layout, dict[str, Any]]] = [
@@ -177,16 +151,6 @@ def held(layout: Layout, model: dict[str, Any]) -> tuple[bool, dict[str, int]]:
     cut = build_parallel(tiny(**model), plan, axes, 1, CPU)
     assert not any(p.is_meta for p in cut.parameters())
     return axes.branch.index == 0, {name: p.numel() for name, p in cut.named_parameters()}
-
-
-def in_branches(name: str, layout: Layout) -> bool:
-    """Whether a parameter is cut over branches. What closes a section has a common bias."""
-    parts: tuple[str, ...] = ()
-    if layout.get("attention", "inside") == "inside":
-        parts += ("attention.qkv.", "attention.out.weight")
-    if layout.get("feed_forward", "branched") == "branched":
-        parts += ("mlp.up.", "mlp.down.weight")
-    return any(part in name for part in parts)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.multirank.test_matrix import SETTINGS
-from tests.multirank.test_updates import IN_BACKWARD, Layout, assert_equal_one_device
 from tests.support.marks import full_unless
+from tests.support.multirank.exactness import IN_BACKWARD, assert_equal_one_device
+from tests.support.multirank.layouts import Layout
+from tests.support.multirank.matrix import SETTINGS
 from tests.support.multirank.pool import WorkerPool
 
 CSUB: Layout = {"scheme": "subgraph", "branches": 2, "common": "first"}

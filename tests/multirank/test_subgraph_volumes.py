@@ -24,9 +24,9 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch, next_words
-from tests.multirank.test_subgraph import KINDS, in_branches, n_of, short, subgraph
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.layouts import KINDS, in_branches, n_of, short, subgraph
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.volumes import B, passes
 

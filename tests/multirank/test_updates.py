@@ -21,17 +21,21 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import replica_part
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
-from tests.multirank.test_matrix import QUICK, SETTINGS, n_of
-from tests.multirank.test_resume import assert_same_run, plan_of, start_from
-from tests.multirank.test_resume import train as run
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import CPU, TOLERANCE, axes_of, batch_of, compare, tiny
-from tests.support.multirank.matrix import Cell
+from tests.support.multirank.exactness import (
+    CPU,
+    IN_BACKWARD,
+    assert_equal_one_device,
+    axes_of,
+    batch_of,
+    tiny,
+)
+from tests.support.multirank.layouts import Layout
+from tests.support.multirank.matrix import QUICK, SETTINGS, Cell, n_of
 from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import assert_same_run, plan_of, start_from
+from tests.support.multirank.runs import train as run
 
-Layout = dict[str, Any]
-
-IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
 METHODS: dict[str, dict[str, Any]] = {
     "in_backward": IN_BACKWARD,
     "clip_by_layer": {"clip_by": "layer"},
@@ -74,15 +78,6 @@ def is_quick(case: Case) -> bool:
     turn = [*METHODS][CELLS.index(case.cell) % len(METHODS)]
     few = n_of(case.cell) <= (4 if case.cell.replicas == "fsdp" else 2)
     return few and case.method == turn
-
-
-def assert_equal_one_device(
-    pool: WorkerPool, layout: Layout, model: dict[str, Any], train: dict[str, Any]
-) -> None:
-    n = LayoutConfig(**layout).n_processes
-    for rank, worst in enumerate(pool.run(n, compare, layout, model, train, 3)):
-        wrong = {k: v for k, v in worst.items() if not v <= TOLERANCE["float64"]}
-        assert not wrong, f"rank {rank}: {wrong}"
 
 
 @pytest.mark.parametrize("case", full_unless(is_quick, CASES), ids=lambda case: case.title)

@@ -28,7 +28,7 @@ from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils import rng
 from gridformer.utils.batch import IGNORE, Batch, next_words
-from tests.models import test_hf, test_hf_bert, test_hf_t5, test_transformer
+from tests.support.reference import bert, gpt2, t5, transformer
 from tests.support.reference.shared import lengths_mask, plain, tokens_of
 
 SEED, DROPOUT, ATTENTION_DROPOUT = 5, 0.2, 0.3
@@ -143,7 +143,7 @@ def probabilities_of_gpt2(theirs: Any, now: SimpleNamespace) -> dict[nn.Module, 
 def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> None:
     """Losses, norms, learning rates and, after a whole schedule, every parameter."""
     rates = RATES if dropout else {}
-    same, theirs = test_hf.pair(torch.float64, n_layers=2, max_seq_len=12, **rates)
+    same, theirs = gpt2.pair(torch.float64, n_layers=2, max_seq_len=12, **rates)
     ours = build_parallel(same.config, LayoutConfig(), Axes(), SEED, torch.device("cpu"), "float64")
     ours.load_state_dict(same.state_dict())
     stepper = Stepper(ours, TrainConfig(**TRAIN), Axes(), LayoutConfig(micro_batches=micro_batches))
@@ -175,7 +175,7 @@ def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> No
         assert (got.loss, got.grad_norm, got.lr) == pytest.approx(want, rel=1e-9)
         assert got.tokens == 4 * 12
     assert clipped, "the test must clip"
-    expected = test_hf.from_hugging_face(theirs.state_dict(), ours.config)
+    expected = gpt2.from_hugging_face(theirs.state_dict(), ours.config)
     for name, parameter in ours.named_parameters():
         if name.endswith("qkv.bias"):  # the keys' gradient is rounding noise about zero
             continue
@@ -207,9 +207,9 @@ def assert_alike(got: dict[str, Tensor], want: dict[str, Tensor], limit: float) 
 
 
 def test_berts_masks_are_where_the_formula_says() -> None:
-    config = test_hf_bert.config_of(n_layers=2, **RATES)
-    theirs = test_hf_bert.hugging_face(config, torch.float64)
-    state = test_hf_bert.from_hugging_face(theirs.state_dict(), config)
+    config = bert.config_of(n_layers=2, **RATES)
+    theirs = bert.hugging_face(config, torch.float64)
+    state = bert.from_hugging_face(theirs.state_dict(), config)
     ours = plain(config, torch.float64, state)
     now = SimpleNamespace(step=3, first_sample=2)
     theirs.bert.embeddings.dropout = Masked("embedding", DROPOUT, now)
@@ -219,7 +219,7 @@ def test_berts_masks_are_where_the_formula_says() -> None:
         layer.output.dropout = Masked(f"layers.{i}.dropout2", DROPOUT, now)
         site = f"layers.{i}.attention"
         probabilities[layer.attention.self] = Masked(site, ATTENTION_DROPOUT, now)
-    v, s = test_hf_bert.V, test_hf_bert.S
+    v, s = bert.V, bert.S
     valid = lengths_mask([24, 17, 5], s)
     targets = tokens_of(v, 3, s, seed=3).masked_fill(~valid, IGNORE)
     batch = {
@@ -241,7 +241,7 @@ def test_berts_masks_are_where_the_formula_says() -> None:
     }
     torch.stack([*losses.values()]).sum().backward()
     grads = {name: p.grad for name, p in theirs.named_parameters()}
-    want = test_hf_bert.from_hugging_face(grads, config)
+    want = bert.from_hugging_face(grads, config)
     want |= {f"loss of {name}": loss.detach() for name, loss in losses.items()}
     assert_alike(gradients_of(ours, batch, 3, 2), want, 1e-9)
 
@@ -249,10 +249,10 @@ def test_berts_masks_are_where_the_formula_says() -> None:
 def test_t5s_masks_are_where_the_formula_says() -> None:
     """Theirs also drops within the feed-forward and at a stack's end: these are switched off. It
     takes softmax and sums of squares in float32 whatever its type."""
-    config = test_hf_t5.config_of(**RATES)
-    theirs = test_hf_t5.hugging_face(config, torch.float32)
+    config = t5.config_of(**RATES)
+    theirs = t5.hugging_face(config, torch.float32)
     theirs.set_attn_implementation("eager")
-    state = test_hf_t5.from_hugging_face(theirs.state_dict(), config)
+    state = t5.from_hugging_face(theirs.state_dict(), config)
     ours = plain(config, torch.float32, state)
     now = SimpleNamespace(step=3, first_sample=2)
     probabilities: dict[nn.Module, Masked] = {}
@@ -270,7 +270,7 @@ def test_t5s_masks_are_where_the_formula_says() -> None:
                 )
             last.dropout = Masked(f"{site}.dropout2", DROPOUT, now)
             last.DenseReluDense.dropout = nn.Identity()
-    v = test_hf_t5.V
+    v = t5.V
     valid = lengths_mask([20, 7, 1], 20)
     targets = tokens_of(v, 3, 9, seed=3)
     targets[1, 6:] = IGNORE
@@ -283,7 +283,7 @@ def test_t5s_masks_are_where_the_formula_says() -> None:
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     loss.backward()
     grads = {name: p.grad for name, p in theirs.named_parameters()}
-    want = test_hf_t5.from_hugging_face(grads, config)
+    want = t5.from_hugging_face(grads, config)
     want["loss of tokens"] = loss.detach()
     assert_alike(gradients_of(ours, batch, 3, 2), want, 1e-4)
 
@@ -305,8 +305,8 @@ class FirstOf(nn.Module):
 @pytest.mark.parametrize("position", ["post", "pre"])
 def test_the_transformers_masks_are_where_the_formula_says(position: str) -> None:
     """torch.nn.Transformer; its attention cannot be told which probabilities to drop."""
-    ours = test_transformer.model_of(norm_position=position, dropout=DROPOUT)
-    theirs = test_transformer.torchs(ours).train()
+    ours = transformer.model_of(norm_position=position, dropout=DROPOUT)
+    theirs = transformer.torchs(ours).train()
     now = SimpleNamespace(step=3, first_sample=2)
 
     def masked(site: str) -> Masked:
@@ -319,14 +319,14 @@ def test_the_transformers_masks_are_where_the_formula_says(position: str) -> Non
                 sites = ["dropout1", "cross_dropout", "dropout2"]
             for number, site in enumerate(sites, start=1):
                 setattr(layer, f"dropout{number}", masked(f"{name}.layers.{i}.{site}"))
-    v, h = test_transformer.V, ours.config.hidden_size
+    v, h = transformer.V, ours.config.hidden_size
     source, tokens, targets = tokens_of(v, 3, 20), tokens_of(v, 3, 11, 2), tokens_of(v, 3, 11, 3)
     valid = lengths_mask([20, 7, 1], 20)
     batch = {"source": source, "source_valid": valid, "tokens": tokens, "targets": targets}
     table = ours.tokens.weight.detach().clone().requires_grad_()
 
     def embed(t: Tensor, site: str) -> Tensor:
-        positions = test_transformer.published(t.shape[1], h)
+        positions = transformer.published(t.shape[1], h)
         return masked(site)(table[t] * math.sqrt(h) + positions)
 
     hidden = theirs(
@@ -350,10 +350,10 @@ def test_the_transformers_masks_are_where_the_formula_says(position: str) -> Non
 def test_several_losses_are_added_each_as_a_mean() -> None:
     """BERT's two: the reference is autograd on the sum of the two means, over two micro-batches in
     which words are hidden unevenly. What is reported is the same sum and its parts."""
-    config = test_hf_bert.config_of(n_layers=1)
-    theirs = test_hf_bert.hugging_face(config, torch.float64)
-    state = test_hf_bert.from_hugging_face(theirs.state_dict(), config)
-    v, s = test_hf_bert.V, test_hf_bert.S
+    config = bert.config_of(n_layers=1)
+    theirs = bert.hugging_face(config, torch.float64)
+    state = bert.from_hugging_face(theirs.state_dict(), config)
+    v, s = bert.V, bert.S
     targets = tokens_of(v, 4, s, seed=3).masked_fill(~lengths_mask([3, 1, 12, 20], s), IGNORE)
     batch = {"tokens": tokens_of(v, 4, s), "targets": targets, "pair": torch.tensor([1, 0, 0, 1])}
     out = theirs(batch["tokens"])
@@ -373,7 +373,7 @@ def test_several_losses_are_added_each_as_a_mean() -> None:
 
 def test_an_evaluation_is_a_mean_over_all_targets_without_dropout() -> None:
     """Over several batches with different numbers of targets; Hugging Face's model, in eval."""
-    ours, theirs = test_hf.pair(torch.float64, n_layers=1, max_seq_len=12, **RATES)
+    ours, theirs = gpt2.pair(torch.float64, n_layers=1, max_seq_len=12, **RATES)
     batches = []
     for number, counted in enumerate(([12, 12], [1, 2], [5, 0])):
         batch = next_words(tokens_of(211, 2, 13, seed=number))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from gridformer.comm import Record, record
 from gridformer.parallel.pipeline import Event
 from gridformer.train.trace import merged
-from tests.multirank.test_resume import plan_of, train
 from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import plan_of, train
 
 
 def part(host: str, zero: float, events: list[Event], messages: list[dict[str, Any]]) -> Any:

@@ -27,10 +27,18 @@ from gridformer.parallel.sharding import ParamShard, shard_of
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, MicroBatch, next_words
-from tests.support.multirank.pool import group_cache
+from tests.support.multirank.layouts import Layout
+from tests.support.multirank.pool import WorkerPool, group_cache
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+# The gradient of the keys' bias is zero in exact arithmetic (softmax does not see it): in float32
+# it is rounding noise, which AdamW with its usual eps scales up to full steps. An eps above the
+# noise keeps comparing parameters meaningful in float32; in float64 noise is far below it.
+TRAIN = {"global_batch": 24, "clip_norm": 0.05, "lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-4}
+# Small, with dropout wherever it can be.
+EVERYTHING = {"dropout": 0.2, "attention_dropout": 0.1, "max_seq_len": 12, "n_layers": 1}
+IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
 
 Tensors = dict[str, Tensor]
 Found = TypeVar("Found")
@@ -259,3 +267,13 @@ def _check_decay(stepper: Stepper) -> None:
     for name, parameter in held:
         vector = name.endswith(".bias") or "norm" in name
         assert decays[id(parameter)] == (0.0 if vector else stepper.train.weight_decay), name
+
+
+def assert_equal_one_device(
+    pool: WorkerPool, layout: Layout, model: dict[str, Any], train: dict[str, Any]
+) -> None:
+    """Three steps under these settings, in float64."""
+    n = LayoutConfig(**layout).n_processes
+    for rank, worst in enumerate(pool.run(n, compare, layout, model, train, 3)):
+        wrong = {k: v for k, v in worst.items() if not v <= TOLERANCE["float64"]}
+        assert not wrong, f"rank {rank}: {wrong}"

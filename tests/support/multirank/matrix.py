@@ -13,7 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gridformer.config import LayoutConfig
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.parallel.validation import check
+from gridformer.utils.errors import ConfigError
+from tests.support.multirank.exactness import TRAIN, tiny
 
 LARGEST = 8  # processes of a layout whose grid is the larger of two
 
@@ -121,6 +124,31 @@ def _time(cell: Cell) -> float:
     stacks = 2 if cell.model in ("T5", "Transformer") else 1
     n = LayoutConfig(**cell.layout).n_processes
     return 5 + stacks * (n + n * n / 8)
+
+
+SETTINGS: dict[str, Any] = {**TRAIN, "global_batch": 32, "dtype": "float64"}
+QUICK = quick()
+
+
+def n_of(cell: Cell) -> int:
+    return LayoutConfig(**cell.layout).n_processes
+
+
+def refusal(cell: Cell) -> str:
+    """What `gridformer train` says of a combination before it starts, if it is refused."""
+    run = RunConfig.model_validate(
+        {
+            "model": tiny(**cell.config),
+            "layout": cell.layout,
+            "data": {"path": "."},
+            "train": {"global_batch": SETTINGS["global_batch"]},
+        }
+    )
+    try:
+        check(run)
+    except ConfigError as error:
+        return "; ".join(error.problems)
+    return ""
 
 
 def remember(path: Path, worst: Mapping[Cell | str, float]) -> dict[Cell | str, float]:

@@ -1,0 +1,56 @@
+"""Runs whose estimated memory is compared with what torch's allocator hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.config import LayoutConfig, RunConfig, TrainConfig
+from gridformer.memory.budget import at_most
+from gridformer.memory.estimate import estimate_rank
+from gridformer.memory.measure import measure_rank
+from gridformer.memory.ranks import largest_ranks
+from gridformer.parallel.validation import check
+from tests.support.multirank.exactness import tiny
+from tests.support.multirank.pool import WorkerPool
+
+AGREE = 0.05
+SETTINGS: dict[str, Any] = {"global_batch": 32, "loss_chunk_tokens": 32}
+
+
+def a_run(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> RunConfig:
+    config = tiny(**model)
+    return RunConfig(
+        model=config,
+        data={"path": Path("none"), "seq_len": config.max_seq_len},  # type: ignore[arg-type]
+        layout=LayoutConfig(**layout),
+        train=TrainConfig(**{**SETTINGS, **train}),
+    )
+
+
+def measured(run: RunConfig) -> tuple[int, int]:
+    """On one rank."""
+    torch.set_num_threads(1)
+    return measure_rank(run, n_steps=2)
+
+
+def agrees_of(
+    pool: WorkerPool, run: RunConfig, measuring: Callable[..., tuple[int, int]], *args: Any
+) -> None:
+    """Held longer by chance, on a busy machine, is not each time: of five one must agree."""
+    check(run)
+    told = {rank: estimate_rank(run, rank).peak for rank in largest_ranks(run)}
+    found = []
+    for _ in range(5):
+        got = dict(pool.run(run.layout.n_processes, measuring, run, *args))
+        assert at_most(run) >= max(got.values())
+        apart = {rank: abs(peak / got[rank] - 1) for rank, peak in told.items()}
+        more = max(got.values()) / max(told.values()) - 1
+        if max(*apart.values(), more) <= AGREE:
+            return
+        found.append(f"apart by {apart}, the fullest rank by {more}")
+    pytest.fail("; ".join(found))

@@ -1,0 +1,106 @@
+"""What ranks do in whole runs: the production trainer, stopped and gone on with; what it wrote."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from gridformer.checkpoint import checkpoint
+from gridformer.config import parse_run
+from gridformer.mesh.process_group import World
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.validation import check
+from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import Plan
+from gridformer.train.trainer import Trainer
+from tests.support.multirank.layouts import name_of
+
+STEPS, MIDDLE = 6, 3
+
+
+def title(layout: dict[str, Any]) -> str:
+    branches = f"-{layout['branches']}_branches" if "branches" in layout else ""
+    return f"{name_of(layout)}{branches}"
+
+
+def plan_of(data: Path, out: Path, layout: dict[str, Any], **train: Any) -> Plan:
+    model = {
+        "n_layers": 2,
+        "hidden_size": 24,
+        "n_heads": 12,
+        "vocab_size": 301,
+        "max_seq_len": 12,
+        "dropout": 0.1,
+        "attention_dropout": 0.1,
+    }
+    settings = {
+        "steps": STEPS,
+        "global_batch": 24,
+        "lr": 3e-3,
+        "warmup_steps": 2,
+        "eval_every": 0,
+        "eval_batches": 2,
+        "save_every": MIDDLE,
+        "dtype": "float64",
+        "sanity_checks": True,
+        **train,
+    }
+    sections = {"model": model, "layout": layout, "data": {"path": str(data), "seq_len": 12}}
+    run = parse_run({"name": "test", "train": settings, **sections})
+    check(run)
+    resume = checkpoint.latest(out)
+    step = checkpoint.read_manifest(resume).step if resume else 0
+    return Plan(run, out, resume, step, decide_run(run))
+
+
+def train(plan: Plan) -> None:
+    """What one rank does: the production trainer on the pool's process group."""
+    world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"), "gloo", "test")
+    Trainer(plan, world).fit()
+
+
+def losses(out: Path) -> dict[int, tuple[float, float]]:
+    return {m["step"]: (m["loss"], m["grad_norm"]) for m in read_metrics(out) if "loss" in m}
+
+
+def tokens(out: Path) -> list[int]:
+    """Read since the run began: of each step, and as the last checkpoint has it."""
+    last = checkpoint.latest(out)
+    assert last is not None
+    return [*(m["tokens"] for m in read_metrics(out)), checkpoint.read_manifest(last).tokens]
+
+
+def assert_same_run(whole: Path, moved: Path) -> None:
+    """All steps of a run that moved between layouts have the losses of one that did not."""
+    want, got = losses(whole), losses(moved)
+    assert list(got) == list(range(1, STEPS + 1))
+    for step in want:
+        assert got[step] == pytest.approx(want[step], rel=1e-9), step
+    assert tokens(moved) == tokens(whole), "tokens are counted on"
+    evals = [read_metrics(out)[-1]["val_loss"] for out in (whole, moved)]
+    assert evals[1] == pytest.approx(evals[0], rel=1e-9)
+
+
+def start_from(finished: Path, out: Path) -> None:
+    """A run directory as it was after MIDDLE steps."""
+    name = f"step-{MIDDLE:08d}"
+    shutil.copytree(finished / "checkpoints" / name, out / "checkpoints" / name)
+    shutil.copy(finished / "metrics.jsonl", out)
+
+
+def stored(out: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Every block of the last checkpoint: parameters and moments, by name and offset."""
+    blocks = {}
+    for path in (out / f"checkpoints/step-{STEPS:08d}").glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118 - it is no dictionary
+                blocks[name, str(offsets[name])] = file.get_tensor(name)
+    return blocks

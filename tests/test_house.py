@@ -1,0 +1,66 @@
+"""How tests are laid out: what they share stands in tests/support, and none imports another."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def imported(file: Path) -> set[str]:
+    """Modules that a file imports, at its top or later; of `from a import b` both a and a.b."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def problems(tests: Path) -> list[str]:
+    found = []
+    for file in sorted(tests.rglob("*.py")):
+        where = file.relative_to(tests)
+        for module in sorted(imported(file)):
+            if module.split(".")[-1].startswith("test_"):
+                found.append(f"{where} imports {module}: move what both need to tests/support")
+        if where.parts[0] == "support":
+            if file.name.startswith("test_"):
+                found.append(f"{where} is a test: pytest finds it, but it is no helper")
+            continue
+        if not file.name.startswith("test_") and file.name not in ("conftest.py", "__init__.py"):
+            found.append(f"{where} is a helper: it belongs into tests/support")
+        if not (file.parent / "__init__.py").exists():
+            found.append(f"{where.parent} has no __init__.py: two of its names could clash")
+    return found
+
+
+def test_helpers_stand_in_support_and_no_test_imports_another() -> None:
+    assert problems(TESTS) == []
+
+
+def test_what_breaks_these_rules_is_found(tmp_path: Path) -> None:
+    for folder in ("", "support", "train", "plain"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        if folder != "plain":
+            (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "conftest.py").write_text("from tests.support import pool\n")
+    (tmp_path / "plain" / "test_one.py").write_text("import tests.support.pool\n")
+    (tmp_path / "support" / "pool.py").write_text("import torch\n")
+    (tmp_path / "support" / "test_pool.py").touch()
+    (tmp_path / "train" / "helpers.py").touch()
+    (tmp_path / "train" / "test_two.py").write_text("from tests.plain.test_one import batch\n")
+    (tmp_path / "train" / "test_three.py").write_text(
+        "def test_it():\n    from tests.plain import test_one as other\n"
+    )
+    found = [problem.partition(":")[0] for problem in problems(tmp_path)]
+    assert found == [
+        "plain has no __init__.py",
+        "support/test_pool.py is a test",
+        "train/helpers.py is a helper",
+        "train/test_three.py imports tests.plain.test_one",
+        "train/test_two.py imports tests.plain.test_one",
+    ]
