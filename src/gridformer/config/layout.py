@@ -25,89 +25,99 @@ class LayoutConfig(Config):
 
     scheme: Scheme = Field(
         default="single",
-        description="The parallel scheme, which determines how weights and activations are sharded "
-        "over the grid.",
+        description="The parallel scheme determines how weights and activations are sharded over "
+        "the grid.",
     )
-    rows: int = Field(default=1, ge=1, description="The number of rows r of the device grid.")
-    cols: int = Field(default=1, ge=1, description="The number of columns c of the device grid.")
+    rows: int = Field(default=1, ge=1, description="The device grid has this number of rows (r).")
+    cols: int = Field(
+        default=1, ge=1, description="The device grid has this number of columns (c)."
+    )
     branches: int = Field(
         default=1,
         ge=1,
-        description="For subgraph, the number of sub-grids g among which attention heads and "
-        "feed-forward columns are divided.",
+        description="For subgraph, attention heads and feed-forward columns are divided among "
+        "this number of sub-grids (g).",
     )
     dp: int = Field(
         default=1,
         ge=1,
-        description="The number of data-parallel replicas; for subgraph, the number of processes "
-        "in each sub-grid.",
+        description="The run has this number of data-parallel replicas, or for subgraph this "
+        "number of processes in each sub-grid.",
     )
     dp_mode: Literal["replicate", "zero1", "fsdp"] = Field(
         default="replicate",
-        description="What is sharded over replicas: nothing (replicate), gradients and optimizer "
-        "state (zero1), or also parameters, which are then gathered layer by layer (fsdp).",
+        description="The mode determines what is sharded over replicas: nothing (replicate), "
+        "gradients and optimizer state (zero1), or also parameters, which are then gathered "
+        "layer by layer (fsdp).",
     )
-    pp: int = Field(default=1, ge=1, description="The number of pipeline-parallel ranks.")
+    pp: int = Field(
+        default=1,
+        ge=1,
+        description="The model is divided over this number of pipeline-parallel ranks.",
+    )
     stages_per_rank: int = Field(
         default=1,
         ge=1,
-        description="The number of pipeline stages on each rank. More than 1 interleaves them.",
+        description="Each pipeline rank holds this number of stages. More than 1 interleaves them.",
     )
     pipeline: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
         default="auto",
-        description="The pipeline schedule. auto means interleaved with several stages per rank, "
-        "gpipe with fewer micro-batches than stages, and 1f1b otherwise.",
+        description="The pipeline schedule is the order in which stages process micro-batches. "
+        "auto means interleaved with several stages per rank, gpipe with fewer micro-batches "
+        "than stages, and 1f1b otherwise.",
     )
     micro_batches: int = Field(
         default=1,
         ge=1,
-        description="The number of micro-batches m into which each replica's batch is divided. "
+        description="The batch of each replica is divided into this number of micro-batches (m). "
         "They go through the model one after the other, and their gradients are accumulated.",
     )
     sequence_parallel: bool = Field(
         default=False,
-        description="For megatron, shards activations between sections along the sequence.",
+        description="For megatron, true shards the activations between sections along the "
+        "sequence.",
     )
     schedule: Literal["auto", "broadcast", "pipelined", "gather"] = Field(
         default="auto",
-        description="For optimus, how the operands of a product are communicated: one panel at a "
-        "time (broadcast), one panel at a time while the next is on its way (pipelined), or all "
-        "panels at once (gather).",
+        description="For optimus, the schedule determines how the operands of a product are "
+        "communicated: one panel at a time (broadcast), one panel at a time while the next is on "
+        "its way (pipelined), or all panels at once (gather).",
     )
     stationary: Literal["auto", "output", "input"] = Field(
         default="auto",
-        description="For optimus, which activation of a product is not communicated.",
+        description="For optimus, this activation of a product is not communicated.",
     )
     keep_gathered: Literal["auto", "none", "inputs", "weights", "all"] = Field(
         default="auto",
-        description="Which gathered operands are kept instead of being gathered again: a product's "
-        "inputs until its backward pass, its weights until the step ends, both (all), or none.",
+        description="These gathered operands are kept instead of being gathered again: the "
+        "inputs of a product until its backward pass, its weights until the step ends, both "
+        "(all), or none.",
     )
     common: Literal["all", "first"] = Field(
         default="all",
-        description="For subgraph, whether the layers outside branches run on all processes (D&SP) "
-        "or only on the first sub-grid (D&SP-cSub).",
+        description="For subgraph, the layers outside branches run on all processes (all, D&SP) "
+        "or only on the first sub-grid (first, D&SP-cSub).",
     )
     attention: Literal["inside", "outside"] = Field(
         default="inside",
-        description="For subgraph, whether the projections of attention run inside the branches, "
-        "or outside them in the common layers.",
+        description="For subgraph, the projections of attention run in the branches (inside) or "
+        "in the common layers (outside).",
     )
     feed_forward: Literal["branched", "common"] = Field(
         default="branched",
-        description="For subgraph, whether the feed-forward layers run in the branches or are "
-        "common layers.",
+        description="For subgraph, the feed-forward layers run in the branches (branched) or are "
+        "common layers (common).",
     )
     order: Literal["topology", "contiguous"] = Field(
         default="topology",
-        description="For subgraph, whether neighboring ranks belong to the same segmented "
-        "collective (topology) or to the same sub-grid (contiguous).",
+        description="For subgraph, neighboring ranks belong to the same segmented collective "
+        "(topology) or to the same sub-grid (contiguous).",
     )
     devices_per_node: int = Field(
         default=0,
         ge=0,
-        description="The number of devices in a node, used to place blocks of the grid on nodes; 0 "
-        "means that ranks are placed in order, row by row.",
+        description="Each node has this number of devices, and blocks of the grid are placed on "
+        "nodes. 0 means that ranks are placed in order, row by row.",
     )
 
     @property

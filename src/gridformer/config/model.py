@@ -31,95 +31,104 @@ class ModelConfig(Config):
 
     name: str = Field(
         default="custom",
-        description="The name of a shipped model, whose values are used where the run file sets "
-        "none, or any name of your own.",
+        description="A run file may name a shipped model, whose values are used where the file "
+        "sets none, or give a model any other name.",
     )
-    family: Family = Field(default="gpt2", description="The architecture of the model.")
+    family: Family = Field(
+        default="gpt2", description="The family determines the architecture of the model."
+    )
     n_layers: int = Field(
-        ge=1, description="The number of layers, or of encoder layers for t5 and transformer."
+        ge=1,
+        description="The model has this number of layers, or for t5 and transformer this number "
+        "of encoder layers.",
     )
     n_decoder_layers: int = Field(
         default=0,
         ge=0,
-        description="The number of decoder layers of t5 and transformer; 0 means n_layers.",
+        description="t5 and transformer have this number of decoder layers; 0 means n_layers.",
     )
-    hidden_size: int = Field(ge=1, description="The width of the residual stream.")
-    n_heads: int = Field(ge=1, description="The number of attention heads in each layer.")
+    hidden_size: int = Field(ge=1, description="The residual stream has this width (h).")
+    n_heads: int = Field(ge=1, description="Each layer has this number of attention heads (n).")
     head_dim: int = Field(
         default=0,
         ge=0,
-        description="The width of one attention head; 0 means hidden_size / n_heads.",
+        description="Each attention head has this width; 0 means hidden_size / n_heads.",
     )
     ffn_size: int = Field(
         default=0,
         ge=0,
-        description="The inner width of the feed-forward layers; 0 means 4 times hidden_size.",
+        description="The feed-forward layers have this inner width (f); 0 means 4 times "
+        "hidden_size.",
     )
     vocab_size: int = Field(
         default=0,
         ge=0,
-        description="The number of tokens in the vocabulary; 0 means the vocabulary of the data.",
+        description="The vocabulary has this number of tokens (v); 0 means the vocabulary of the "
+        "data.",
     )
     max_seq_len: int = Field(
-        default=1024, ge=1, description="The longest sequence of the model, in tokens."
+        default=1024,
+        ge=1,
+        description="The model reads sequences of at most this number of tokens.",
     )
     norm_position: Literal["auto", "pre", "post"] = Field(
         default="auto",
-        description="Where normalization is applied: at the input of each sub-layer (pre), or "
-        "after the residual addition (post). auto means post for bert and transformer, as "
-        "published; gpt2 and t5 support only pre.",
+        description="Normalization is applied at the input of each sub-layer (pre) or after the "
+        "residual addition (post). auto means post for bert and transformer, as published; gpt2 "
+        "and t5 support only pre.",
     )
     sentence_pair: bool = Field(
         default=True,
-        description="For bert, adds a head that predicts whether sentence B follows sentence A.",
+        description="For bert, true adds a head that predicts whether sentence B follows "
+        "sentence A.",
     )
     n_labels: int = Field(
         default=0,
         ge=0,
-        description="For gpt2 and bert, the number of labels of a classification head; 0 means no "
-        "such head.",
+        description="gpt2 and bert get a classification head with this number of labels; 0 means "
+        "that there is no such head.",
     )
     relative_buckets: int = Field(
         default=32,
         ge=4,
-        description="For t5, the number of buckets into which the distances between tokens are "
-        "grouped.",
+        description="For t5, the distances between tokens are grouped into this number of buckets.",
     )
     relative_max_distance: int = Field(
         default=128,
         ge=2,
-        description="For t5, the distance from which on all distances share the last bucket.",
+        description="For t5, all distances from this one on share the last bucket.",
     )
     label_smoothing: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="The label smoothing of the training loss (0.1 in Vaswani et al. 2017).",
+        description="The training loss smooths labels by this amount (0.1 in Vaswani et al. 2017).",
     )
     dropout: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="The dropout probability of embeddings and sub-layer outputs.",
+        description="Dropout zeroes elements of embeddings and sub-layer outputs with this "
+        "probability.",
     )
     attention_dropout: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="The dropout probability of attention weights. A value above 0 uses the "
-        "unfused attention path.",
+        description="Dropout zeroes attention probabilities with this probability. A value above "
+        "0 uses the unfused attention path.",
     )
     norm_eps: float = Field(
         default=1e-5,
         gt=0.0,
-        description="The constant that normalization adds to the variance (for t5, to the mean "
+        description="Normalization adds this constant to the variance (for t5, to the mean "
         "square).",
     )
     init_std: float = Field(
         default=0.02,
         gt=0.0,
-        description="For gpt2 and bert, the standard deviation of initial weight matrices. t5 and "
-        "transformer derive it from each matrix's size.",
+        description="For gpt2 and bert, initial weight matrices have this standard deviation. t5 "
+        "and transformer derive it from the size of each matrix.",
     )
 
     @model_validator(mode="before")

@@ -25,23 +25,23 @@ TASKS: dict[Family, tuple[Task, ...]] = {
 class DataConfig(Config):
     """A folder written by `gridformer prepare`, and how samples are made from it."""
 
-    path: Path = Field(description="The token folder that `gridformer prepare` wrote.")
+    path: Path = Field(description="This is the token folder that `gridformer prepare` wrote.")
     task: Task = Field(
         default="auto",
-        description="What the model learns to predict: next tokens (causal, for gpt2), masked "
-        "tokens (masked, for bert), masked spans (spans, for t5), or the second text of a pair "
-        "from the first (pairs, for transformer and t5). auto means the first task of the family.",
+        description="The model learns to predict next tokens (causal, for gpt2), masked tokens "
+        "(masked, for bert), masked spans (spans, for t5), or the second text of a pair from the "
+        "first (pairs, for transformer and t5). auto means the first task of the family.",
     )
     seq_len: int = Field(
         default=0,
         ge=0,
-        description="The number of tokens in a sample, or in its target if it has a source. 0 "
+        description="A sample, or its target if it has a source, has this number of tokens. 0 "
         "means model.max_seq_len, or for spans as many tokens as the masked spans take.",
     )
     source_len: int = Field(
         default=0,
         ge=0,
-        description="For t5 and transformer, the number of tokens in the source; 0 means "
+        description="For t5 and transformer, a source has this number of tokens; 0 means "
         "model.max_seq_len.",
     )
 
@@ -49,129 +49,142 @@ class DataConfig(Config):
 class TrainConfig(Config):
     """Optimizer, schedule and precision of training, and when it evaluates and saves."""
 
-    steps: int = Field(default=1000, ge=1, description="The number of optimizer steps.")
+    steps: int = Field(
+        default=1000, ge=1, description="Training takes this number of optimizer steps."
+    )
     seed: int = Field(
         default=1234,
         ge=0,
         lt=2**63,
-        description="The seed of initial parameters, dropout and the order of samples.",
+        description="Initial parameters, dropout and the order of samples depend on this seed.",
     )
     global_batch: int = Field(
-        default=8, ge=1, description="The number of samples in a step, over all devices."
+        default=8,
+        ge=1,
+        description="All devices together process this number of samples in a step.",
     )
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32",
-        description="The data type of the computation. bfloat16 and float16 keep parameters and "
-        "statistics in float32, and float16 scales the loss.",
+        description="The computation uses this data type. bfloat16 and float16 keep parameters "
+        "and statistics in float32, and float16 scales the loss.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="Which activations are recomputed in the backward pass instead of kept: none, "
-        "the attention scores (selective), or everything in a block except its input (full).",
+        description="These activations are recomputed in the backward pass instead of kept: "
+        "none, the attention scores (selective), or everything in a block except its input "
+        "(full).",
     )
     update: Literal["after_backward", "in_backward"] = Field(
         default="after_backward",
-        description="When parameters are updated. in_backward updates a layer's matrices as soon "
-        "as their gradients are complete and then frees those gradients, so the gradients of only "
-        "one layer exist at a time (of two layers with replicas). With several micro-batches the "
-        "gradients of all layers exist, because they are accumulated. in_backward needs "
-        "clip_by=layer or clip_norm=0.",
+        description="Parameters are updated after the backward pass or in it. in_backward "
+        "updates a layer's matrices as soon as their gradients are complete and then frees those "
+        "gradients, so the gradients of only one layer exist at a time (of two layers with "
+        "replicas). With several micro-batches the gradients of all layers exist, because they "
+        "are accumulated. in_backward needs clip_by=layer or clip_norm=0.",
     )
     offload: Literal["none", "optimizer"] = Field(
         default="none",
-        description="What is kept in host memory. optimizer keeps the moments of Adam there and "
-        "copies those of one layer at a time to the device while the layer is updated.",
+        description="optimizer keeps the moments of Adam in host memory and copies those of one "
+        "layer at a time to the device while the layer is updated. none keeps them on the device.",
     )
     loss_chunk_tokens: int = Field(
         default=1024,
         ge=0,
-        description="The number of tokens of a micro-batch whose logits exist at the same time on "
-        "a device; 0 means all of them.",
+        description="The logits of this number of tokens of a micro-batch exist at the same time "
+        "on a device; 0 means all of them.",
     )
     memory_gib: float = Field(
         default=0.0,
         ge=0.0,
-        description="The memory in GiB that the tensors of one process may take; 0 means the "
-        "memory of its device. A run that needs more does not start, and the error lists settings "
-        "that fit.",
+        description="The tensors of one process may take this number of GiB; 0 means the memory "
+        "of its device. A run that needs more does not start, and the error lists settings that "
+        "fit.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="The device type. auto means cuda if every machine has a GPU for each process, "
-        "and cpu otherwise.",
+        description="The run uses this type of device. auto means cuda if every machine has a "
+        "GPU for each process, and cpu otherwise.",
     )
     compile: bool = Field(
         default=False,
-        description="Whether each block is compiled with torch.compile. Only layouts whose blocks "
-        "do not communicate support it.",
+        description="true compiles each block with torch.compile. Only layouts whose blocks do "
+        "not communicate support it.",
     )
-    lr: float = Field(default=3e-4, gt=0.0, description="The peak learning rate.")
+    lr: float = Field(
+        default=3e-4,
+        gt=0.0,
+        description="The learning rate rises to this value during the warm-up and then falls.",
+    )
     min_lr_ratio: float = Field(
         default=0.1,
         ge=0.0,
         le=1.0,
-        description="The learning rate of the last step as a fraction of lr. The rate falls to it "
-        "along a cosine after the warm-up.",
+        description="The learning rate falls along a cosine to this fraction of lr at the last "
+        "step.",
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="The number of steps over which the learning rate rises to lr."
+        default=0,
+        ge=0,
+        description="The learning rate rises linearly to lr over this number of steps.",
     )
     weight_decay: float = Field(
         default=0.1,
         ge=0.0,
-        description="The weight decay of AdamW. It applies to matrices, never to vectors.",
+        description="AdamW decays matrices, but never vectors, with this coefficient.",
     )
     beta1: float = Field(
-        default=0.9, ge=0.0, lt=1.0, description="The decay rate of Adam's first moment."
+        default=0.9, ge=0.0, lt=1.0, description="The first moment of Adam decays at this rate."
     )
     beta2: float = Field(
-        default=0.95, ge=0.0, lt=1.0, description="The decay rate of Adam's second moment."
+        default=0.95, ge=0.0, lt=1.0, description="The second moment of Adam decays at this rate."
     )
     adam_eps: float = Field(
-        default=1e-8, gt=0.0, description="The constant in the denominator of Adam's update."
+        default=1e-8, gt=0.0, description="Adam adds this constant to the denominator of an update."
     )
     clip_norm: float = Field(
         default=1.0,
         ge=0.0,
-        description="The largest gradient norm. Gradients with a larger norm are scaled down; 0 "
-        "turns clipping off.",
+        description="Gradients with a norm above this value are scaled down to it; 0 turns "
+        "clipping off.",
     )
     clip_by: Literal["global", "layer"] = Field(
         default="global",
-        description="Which norm is clipped: that of all gradients (global), or separately that of "
-        "each layer's matrices and that of all other parameters (layer).",
+        description="Clipping uses the norm of all gradients (global), or separate norms of each "
+        "layer's matrices and of all other parameters (layer).",
     )
     eval_every: int = Field(
         default=100,
         ge=0,
-        description="The number of steps between evaluations; 0 evaluates only at the end.",
+        description="The model is evaluated each time after this number of steps; 0 evaluates "
+        "only at the end.",
     )
     eval_batches: int = Field(
-        default=8, ge=1, description="The number of global batches in an evaluation."
+        default=8, ge=1, description="An evaluation takes this number of global batches."
     )
     save_every: int = Field(
         default=500,
         ge=0,
-        description="The number of steps between checkpoints; 0 saves only at the end.",
+        description="A checkpoint is saved each time after this number of steps; 0 saves only at "
+        "the end.",
     )
     keep_checkpoints: int = Field(
-        default=3, ge=1, description="The number of most recent checkpoints that are kept."
+        default=3, ge=1, description="This number of the most recent checkpoints is kept."
     )
     trace_step: int = Field(
         default=0,
         ge=0,
-        description="The step N whose timeline is written to trace-step-N.json, which makes that "
-        "step slower; 0 means no step.",
+        description="The timeline of this step N is written to trace-step-N.json, which makes "
+        "the step slower; 0 means no step.",
     )
     timeout_s: float = Field(
         default=600.0,
         gt=0.0,
-        description="The number of seconds after which a collective that still waits ends the run "
+        description="A collective that waits longer than this number of seconds ends the run "
         "with an error.",
     )
     sanity_checks: bool = Field(
         default=False,
-        description="Whether every evaluation first checks that all ranks hold equal copies of "
+        description="true lets every evaluation first check that all ranks hold equal copies of "
         "replicated parameters.",
     )
 
@@ -199,7 +212,7 @@ class RunConfig(Config):
     """Everything that a run needs. Its resolved form is written to the run directory."""
 
     name: str = Field(
-        default="run", description="The name of the run, from which runs/NAME is derived."
+        default="run", description="The run directory is runs/NAME unless --out sets another."
     )
     model: ModelConfig
     data: DataConfig
