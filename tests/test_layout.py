@@ -61,55 +61,54 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"layout.pp": 4},
         "layout.pp=4 x layout.stages_per_rank=1: more stages than the model has layers, embeddings "
-        "and heads to cut between (3): use layout.pp=3",
+        "and heads (3): use layout.pp=3",
     ),
     (
         {"layout.pp": 2, "layout.stages_per_rank": 2},
         "layout.pp=2 x layout.stages_per_rank=2: more stages than the model has layers, embeddings "
-        "and heads to cut between (3): use layout.pp=1 and "
+        "and heads (3): use layout.pp=1 and "
         "layout.stages_per_rank=1 and layout.pipeline=auto, or "
         "layout.stages_per_rank=1",
     ),
     (
         {"layout.stages_per_rank": 2},
-        "layout.stages_per_rank=2 belongs to pipelines, and layout.pp=1 has none: use "
+        "layout.stages_per_rank=2 needs a pipeline, but layout.pp=1 has none: use "
         "layout.stages_per_rank=1",
     ),
     (
         {"layout.pipeline": "1f1b"},
-        "layout.pipeline=1f1b belongs to pipelines, and layout.pp=1 has none: use "
-        "layout.pipeline=auto",
+        "layout.pipeline=1f1b needs a pipeline, but layout.pp=1 has none: use layout.pipeline=auto",
     ),
     (
         {"layout.pp": 3, "layout.pipeline": "1f1b", "layout.micro_batches": 2},
-        "layout.pipeline=1f1b fills layout.pp=3 stages with as many micro-batches, and "
-        "layout.micro_batches=2 are fewer: use layout.pipeline=auto, or layout.micro_batches=3",
+        "layout.pipeline=1f1b needs at least as many micro-batches as layout.pp=3 stages, not "
+        "layout.micro_batches=2: use layout.pipeline=auto, or layout.micro_batches=3",
     ),
     (
         {"layout.pp": 2, "layout.pipeline": "interleaved"},
-        "layout.pipeline=interleaved takes turns with several stages a rank, not "
+        "layout.pipeline=interleaved needs several stages per rank, not "
         "layout.stages_per_rank=1: use layout.pipeline=auto",
     ),
     (
         {"layout.pp": 2, "layout.stages_per_rank": 2, "layout.pipeline": "gpipe"}
         | {"model.n_layers": 3, "layout.micro_batches": 4},
-        "layout.pipeline=gpipe has one stage a rank, not layout.stages_per_rank=2: use "
+        "layout.pipeline=gpipe has one stage per rank, not layout.stages_per_rank=2: use "
         "layout.pipeline=auto, or layout.stages_per_rank=1",
     ),
     (
         {"layout.pp": 2, "layout.stages_per_rank": 2, "layout.micro_batches": 5}
         | {"model.n_layers": 3, "train.global_batch": 60},
-        "layout.micro_batches=5 does not make equal rounds of at least layout.pp=2 for interleaved "
-        "stages: use layout.micro_batches=4, or layout.stages_per_rank=1",
+        "layout.micro_batches=5 cannot form equal rounds of at least layout.pp=2 micro-batches, "
+        "which interleaved stages need: use layout.micro_batches=4, or layout.stages_per_rank=1",
     ),
     (
         {"layout.cols": 2},
-        "layout.scheme=single cuts over nothing, and not over layout.cols=2: use layout.cols=1, or "
+        "layout.scheme=single uses no grid and cannot use layout.cols=2: use layout.cols=1, or "
         "layout.scheme=megatron, megatron_2d or optimus",
     ),
     (
         {"layout.scheme": "megatron", "layout.rows": 2, "layout.cols": 3},
-        "layout.scheme=megatron cuts over layout.cols, and not over layout.rows=2: use "
+        "layout.scheme=megatron uses layout.cols and cannot use layout.rows=2: use "
         "layout.rows=1 and layout.cols=6, or layout.rows=1, or "
         "layout.scheme=megatron_2d or optimus",
     ),
@@ -141,7 +140,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"layout.scheme": "subgraph", "layout.branches": 2, "layout.rows": 2, "layout.cols": 3},
-        "layout.scheme=subgraph cuts over layout.branches, and not over layout.rows=2 and "
+        "layout.scheme=subgraph uses layout.branches and cannot use layout.rows=2 and "
         "layout.cols=3: use layout.rows=1 and layout.cols=1 and layout.branches=12, or "
         "layout.rows=1 and layout.cols=1, or "
         "layout.scheme=megatron_2d and layout.branches=1, or "
@@ -149,7 +148,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"layout.branches": 2},
-        "layout.scheme=single cuts over nothing, and not over layout.branches=2: use "
+        "layout.scheme=single uses no grid and cannot use layout.branches=2: use "
         "layout.branches=1, or layout.scheme=subgraph",
     ),
     (
@@ -172,7 +171,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"layout.scheme": "subgraph", "layout.branches": 2, "layout.keep_gathered": "weights"},
-        "layout.keep_gathered=weights: subgraph, 2 branches gathers no such thing: use "
+        "layout.keep_gathered=weights does not apply to subgraph, 2 branches: use "
         "layout.keep_gathered=auto, inputs or none",
     ),
     (
@@ -181,13 +180,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"layout.dp_mode": "fsdp"},
-        "layout.dp_mode=fsdp shares out what replicas hold, and layout.dp=1 is one replica: use "
+        "layout.dp_mode=fsdp shards state over replicas, but layout.dp=1 has only one: use "
         "layout.dp_mode=replicate",
     ),
     (
         {"layout.scheme": "subgraph", "layout.branches": 2, "layout.common": "first"}
         | {"layout.dp_mode": "zero1"},
-        "layout.dp_mode=zero1 shares out what replicas hold, and layout.dp=1 is one replica: use "
+        "layout.dp_mode=zero1 shards state over replicas, but layout.dp=1 has only one: use "
         "layout.dp_mode=replicate",
     ),
     (

@@ -52,7 +52,7 @@ def test_messages_within_nodes_and_between_them_are_named(
     layout = {"branches": g, "dp": 8 // g, "order": order, "devices_per_node": k}
     assert within + between == 8 * g
     assert (
-        f"- order: {order}, so that of the messages of one split {within} stay within nodes of {k} "
+        f"- order: {order}; of the messages of one split {within} stay within nodes of {k} "
         f"and {between} go between them" in said(run_of(layout))
     )
 
@@ -131,7 +131,7 @@ def test_projections_outside_the_branches_send_slices_and_results(common: str) -
     assert decide_run(run).traffic["col"] == pytest.approx(want)
     text = said(run)
     assert f"activations over branches {want / 2**20:,.1f} MiB" in text
-    assert "3 h a token" in text
+    assert "3 h per token" in text
     assert re.search(r"^qkv x4 +512 x 1536 +- +common +-", text, re.MULTILINE)
 
 

@@ -280,5 +280,5 @@ def test_the_plan_says_so_before_anything_starts(token_folder: Path, tmp_path: P
         "train": {"global_batch": 4, "compile": True},
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(sections))
-    with pytest.raises(ConfigError, match=r"train\.compile=true belongs to layouts"):
+    with pytest.raises(ConfigError, match=r"train\.compile=true needs a layout"):
         plan_run(tmp_path / "mine.yaml")

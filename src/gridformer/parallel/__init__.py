@@ -1,19 +1,19 @@
-"""Parallel schemes, applied to plain models from outside.
+"""Parallel schemes, which are applied to plain models from outside.
 
-| scheme            | weights          | between sections     | enter, leave                     |
-|-------------------|------------------|----------------------|----------------------------------|
-| single            | whole            | nothing cut          | -                                |
-| megatron          | cut over col     | nothing cut          | identity, all-reduce             |
-| sequence parallel | cut over col     | s over col           | all-gather, reduce-scatter of s  |
-| megatron_2d       | cut over row, col| b over row, s: col   | all-gather, reduce-scatter of s  |
-| optimus, gather   | cut over row, col| b over row, h: col   | all-gather, reduce-scatter of h  |
-| optimus, panels   | cut over row, col| b over row, h: col   | SUMMA products panel by panel    |
-| SUPER, D&SP       | cut over branch  | b over branch        | all-gather, reduce-scatter of b  |
-| SUPER, D&SP-cSub  | cut over branch  | on the first branch  | broadcast, reduce                |
+| scheme            | weights sharded  | between sections       | enter, leave                    |
+|-------------------|------------------|------------------------|---------------------------------|
+| single            | no               | whole                  | -                               |
+| megatron          | over col         | replicated             | identity, all-reduce            |
+| sequence parallel | over col         | s over col             | all-gather, reduce-scatter of s |
+| megatron_2d       | over row and col | b over row, s over col | all-gather, reduce-scatter of s |
+| optimus, gather   | over row and col | b over row, h over col | all-gather, reduce-scatter of h |
+| optimus, panels   | over row and col | b over row, h over col | SUMMA products panel by panel   |
+| SUPER, D&SP       | over branch      | b over branch          | all-gather, reduce-scatter of b |
+| SUPER, D&SP-cSub  | over branch      | on the first branch    | broadcast, reduce               |
 
-Each composes with replicas (dp), which may share out what they would all hold
-(gridformer.parallel.data.zero), and with pipelines (pp, gridformer.parallel.pipeline): a rank then
-holds the layers of its own stages, cut as its scheme says.
+Each scheme composes with replicas (dp), over which ZeRO-1 and FSDP shard what every replica would
+hold (gridformer.parallel.data), and with pipelines (pp, gridformer.parallel.pipeline): a rank then
+holds only the layers of its own stages, sharded as the scheme says.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["build_parallel", "parallelize"]
 
 
 def __getattr__(name: str) -> Any:
-    """What is built needs torch; what schemes are (gridformer.parallel.registry) does not."""
+    """Imports `build` on first use: it needs torch, while the specs of schemes do not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from gridformer.parallel import build

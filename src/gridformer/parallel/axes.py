@@ -1,4 +1,4 @@
-"""From a layout to the named axes of this process."""
+"""Builds the named axes of this process from a layout."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 
 
 def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None = None) -> Axes:
-    """The axes of this process. Needs a process group of layout.n_processes ranks, if more than 1.
+    """Builds the axes of this process; every process of the layout must call it.
 
-    Ranks are numbered with `col` innermost and `pp` outermost (Narayanan et al. 2021), within a
-    node's block if there is one, and the blocks likewise; sub-grids as `layout.order` says.
+    Ranks are numbered with `col` innermost and `pp` outermost (Narayanan et al. 2021): first within
+    a node's block if there is one, then over the blocks. For sub-graph parallelism `layout.order`
+    says how.
+
+    Args:
+        layout: The layout. More than one process needs the default process group, with
+            `layout.n_processes` ranks.
+        device_type: `cpu` or `cuda`.
+        block: The block of the mesh that each node holds, or None.
     """
     if layout.n_processes == 1:
         return Axes(device_type=device_type)
@@ -35,5 +42,5 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
 
 
 def mesh_ranks(layout: LayoutConfig, block: NodeBlock | None = None) -> Tensor:
-    """The rank at each place of a layout's mesh, int64: [pp, dp, *mesh of the scheme]."""
+    """Returns the rank at each position of a layout's mesh, int64 [pp, dp, *mesh of the scheme]."""
     return spec_of(layout).ranks(layout, block)

@@ -1,4 +1,4 @@
-"""From a plain model and a layout to the modules and parameters that one device holds."""
+"""Builds the modules and parameters that one device holds from a plain model and a layout."""
 
 from __future__ import annotations
 
@@ -29,17 +29,25 @@ PARAMETER_DTYPE = {
 def parallelize(
     model: Model, layout: LayoutConfig, axes: Axes, choices: Choices | None = None
 ) -> Model:
-    """Cut a plain model (on the meta device) as `layout` says, in place; returns it.
+    """Shards a plain model as `layout` says, in place. Parameter names never change.
 
-    choices: how each product is carried out, from `gridformer.parallel.auto.heuristics.decide`,
-    which is asked if there are none. Parameter names never change. The result is unallocated:
-    `initialize` fills it.
+    Args:
+        model: A plain model of gridformer.models on the meta device.
+        layout: The validated layout.
+        axes: The axes of this process, see `gridformer.parallel.axes.build_axes`.
+        choices: How each product is carried out; None asks
+            `gridformer.parallel.auto.heuristics.decide`.
 
-    Raises TypeError for any other network, and says what can be cut of that.
+    Returns:
+        The same model with parallel modules. Its parameters are not allocated: `initialize` does
+        that.
+
+    Raises:
+        TypeError: `model` is another kind of network. The message says how to shard that.
     """
     if not isinstance(model, Model):
         raise TypeError(
-            f"gridformer.parallel.parallelize cuts the models of gridformer.models "
+            f"gridformer.parallel.parallelize supports the models of gridformer.models "
             f"({', '.join(FAMILIES)}), not a {type(model).__name__}: build one with "
             "build_parallel, or put the branches of your own network into "
             "gridformer.models.branches.Branches and call "
@@ -62,12 +70,19 @@ def build_parallel(
     choices: Choices | None = None,
     filled: bool = True,
 ) -> Model:
-    """This device's part of a freshly initialized model: of its own pipeline stages, if there are
-    several.
+    """Builds this device's part of a newly initialized model.
 
-    dtype: `float32`, `float64`; `bfloat16` or `float16` (activations; parameters stay float32).
-    choices: see `parallelize`. filled: whether parameters get their first values; without, they are
-    0, for whoever overwrites them next.
+    Args:
+        config: The model.
+        layout: The validated layout. With a pipeline, only the rank's own stages are built.
+        axes: The axes of this process, see `gridformer.parallel.axes.build_axes`.
+        seed: Seed of the initial values, which depend on it and the parameter's name alone.
+        device: Where parameters are allocated.
+        dtype: `float32`, `float64`, `bfloat16` or `float16`. With the last two only activations
+            have that dtype; parameters stay float32.
+        choices: See `parallelize`.
+        filled: Whether parameters get their initial values. Otherwise they are 0, for callers that
+            overwrite them.
     """
     with torch.device("meta"):
         model = build_model(config)

@@ -1,13 +1,15 @@
 """Megatron: one-dimensional tensor parallelism (Shoeybi et al. 2019), and its sequence-parallel
 form (Korthikanti et al. 2022).
 
-A section (attention, feed-forward) opens with weights cut by columns and closes with weights cut
-by rows; in between everything is local. This is the grid of one row: products as in Optimus'
-`gather` schedule, where the weights are whole already. All that differs is how activations lie
-between sections, which is a section's boundary (gridformer.parallel.tensor.boundary). Backward, the
-sum over the devices where a section was entered travels while the weight's gradient is multiplied.
+A section (attention, feed-forward) opens with weights sharded by columns and closes with weights
+sharded by rows, so everything in between is local. It is a grid of one row: its products are those
+of Optimus' `gather` schedule with weights that need no gathering. The two forms differ only in how
+activations lie between sections, which is the boundary of a section
+(gridformer.parallel.tensor.boundary). In the backward pass, the sum over devices at the start of a
+section travels while the gradient of the weight is multiplied.
 
-Sequence parallel: norms, dropout, the embedding's result and the head's input are cut over s.
+In the sequence-parallel form, norms, dropout, the output of the embedding and the input of the head
+are sharded over s.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 
 class Megatron(SchemeSpec):
+    """The spec of Megatron and of its sequence-parallel form."""
+
     name = "megatron"
     axes = ("cols",)
     keys = ("sequence_parallel",)
@@ -70,7 +74,7 @@ class Megatron(SchemeSpec):
         return 1, layout.cols
 
     def common(self, product: Product, layout: LayoutConfig) -> bool:
-        # Every device has what this product reads, or its part of the tokens.
+        # Every device has the input of this product, for all tokens or for its part of them.
         return product.name == "transform"
 
     def savings(self, layout: LayoutConfig) -> tuple[list[Changes], list[Changes]]:
@@ -86,7 +90,7 @@ class Megatron(SchemeSpec):
 
         cuts_sequence = layout.sequence_parallel
         partition = None if cuts_sequence else PartitionedActivations(axes.col)
-        # Between sections every device holds these; it has seen all tokens, or its part.
+        # Every device holds a copy of these. With s sharded it has seen only a part of the tokens.
         closing = ParamPlacement((None,), copies="col", partial=cuts_sequence)
         return one_dimensional(model, axes, choices, self.boundary(layout), closing, partition)
 
@@ -99,9 +103,15 @@ def one_dimensional(
     whole: ParamPlacement,
     partition: ActivationPartition | None = None,
 ) -> ModuleTable:
-    """The table of every scheme that cuts sections by columns and whose norms are local.
+    """Returns the module table of schemes that shard sections by columns and have local norms.
 
-    whole: how a vector lies that every device needs whole between sections.
+    Args:
+        model: The plain model.
+        axes: The axes of this process.
+        choices: How each product is carried out.
+        boundary: How activations lie between sections.
+        whole: Placement of vectors that every device needs in full between sections.
+        partition: How saved inputs of recomputed blocks are sharded, if at all.
     """
     from gridformer.parallel.sharding import ParamPlacement, place
     from gridformer.parallel.tensor.boundary import Replicated, boundary_of

@@ -1,22 +1,22 @@
-"""Megatron whose weights are cut both ways: two-dimensional, with local norms.
+"""Megatron with weights sharded both ways: two-dimensional, with local norms.
 
-What NVIDIA calls Generalized Tensor Parallelism does to weights, on Megatron's sequence-parallel
-form (specification, section 5, last row). On an r x c grid of devices:
+It treats weights as NVIDIA's Generalized Tensor Parallelism does, on top of Megatron's
+sequence-parallel form. On an r x c grid of devices:
 
     activations [b, s, h]   b over rows, s over columns between sections: [b/r, s/c, h]
-    weights [in, out]       over columns as Megatron cuts them, their other dimension over rows:
+    weights [in, out]       over columns as in Megatron, and the other dimension over rows:
                             [in/r, out/c] where a section opens, [in/c, out/r] where it closes
 
-A section gathers s along a row of devices when it is entered and reduce-scatters it when it is
-left. A weight is gathered down its column when it is needed, while the product before it
-multiplies, and its gradient is reduce-scattered there. So a device moves, a layer and forward pass,
+A section all-gathers s along a row of devices at its start and reduce-scatters it at its end. A
+weight is all-gathered down its column while the previous product multiplies, and its gradient is
+reduce-scattered there. A device thus receives, per layer and forward pass,
 
     (c-1)/(rc) 4bsh + (r-1)/(rc) 12h²
 
-which is the least that an Optimus grid moves; but a norm has whole vectors and sends nothing. With
-one row it is Megatron, sequence parallel; with one column every layer is gathered, as ZeRO-3 does.
-Norms, biases of closing products and the table of positions are on every device, and so is BERT's
-`transform`, each device computing it for its own tokens.
+elements, the least that an Optimus grid moves; and a norm has whole vectors, so it sends nothing.
+With one row this is sequence-parallel Megatron; with one column every layer is gathered, as in
+ZeRO-3. Norms, biases of closing products and position tables are replicated on every device, as is
+BERT's `transform`, which each device computes for its own tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 
 class Megatron2D(SchemeSpec):
+    """The spec of sequence-parallel Megatron with weights sharded over rows, too."""
+
     name = "megatron_2d"
     axes = ("rows", "cols")
 
@@ -64,7 +66,7 @@ class Megatron2D(SchemeSpec):
 
     def arrangements(self, devices: int) -> Iterator[dict[str, Any]]:
         for rows in divisors(devices):
-            if rows > 1:  # of one row it is `megatron`, sequence parallel
+            if rows > 1:  # one row is `megatron` with sequence_parallel
                 yield {"rows": rows, "cols": devices // rows}
 
     def common(self, product: Product, layout: LayoutConfig) -> bool:

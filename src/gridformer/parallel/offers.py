@@ -1,9 +1,9 @@
-"""Refusals that say what would work: every offer was applied to the run and checked.
+"""Error messages that suggest what works: every suggestion has been applied to the run and checked.
 
-A rule that a run breaks names ways to mend it: changes that may work, the nearest first. An offer
-is one with which the rule holds and no other rule is broken that was not before. Where one change
-alone does not do that, others are added to it. So no offer leads to a new problem, whatever rules
-there are, and taking the first offer again and again comes to an end.
+A broken rule names ways to fix it: changes that may work, nearest first. A change is offered only
+if the rule then holds and no rule is broken that held before. If no single change achieves that,
+others are combined with it. So no offer leads to a new problem, whatever rules exist, and applying
+the first offer repeatedly comes to an end.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from gridformer.config import RunConfig, any_of
 from gridformer.utils.units import as_yaml
 
-Changes = dict[str, Any]  # dotted keys of a run, and their new values
+Changes = dict[str, Any]  # dotted keys of a run to their new values
 
-MOST_TRIED = 100  # of the changes that a way names
-MOST_ADDED = 3  # changes beside one that does not suffice
-MOST_COMBINED = 400  # runs looked at for an offer of several changes
+MOST_TRIED = 100  # changes of one way
+MOST_ADDED = 3  # changes added to one that does not suffice
+MOST_COMBINED = 400  # runs checked for an offer of several changes
 
 
 @dataclass(frozen=True)
 class Way:
-    """Changes that may mend a rule, the nearest first, of which at most so many are offered."""
+    """Changes that may fix a broken rule, nearest first; at most `at_most` of them are offered."""
 
     changes: Callable[[], Iterable[Changes]]
     at_most: int = 1
@@ -35,7 +35,10 @@ class Way:
 class Broken:
     """A rule that a run breaks.
 
-    rule: its name, the same whatever the run's numbers are. text: what is wrong, and where.
+    Attributes:
+        rule: Name of the rule, independent of the run's numbers.
+        text: What is wrong, and where.
+        ways: Ways that may fix it.
     """
 
     rule: str
@@ -45,7 +48,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Problem:
-    """A broken rule and what would mend it; as text one sentence for people."""
+    """A broken rule with the changes that fix it; `str` gives a sentence for an error message."""
 
     rule: str
     text: str
@@ -59,9 +62,11 @@ Check = Callable[[RunConfig], list[Broken]]
 
 
 def with_offers(run: RunConfig, check: Check) -> list[Problem]:
-    """Every rule that a run breaks, with what would mend it.
+    """Returns every rule that a run breaks, with changes that fix it.
 
-    check: finds the broken rules of any run.
+    Args:
+        run: The run.
+        check: Returns the broken rules of any run.
     """
     broken = check(run)
     names = {one.rule for one in broken}
@@ -72,7 +77,7 @@ def with_offers(run: RunConfig, check: Check) -> list[Problem]:
 
 
 def with_changes(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """The run with other values, by dotted keys; None if a section cannot be so."""
+    """Returns the run with some dotted keys changed; None if a section refuses the values."""
     values: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")
@@ -86,7 +91,7 @@ def with_changes(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None
 
 
 def written(offers: Sequence[Changes]) -> str:
-    """`a=1, 2 or 3, or b=4 and c=5`: values of one key side by side."""
+    """Formats offers as `a=1, 2 or 3, or b=4 and c=5`, with the values of one key together."""
     words = []
     for keys, group in itertools.groupby(offers, tuple):
         some = [*group]
@@ -101,14 +106,14 @@ def written(offers: Sequence[Changes]) -> str:
 
 
 class _Search:
-    """Tries changes of one run."""
+    """Tries changes of one run and remembers the results."""
 
     def __init__(self, run: RunConfig, check: Check) -> None:
         self._run, self._check = run, check
         self._found: dict[tuple[tuple[str, Any], ...], list[Broken] | None] = {}
 
     def offers(self, broken: Broken, allowed: set[str]) -> Iterator[Changes]:
-        """allowed: rules that may stay broken."""
+        """Yields changes after which only `allowed` rules are broken."""
         some = False
         for way in broken.ways:
             tried = itertools.islice(way.changes(), MOST_TRIED)
@@ -133,7 +138,7 @@ class _Search:
     def _combined(
         self, changes: Changes, allowed: set[str], n_added: int, budget: Iterator[int]
     ) -> Changes | None:
-        """These changes and up to `n_added` others, which mend what these break."""
+        """Adds up to `n_added` changes that fix what these break; None if there are none."""
         new = self._new(changes, allowed)
         if new is None or next(budget, None) is None:
             return None
@@ -144,14 +149,14 @@ class _Search:
         for way in new[0].ways:
             for other in itertools.islice(way.changes(), MOST_TRIED):
                 if other.keys() & changes.keys():
-                    continue  # would undo what it is to complete
+                    continue  # would overwrite a change
                 found = self._combined(changes | other, allowed, n_added - 1, budget)
                 if found is not None:
                     return found
         return None
 
     def _new(self, changes: Changes, allowed: set[str]) -> list[Broken] | None:
-        """Rules beside the allowed that are broken with these changes; None if they cannot be."""
+        """Returns the broken rules that are not allowed; None if the changes are invalid."""
         key = tuple(sorted(changes.items()))
         if key not in self._found:
             run = with_changes(self._run, changes)

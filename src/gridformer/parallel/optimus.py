@@ -1,9 +1,11 @@
-"""Optimus: two-dimensional tensor parallelism on an r x c grid (Xu, Li, Gong, You 2021).
+"""Optimus: two-dimensional tensor parallelism on an r x c grid.
 
-Activations [b, s, h] are cut b over rows and h over columns; weights are cut both ways. Every
-product is a SUMMA product, attention is local (a device holds b/r sequences and n/c heads, all s).
-A norm adds up its statistics along a row, unless the product that reads it gathers whole rows: then
-these are normalized, and the norm sends nothing.
+Xu, Li, Gong, You 2021, "An Efficient 2D Method for Training Super-Large Deep Learning Models".
+Activations [b, s, h] are sharded b over rows and h over columns; weights are sharded over both.
+Every product is a SUMMA product (Algorithms 1 to 3, gridformer.parallel.tensor.summa). Attention is
+local, because a device holds n/c heads of b/r whole sequences. A norm sums its statistics along a
+row, unless the next product gathers whole rows: then that product normalizes them, and the norm
+sends nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 
 class Optimus(SchemeSpec):
+    """The spec of Optimus on any r x c grid; the paper's grids are square."""
+
     name = "optimus"
     axes = ("rows", "cols")
     keys = ("schedule", "stationary")
@@ -58,7 +62,10 @@ class Optimus(SchemeSpec):
                 yield {"rows": rows, "cols": devices // rows}
 
     def stays(self, product: Product, layout: LayoutConfig) -> Stays:
-        """The narrower activation travels; alike, sections are entered and left."""
+        """Returns which activation stays: by default the wider one.
+
+        If both are equally wide, sections are entered and left as in other schemes.
+        """
         if layout.stationary != "auto":
             return layout.stationary
         if product.n_in != product.n_out:
@@ -89,8 +96,8 @@ class Optimus(SchemeSpec):
         schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
         head, table = choices["head"], keep_gathered_of(choices["head"])
         inside = {name for name, choice in choices.products.items() if choice.norm_inside}
-        # Tables that are looked up locally, positions and biases of scores, lie over the columns,
-        # too: they are small, and no device needs another's columns of them.
+        # Tables that are looked up locally (positions, segments, relative biases) are sharded over
+        # columns: they are small, and no device needs the columns of another.
         over_columns = ParamPlacement(cut=(None, "col"), copies="row", partial=True)
 
         def linear(plain: blocks.Linear) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The schemes there are, by name. A new one has a line here."""
+"""All schemes by name. A new scheme needs a line here."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SPECS: dict[Scheme, SchemeSpec] = {
 
 
 def spec_of(layout: LayoutConfig) -> SchemeSpec:
-    """The spec of a layout's scheme."""
+    """Returns the spec of a layout's scheme."""
     return SPECS[layout.scheme]
 
 
 def describe(layout: LayoutConfig) -> str:
-    """One phrase for people: `optimus 2x2, dp=2`."""
+    """Returns a short description of a layout, such as `optimus 2x2, dp=2`."""
     phrase = spec_of(layout).describe(layout)
     if layout.dp > 1:
         phrase += f", dp={layout.dp}"

@@ -1,14 +1,13 @@
-"""What a scheme is, said in one place: a `SchemeSpec`.
+"""`SchemeSpec`: everything that distinguishes one parallel scheme, in one place.
 
-A scheme says where weights lie and how activations are cut between sections (specification,
-section 5). Whatever depends on the scheme asks its spec: validation and its offers
-(gridformer.parallel.validation), `gridformer layouts`, `auto`
-(gridformer.parallel.auto.heuristics), pipelines, memory estimates, descriptions, and the walk over
-a model's modules (gridformer.parallel.walk). Nobody compares names of schemes. A new scheme is one
-file with a subclass, a line in gridformer.parallel.registry, and a name in
+A scheme says where weights lie and how activations are sharded between sections. Whatever depends
+on the scheme asks its spec: validation and its offers (gridformer.parallel.validation), `gridformer
+layouts`, `auto` (gridformer.parallel.auto.heuristics), pipelines, memory estimates, descriptions,
+and the walk over a model's modules (gridformer.parallel.walk). No code compares names of schemes. A
+new scheme is one file with a subclass, a line in gridformer.parallel.registry, and a name in
 gridformer.config.layout.
 
-Specs are read before torch is imported: a module table imports what it needs when it is made.
+Specs are read before torch is imported: a module table imports what it needs when it is built.
 """
 
 from __future__ import annotations
@@ -35,17 +34,18 @@ LayoutAxis = Literal["rows", "cols", "branches"]  # keys of a layout
 MESH_AXIS: dict[LayoutAxis, str] = {"rows": "row", "cols": "col", "branches": "branch"}
 Cuts = dict[LayoutAxis, dict[str, int]]
 
-HEADS_WIDTH = "model.n_heads x model.head_dim"  # all heads side by side
+HEADS_WIDTH = "model.n_heads x model.head_dim"  # width of all heads together
 
 
 @dataclass(frozen=True)
 class BoundarySpec:
     """How activations [b, s, h] lie between sections over one axis of the mesh.
 
-    axis: the mesh axis over which sections are entered and left
-    (gridformer.parallel.tensor.boundary).
-    lies: the dimension that is cut over it, or `replicated`: every device holds all of it, or
-        `first`: the first device alone holds it.
+    Attributes:
+        axis: The mesh axis of the collectives that enter and leave sections
+            (gridformer.parallel.tensor.boundary).
+        lies: The dimension that is sharded over the axis; or `replicated` if every device holds all
+            of an activation; or `first` if only the first device holds it.
     """
 
     axis: str
@@ -54,13 +54,15 @@ class BoundarySpec:
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """What becomes of a plain model's modules, by their role (gridformer.parallel.walk.role_of).
+    """What replaces the modules of a plain model, by their role (gridformer.parallel.walk.role_of).
 
-    roles: a function of the plain module which returns what takes its place, or None where it
-        stays, perhaps changed. Roles without an entry stay as they are.
-    rest: where every parameter lies that no role has placed; None leaves them to be whole.
-    partition: how devices share the inputs of blocks that are recomputed, where each would hold
-        them whole. stops_early: see `gridformer.models.blocks.Recompute`.
+    Attributes:
+        roles: For each role a function of the plain module. It returns the replacement, or None if
+            the module stays, possibly modified. Modules of other roles stay unchanged.
+        rest: Placement of every parameter that no role has placed; None leaves these whole.
+        partition: How devices shard the saved inputs of recomputed blocks, if each of them would
+            otherwise hold them in full.
+        stops_early: See `gridformer.models.blocks.Recompute`.
     """
 
     roles: Mapping[str, Callable[[Any], nn.Module | None]]
@@ -70,14 +72,18 @@ class ModuleTable:
 
 
 class SchemeSpec:
-    """Everything that sets one scheme apart. What is here is what most schemes do.
+    """Everything that distinguishes one scheme. The methods here do what most schemes need.
 
-    name: in run files. axes: keys of the layout that count its devices. keys: other keys of the
-    layout that mean something under this scheme. mesh: names of its mesh axes, behind pp and dp,
-    outermost first. node_blocks: whether nodes hold blocks of the mesh, which `auto` chooses.
-    keep_share: `auto` keeps gathered operands as long as they add no more than this share to what
-    a device holds; a grid is chosen for memory, and gathering again was found to cost no time that
-    can be measured on one machine (benchmarks/schemes/), and a fifth of a step's traffic.
+    Attributes:
+        name: Name in run files.
+        axes: Keys of the layout that count its devices.
+        keys: Other keys of the layout that apply to this scheme.
+        mesh: Names of its mesh axes after pp and dp, outermost first.
+        node_blocks: Whether a node holds a block of the mesh, which `auto` chooses.
+        keep_share: `auto` keeps gathered operands if they add at most this share to what a device
+            holds. It is small because a grid is chosen for memory. Gathering again was found to
+            cost no measurable time on one machine (benchmarks/schemes/), and a fifth of a step's
+            traffic.
     """
 
     name: ClassVar[Scheme]
@@ -90,79 +96,102 @@ class SchemeSpec:
     # ------------------------------------------------------------------ where things lie
 
     def boundary(self, layout: LayoutConfig) -> BoundarySpec:
-        """How activations lie between sections."""
+        """Returns how activations lie between sections."""
         return BoundarySpec("col", "replicated")
 
     def samples_over(self, layout: LayoutConfig) -> LayoutAxis | None:
-        """The axis over which the samples of one replica's micro-batch are cut between sections."""
+        """Returns the axis that shards the samples of a replica's micro-batch between sections."""
         return None
 
     def ranks(self, layout: LayoutConfig, block: NodeBlock | None) -> Tensor:
-        """The rank at each place of the mesh, int64: [pp, dp, *mesh]."""
+        """Returns the rank at each position of the mesh, int64 [pp, dp, *mesh].
+
+        Args:
+            layout: The layout.
+            block: The block of the mesh that each node holds, or None.
+        """
         return rank_grid(sizes_of(layout), block)
 
     # ------------------------------------------------------------------ validation
 
     def cuts(self, run: RunConfig) -> Cuts:
-        """What is cut over each axis: each of these values must divide by the axis's size."""
+        """Returns what each axis shards: for config keys, values that its size must divide."""
         return {}
 
     def gathers(self, layout: LayoutConfig) -> tuple[str, ...]:
-        """Values of `keep_gathered` that mean something, besides `auto`."""
+        """Returns the values of `keep_gathered` that apply, besides `auto`."""
         return ("none",)
 
     def replicas(self, layout: LayoutConfig) -> int:
-        """How many devices hold copies that `dp_mode` can share out."""
+        """Returns over how many devices `dp_mode` can shard replicated state."""
         return layout.dp
 
-    # ------------------------------------------------------------------ for people, and enumeration
+    # ------------------------------------------------------------------ descriptions, enumeration
 
     def describe(self, layout: LayoutConfig) -> str:
-        """The scheme with its grid: `optimus 2x2`."""
+        """Returns the scheme with its grid, such as `optimus 2x2`."""
         return f"{self.name} {layout.rows}x{layout.cols}"
 
     def arrangements(self, devices: int) -> Iterator[dict[str, Any]]:
-        """Every way to arrange so many devices, as values of the layout. One device is `single`."""
+        """Yields every arrangement of that many devices, as values of layout keys.
+
+        One device belongs to `single` alone.
+        """
         if devices > 1:
             yield {"cols": devices}
 
     # ------------------------------------------------------------------ what `auto` decides
 
     def grid(self, layout: LayoutConfig) -> tuple[int, int]:
-        """Rows and columns over which products are cut."""
+        """Returns the rows and columns over which products are sharded."""
         return layout.rows, layout.cols
 
     def common(self, product: Product, layout: LayoutConfig) -> bool:
-        """Whether every device computes a product whole, for the tokens that it has."""
+        """Whether every device computes the full product for its own tokens."""
         return False
 
     def stays(self, product: Product, layout: LayoutConfig) -> Stays:
-        """Which activation of a product does not travel: sections are entered and left."""
+        """Returns which activation of a product is not sent.
+
+        By default a section gathers its input and reduces its output: the product that opens it
+        keeps its output in place, and the one that closes it its input.
+        """
         return "input" if product.closes else "output"
 
     def reasons(self, choices: Choices, layout: LayoutConfig) -> list[str]:
-        """Sentences for --explain about what the scheme itself brings about."""
+        """Returns sentences for --explain that describe effects of the scheme itself."""
         return []
 
     def replica_elements(self, choices: Choices, layout: LayoutConfig, again: int) -> float:
-        """Elements of gradients and cut parameters that a device receives from replicas in a step,
-        with ring collectives.
+        """Returns the elements of gradients and sharded parameters received from replicas per step.
 
-        again: how often a layer's parameters travel; all else travels twice.
+        They are counted for one device with ring collectives.
+
+        Args:
+            choices: Sizes of the products.
+            layout: The layout.
+            again: How often the parameters of a layer travel; all others travel twice.
         """
         outside = choices.head_parameters
         held = ((choices.parameters - outside) * again + outside * 2) / math.prod(self.grid(layout))
         return (layout.dp - 1) / layout.dp * held
 
     def boundary_bytes(self, choices: Choices, layout: LayoutConfig, products: float) -> float:
-        """Bytes over the boundary's axis of the device that moves most in a step, where products
-        move `products` there."""
+        """Returns the bytes that a device receives over the boundary's axis in a step.
+
+        Where devices differ, it is the device that receives most.
+
+        Args:
+            choices: The choices for all products.
+            layout: The layout.
+            products: Bytes that the products receive over that axis.
+        """
         return products
 
     # ------------------------------------------------------------------ memory
 
     def savings(self, layout: LayoutConfig) -> tuple[list[Changes], list[Changes]]:
-        """Settings of this scheme that save memory: those that cost no time, and the others."""
+        """Returns settings that save memory: first those that cost no time, then the others."""
         return [], []
 
     # ------------------------------------------------------------------ modules
@@ -170,17 +199,17 @@ class SchemeSpec:
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable | None:
-        """What becomes of the modules of a plain model; None where all of them stay."""
+        """Returns what replaces the modules of a plain model; None if all of them stay."""
         return None
 
 
 def has_pooler(model: ModelConfig) -> bool:
-    """Whether a branch reads one token of each sequence, through a pooler as wide as the model."""
+    """Whether a model has an output branch with a pooler that reads one token per sequence."""
     return model.n_labels > 0 or (model.family == "bert" and model.sentence_pair)
 
 
 def sequence_cuts(run: RunConfig) -> dict[str, int]:
-    """What is cut where activations are cut over s."""
+    """Returns what is sharded if activations are sharded over s: the sequence lengths."""
     cut = {"data.seq_len": run.seq_len}
     if run.model.two_stacks:
         cut |= {"data.source_len": run.source_len}

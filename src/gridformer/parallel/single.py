@@ -1,4 +1,4 @@
-"""One device holds a whole replica: the reference that every other scheme must equal."""
+"""The scheme of one device per replica: the reference that every other scheme must equal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from gridformer.parallel.scheme import SchemeSpec
 
 
 class Single(SchemeSpec):
+    """The spec of a model that one device holds in full."""
+
     name = "single"
 
     def describe(self, layout: LayoutConfig) -> str:

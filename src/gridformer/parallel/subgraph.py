@@ -1,18 +1,19 @@
-"""SUPER: sub-graph parallelism of transformers (Jain et al. 2021; specification, section 4).
+"""SUPER: sub-graph parallelism of transformers (Jain et al. 2021).
 
-Heads, and slices of the feed-forward, are branches: g sub-grids hold 1/g of them each, for the
-samples of all. A branch section is entered and left by segmented collectives among the g processes
-that have the same place in their sub-grids:
+Attention heads and slices of the feed-forward are branches. Each of g sub-grids holds 1/g of them
+and runs them for the samples of all. Segmented collectives enter and leave a branch section: each
+runs among the g processes that have the same position in their sub-grids.
 
-    D&SP        common layers on all processes, samples cut     all-gather, reduce-scatter of b
-    D&SP-cSub   common layers on the first sub-grid alone       broadcast, reduce
+    D&SP        common layers on all processes, b sharded      all-gather, reduce-scatter of b
+    D&SP-cSub   common layers on the first sub-grid only       broadcast, reduce
 
-So this is Megatron's cut of the weights with other ends (gridformer.parallel.tensor.boundary). With
-the projections outside the branches (`attention: outside`) what enters are slices of q, k and v and
-what leaves are the heads' results: all-to-all both ways, or scatter and gather.
+So weights are sharded as in Megatron, and only the boundary of a section differs
+(gridformer.parallel.tensor.boundary). With the projections outside the branches (`attention:
+outside`), slices of q, k and v enter the branches and the outputs of the heads leave them: by
+all-to-all in both directions, or by scatter and gather.
 
-On the other sub-grids of D&SP-cSub the common layers do not exist. What lies between sections is
-there a tensor on the meta device, which has a shape, takes part in autograd and costs nothing.
+In D&SP-cSub the other sub-grids have no common layers. A tensor between sections is there on the
+meta device: it has a shape and takes part in autograd, and costs nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
 
 
 class Branched(SchemeSpec):
+    """The spec of sub-graph parallelism: D&SP (`common: all`) and D&SP-cSub (`common: first`)."""
+
     name = "subgraph"
     axes = ("branches",)
     keys = ("common", "attention", "feed_forward", "order")
     mesh = ("branch",)
-    node_blocks = False  # `order` says where ranks lie
-    keep_share = 1.0  # a branch that has its input costs no more than the paper's
+    node_blocks = False  # `order` places the ranks
+    keep_share = 1.0  # SUPER keeps the gathered input of a branch, too
 
     def boundary(self, layout: LayoutConfig) -> BoundarySpec:
         return BoundarySpec("branch", "b" if layout.common == "all" else "first")
@@ -60,7 +63,7 @@ class Branched(SchemeSpec):
         return ("none", "inputs")
 
     def replicas(self, layout: LayoutConfig) -> int:
-        """Common layers that every sub-grid has are copies, too."""
+        """Common layers on all sub-grids are replicas, too."""
         return layout.dp * (layout.branches if layout.common == "all" else 1)
 
     def describe(self, layout: LayoutConfig) -> str:
@@ -92,14 +95,14 @@ class Branched(SchemeSpec):
         ]
         if layout.attention == "outside":
             found.append(
-                "attention: slices of q, k and v enter the branches, 3 h a token, and the heads' "
-                "results leave them, h a token"
+                "attention: slices of q, k and v enter the branches, 3 h per token, and the heads' "
+                "outputs leave them, h per token"
             )
         if layout.devices_per_node:
             n, k = layout.dp * layout.branches, layout.devices_per_node
             within, between = split_messages(n, layout.branches, k, layout.order)
             found.append(
-                f"order: {layout.order}, so that of the messages of one split {within} stay within "
+                f"order: {layout.order}; of the messages of one split {within} stay within "
                 f"nodes of {k} and {between} go between them"
             )
         return found
@@ -112,9 +115,12 @@ class Branched(SchemeSpec):
         return branches + (n - 1) / n * common
 
     def boundary_bytes(self, choices: Choices, layout: LayoutConfig, products: float) -> float:
-        """Slices are what the products that open attention make, the heads' results what those that
-        close it read; both go there and back, and there once more where that is computed again. In
-        cSub the first sub-grid has them all, and has no part in what products send to the others.
+        """Adds the slices and heads' outputs of `attention: outside` to what products receive.
+
+        Slices are outputs of the products that open attention, and heads' outputs are inputs of
+        those that close it. Both travel forward and, as gradients, backward, and forward once more
+        if the section is recomputed. In D&SP-cSub the first sub-grid sends and receives all slices,
+        while the others receive what the products send.
         """
         if layout.attention == "inside":
             return products
@@ -155,8 +161,8 @@ class Branched(SchemeSpec):
         if branch.size == 1:
             return None
         first = layout.common == "first"
-        absent = first and branch.index > 0  # common layers are elsewhere
-        as_grid = replace(axes, col=branch)  # the grid of one row: g columns
+        absent = first and branch.index > 0  # has no common layers
+        as_grid = replace(axes, col=branch)  # a grid of one row and g columns
         schedules = Schedules(as_grid, boundary_of(self.boundary(layout), axes))
         width = model.config.hidden_size
 
@@ -172,12 +178,12 @@ class Branched(SchemeSpec):
                 if not plain.role.opens:
                     bias = ParamPlacement((None,), replicas="dp" if first else "dp_branch")
                     if absent:
-                        plain.bias = None  # added where the sum arrives
+                        plain.bias = None  # added on the first sub-grid, after the sum
                 return GridLinear(plain, choice, bias, schedules)
             if plain.role.section == "attention":
                 slices = SliceLinear if plain.role.opens else ConcatLinear
                 return slices(plain, axes, first)
-            return nothing(plain) if absent else None  # those of a feed-forward go with it
+            return nothing(plain) if absent else None  # a feed-forward is replaced as a whole
 
         def nothing(plain: nn.Module) -> nn.Module:
             return nn.Identity()
@@ -217,7 +223,8 @@ class Branched(SchemeSpec):
                 "label_loss": lambda plain: Elsewhere(),
                 "classifier": lambda plain: Elsewhere(),
             }
-        # The first computes again until its last product, or to the end: the others go as far.
+        # The first sub-grid recomputes a block to its last product, or to its end; the others must
+        # recompute as far.
         to_the_end = model.config.norm_position == "post" or layout.feed_forward == "common"
         return ModuleTable(
             roles,

@@ -1,4 +1,4 @@
-"""From a layout to a named device mesh, and all that must hold before one is built."""
+"""The rules that a run's layout must satisfy before anything is built, with suggested changes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
 
 
 def check(run: RunConfig) -> None:
-    """Raise ConfigError with every reason why this model and batch cannot run under this layout."""
+    """Raises an error if a run's model and batch do not fit its layout.
+
+    Raises:
+        ConfigError: It lists every broken rule with changes that work.
+    """
     found = problems(run)
     if found:
         raise ConfigError([str(problem) for problem in found])
 
 
 def problems(run: RunConfig) -> list[Problem]:
-    """Every reason why a run cannot be, each with changes that mend it and break nothing else."""
+    """Returns every broken rule of a run, with changes that fix it and break no other rule."""
     return with_offers(run, broken_rules)
 
 
 def broken_rules(run: RunConfig) -> list[Broken]:
-    """Every rule that a run breaks, with changes that may mend it."""
+    """Returns every broken rule of a run, with changes that may fix it."""
     return [broken for rule in _RULES for broken in rule(run)]
 
 
@@ -47,7 +51,7 @@ def _axes(run: RunConfig) -> Iterator[Broken]:
         return
     alone: Changes = {f"layout.{axis}": 1 for axis in wrong}
     ways = [Way(lambda: [alone])]
-    if len(spec.axes) == 1:  # as many devices
+    if len(spec.axes) == 1:  # keeps the number of devices
         (own,) = spec.axes
         devices = layout.rows * layout.cols * layout.branches
         sizes = [n for n in range(devices, 0, -1) if n != getattr(layout, own)]
@@ -59,9 +63,9 @@ def _axes(run: RunConfig) -> Iterator[Broken]:
         if {*wrong} <= {*other.axes}
     ]
     ways.append(Way(lambda: others, at_most=len(SPECS)))
-    over = " and ".join(f"layout.{axis}" for axis in spec.axes) or "nothing"
+    over = " and ".join(f"layout.{axis}" for axis in spec.axes) or "no grid"
     sizes_said = " and ".join(f"layout.{axis}={getattr(layout, axis)}" for axis in wrong)
-    text = f"layout.scheme={spec.name} cuts over {over}, and not over {sizes_said}"
+    text = f"layout.scheme={spec.name} uses {over} and cannot use {sizes_said}"
     yield Broken("axes", text, ways)
 
 
@@ -70,7 +74,7 @@ def _idle(layout: LayoutConfig, axis: LayoutAxis, axes: Iterable[LayoutAxis]) ->
 
 
 def _keys(run: RunConfig) -> Iterator[Broken]:
-    """Keys that mean something under other schemes alone; `auto` fits every scheme."""
+    """Keys that apply only to other schemes must have their default value."""
     layout, spec, plain = run.layout, spec_of(run.layout), LayoutConfig()
     for key in dict.fromkeys(key for other in SPECS.values() for key in other.keys):
         value, default = getattr(layout, key), getattr(plain, key)
@@ -89,7 +93,7 @@ def _kept(run: RunConfig) -> Iterator[Broken]:
     name = spec_of(layout).describe(layout)
     if layout.schedule != "auto":
         name += f" with schedule={layout.schedule}"
-    text = f"layout.keep_gathered={layout.keep_gathered}: {name} gathers no such thing"
+    text = f"layout.keep_gathered={layout.keep_gathered} does not apply to {name}"
     yield Broken("keep_gathered", text, [_one("layout.keep_gathered", sorted(gathers), 4)])
 
 
@@ -98,15 +102,17 @@ def _replicas(run: RunConfig) -> Iterator[Broken]:
     if layout.dp_mode == "replicate" or spec_of(layout).replicas(layout) > 1:
         return
     text = (
-        f"layout.dp_mode={layout.dp_mode} shares out what replicas hold, and layout.dp=1 is one "
-        "replica"
+        f"layout.dp_mode={layout.dp_mode} shards state over replicas, but layout.dp=1 has only one"
     )
     yield Broken("dp_mode", text, [_one("layout.dp_mode", ["replicate"])])
 
 
 def _nodes(run: RunConfig) -> Iterator[Broken]:
-    """A block exists for every number that divides the devices: give each axis what it shares with
-    the number, one axis after the other. Fewer devices than one node holds are no problem."""
+    """The number of devices per node must divide the number of processes, unless it is larger.
+
+    A node can then hold a block of the mesh: give each axis in turn its greatest common divisor
+    with what is left of the number.
+    """
     layout = run.layout
     n, k = layout.n_processes, layout.devices_per_node
     if k == 0 or k >= n or n % k == 0:
@@ -121,7 +127,7 @@ def _nodes(run: RunConfig) -> Iterator[Broken]:
 
 
 def _pipeline(run: RunConfig) -> Iterator[Broken]:
-    """What stages, their order and micro-batches ask of each other."""
+    """Stages, their schedule and the micro-batches must fit each other."""
     layout, n_links = run.layout, run.model.n_links
     m, k, pp, order = (
         layout.micro_batches,
@@ -134,17 +140,17 @@ def _pipeline(run: RunConfig) -> Iterator[Broken]:
     most = max(2 * pp, 2 * m)
     if pp == 1:
         if k > 1:
-            text = f"layout.stages_per_rank={k} belongs to pipelines, and layout.pp=1 has none"
+            text = f"layout.stages_per_rank={k} needs a pipeline, but layout.pp=1 has none"
             yield Broken("no pipeline", text, [one_stage])
         if order != "auto":
-            text = f"layout.pipeline={order} belongs to pipelines, and layout.pp=1 has none"
+            text = f"layout.pipeline={order} needs a pipeline, but layout.pp=1 has none"
             yield Broken("no order", text, [no_order])
         return
     if pp * k > n_links:
         ranks: list[Changes] = [{"layout.pp": n} for n in range(min(pp - 1, n_links // k), 0, -1)]
         text = (
             f"layout.pp={pp} x layout.stages_per_rank={k}: more stages than the model has layers, "
-            f"embeddings and heads to cut between ({n_links})"
+            f"embeddings and heads ({n_links})"
         )
         ways = [
             Way(lambda: [*ranks, {"layout.pp": 1, **fewest}]),
@@ -152,25 +158,25 @@ def _pipeline(run: RunConfig) -> Iterator[Broken]:
         ]
         yield Broken("stages", text, ways)
     if k > 1 and order in ("gpipe", "1f1b"):
-        text = f"layout.pipeline={order} has one stage a rank, not layout.stages_per_rank={k}"
+        text = f"layout.pipeline={order} has one stage per rank, not layout.stages_per_rank={k}"
         in_turns = Way(lambda: [{"layout.pipeline": "auto"}, fewest])
         yield Broken("one stage", text, [in_turns, one_stage])
     if k == 1 and order == "interleaved":
         text = (
-            "layout.pipeline=interleaved takes turns with several stages a rank, not "
+            "layout.pipeline=interleaved needs several stages per rank, not "
             "layout.stages_per_rank=1"
         )
         yield Broken("several stages", text, [no_order, _one("layout.stages_per_rank", [2])])
     if k == 1 and order == "1f1b" and m < pp:
         text = (
-            f"layout.pipeline=1f1b fills layout.pp={pp} stages with as many micro-batches, and "
-            f"layout.micro_batches={m} are fewer"
+            f"layout.pipeline=1f1b needs at least as many micro-batches as layout.pp={pp} stages, "
+            f"not layout.micro_batches={m}"
         )
         yield Broken("1f1b", text, [no_order, _one("layout.micro_batches", range(pp, most + 1))])
     if k > 1 and order in ("auto", "interleaved") and m % max(1, m // pp) != 0:
         text = (
-            f"layout.micro_batches={m} does not make equal rounds of at least layout.pp={pp} for "
-            "interleaved stages"
+            f"layout.micro_batches={m} cannot form equal rounds of at least layout.pp={pp} "
+            "micro-batches, which interleaved stages need"
         )
         equal = _one("layout.micro_batches", sorted(range(1, most + 1), key=lambda n: abs(n - m)))
         yield Broken("rounds", text, [equal, Way(lambda: [{"layout.stages_per_rank": 1}, fewest])])
@@ -189,7 +195,7 @@ def _divides(run: RunConfig) -> Iterator[Broken]:
 
 
 def _dividing(run: RunConfig, axis: LayoutAxis, key: str, value: int) -> list[Way]:
-    """Sizes of the axis that divide what it cuts, and values near that divide over all axes."""
+    """Suggests sizes of the axis that divide what it shards, and nearby divisible values."""
     layout, model = run.layout, run.model
     cut = spec_of(layout).cuts(run)[axis]
     largest = max(16, 2 * getattr(layout, axis))
@@ -197,7 +203,7 @@ def _dividing(run: RunConfig, axis: LayoutAxis, key: str, value: int) -> list[Wa
     ways = [_one(f"layout.{axis}", sizes, len(sizes))]
     over = partial(_pieces, run)
     if key in ("model.n_heads", HEADS_WIDTH) and model.head_dim:
-        width = over(HEADS_WIDTH)  # of all heads, which head_dim is a part of
+        width = over(HEADS_WIDTH)  # the factor of the width of all heads
         factor = math.lcm(over("model.n_heads"), width // math.gcd(width, model.head_dim))
         ways.append(_one("model.n_heads", _multiples_near(model.n_heads, factor), 2))
         if key == HEADS_WIDTH:
@@ -215,7 +221,7 @@ def _dividing(run: RunConfig, axis: LayoutAxis, key: str, value: int) -> list[Wa
 
 
 def _pieces(run: RunConfig, key: str) -> int:
-    """What the value of a key must be a multiple of, to divide over every axis that cuts it."""
+    """Returns the number that must divide a key's value, for all axes that shard it."""
     cuts = spec_of(run.layout).cuts(run)
     return math.lcm(*(getattr(run.layout, axis) for axis, cut in cuts.items() if key in cut))
 
@@ -237,7 +243,7 @@ def _batch(run: RunConfig) -> Iterator[Broken]:
 
 def _length(run: RunConfig) -> Iterator[Broken]:
     longest = run.model.max_seq_len
-    if run.seq_len <= longest or run.model.two_stacks:  # whose positions are no table
+    if run.seq_len <= longest or run.model.two_stacks:  # which have no position table
         return
     text = f"data.seq_len={run.seq_len} is longer than model.max_seq_len={longest}"
     step = _pieces(run, "data.seq_len")
@@ -249,22 +255,22 @@ def _length(run: RunConfig) -> Iterator[Broken]:
 
 
 def _compile(run: RunConfig) -> Iterator[Broken]:
-    """What `train.compile` asks of a layout; gridformer.train.compile says what of a machine."""
+    """Layouts that `train.compile` supports; gridformer.train.compile checks the machine."""
     if not run.train.compile:
         return
     layout, off = run.layout, _one("train.compile", [False])
     devices = layout.rows * layout.cols * layout.branches
     if devices > 1:
         text = (
-            "train.compile=true belongs to layouts whose blocks do not communicate, and "
-            f"{describe(layout)} cuts each block over {devices} devices"
+            "train.compile=true needs a layout whose blocks do not communicate, but "
+            f"{describe(layout)} shards each block over {devices} devices"
         )
         ones: Changes = {f"layout.{a}": 1 for a in AXES if getattr(layout, a) > 1}
         replicas = ones | {"layout.scheme": "single", "layout.dp": layout.dp * devices}
         yield Broken("compiled blocks", text, [Way(lambda: [replicas, ones]), off])
     if layout.dp_mode == "fsdp":
         text = (
-            "train.compile=true compiles blocks with parameters that stay in memory, and "
+            "train.compile=true needs parameters that stay in memory, but "
             "layout.dp_mode=fsdp gathers them block by block"
         )
         modes = _one("layout.dp_mode", ["zero1", "replicate"], 2)
@@ -286,12 +292,12 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
 
 
 def _one(key: str, values: Iterable[Any], at_most: int = 1) -> Way:
-    """A way that changes one key."""
+    """Returns a way that changes one key to one of some values."""
     return Way(lambda: ({key: value} for value in values), at_most)
 
 
 def _multiples_near(value: int, factor: int) -> list[int]:
-    """Multiples of `factor`, the nearest to `value` first."""
+    """Returns multiples of `factor`, the nearest to `value` first."""
     below = value // factor * factor
     found = [n for i in range(20) for n in (below - i * factor, below + (i + 1) * factor) if n > 0]
     return sorted(found, key=lambda n: abs(n - value))

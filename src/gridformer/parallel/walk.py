@@ -1,4 +1,4 @@
-"""The walk over a plain model's modules that puts a scheme's parallel modules in their places."""
+"""Walks over the modules of a plain model and replaces them by a scheme's parallel modules."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _ROLES: dict[type[nn.Module], str] = {
 
 
 def role_of(module: nn.Module) -> str | None:
-    """What a plain module is in its model; None for those that no scheme looks at.
+    """Returns the role of a plain module in its model; None if no scheme replaces such modules.
 
-    A product that opens or closes a section is `opening` or `closing`; one of a head has its
-    product's name, `pooler` or `transform`.
+    The product that opens a section is `opening`, the one that closes it `closing`. A product of a
+    head has its own name as role: `pooler` or `transform`.
     """
     if isinstance(module, blocks.Linear):
         if module.role.section == "head":
@@ -45,7 +45,7 @@ def role_of(module: nn.Module) -> str | None:
 
 
 def apply_table(model: Model, table: ModuleTable, axes: Axes) -> None:
-    """Put what a scheme makes of a plain model's modules in their places."""
+    """Replaces the modules of a plain model as a scheme's table says, and places all parameters."""
     if table.partition is not None:
         model.recompute.partition = table.partition
     model.recompute.stops_early = table.stops_early
