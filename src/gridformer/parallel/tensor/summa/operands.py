@@ -108,9 +108,17 @@ def transposed_times(a: Matrix, b: Matrix) -> Tensor:
     return a.flatten(0, -2).t() @ b.flatten(0, -2)
 
 
+def accumulator(x: Tensor) -> Tensor:
+    """Return x in a type that sums are accumulated in: float32, or x's own if it is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def add_times(c: Tensor, a: Matrix, b: Tensor) -> Tensor:
-    """Add a [.., K] times b [K, N] to c [.., N] in place, and return c."""
-    if isinstance(a, OneHot):
+    """Add a [.., K] times b [K, N] to c [.., N] in place, and return c.
+
+    c may have a wider type than b.
+    """
+    if isinstance(a, OneHot) or c.dtype != b.dtype:
         c += times(a, b)
     else:
         c.view(-1, b.shape[1]).addmm_(a.flatten(0, -2), b)

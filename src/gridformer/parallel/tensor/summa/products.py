@@ -30,6 +30,7 @@ from gridformer.comm import Pending
 from gridformer.mesh import Axes
 from gridformer.parallel.tensor.summa.operands import (
     Operand,
+    accumulator,
     add_times,
     tensor_of,
     times,
@@ -91,9 +92,10 @@ class Broadcast:
         k = tensor_of(b).shape[0] * self.axes.row.size
         c: Tensor | None = None
         for _, a_il, b_lj in self.transport.broadcast(k, along_rows=a, down_columns=b):
-            c = times(a_il, b_lj) if c is None else add_times(c, a_il, b_lj)
+            # Panels of bfloat16 and float16 are accumulated in float32.
+            c = times(a_il, b_lj) if c is None else add_times(accumulator(c), a_il, b_lj)
         assert c is not None
-        return Pending(c)
+        return Pending(c.to(tensor_of(b).dtype))
 
     def abt(self, a: Operand, b: Operand) -> Pending:
         """Optimus, Algorithm 2: for each panel l, reduce A_ij B_ljᵀ over j to C_il on its owner."""
