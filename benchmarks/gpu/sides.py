@@ -197,7 +197,7 @@ def hugging_face_config(config: ModelConfig) -> Any:
 def to_hugging_face(state: dict[str, Any], config: ModelConfig) -> dict[str, Tensor]:
     """Our names to theirs; the columns of qkv go from [n, 3, d] to [3, n, d].
 
-    The way back is in tests/models/test_hf.py.
+    The way back is in tests/models/test_gpt2.py.
     """
     n, d = config.n_heads, config.head_width
     theirs = {

@@ -1,4 +1,4 @@
-"""A run that fails in training, for test_launch_failing.py; see entrypoints.py."""
+"""A run that fails in training, for test_failing.py; see entrypoints.py."""
 
 import os
 import time

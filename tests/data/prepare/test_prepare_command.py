@@ -83,7 +83,7 @@ def test_errors_reach_the_one_place_that_prints_them(tmp_path: Path) -> None:
 
 
 def test_python_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two modules of it, for speed; tests/data/test_sources.py lists all of them."""
+    """On two modules of it, for speed; tests/data/prepare/test_sources.py lists all of them."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     (tmp_path / "lib" / "json").mkdir(parents=True)
     for name in ("os.py", "json/decoder.py"):

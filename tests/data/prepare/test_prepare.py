@@ -214,7 +214,7 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
         preparing.prepare_corpus([ListSource(texts)], Path(sys.argv[1]), tokenizer=tokenizer)
     """)
     out = tmp_path / "t"
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
     died = subprocess.run([sys.executable, "-c", script, str(out)], env=environment, check=False)
     assert died.returncode == -signal.SIGKILL

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples import resnext_digits, two_towers
 
+from examples import resnext_digits, two_towers
 from tests.support.multirank.pool import WorkerPool
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Learned = tuple[list[float], float]
 
 

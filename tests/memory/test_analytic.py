@@ -1,0 +1,44 @@
+"""Estimates by formula lie near what the real code is estimated to hold, and bounds are bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gridformer.memory.analytic import quick_estimate, states_of
+from gridformer.memory.estimate import estimate_rank
+from gridformer.memory.ranks import largest_ranks
+from tests.support.marks import full_unless
+from tests.support.multirank.memory import a_run
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"dp": 2, "dp_mode": "zero1"},
+    {"dp": 2, "dp_mode": "fsdp"},
+    {"scheme": "megatron", "cols": 4},
+    {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+    {"scheme": "optimus", "rows": 2, "cols": 2},
+    {"scheme": "subgraph", "branches": 4},
+    {"scheme": "subgraph", "branches": 4, "common": "first"},
+    {"pp": 2, "micro_batches": 2},
+]
+MODEL = {"hidden_size": 128, "n_layers": 4, "n_heads": 8}
+CASES = [(layout, recompute) for layout in LAYOUTS for recompute in ("none", "full")]
+
+
+def quick(case: tuple[dict[str, Any], str]) -> bool:
+    layout, recompute = case
+    return (len(layout) != 2 and recompute == "none") or case == (LAYOUTS[5], "full")
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    full_unless(quick, CASES, unpack=True),
+    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else x,
+)
+def test_near_what_is_estimated(layout: dict[str, Any], recompute: str) -> None:
+    run = a_run(layout, MODEL, {"recompute": recompute})
+    peak = max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
+    assert states_of(run) < peak
+    assert 0.6 < quick_estimate(run) / peak < 1.6
