@@ -135,11 +135,11 @@ def _saves_memory(choices: Choices, choice: Choice) -> bool:
 def _at_once(choices: Choices) -> Choices:
     """Removes chunks where they do not apply: other schedules, and inputs that are kept."""
 
-    def mend(choice: Choice) -> Choice:
+    def unchunk(choice: Choice) -> Choice:
         gathered = choice.schedule == "gather" and not choice.keep_input
         return choice if gathered else replace(choice, n_chunks=1)
 
-    choices = _each(choices, mend)
+    choices = _each(choices, unchunk)
     if several := [c for c in choices.products.values() if c.n_chunks > 1]:
         each = ", ".join(f"{c.product.name} {c.n_chunks}" for c in several)
         largest = max(choices.activation_bytes(c) / c.n_chunks for c in several)

@@ -33,12 +33,12 @@ class Grid:
         return rank in self.ranks
 
     def samples(self, rank: int, n_samples: int) -> range:
-        """Return the global indices of the samples on a process, in its order."""
+        """Returns the global indices of the samples on a process, in its order."""
         return range(self.ranks.index(rank), n_samples, len(self))
 
 
 def whole(n: int, g: int, order: Order) -> Grid:
-    """Return all n processes in an order that `divide` cuts into the g sub-grids wanted.
+    """Returns all n processes in an order that `divide` cuts into the g sub-grids wanted.
 
     The orders are those of SUPER (Jain et al. 2021). Process x of sub-grid y has rank
 
@@ -56,7 +56,7 @@ def whole(n: int, g: int, order: Order) -> Grid:
 
 
 def divide(grid: Grid, g: int) -> list[Grid]:
-    """Cut a grid into g sub-grids of consecutive processes.
+    """Cuts a grid into g sub-grids of consecutive processes.
 
     If g does not divide the number of processes, the first sub-grids have one process more.
 
@@ -76,7 +76,7 @@ def divide(grid: Grid, g: int) -> list[Grid]:
 
 
 def assign(costs: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
-    """Assign branches to sub-grids so that the largest work per process is small.
+    """Assigns branches to sub-grids so that the largest work per process is small.
 
     Takes the branches from the costliest to the cheapest and gives each to the sub-grid where
     (assigned work + its cost) / size is smallest, the first of them in a tie, while ensuring that

@@ -55,7 +55,7 @@ def parallelize_branches(
     common: Common = "all",
     order: Order = "topology",
 ) -> Placed:
-    """Place the branches of a network on sub-grids of all processes of the default process group.
+    """Places the branches of a network on sub-grids of all processes of the default process group.
 
     Args:
         model: The whole network with its weights, equal on every process and on that process's
@@ -117,7 +117,7 @@ class _Planned:
     row: Row
 
     def segments(self) -> list[tuple[int, ...]]:
-        """Return the groups of the segmented collectives; none if they do not apply."""
+        """Returns the groups of the segmented collectives; none if they do not apply."""
         grids = self.row.grids
         joined = tuple(rank for grid in grids for rank in grid.ranks)
         if len({len(grid) for grid in grids}) > 1:
@@ -138,7 +138,7 @@ class _Plan:
         self.grids: dict[nn.Parameter, Grid] = {}
 
     def walk(self, module: nn.Module, grid: Grid, source: Grid, name: str, nested: bool) -> None:
-        """Plan a module that `grid` runs and whose parameters outside branches lie on `source`."""
+        """Plans a module that `grid` runs and whose parameters outside branches lie on `source`."""
         for path, plain in _sections(module):
             full = _name(name, path)
             costs = plain.work()
@@ -164,7 +164,7 @@ class _Plan:
                 )
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Return all groups that exchange anything, each once, equal on every process."""
+        """Returns all groups that exchange anything, each once, equal on every process."""
         found = [group for planned in self.sections for group in planned.segments()]
         found += [_members(grid) for grid in self.grids.values()]
         return [*dict.fromkeys(group for group in found if len(group) > 1)]
@@ -185,7 +185,7 @@ class _Holder(nn.Module):
 
 
 def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Axis) -> Placed:
-    """Create the groups, replace the sections, and free what belongs to other processes."""
+    """Creates the groups, replaces the sections, and frees what belongs to other processes."""
     device, batch = _device(model), Batch()
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in plan.groups():  # torch requires every process to create all of them
@@ -223,7 +223,7 @@ def _carry_out(plan: _Plan, model: nn.Module, source: Grid, rank: int, world: Ax
 
 
 def _to_meta(model: nn.Module) -> None:
-    """Move parameters and buffers outside branches to the meta device."""
+    """Moves parameters and buffers outside branches to the meta device."""
     for owner, name in [*_outside(model)]:
         value = getattr(owner, name)
         meta = value.to("meta")
@@ -233,7 +233,7 @@ def _to_meta(model: nn.Module) -> None:
 
 
 def _check_patterns(g: int | Mapping[str, int], sections: Sequence[_Planned]) -> None:
-    """Refuse patterns that match no section; a misspelled section would silently stay undivided."""
+    """Refuses patterns that match no section: a misspelled one would silently stay undivided."""
     names = [planned.row.section for planned in sections]
     for pattern in g if isinstance(g, Mapping) else ():
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -241,7 +241,7 @@ def _check_patterns(g: int | Mapping[str, int], sections: Sequence[_Planned]) ->
 
 
 def _wanted(g: int | Mapping[str, int], name: str, nested: bool) -> int:
-    """Return the number of sub-grids that `g` asks for in a section."""
+    """Returns the number of sub-grids that `g` asks for in a section."""
     if isinstance(g, int):
         return 1 if nested else g
     return next((n for pattern, n in g.items() if fnmatch.fnmatchcase(name, pattern)), 1)
@@ -257,7 +257,7 @@ def _put(module: nn.Module, path: str, child: nn.Module) -> None:
 
 
 def _sections(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Branches]]:
-    """Yield the outermost sections of a module in order, with their paths."""
+    """Yields the outermost sections of a module in order, with their paths."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, Branches):
@@ -267,13 +267,13 @@ def _sections(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Branch
 
 
 def _name(prefix: str, path: str) -> str:
-    """Return a section's name in the whole network, without the holders of branches."""
+    """Returns a section's name in the whole network, without the holders of branches."""
     inside = path.removeprefix(_BRANCH).removeprefix(".")
     return ".".join(part for part in (prefix, inside) if part)
 
 
 def _outside(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the parameters and buffers outside sections, as (module, name in it)."""
+    """Yields the parameters and buffers outside sections, as (module, name in it)."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     names += [name for name, _ in module.named_buffers(recurse=False)]
     for name in names:
@@ -284,7 +284,7 @@ def _outside(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _check_equal(model: nn.Module, world: Axis) -> None:
-    """Raise RuntimeError if the weights differ between processes; training would be meaningless."""
+    """Raises RuntimeError if the processes' weights differ: training would be meaningless."""
     named = [*model.named_parameters()]
     if world.size == 1 or not named:
         return

@@ -87,7 +87,7 @@ class PlacedBranches(nn.Module):
         return Columns(self.dim, starts[-1], spans)
 
     def _result_columns(self, results: Sequence[Tensor], x: Tensor) -> Columns:
-        """Return the columns of each branch's result; exchanges the widths once per shape of x."""
+        """Returns the columns of each branch's result; exchanges the widths once per shape of x."""
         shape = tuple(x.shape[1:])
         if shape not in self._columns:
             mine = [result.shape[self.dim] for result in results]
@@ -98,7 +98,7 @@ class PlacedBranches(nn.Module):
 
 
 def _known_by_all(widths: Tensor, section: Section) -> list[int]:
-    """Exchange numbers of which every sub-grid knows its own and has zeros for the others."""
+    """Exchanges numbers of which every sub-grid knows its own and has zeros for the others."""
     grids, rank = section.grids, section.rank
     here = grids[section.mine].ranks.index(rank)
     # A process receives from one process of each other sub-grid, and sends to those with its own
@@ -148,7 +148,7 @@ class Placed:
         return self.rank in self.common
 
     def local(self, whole_batch: Tensor) -> Tensor:
-        """Return this process's samples of a global batch, and tell the sections its size.
+        """Returns this process's samples of a global batch, and tells the sections its size.
 
         Args:
             whole_batch: The global batch [B, ...], equal on every process.
@@ -164,7 +164,7 @@ class Placed:
         return whole_batch[:: len(self.common)].to("meta")
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Run the backward pass; afterwards every gradient is that of the global batch.
+        """Runs the backward pass; afterwards every gradient is that of the global batch.
 
         Args:
             loss: This process's part of a loss that is a sum over samples.
@@ -180,14 +180,14 @@ class Placed:
         self._sums.finish()
 
     def total(self, value: Tensor) -> float:
-        """Return the sum over processes of a value such as the loss; call it on every process."""
+        """Returns the sum over processes of a value such as the loss; call it on every process."""
         mine = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.holds_common:
             mine += value.detach()
         return float(comm.all_reduce(mine, self.world, label="metrics"))
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Scale the gradients so that their global norm is at most `max_norm`.
+        """Scales the gradients so that their global norm is at most `max_norm`.
 
         Call it on every process, after `backward`.
 
@@ -205,11 +205,11 @@ class Placed:
         return norm
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that an optimizer on this process updates."""
+        """Returns the parameters that an optimizer on this process updates."""
         return [*self.held]
 
     def describe(self) -> str:
-        """Return a text with the branches and share of work of each sub-grid of each section."""
+        """Returns a text with the branches and share of work of each sub-grid of each section."""
         lines = [f"common layers on {_listed('rank', self.common.ranks)}"]
         for row in self.rows:
             total = sum(row.work) or 1.0
@@ -225,6 +225,6 @@ def _some(word: str, n: int) -> str:
 
 
 def _listed(word: str, numbers: Sequence[int], plural: str = "") -> str:
-    """Format numbers as `rank 3` or `ranks 0, 2`."""
+    """Formats numbers as `rank 3` or `ranks 0, 2`."""
     word = word if len(numbers) == 1 else plural or f"{word}s"
     return f"{word} {', '.join(map(str, numbers))}"

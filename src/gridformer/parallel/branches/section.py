@@ -46,16 +46,16 @@ class Columns:
     spans: Spans
 
     def width(self, grid: int) -> int:
-        """Return the number of columns of a sub-grid."""
+        """Returns the number of columns of a sub-grid."""
         return sum(stop - start for start, stop in self.spans[grid])
 
     def pick(self, x: Tensor, grid: int) -> Tensor:
-        """Select the columns of a sub-grid from x, which has all of them."""
+        """Selects the columns of a sub-grid from x, which has all of them."""
         parts = [x.narrow(self.dim, start, stop - start) for start, stop in self.spans[grid]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def add(self, x: Tensor, part: Tensor, grid: int) -> None:
-        """Add `part`, the columns of a sub-grid, to x, which has all columns, in place."""
+        """Adds `part`, the columns of a sub-grid, to x, which has all columns, in place."""
         done = 0
         for start, stop in self.spans[grid]:
             n = stop - start
@@ -94,11 +94,11 @@ class Section:
         return self.rank in self.source
 
     def count(self, n_samples: int) -> int:
-        """Return the number of samples of this process inside the branches."""
+        """Returns the number of samples of this process inside the branches."""
         return len(self.grids[self.mine].samples(self.rank, n_samples))
 
     def form(self, n_samples: int) -> str:
-        """Return how tensors travel for a global batch of `n_samples`.
+        """Returns how tensors travel for a global batch of `n_samples`.
 
         `all` and `first` are the segmented collectives of D&SP and D&SP-cSub; `messages` stands for
         point-to-point messages.
@@ -112,7 +112,7 @@ class Section:
     # ------------------------------------------------------------ without autograd
 
     def spread(self, x: Tensor, columns: Columns | None, n_samples: int) -> Tensor:
-        """Send x from the source to the sub-grids: split, or slice if `columns` is given.
+        """Sends x from the source to the sub-grids: split, or slice if `columns` is given.
 
         Args:
             x: This process's samples [b, ...]; a meta tensor on processes outside the source.
@@ -141,7 +141,7 @@ class Section:
         return self._spread_messages(x, columns, n_samples)
 
     def collect(self, z: Tensor, columns: Columns | None, n_samples: int) -> Tensor:
-        """Return z from the sub-grids to the source: sum, or concat if `columns` is given.
+        """Brings z from the sub-grids back to the source: sum, or concat if `columns` is given.
 
         Args:
             z: This process's samples inside its sub-grid [b', ...].
@@ -264,12 +264,12 @@ class Section:
         return total
 
     def _inside(self, x: Tensor, columns: Columns | None, n_samples: int) -> tuple[int, ...]:
-        """Return the shape that x has in this process's sub-grid."""
+        """Returns the shape that x has in this process's sub-grid."""
         shape = x.shape if columns is None else _with(x, columns.dim, columns.width(self.mine))
         return self.count(n_samples), *shape[1:]
 
     def _elsewhere(self, z: Tensor, shape: Sequence[int], n_samples: int) -> Tensor:
-        """Return a meta tensor, shaped as on the first process of the source."""
+        """Returns a meta tensor, shaped as on the first process of the source."""
         n = len(self.source.samples(self.source.ranks[0], n_samples))
         return z.new_empty((n, *shape[1:]), device="meta")
 
@@ -319,7 +319,7 @@ class _End(torch.autograd.Function):
 
 @lru_cache(maxsize=4096)
 def _rows(grid: Grid, rank: int, other: Grid, peer: int, n_samples: int) -> Tensor:
-    """Return positions on `rank` of `grid` of the samples that `peer` of `other` has, too."""
+    """Returns positions on `rank` of `grid` of the samples that `peer` of `other` has, too."""
     number = other.ranks.index(peer)
     samples = grid.samples(rank, n_samples)
     return torch.tensor(
@@ -328,7 +328,7 @@ def _rows(grid: Grid, rank: int, other: Grid, peer: int, n_samples: int) -> Tens
 
 
 def _with(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    """Return the shape of x with `size` along dimension `dim`."""
+    """Returns the shape of x with `size` along dimension `dim`."""
     shape = list(x.shape)
     shape[dim] = size
     return tuple(shape)

@@ -81,7 +81,7 @@ class Executor:
         }
 
     def train(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        """Run the forward and backward passes of a step; gradients accumulate in `.grad`.
+        """Runs the forward and backward passes of a step; gradients accumulate in `.grad`.
 
         Args:
             work: The micro-batches of the step, the same on all ranks of the pipeline.
@@ -91,11 +91,11 @@ class Executor:
         _Run(self, work, finish, training=True).go()
 
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
-        """Run forward passes only; arguments as in `train`."""
+        """Runs forward passes only; arguments as in `train`."""
         _Run(self, work, finish, training=False).go()
 
     def itinerary(self, m: int, training: bool) -> tuple[Itinerary, Completed]:
-        """Return this rank's actions for m micro-batches, and the gradients each one completes."""
+        """Returns this rank's actions for m micro-batches, and the gradients each one completes."""
         if (m, training) not in self._itineraries:
             layout = self.layout
             orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)
@@ -116,7 +116,7 @@ class Executor:
         return found
 
     def timed(self, kind: str, action: Action) -> AbstractContextManager[None]:
-        """Report the enclosed work as an `Event` of that kind."""
+        """Reports the enclosed work as an `Event` of that kind."""
         return timed(self.on_action, kind, action.stage, action.micro, self._on_gpu)
 
 
@@ -208,7 +208,7 @@ class _Run:
             ]
 
     def _receive(self, action: Action) -> dict[str, Tensor]:
-        """Receive the inputs of an action, by their names in `Activations`."""
+        """Receives the inputs of an action, by their names in `Activations`."""
         if self.stage_io.absent:
             return self._empty_inputs(action)
         peer = self._sender[action]
@@ -224,7 +224,7 @@ class _Run:
         return entering
 
     def _post_receive(self, peer: int) -> None:
-        """Post the receive of the next message from a rank, if there is one."""
+        """Posts the receive of the next message from a rank, if there is one."""
         if not self._queues[peer]:
             return
         action = self._queues[peer].popleft()
@@ -236,14 +236,14 @@ class _Run:
         self._coming[action] = entering, pending
 
     def _empty_inputs(self, action: Action) -> dict[str, Tensor]:
-        """Allocate the inputs of a forward pass, or the output gradients of a backward pass."""
+        """Allocates the inputs of a forward pass, or the output gradients of a backward pass."""
         forward = action.kind == "forward"
         stage = action.stage if forward else action.stage + 1
         batch = self.work[action.micro].batch
         return self.stage_io.entering(stage, batch)
 
     def _finish_send(self, message: Action) -> None:
-        """Wait for a message that its reader has received, and free its memory."""
+        """Waits for a message that its reader has received, and frees its memory."""
         for pending in self._sent.pop(message, []):
             pending.wait()
 
@@ -261,7 +261,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """Return an autograd leaf with the shape of x that holds a single element."""
+    """Returns an autograd leaf with the shape of x that holds a single element."""
     return x.new_empty(()).expand(x.shape).requires_grad_()
 
 

@@ -23,7 +23,7 @@ from gridformer.parallel.auto.cost import Work
 
 @lru_cache(maxsize=32)
 def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ...]:
-    """Return the range of links of each stage; the same on every rank.
+    """Returns the range of links of each stage; the same on every rank.
 
     Args:
         config: The model.
@@ -40,13 +40,13 @@ def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ..
 
 @lru_cache(maxsize=32)
 def link_names(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of a model's links, in order."""
+    """Returns the names of a model's links, in order."""
     with torch.device("meta"):
         return tuple(link.name for link in build_model(config).links())
 
 
 def link_costs(model: Model, work: Work) -> list[float]:
-    """Return the floating-point operations of each link's forward pass for the tokens of `work`."""
+    """Returns the FLOPs of each link's forward pass for the tokens of `work`."""
     return [
         sum(_cost(module, model.config, work) for module in _modules(model, link.modules))
         for link in model.links()
@@ -54,7 +54,7 @@ def link_costs(model: Model, work: Work) -> list[float]:
 
 
 def partition(costs: Sequence[float], n_stages: int) -> tuple[range, ...]:
-    """Split links into consecutive, non-empty stages whose largest cost is minimal.
+    """Splits links into consecutive, non-empty stages whose largest cost is minimal.
 
     Among those splits it takes one with the smallest sum of squared costs. Each of the two
     objectives is one dynamic program over (links, stages).
@@ -76,7 +76,7 @@ def partition(costs: Sequence[float], n_stages: int) -> tuple[range, ...]:
 def _best(
     total: Sequence[float], n_stages: int, join: Callable[[float, float], float], bound: float
 ) -> tuple[float, tuple[int, ...]]:
-    """Minimize `join` over stages that cost at most `bound`; return it and the stage borders."""
+    """Minimizes `join` over stages that cost at most `bound`; returns it and the stage borders."""
     n = len(total) - 1
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, (0,))] + [None] * n
     for stage in range(1, n_stages + 1):

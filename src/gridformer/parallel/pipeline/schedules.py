@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=64)
 def actions_of(pipeline: PipelineOrder, pp: int, k: int, m: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank, in order.
+    """Returns the actions of each rank, in order.
 
     `interleaved` works in rounds of about pp micro-batches, all of the same size, so m must be a
     multiple of the number of rounds, see `rounds`. The layout's checks ensure this.
@@ -58,12 +58,12 @@ def actions_of(pipeline: PipelineOrder, pp: int, k: int, m: int) -> tuple[tuple[
 
 
 def rounds(pp: int, m: int) -> int:
-    """Return the number of rounds in which `interleaved` runs m micro-batches on pp ranks."""
+    """Returns the number of rounds in which `interleaved` runs m micro-batches on pp ranks."""
     return max(1, m // pp)
 
 
 def _of_rank(rank: int, ahead: int, pp: int, k: int, m: int, size: int) -> tuple[Action, ...]:
-    """Run `ahead` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    """Runs `ahead` forwards, then forwards and backwards in turn, then the remaining backwards."""
     done: dict[tuple[Kind, int], int] = defaultdict(int)
 
     def take(kind: Kind, number: int) -> Action:
@@ -82,12 +82,12 @@ def _of_rank(rank: int, ahead: int, pp: int, k: int, m: int, size: int) -> tuple
 
 
 def forwards(orders: tuple[tuple[Action, ...], ...]) -> tuple[tuple[Action, ...], ...]:
-    """Return the orders without their backward passes, for evaluation."""
+    """Returns the orders without their backward passes, for evaluation."""
     return tuple(tuple(a for a in order if a.kind == "forward") for order in orders)
 
 
 def reader_of(action: Action, n_stages: int) -> Action | None:
-    """Return the action on another rank that reads the result of `action`; None at the ends."""
+    """Returns the action on another rank that reads the result of `action`; None at the ends."""
     there = action.stage + (1 if action.kind == "forward" else -1)
     return Action(action.kind, there, action.micro) if 0 <= there < n_stages else None
 
@@ -112,7 +112,7 @@ class Itinerary:
 
     @staticmethod
     def of(orders: tuple[tuple[Action, ...], ...], rank: int, n_stages: int) -> Itinerary:
-        """Derive the messages of `rank` from the orders of all ranks."""
+        """Derives the messages of `rank` from the orders of all ranks."""
         pp = len(orders)
         sends = {
             action: (reader, reader.stage % pp)

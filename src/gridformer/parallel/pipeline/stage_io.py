@@ -58,7 +58,7 @@ class StageIO:
         ]
 
     def entering(self, stage: int, batch: Batch) -> dict[str, Tensor]:
-        """Allocate the inputs of a stage, uninitialized, by their names in `Activations`."""
+        """Allocates the inputs of a stage, uninitialized, by their names in `Activations`."""
         device = torch.device("meta") if self.absent else batch["tokens"].device
         found = {}
         for name, key in self._reads[stage].items():
@@ -68,11 +68,11 @@ class StageIO:
         return found
 
     def names(self, stage: int) -> tuple[str, ...]:
-        """Return the names of the inputs of a stage; the first stage has none."""
+        """Returns the names of the inputs of a stage; the first stage has none."""
         return tuple(self._reads[stage]) if stage else ()
 
     def slice(self, x: Tensor) -> Tensor:
-        """Return the part of a tensor that this device sends, flattened to one dimension."""
+        """Returns the part of a tensor that this device sends, flattened to one dimension."""
         assert (x.dtype, x.shape[-1]) == (self.dtype, self.width), "wrong dtype or width"
         flat = x.detach().reshape(-1)
         if not self._scattered(x):
@@ -80,7 +80,7 @@ class StageIO:
         return flat.chunk(self.replicated_over.size)[self.replicated_over.index]
 
     def receive_buffer(self, x: Tensor) -> Tensor:
-        """Return the buffer for the message that fills x: memory of x unless it is sliced."""
+        """Returns the buffer for the message that fills x: memory of x unless it is sliced."""
         flat = x.detach().view(-1)
         return (
             flat.new_empty(flat.numel() // self.replicated_over.size)
@@ -89,7 +89,7 @@ class StageIO:
         )
 
     def fill(self, x: Tensor, received: Tensor) -> None:
-        """Complete `x` from the received message; slices are all-gathered over their axis."""
+        """Completes `x` from the received message; slices are all-gathered over their axis."""
         if self._scattered(x):
             whole = comm.all_gather(received, self.replicated_over, 0, LABEL)
             x.detach().view(-1).copy_(whole)
@@ -100,7 +100,7 @@ class StageIO:
 
 
 def _reads(memory: list[str], start: int) -> dict[str, str]:
-    """Return the inputs of link `start`, each with the key of the batch that has its shape."""
+    """Returns the inputs of link `start`, each with the key of the batch that has its shape."""
     if "makes" in memory[start:]:
         return {"hidden": "source"}
     return {"hidden": "tokens"} | ({"memory": "source"} if "reads" in memory[start:] else {})

@@ -36,7 +36,7 @@ OnAction = Callable[[Event], None]
 def timed(
     on_action: OnAction | None, kind: str, stage: int = -1, micro: int = -1, on_gpu: bool = False
 ) -> Iterator[None]:
-    """Report the start and end of the enclosed work to `on_action`; do nothing if that is None.
+    """Reports the start and end of the enclosed work to `on_action`; does nothing if that is None.
 
     With `on_gpu` it synchronizes the GPU before and after, so that times are those of the work.
     """
@@ -55,7 +55,7 @@ def _now(on_gpu: bool) -> float:
 
 
 def idle_fraction(ranks: Sequence[Sequence[Event]]) -> float:
-    """Return the idle time of all ranks in a step divided by their compute time.
+    """Returns the idle time of all ranks in a step divided by their compute time.
 
     With equal stages it is (pp-1)/m for GPipe and 1F1B, and 1/k of that with k stages per rank.
     This is the pipeline bubble as a fraction of the ideal time (Narayanan et al. 2021, sections

@@ -31,40 +31,40 @@ class Boundary(Protocol):
     """How activations [b, s, h] are sharded between sections over the devices of a row."""
 
     def gather(self, x: Tensor) -> Pending:
-        """Start to gather the full activation from this device's part x of it."""
+        """Starts to gather the full activation from this device's part x of it."""
 
     def reduce_scatter(self, partial: Tensor) -> Pending:
-        """Start to sum `partial` over devices and keep this one's part; may overwrite `partial`."""
+        """Starts to sum `partial` over devices, of which each keeps its part; may overwrite it."""
 
     def empty_gathered_like(self, x: Tensor, width: int) -> Tensor:
-        """Return a tensor shaped as the gathered x but with `width` as its last dimension.
+        """Returns a tensor shaped as the gathered x but with `width` as its last dimension.
 
         It stands for the result of a product and holds at most one element.
         """
 
     def empty_result_like(self, like: Tensor, shape: torch.Size) -> Tensor:
-        """Return a tensor with the shape and dtype of a reduce-scattered sum.
+        """Returns a tensor with the shape and dtype of a reduce-scattered sum.
 
         It holds at most one element.
 
         Args:
-            like: gives dtype and device.
-            shape: shape of each partial sum.
+            like: Gives dtype and device.
+            shape: Shape of each partial sum.
         """
 
     def n_lines(self, shape: torch.Size) -> int:
-        """Return the number of lines of activations of that shape, full or sharded alike.
+        """Returns the number of lines of activations of that shape, full or sharded alike.
 
         Lines are the indices of a dimension that is not sharded, so any range of lines can be
         gathered or reduce-scattered by itself.
         """
 
     def chunk(self, x: Tensor, lines: slice) -> Tensor:
-        """Return a view of some lines of an activation, whether full or sharded."""
+        """Returns a view of some lines of an activation, whether full or sharded."""
 
 
 def boundary_of(spec: BoundarySpec, axes: Axes) -> Boundary:
-    """Return the boundary that a scheme's `BoundarySpec` describes."""
+    """Returns the boundary that a scheme's `BoundarySpec` describes."""
     axis = axes[spec.axis]
     if spec.lies == "replicated":
         return Replicated(axis)
@@ -132,7 +132,7 @@ class Sharded:
         return x[lines] if self._other(x.dim()) == 0 else x[:, lines]
 
     def _other(self, dims: int) -> int:
-        """Return the dimension b if s is sharded, and s if b is."""
+        """Returns the dimension b if s is sharded, and s if b is."""
         assert dims == 3, "an activation [b, s, h]"
         return 1 - self.dim
 

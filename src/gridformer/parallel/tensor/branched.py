@@ -59,9 +59,9 @@ class SliceLinear(nn.Module):
     forward scatter, backward gather). o is the width of the projection: 3h for a fused QKV.
 
     Args:
-        plain: the projection.
-        axes: axes with `branch`, which has g ranks.
-        first: whether only the first sub-grid holds the projection (cSub).
+        plain: The projection.
+        axes: Axes with `branch`, which has g ranks.
+        first: Whether only the first sub-grid holds the projection (cSub).
     """
 
     def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
@@ -90,9 +90,9 @@ class ConcatLinear(nn.Module):
     backward scatter) to [b, s, h]. i is the width of all heads together.
 
     Args:
-        plain: the projection.
-        axes: axes with `branch`, which has g ranks.
-        first: whether only the first sub-grid holds the projection (cSub).
+        plain: The projection.
+        axes: Axes with `branch`, which has g ranks.
+        first: Whether only the first sub-grid holds the projection (cSub).
     """
 
     def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
@@ -145,5 +145,5 @@ class Elsewhere(nn.Module):
 
 
 def _elsewhere(x: Tensor, width: int) -> Tensor:
-    """Return a meta tensor [.., width] that stands for a product of the meta tensor x."""
+    """Returns a meta tensor [.., width] that stands for a product of the meta tensor x."""
     return x[..., :1].expand(*x.shape[:-1], width)

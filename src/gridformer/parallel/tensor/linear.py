@@ -39,7 +39,7 @@ class Schedules:
         self._last: summa.WeightPrefetcher | None = None
 
     def chain(self, weight: summa.WeightPrefetcher) -> None:
-        """Link the prefetcher of a product to that of the previous product.
+        """Links the prefetcher of a product to that of the previous product.
 
         Modules are built in forward order, so a product can prefetch its neighbors' weights.
         """
@@ -50,7 +50,7 @@ class Schedules:
         self._last = weight
 
     def __getitem__(self, choice: Choice) -> summa.Schedule:
-        """Return the schedule that `choice` names, created on first use."""
+        """Returns the schedule that `choice` names, created on first use."""
         key = choice.schedule, choice.n_chunks
         if key not in self._made:
             match choice.schedule:
@@ -66,7 +66,7 @@ class Schedules:
 
 
 def keep_gathered_of(choice: Choice) -> summa.KeepGathered:
-    """Return what `choice` keeps of a product's gathered operands."""
+    """Returns what `choice` keeps of a product's gathered operands."""
     gathers = choice.schedule == "gather"
     return summa.KeepGathered(
         choice.keep_input, summa.WeightPrefetcher(choice.keep_weight) if gathers else None
@@ -80,10 +80,10 @@ class GridLinear(nn.Module):
     stays (Algorithm 2 with B = Wᵀ).
 
     Args:
-        plain: the module to replace; its parameters are sharded.
-        choice: which operand stays, and by which schedule the others travel.
-        bias: placement of the bias.
-        schedules: the schedules of the model.
+        plain: The module to replace; its parameters are sharded.
+        choice: Which operand stays, and by which schedule the others travel.
+        bias: Placement of the bias.
+        schedules: The schedules of the model.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class GridTokenEmbedding(nn.Module):
     - The head's input stays (as in the paper): v over rows, h over columns.
 
     Args:
-        plain: the module to replace; its table is sharded.
-        head: choice of the tied head.
-        keep: what is kept of the gathered table; shared with the head.
-        schedules: the schedules of the model.
+        plain: The module to replace; its table is sharded.
+        head: Choice of the tied head.
+        keep: What is kept of the gathered table; shared with the head.
+        schedules: The schedules of the model.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class GridTiedHead(nn.Module):
     A bias [v] is sharded over columns, as the logits are, and each row of devices holds a copy.
 
     Args:
-        plain: the module to replace; its bias, if any, is sharded.
-        choice: which operand stays, and by which schedule the others travel.
-        keep: what is kept of the gathered table; shared with the embedding.
-        schedules: the schedules of the model.
+        plain: The module to replace; its bias, if any, is sharded.
+        choice: Which operand stays, and by which schedule the others travel.
+        keep: What is kept of the gathered table; shared with the embedding.
+        schedules: The schedules of the model.
     """
 
     def __init__(
@@ -181,14 +181,14 @@ class GridTiedHead(nn.Module):
             place(self, "bias", lies, axes)
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather the part of the table that this column of devices reads, for several products.
+        """Gathers the part of the table that this column of devices reads, for several products.
 
         Forward all-gather down the column, backward reduce-scatter. Schedules that work panel by
         panel never gather the table: they return it as it is and send it again in each product.
 
         Args:
-            table_VH: local block of the table.
-            dtype: dtype of the products.
+            table_VH: Local block of the table.
+            dtype: Dtype of the products.
 
         Returns:
             [V/c, h] if the output stays and [V, h/c] otherwise, V being the padded vocabulary.
@@ -215,9 +215,9 @@ class RowParallelLabelHead(nn.Module):
     and adds it to its partial sum.
 
     Args:
-        plain: the module to replace; its weight is sharded.
-        copies: the axis along which every rank holds a copy of the parameters, or None.
-        axes: axes of the grid.
+        plain: The module to replace; its weight is sharded.
+        copies: The axis along which every rank holds a copy of the parameters, or None.
+        axes: Axes of the grid.
     """
 
     def __init__(self, plain: blocks.LabelHead, copies: str | None, axes: Axes) -> None:
@@ -262,7 +262,7 @@ class SequenceParallelChosenToken(nn.Module):
 
 @contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """Let products keep and prefetch gathered weights, as their choices say, inside this context.
+    """Lets products keep and prefetch gathered weights, as their choices say, inside this context.
 
     The weights must not change inside it. With FSDP, it also enables gathering the parameters of
     each layer from the replicas.

@@ -27,9 +27,9 @@ class VocabParallelCrossEntropy(nn.Module):
     weighted by the smoothed target). Backward sends nothing.
 
     Args:
-        axis: axis that shards the vocabulary.
-        vocab_size: true size of the vocabulary.
-        smoothing: label smoothing in training, from 0 to 1.
+        axis: Axis that shards the vocabulary.
+        vocab_size: True size of the vocabulary.
+        smoothing: Label smoothing in training, from 0 to 1.
     """
 
     def __init__(self, axis: Axis, vocab_size: int, smoothing: float = 0.0) -> None:

@@ -136,7 +136,7 @@ class _GridRMSNorm(torch.autograd.Function):
 
 
 def grid_norm(plain: blocks.LayerNorm | blocks.RMSNorm, axes: Axes) -> nn.Module:
-    """Return the sharded form of a norm, which all-reduces its sums along each row of devices."""
+    """Returns the sharded form of a norm, which all-reduces its sums along each row of devices."""
     if isinstance(plain, blocks.RMSNorm):
         return GridRMSNorm(plain, axes)
     return GridLayerNorm(plain, axes)

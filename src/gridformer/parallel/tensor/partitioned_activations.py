@@ -37,8 +37,8 @@ class PartitionedFromFirst:
     """Only the first device of an axis has x: it scatters equal parts and gathers them (cSub).
 
     Args:
-        axis: the devices that each keep a part.
-        device: device of the parts; on all ranks but the first, x itself is on the meta device.
+        axis: The devices that each keep a part.
+        device: Device of the parts; on all ranks but the first, x itself is on the meta device.
     """
 
     axis: Axis
@@ -58,6 +58,6 @@ class PartitionedFromFirst:
 
 
 def _parts(x: Tensor, size: int) -> Tensor:
-    """Reshape x to [size, width], padded with zeros at the end."""
+    """Reshapes x to [size, width], padded with zeros at the end."""
     width = -(-x.numel() // size)
     return F.pad(x.reshape(-1), (0, width * size - x.numel())).view(size, width)

@@ -42,17 +42,17 @@ def product_ab(
     bias: Tensor | None = None,
     keep: KeepGathered = NOTHING,
 ) -> Tensor:
-    """Compute C = A B + bias (Optimus, Algorithm 1), differentiable.
+    """Computes C = A B + bias (Optimus, Algorithm 1), differentiable.
 
     C stays where it is computed; A is sent along the rows of the grid, and B down its columns.
 
     Args:
-        a: local block [.., K/c]. A `Normed` is gathered first and normalized as whole rows, so that
+        a: Local block [.., K/c]. A `Normed` is gathered first and normalized as whole rows, so that
             the norm sends nothing itself; it needs the schedule `Gather`.
-        b: local block [K/r, N/c].
-        schedule: how panels travel.
-        bias: local part [N/c].
-        keep: which gathered operands are kept for later.
+        b: Local block [K/r, N/c].
+        schedule: How panels travel.
+        bias: Local part [N/c].
+        keep: Which gathered operands are kept for later.
 
     Returns:
         Local block [.., N/c] of C.
@@ -82,17 +82,17 @@ def product_abt(
     bias: Tensor | None = None,
     keep: KeepGathered = NOTHING,
 ) -> Tensor:
-    """Compute C = A Bᵀ + bias (Optimus, Algorithm 2), differentiable.
+    """Computes C = A Bᵀ + bias (Optimus, Algorithm 2), differentiable.
 
     A stays where it is; partial sums of C are reduced along the rows of the grid, and B is sent
     down its columns.
 
     Args:
-        a: local block [.., K/c].
-        b: local block [N/r, K/c].
-        schedule: how panels travel.
-        bias: local part [N/c].
-        keep: which gathered operands are kept for later. The gathered input is not one of them
+        a: Local block [.., K/c].
+        b: Local block [N/r, K/c].
+        schedule: How panels travel.
+        bias: Local part [N/c].
+        keep: Which gathered operands are kept for later. The gathered input is not one of them
             here, since A is not gathered.
 
     Returns:
@@ -114,12 +114,12 @@ def product_abt(
 
 
 def product_atb(a: Tensor, b: Tensor, schedule: Schedule) -> Tensor:
-    """Compute C = Aᵀ B (Optimus, Algorithm 3), differentiable.
+    """Computes C = Aᵀ B (Optimus, Algorithm 3), differentiable.
 
     Args:
-        a: local block [K/r, M/c].
-        b: local block [K/r, N/c].
-        schedule: how panels travel.
+        a: Local block [K/r, M/c].
+        b: Local block [K/r, N/c].
+        schedule: How panels travel.
 
     Returns:
         Local block [M/r, N/c] of C.
@@ -136,18 +136,18 @@ def lookup(
     output_stays: bool,
     keep: KeepGathered = NOTHING,
 ) -> Tensor:
-    """Look up the table rows of tokens, differentiable with respect to the table.
+    """Looks up the table rows of tokens, differentiable with respect to the table.
 
     This is the product of the one-hot matrix of the tokens and the table (Xu et al. 2021). The
     one-hot matrix is never materialized or sent.
 
     Args:
-        tokens: token ids [...], equal along a row of devices.
-        table: local block [v/r, h/c] for C = A B, or [h/r, v/c] for C = A Bᵀ.
-        schedule: how panels of the table travel.
-        axes: axes of the grid.
+        tokens: Token ids [...], equal along a row of devices.
+        table: Local block [v/r, h/c] for C = A B, or [h/r, v/c] for C = A Bᵀ.
+        schedule: How panels of the table travel.
+        axes: Axes of the grid.
         output_stays: True for C = A B, False for C = A Bᵀ.
-        keep: whether the gathered table is kept for later.
+        keep: Whether the gathered table is kept for later.
 
     Returns:
         Local columns [..., h/c] of the embeddings.
@@ -159,16 +159,16 @@ def lookup(
 def whole_column(
     b: Tensor, dtype: torch.dtype, schedule: Gather, keep: KeepGathered = NOTHING
 ) -> Tensor:
-    """Gather a weight down its column: forward all-gather of rows, backward reduce-scatter of rows.
+    """Gathers a weight down its column: forward all-gather, backward reduce-scatter of its rows.
 
     Several products can then read the result as on a grid of one row, and the weight and the sum of
     its gradients travel only once for all of them.
 
     Args:
-        b: local block [K/r, N/c].
-        dtype: dtype of the result.
-        schedule: gathers the weight.
-        keep: whether the gathered weight is kept for later.
+        b: Local block [K/r, N/c].
+        dtype: Dtype of the result.
+        schedule: Gathers the weight.
+        keep: Whether the gathered weight is kept for later.
 
     Returns:
         The column [K, N/c] of the weight.

@@ -35,12 +35,12 @@ class ChunkedGather(Gather):
     """Gathers and reduce-scatters activations in chunks that overlap with the products.
 
     Args:
-        axes: axes of the grid.
-        boundary: how activations are sharded between sections.
-        n_chunks: number of chunks of each activation; fewer if it has fewer lines.
+        axes: Axes of the grid.
+        boundary: How activations are sharded between sections.
+        n_chunks: Number of chunks of each activation; fewer if it has fewer lines.
 
     Attributes:
-        split: function of (number of lines, maximum number of chunks) that returns the chunks.
+        split: Function of (number of lines, maximum number of chunks) that returns the chunks.
     """
 
     def __init__(self, axes: Axes, boundary: Boundary, n_chunks: int) -> None:
@@ -93,17 +93,17 @@ class ChunkedGather(Gather):
         return Pending(result.all()), terms.pending()
 
     def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
-        """Start to gather the weight; activations are gathered chunk by chunk as they are used."""
+        """Starts to gather the weight; activations are gathered chunk by chunk as they are used."""
         super().prefetch(activation if self.n_chunks == 1 else None, weight)
 
     def chunks(self, shape: torch.Size) -> list[slice]:
-        """Return the lines of each chunk for an activation of that shape."""
+        """Returns the lines of each chunk for an activation of that shape."""
         if self.n_chunks == 1:
             return [ALL]
         return self.split(self.boundary.n_lines(shape), self.n_chunks)
 
     def arriving(self, a: Operand) -> Iterator[tuple[slice, Pending]]:
-        """Yield (lines, gathered chunk) of an activation in order, gathering one chunk ahead.
+        """Yields (lines, gathered chunk) of an activation in order, gathering one chunk ahead.
 
         The caller holds the only reference to a chunk, and drops it before asking for the next.
         """
@@ -133,7 +133,7 @@ class ChunkedGather(Gather):
         )
 
     def _lines_of(self, x: Matrix, chunk: slice) -> Matrix:
-        """Return some lines of an activation, whether sharded or gathered."""
+        """Returns some lines of an activation, whether sharded or gathered."""
         if isinstance(x, OneHot):
             tokens = self.boundary.chunk(x.tokens.unsqueeze(-1), chunk).squeeze(-1)
             return OneHot(tokens, x.first, x.size)

@@ -22,7 +22,7 @@ ALL = slice(None)
 
 
 def even_chunks(n: int, n_chunks: int) -> list[slice]:
-    """Split n lines into at most `n_chunks` slices, the first ones one line longer if needed."""
+    """Splits n lines into at most `n_chunks` slices, the first ones one line longer if needed."""
     n_chunks = min(n_chunks, n)
     size, larger = divmod(n, n_chunks)
     ends = [size * i + min(i, larger) for i in range(n_chunks + 1)]
@@ -37,14 +37,14 @@ class ChunkedResult:
         self._made: Tensor | None = None
 
     def put(self, chunk: slice, lines: Tensor) -> None:
-        """Store the lines of a chunk; `ALL` takes the tensor as the result without a copy."""
+        """Stores the lines of a chunk; `ALL` takes the tensor as the result without a copy."""
         if chunk == ALL:
             self._made = lines
             return
         self._place(chunk, lines).copy_(lines)
 
     def multiply(self, chunk: slice, a: Tensor, b: Tensor) -> None:
-        """Store a [.., K] times b [K, N] as the lines of a chunk."""
+        """Stores a [.., K] times b [K, N] as the lines of a chunk."""
         place = None if chunk == ALL else self._place(chunk, a)
         if place is not None and place.is_contiguous():
             torch.matmul(a, b, out=place)
@@ -52,7 +52,7 @@ class ChunkedResult:
             self.put(chunk, times(a, b))
 
     def all(self) -> Tensor:
-        """Return the result, once every chunk is stored."""
+        """Returns the result, once every chunk is stored."""
         assert self._made is not None
         return self._made
 
@@ -66,9 +66,9 @@ class ChunkedSum:
     """Reduce-scatters partial sums of an activation over a row of devices, chunk by chunk.
 
     Args:
-        boundary: says how activations are sharded, and thus what each device keeps.
-        shape: shape of the full activation.
-        like: gives dtype and device.
+        boundary: Says how activations are sharded, and thus what each device keeps.
+        shape: Shape of the full activation.
+        like: Gives dtype and device.
     """
 
     def __init__(self, boundary: Boundary, shape: torch.Size, like: Tensor) -> None:
@@ -77,12 +77,12 @@ class ChunkedSum:
         self._coming: tuple[slice, Pending] | None = None
 
     def start(self, chunk: slice, terms: Tensor) -> None:
-        """Wait for the previous chunk, then start to reduce-scatter partial sums of this one."""
+        """Waits for the previous chunk, then starts to reduce-scatter partial sums of this one."""
         self._finish_chunk()
         self._coming = chunk, self._boundary.reduce_scatter(terms)
 
     def pending(self) -> Pending:
-        """Return this device's part of the sum; the last chunk may still be in flight."""
+        """Returns this device's part of the sum; the last chunk may still be in flight."""
         assert self._coming is not None
         chunk, last = self._coming
         if chunk == ALL:
@@ -107,9 +107,9 @@ class WeightGradient:
     Chunks are accumulated in float32 at least, as a single product accumulates its terms.
 
     Args:
-        at_once: starts the sum of Aᵀ B when a single chunk holds all lines.
-        row: the axis whose ranks each keep one block of rows of the sum.
-        n_chunks: number of calls to `add` that follow.
+        at_once: Starts the sum of Aᵀ B when a single chunk holds all lines.
+        row: The axis whose ranks each keep one block of rows of the sum.
+        n_chunks: Number of calls to `add` that follow.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class WeightGradient:
         self._dtype: torch.dtype | None = None
 
     def add(self, a: Matrix, b: Matrix) -> None:
-        """Add the lines of one chunk: a [.., M] and b [.., N/c]."""
+        """Adds the lines of one chunk: a [.., M] and b [.., N/c]."""
         if self._n_chunks == 1:
             self._pending = self._at_once(a, b)
             return
@@ -135,7 +135,7 @@ class WeightGradient:
             self._terms += transposed_times(a, b)
 
     def pending(self) -> Pending:
-        """Start the sum over the column, once, and return this device's block [M/r, N/c]."""
+        """Starts the sum over the column, once, and returns this device's block [M/r, N/c]."""
         if self._pending is None:
             assert self._terms is not None
             row, terms = self._row, self._terms.to(self._dtype)

@@ -51,14 +51,14 @@ def product_of_norm(
     bias: Tensor | None = None,
     keep: KeepGathered = NOTHING,
 ) -> Tensor:
-    """Compute C = norm(X) B + bias, differentiable.
+    """Computes C = norm(X) B + bias, differentiable.
 
     Args:
-        a: local block [.., K/c] of X, and its norm.
-        b: local block [K/r, N/c] of the weight.
-        schedule: must be a `Gather`, since panels never hold whole rows.
-        bias: local part [N/c].
-        keep: which gathered operands are kept for later.
+        a: Local block [.., K/c] of X, and its norm.
+        b: Local block [K/r, N/c] of the weight.
+        schedule: Must be a `Gather`, since panels never hold whole rows.
+        bias: Local part [N/c].
+        keep: Which gathered operands are kept for later.
 
     Returns:
         Local block [.., N/c] of C.
@@ -158,7 +158,7 @@ def _total(terms: list[Tensor]) -> Tensor:
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Apply LayerNorm, or RMSNorm if `bias` is None, over the last dimension.
+    """Applies LayerNorm, or RMSNorm if `bias` is None, over the last dimension.
 
     Computes in the wider dtype of x and weight.
 
@@ -166,7 +166,7 @@ def normalize(
         x: [.., h].
         weight: [h].
         bias: [h], or None for RMSNorm.
-        eps: added to the variance, or to the mean square.
+        eps: Added to the variance, or to the mean square.
 
     Returns:
         The normalized tensor [.., h] in the dtype of x, and the statistics [.., 1] that
@@ -187,14 +187,14 @@ def normalize_backward(
     bias: Tensor | None,
     statistics: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x [.., h], weight [h] and bias [h] of `normalize`.
+    """Returns the gradients of x [.., h], weight [h] and bias [h] of `normalize`.
 
     Args:
-        grad: gradient [.., h] of the output.
-        x: the input [.., h].
+        grad: Gradient [.., h] of the output.
+        x: The input [.., h].
         weight: [h].
         bias: [h], or None for RMSNorm, whose gradient is None.
-        statistics: as `normalize` returned them.
+        statistics: As `normalize` returned them.
     """
     wide = torch.promote_types(x.dtype, weight.dtype)
     grad, x = grad.to(wide), x.to(wide)
@@ -209,16 +209,16 @@ def normalize_backward(
 def rms_norm_backward(
     grad: Tensor, normed: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [.., h] and weight [h] of RMSNorm.
+    """Returns the gradients of x [.., h] and weight [h] of RMSNorm.
 
     The forward pass is y = normed * weight with normed = x * rstd.
 
     Args:
-        grad: gradient [.., h] of y.
+        grad: Gradient [.., h] of y.
         normed: [.., h].
         weight: [h].
         rstd: [.., 1].
-        mean: mean of grad * weight * normed over the global h, [.., 1], where h is sharded; None
+        mean: Mean of grad * weight * normed over the global h, [.., 1], where h is sharded; None
             if h is whole here, and the mean is then computed.
     """
     grad_normed = grad * weight

@@ -51,12 +51,12 @@ class Gather:
     def ab(
         self, a: Operand, b: Operand, transform: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> Pending:
-        """Compute C = A B. a [.., K/c], b [K/r, N/c], result [.., N/c].
+        """Computes C = A B. a [.., K/c], b [K/r, N/c], result [.., N/c].
 
         Args:
-            a: activation, gathered along the row.
-            b: weight, gathered down the column.
-            transform: applied to the gathered rows of A before the product, such as a norm.
+            a: Activation, gathered along the row.
+            b: Weight, gathered down the column.
+            transform: Applied to the gathered rows of A before the product, such as a norm.
         """
         self.prefetch(a, b)
         weight = self.whole_column(b)
@@ -65,16 +65,16 @@ class Gather:
         return Pending(times(transform(self._take_whole(a).wait()), weight))
 
     def abt(self, a: Operand, b: Operand) -> Pending:
-        """Compute C = A Bᵀ. a [.., K/c], b [N/r, K/c], result [.., N/c]."""
+        """Computes C = A Bᵀ. a [.., K/c], b [N/r, K/c], result [.., N/c]."""
         return self.boundary.reduce_scatter(times(a.local, self.whole_column(b).t()))
 
     def atb(self, a: Operand, b: Operand) -> Pending:
-        """Compute C = Aᵀ B. a [.., M/c], b [.., N/c], result [M/r, N/c]."""
+        """Computes C = Aᵀ B. a [.., M/c], b [.., N/c], result [M/r, N/c]."""
         whole = a.all if isinstance(a, OneHotOperand) else self._take_whole(a).wait()
         return self.sum_of_blocks(whole, b.local)
 
     def ab_and_atb(self, a: Operand, b: Operand, c: Tensor) -> tuple[Pending, Pending]:
-        """Compute A B [.., N/c] and Aᵀ C [K/r, M/c] and gather A only once.
+        """Computes A B [.., N/c] and Aᵀ C [K/r, M/c] and gathers A only once.
 
         a [.., K/c], b [K/r, N/c], c [.., M/c].
         """
@@ -83,13 +83,13 @@ class Gather:
         return Pending(times(whole, self.whole_column(b))), atc
 
     def sum_of_blocks(self, whole: Matrix, local: Matrix) -> Pending:
-        """Compute Aᵀ B summed down the column, of which this device keeps its block of rows.
+        """Computes Aᵀ B summed down the column, of which this device keeps its block of rows.
 
         The blocks of other devices are multiplied first, and travel while the own one multiplies.
 
         Args:
-            whole: gathered lines [.., M] of A.
-            local: this device's columns [.., N/c] of B.
+            whole: Gathered lines [.., M] of A.
+            local: This device's columns [.., N/c] of B.
 
         Returns:
             The block [M/r, N/c] of the sum.
@@ -113,20 +113,20 @@ class Gather:
     # ------------------------------------------------------------------ gathered operands
 
     def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
-        """Start to gather these operands; the products wait for them."""
+        """Starts to gather these operands; the products wait for them."""
         if weight is not None and weight.whole is None:
             weight.whole = comm.start_all_gather(tensor_of(weight), self.row, 0, LABEL)
         if activation is not None:
             self._start(activation)
 
     def whole_row(self, a: Operand) -> Tensor:
-        """Return the activation gathered along its row; the operand keeps a reference to it."""
+        """Returns the activation gathered along its row; the operand keeps a reference to it."""
         self._start(a)
         assert a.whole is not None
         return a.whole.wait()
 
     def whole_column(self, b: Operand) -> Tensor:
-        """Return the weight [K, N/c] gathered down its column; the operand keeps a reference."""
+        """Returns the weight [K, N/c] gathered down its column; the operand keeps a reference."""
         Gather.prefetch(self, None, b)
         assert b.whole is not None
         return b.whole.wait()
@@ -138,7 +138,7 @@ class Gather:
             activation.whole = self.boundary.gather(tensor_of(activation))
 
     def _take_whole(self, a: Operand) -> Pending:
-        """Gather an activation; the caller holds the only reference, so it can free the memory."""
+        """Gathers an activation; the caller holds the only reference, so it can free the memory."""
         self._start(a)
         whole, a.whole = a.whole, None
         assert whole is not None
@@ -147,18 +147,18 @@ class Gather:
     # ------------------------------------------------------------------ loops over chunks
 
     def arriving(self, a: Operand) -> Iterator[tuple[slice, Pending]]:
-        """Yield (lines, gathered chunk) of an activation in order; here one chunk is everything."""
+        """Yields (lines, gathered chunk) of an activation in order; here there is one chunk."""
         yield ALL, self._take_whole(a)
 
     def sum_of(self, shape: torch.Size, like: Tensor) -> ChunkedSum:
-        """Return the reduce-scatter, chunk by chunk, of partial sums of a full activation.
+        """Returns the reduce-scatter, chunk by chunk, of partial sums of a full activation.
 
         Args:
-            shape: shape of the full activation.
-            like: gives dtype and device.
+            shape: Shape of the full activation.
+            like: Gives dtype and device.
         """
         return ChunkedSum(self.boundary, shape, like)
 
     def weight_gradient(self, a: Operand) -> WeightGradient:
-        """Return the accumulator of Aᵀ B for the chunks of A that `arriving` yields."""
+        """Returns the accumulator of Aᵀ B for the chunks of A that `arriving` yields."""
         return WeightGradient(self.sum_of_blocks, self.row, 1)

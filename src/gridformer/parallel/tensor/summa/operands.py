@@ -29,11 +29,11 @@ class OneHot:
         return torch.Size((*self.tokens.shape, self.size))
 
     def columns(self, start: int, stop: int) -> OneHot:
-        """Return columns [start, stop) of the same matrix, in the order of the vocabulary."""
+        """Returns columns [start, stop) of the same matrix, in the order of the vocabulary."""
         return OneHot(self.tokens, start, stop - start)
 
     def rows_of(self, table: Tensor) -> Tensor:
-        """Multiply this matrix by a table [size, N]: [..., N].
+        """Multiplies this matrix by a table [size, N]: [..., N].
 
         The result has the row of each token, and zeros for tokens outside these columns.
         """
@@ -42,13 +42,13 @@ class OneHot:
         return rows.mul_(here.unsqueeze(-1).to(rows.dtype))
 
     def added_up(self, grad: Tensor) -> Tensor:
-        """Multiply this matrix's transpose by grad [..., N]: rows summed by token, [size, N]."""
+        """Multiplies this matrix's transpose by grad [..., N]: rows summed by token, [size, N]."""
         here, local = self._here()
         grad = (grad * here.unsqueeze(-1).to(grad.dtype)).flatten(0, -2)
         return grad.new_zeros((self.size, grad.shape[-1])).index_add_(0, local.flatten(), grad)
 
     def _here(self) -> tuple[Tensor, Tensor]:
-        """Return whether each token is in these columns, and its local column (0 if not)."""
+        """Returns whether each token is in these columns, and its local column (0 if not)."""
         local = self.tokens - self.first
         here = (local >= 0) & (local < self.size)
         return here, torch.where(here, local, 0)
@@ -69,7 +69,7 @@ class Operand:
 
 
 def tensor_of(operand: Operand) -> Tensor:
-    """Return this device's block, which must be a tensor and not a one-hot matrix."""
+    """Returns this device's block, which must be a tensor and not a one-hot matrix."""
     assert isinstance(operand.local, Tensor)
     return operand.local
 
@@ -78,8 +78,8 @@ class OneHotOperand(Operand):
     """The one-hot matrix of tokens [...]. All devices of a row hold the tokens: nothing is sent.
 
     Args:
-        tokens: token ids, equal along a row of devices.
-        size: padded size of the vocabulary, divisible by the size of `col`.
+        tokens: Token ids, equal along a row of devices.
+        size: Padded size of the vocabulary, divisible by the size of `col`.
     """
 
     def __init__(self, tokens: Tensor, size: int, col: Axis) -> None:
@@ -89,17 +89,17 @@ class OneHotOperand(Operand):
 
 
 def columns(a: Matrix, start: int, stop: int) -> Matrix:
-    """Return columns [start, stop) of a full matrix [.., M]."""
+    """Returns columns [start, stop) of a full matrix [.., M]."""
     return a.columns(start, stop) if isinstance(a, OneHot) else a[..., start:stop]
 
 
 def times(a: Matrix, b: Tensor) -> Tensor:
-    """Multiply a [.., K] by b [K, N]: [.., N]."""
+    """Multiplies a [.., K] by b [K, N]: [.., N]."""
     return a.rows_of(b) if isinstance(a, OneHot) else a @ b
 
 
 def transposed_times(a: Matrix, b: Matrix) -> Tensor:
-    """Multiply the transpose of a [.., M] by b [.., N], summed over leading dimensions: [M, N]."""
+    """Multiplies the transpose of a [.., M] by b [.., N]: [M, N], summed over leading dims."""
     if isinstance(a, OneHot):
         assert isinstance(b, Tensor)
         return a.added_up(b)
@@ -109,12 +109,12 @@ def transposed_times(a: Matrix, b: Matrix) -> Tensor:
 
 
 def accumulator(x: Tensor) -> Tensor:
-    """Return x in a type that sums are accumulated in: float32, or x's own if it is wider."""
+    """Returns x in the dtype of accumulators: float32, or that of x if it is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def add_times(c: Tensor, a: Matrix, b: Tensor) -> Tensor:
-    """Add a [.., K] times b [K, N] to c [.., N] in place, and return c.
+    """Adds a [.., K] times b [K, N] to c [.., N] in place, and returns c.
 
     c may have a wider type than b.
     """
@@ -126,7 +126,7 @@ def add_times(c: Tensor, a: Matrix, b: Tensor) -> Tensor:
 
 
 def times_into(out: Tensor, a: Matrix, b: Tensor) -> None:
-    """Write a [.., K] times b [K, N] to out [.., N]."""
+    """Writes a [.., K] times b [K, N] to out [.., N]."""
     if isinstance(a, OneHot):
         out.copy_(times(a, b))
     else:
@@ -134,7 +134,7 @@ def times_into(out: Tensor, a: Matrix, b: Tensor) -> None:
 
 
 def transposed_times_into(out: Tensor, a: Matrix, b: Matrix) -> None:
-    """Write the transpose of a [.., M] times b [.., N] to out [M, N]."""
+    """Writes the transpose of a [.., M] times b [.., N] to out [M, N]."""
     if isinstance(a, OneHot) or isinstance(b, OneHot):
         out.copy_(transposed_times(a, b))
     else:
@@ -145,12 +145,12 @@ def transposed_times_into(out: Tensor, a: Matrix, b: Matrix) -> None:
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """Return the gradient [N] of a bias of that dtype from the output's gradient [.., N]."""
+    """Returns the gradient [N] of a bias of that dtype from the output's gradient [.., N]."""
     return None if dtype is None else grad.flatten(0, -2).sum(0).to(dtype)
 
 
 def arrived(gradient: Pending | None, dtype: torch.dtype) -> Tensor | None:
-    """Wait for a gradient and cast it to the dtype of its variable; None if none is wanted."""
+    """Waits for a gradient and casts it to the dtype of its variable; None if none is wanted."""
     return None if gradient is None else gradient.wait().to(dtype)
 
 

@@ -12,10 +12,10 @@ class Panel:
     """The range [start, stop) of a dimension, and its position in the blocks of its owners.
 
     Attributes:
-        col: column of devices that owns the range where the dimension is sharded over columns.
-        row: row of devices that owns it where the dimension is sharded over rows.
-        in_col: the range within the block of column `col`.
-        in_row: the range within the block of row `row`.
+        col: Column of devices that owns the range where the dimension is sharded over columns.
+        row: Row of devices that owns it where the dimension is sharded over rows.
+        in_col: The range within the block of column `col`.
+        in_row: The range within the block of row `row`.
     """
 
     start: int
@@ -31,14 +31,14 @@ class Panel:
 
 
 def panels(size: int, rows: int, cols: int) -> Iterator[Panel]:
-    """Yield the panels of a dimension that is sharded over rows in one matrix, columns in another.
+    """Yields the panels of a dimension that is sharded over rows in one matrix, columns in another.
 
     They are the common refinement of both ways to shard it: rows + cols - gcd(rows, cols) panels.
 
     Args:
-        size: global size of the dimension; must be divisible by `rows` and by `cols`.
-        rows: number of rows of the grid.
-        cols: number of columns of the grid.
+        size: Global size of the dimension; must be divisible by `rows` and by `cols`.
+        rows: Number of rows of the grid.
+        cols: Number of columns of the grid.
     """
     per_row, per_col = size // rows, size // cols
     cuts = sorted({*range(0, size, per_row), *range(0, size, per_col), size})

@@ -23,15 +23,15 @@ class WeightPrefetcher:
     The caller opens it only while weights do not change. `close` frees everything.
 
     Args:
-        keeps: whether the gathered column of the weight is kept from its first product until
+        keeps: Whether the gathered column of the weight is kept from its first product until
             `close`. Otherwise it is freed after each use, but the neighboring product may have
             gathered it early (`prefetch`).
 
     Attributes:
-        source: returns the weight and the schedule that gathers it; None turns prefetching off.
-        after: the prefetcher of the next product in forward order.
-        before: the prefetcher of the previous product in forward order.
-        ends_block: whether the next product belongs to another block.
+        source: Returns the weight and the schedule that gathers it; None turns prefetching off.
+        after: The prefetcher of the next product in forward order.
+        before: The prefetcher of the previous product in forward order.
+        ends_block: Whether the next product belongs to another block.
     """
 
     def __init__(self, keeps: bool = True) -> None:
@@ -44,7 +44,7 @@ class WeightPrefetcher:
         self._operands: dict[torch.dtype, Operand] = {}
 
     def operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
-        """Return the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
+        """Returns the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
         if not self._open:
             return Operand(weight.to(dtype))
         if not self.keeps:
@@ -54,7 +54,7 @@ class WeightPrefetcher:
         return self._operands[dtype]
 
     def prefetch(self, dtype: torch.dtype) -> None:
-        """Start to gather the weight early, while the neighboring product multiplies."""
+        """Starts to gather the weight early, while the neighboring product multiplies."""
         if not self._open or self.source is None or dtype in self._operands:
             return
         weight, schedule = self.source()
@@ -62,11 +62,11 @@ class WeightPrefetcher:
         schedule.prefetch(None, self._operands[dtype])
 
     def open(self) -> None:
-        """Allow the weight to be kept and prefetched; it must not change until `close`."""
+        """Allows the weight to be kept and prefetched; it must not change until `close`."""
         self._open = True
 
     def close(self) -> None:
-        """Free what is gathered."""
+        """Frees what is gathered."""
         self._open = False
         self._operands = {}
 
@@ -76,21 +76,21 @@ class KeepGathered:
     """Which gathered operands of a product are kept; the others are gathered again when needed.
 
     Attributes:
-        input: whether the gathered input is kept for the backward pass.
-        weight: keeps the gathered weight for the whole step, or prefetches it; None does neither.
+        input: Whether the gathered input is kept for the backward pass.
+        weight: Keeps the gathered weight for the whole step, or prefetches it; None does neither.
     """
 
     input: bool = False
     weight: WeightPrefetcher | None = None
 
     def weight_operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
-        """Return the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
+        """Returns the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
         if self.weight is None:
             return Operand(weight.to(dtype))
         return self.weight.operand(weight, dtype)
 
     def prefetch_next(self, dtype: torch.dtype) -> None:
-        """Start to gather the weight of the next product, while this one multiplies."""
+        """Starts to gather the weight of the next product, while this one multiplies."""
         if self.weight is None or self.weight.after is None:
             return
         # A block that is recomputed in the backward pass is followed by an earlier block.

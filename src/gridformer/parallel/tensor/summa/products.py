@@ -48,30 +48,30 @@ class Schedule(Protocol):
     """
 
     def ab(self, a: Operand, b: Operand) -> Pending:
-        """Compute C = A B: a [.., K/c], b [K/r, N/c], result [.., N/c]."""
+        """Computes C = A B: a [.., K/c], b [K/r, N/c], result [.., N/c]."""
 
     def abt(self, a: Operand, b: Operand) -> Pending:
-        """Compute C = A Bᵀ: a [.., K/c], b [N/r, K/c], result [.., N/c]."""
+        """Computes C = A Bᵀ: a [.., K/c], b [N/r, K/c], result [.., N/c]."""
 
     def atb(self, a: Operand, b: Operand) -> Pending:
-        """Compute C = Aᵀ B: a [.., M/c], b [.., N/c], result [M/r, N/c].
+        """Computes C = Aᵀ B: a [.., M/c], b [.., N/c], result [M/r, N/c].
 
         The leading dimensions of `a` and `b` are equal and are summed over.
         """
 
     def empty_ab_like(self, a: Tensor, b_columns: int) -> Tensor:
-        """Return a tensor with the shape and dtype of A B that holds at most one element.
+        """Returns a tensor with the shape and dtype of A B that holds at most one element.
 
         Args:
-            a: local block [.., K/c].
-            b_columns: columns N/c of the local block of B.
+            a: Local block [.., K/c].
+            b_columns: Columns N/c of the local block of B.
         """
 
     def empty_abt_like(self, a: Tensor, b_rows: int) -> Tensor:
         """Like `empty_ab_like`, for A Bᵀ with `b_rows` = N/r rows in the local block of B."""
 
     def prefetch(self, activation: Operand | None, weight: Operand | None) -> None:
-        """Hint that these operands will be needed soon; a schedule may start to gather them."""
+        """Hints that these operands will be needed soon; a schedule may start to gather them."""
 
 
 class Broadcast:

@@ -33,7 +33,7 @@ class Workspace:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return a contiguous, uninitialized tensor with the dtype and device of `like`.
+        """Returns a contiguous, uninitialized tensor with the dtype and device of `like`.
 
         The next `take` of the same name returns the same memory. A buffer grows when a larger one
         is asked for, and never shrinks.
@@ -58,12 +58,12 @@ class PanelTransport:
     def broadcast(
         self, size: int, along_rows: Operand | None = None, down_columns: Operand | None = None
     ) -> Iterator[Arrived]:
-        """Yield the panels of a dimension in order, each when its parts of the operands are here.
+        """Yields the panels of a dimension in order, each when its parts of the operands are here.
 
         Args:
-            size: global size of the dimension, divisible by the numbers of rows and columns.
-            along_rows: activation [.., size/c] whose columns are broadcast along each row.
-            down_columns: weight [size/r, N/c] whose rows are broadcast down each column.
+            size: Global size of the dimension, divisible by the numbers of rows and columns.
+            along_rows: Activation [.., size/c] whose columns are broadcast along each row.
+            down_columns: Weight [size/r, N/c] whose rows are broadcast down each column.
 
         Yields:
             Each panel with a [.., width] and b [width, N/c]: views of the workspace or of the
@@ -82,11 +82,11 @@ class PanelTransport:
             yield coming.popleft()()
 
     def reduce(self, axis: Axis) -> PanelSums:
-        """Return the sums over `axis` that the panels of one product make."""
+        """Returns the sums over `axis` that the panels of one product make."""
         return PanelSums(axis, self.in_flight, self.workspace)
 
     def _send_columns(self, a: Operand, panel: Panel, slot: int) -> Pending | OneHot:
-        """Broadcast a panel of columns of an activation from its owner along the row of devices."""
+        """Broadcasts columns of an activation from their owner along the row of devices."""
         if isinstance(a, OneHotOperand):
             return a.all.columns(panel.start, panel.stop)
         axis, local = self.axes.col, tensor_of(a)
@@ -98,7 +98,7 @@ class PanelTransport:
         return self._start_broadcast(part, axis, panel.col)
 
     def _send_rows(self, b: Operand, panel: Panel, slot: int) -> Pending:
-        """Broadcast a panel of rows of a weight from its owner down the column of devices."""
+        """Broadcasts rows of a weight from their owner down the column of devices."""
         axis, local = self.axes.row, tensor_of(b)
         if axis.size == 1:
             return Pending(local[panel.in_row])
@@ -124,18 +124,18 @@ class PanelSums:
         self._coming: deque[Callable[[], None]] = deque()
 
     def buffer(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialized buffer for the partial sum of the next panel."""
+        """Returns an uninitialized buffer for the partial sum of the next panel."""
         slot = self._number % (self.in_flight + 1)
         self._number += 1
         return self.workspace.take(f"sum {slot}", shape, like)
 
     def start(self, terms: Tensor, owner: int, place: Tensor) -> None:
-        """Start to reduce the `terms` of all ranks, and copy the total to `place` on the owner.
+        """Starts to reduce the `terms` of all ranks, and copies the total to `place` on the owner.
 
         Args:
-            terms: this rank's partial sum, from `buffer`.
-            owner: index along the axis of the rank that keeps the total.
-            place: destination of the total; used on the owner alone.
+            terms: This rank's partial sum, from `buffer`.
+            owner: Index along the axis of the rank that keeps the total.
+            place: Destination of the total; used on the owner alone.
         """
         if self.in_flight:
             pending = comm.start_reduce(terms, self.axis, owner, LABEL)
@@ -152,7 +152,7 @@ class PanelSums:
             self._coming.popleft()()
 
     def finish(self) -> None:
-        """Wait for all sums that are still on the way."""
+        """Waits for all sums that are still on the way."""
         while self._coming:
             self._coming.popleft()()
 
