@@ -200,6 +200,13 @@ class GridTiedHead(nn.Module):
         return summa.whole_column(table_VH, dtype, self.schedule, self.keep)
 
     def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
+        """Returns logits [b/r, s, v/c].
+
+        Args:
+            x_BSH: Local hidden states [b/r, s, h/c].
+            table_VH: The embedding's local block of the table, or what `prepare` made of it.
+            prepared: Whether the table comes from `prepare`.
+        """
         schedule, keep = self.schedule, self.keep
         if prepared:  # a chunk of a loss: its backward pass follows at once, so keep the input
             schedule, keep = self.of_column, summa.KeepGathered(input=True)
