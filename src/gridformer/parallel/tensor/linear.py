@@ -203,7 +203,7 @@ class GridTiedHead(nn.Module):
         """Returns logits [b/r, s, v/c].
 
         Args:
-            x_BSH: Local hidden states [b/r, s, h/c].
+            x_BSH: Hidden states: [b/r, s, h/c] under Optimus, else as the boundary says.
             table_VH: The embedding's local block of the table, or what `prepare` made of it.
             prepared: Whether the table comes from `prepare`.
         """
