@@ -1,0 +1,71 @@
+"""Commands, run files and Python in README and docs are accepted; none is run here.
+
+test_readme.py runs README's. The how-tos train for minutes, so a test can only parse theirs.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gridformer.config import parse_run
+from gridformer.utils.errors import ConfigError
+from tests.support.fenced import PAGES, ROOT, check_arguments, commands, fences, words_of
+
+# The run file that readers are told to save, by README.
+MINE = next(fence.text for fence in fences(ROOT / "README.md") if fence.language == "yaml")
+
+
+@pytest.fixture(autouse=True)
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(MINE)
+    Path("RUN.yaml").write_text(MINE)
+
+
+def arguments(command: str) -> list[str]:
+    """What gridformer is given, whatever launches it."""
+    words = words_of(command)
+    return words[words.index("gridformer") + 1 :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_accepted(page: Path) -> None:
+    for command in commands(page):
+        if "gridformer" not in words_of(command):
+            continue  # torchrun with a script of the reader's
+        try:
+            check_arguments(arguments(command))
+        except ConfigError as error:
+            pytest.fail(f"{command}: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_run_files_and_python_are_accepted(page: Path) -> None:
+    for fence in fences(page):
+        if fence.language == "yaml":
+            parse_run(yaml.safe_load(fence.text))
+        elif fence.language == "python":
+            compile(fence.text, f"{page}:{fence.line}", "exec", ast.PyCF_ONLY_AST)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "gridformer trian demo",
+        "gridformer train demo --explian",
+        "gridformer train demo train.step=3",
+        "gridformer train demo layout.scheme=optimum",
+        "gridformer train no-such-run",
+        "gridformer prepare python-stdlib",
+        "gridformer memory gpt3-175b",
+        "gridformer layouts gpt2-356m --processes 4",
+        "gridformer generate runs/demo --beam 3",
+    ],
+)
+def test_wrong_commands_are_noticed(wrong: str) -> None:
+    with pytest.raises(ConfigError):
+        check_arguments(arguments(wrong))

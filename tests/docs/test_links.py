@@ -1,0 +1,71 @@
+"""Links of README and docs lead somewhere, and paths and tests that they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.fenced import PAGES, ROOT
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+_CODE = re.compile(r"`([\w./-]+)`")
+# The first part of a path from the root of the repository.
+_FOLDERS = ("benchmarks/", "configs/", "docs/", "examples/", "src/", "tests/")
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it: lower case, no punctuation, hyphens for spaces."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in _LINK.findall(page.read_text(encoding="utf-8")):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, fragment = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if fragment:
+            headings = _HEADING.findall(target.read_text(encoding="utf-8"))
+            assert fragment in map(anchor, headings), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_paths_exist(page: Path) -> None:
+    for name in _CODE.findall(page.read_text(encoding="utf-8")):
+        if name.startswith(_FOLDERS):
+            assert (ROOT / name).exists(), name
+        elif re.fullmatch(r"test_\w+\.py", name):
+            assert list((ROOT / "tests").rglob(name)), name
+
+
+def test_every_module_of_the_map_exists() -> None:
+    """docs/architecture.md: the packages, what is in `parallel`, and the reading order."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    source = ROOT / "src/gridformer"
+    packages, parallel, reading = (
+        text[text.index(a) : text.index(b)]
+        for a, b in (
+            ("| package |", "Inside `parallel`"),
+            ("| module |", "## Reading one step"),
+            ("## Reading one step", "## Seams"),
+        )
+    )
+    named = set(re.findall(r"^\| `(\w+)` \|", packages, re.MULTILINE))
+    there = {path.parent.name for path in source.glob("*/__init__.py")}
+    assert named == there
+    cells = re.findall(r"^\| (`[^|]*) \|", parallel, re.MULTILINE)
+    mapped = {name.rstrip("/") for cell in cells for name in _CODE.findall(cell)}
+    inside = source / "parallel"
+    for name in mapped:
+        assert (inside / name).exists(), name
+    for path in inside.iterdir():
+        if path.name not in ("__init__.py", "__pycache__"):
+            assert path.name in mapped, f"docs/architecture.md does not name parallel/{path.name}"
+    files = [name for name in _CODE.findall(reading) if name.endswith(".py")]
+    for name in files:
+        assert (source / name).exists() or list(inside.rglob(name)), name

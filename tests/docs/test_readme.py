@@ -1,0 +1,148 @@
+"""Every command in README works as typed, on the demo's data, after the set-up commands.
+
+Commands run one after the other, as a reader types them, in a copy of what they read. Two things
+are changed: training takes a few steps instead of what is typed, and the demo's data are prepared
+from a part of the standard library's sources. A command of a new kind fails until it is added here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from sysconfig import get_path
+
+import polib
+import pytest
+from torch.distributed.run import get_args_parser
+
+from gridformer.data.prepare import gettext
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.sources import open_sources
+from gridformer.memory import budget
+from tests.support.commands import Done, gridformer_here
+from tests.support.fenced import ROOT, check_arguments, fences, words_of
+
+README = ROOT / "README.md"
+FENCES = fences(README)
+
+# Set-up commands, and why they are not run here.
+NOT_RUN = {
+    "make demo": "it installs; what it runs then is `gridformer demo`",
+    "make test": "it runs this test",
+    "pip install torch==2.13.0 && pip install .": "it installs",
+    "gridformer demo": "tests/test_demo.py runs it on a smaller corpus",
+}
+# They join machines that are not here, so only their arguments are checked.
+OTHER_MACHINES = ("torchrun ", "srun ")
+
+
+def typed(fence_language: str) -> list[str]:
+    return [line for f in FENCES if f.language == fence_language for line in f.lines if line]
+
+
+COMMANDS = [" ".join(line.split("#")[0].split()) for line in typed("bash")]
+TRANSCRIPTS = [f.text for f in FENCES if f.language == "console"]
+
+
+def fewer_steps(command: str) -> str:
+    """The same command with a hundredth of the steps that are typed, or else 2 steps."""
+    command = re.sub(r"(?<=train.trace_step=)\d+", "2", command)
+    steps = re.search(r"train\.steps=(\d+)", command)
+    return f"{command} train.steps={int(steps[1]) // 100 if steps else 2} train.eval_batches=1"
+
+
+def in_shell(command: str) -> Done:
+    """The command as a shell runs it, with this environment's programs on PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, env={**os.environ, "PATH": path}
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A catalogue of translated messages, which not every machine has."""
+    catalogue = polib.POFile()
+    for number in range(100):
+        english = f"Cannot open the file number {number}"
+        german = f"Die Datei Nummer {number} kann nicht geöffnet werden"
+        catalogue.append(polib.POEntry(msgid=english, msgstr=german))
+    folder = tmp_path_factory.mktemp("locale")
+    catalogue.save_as_mofile(str(folder / "programs.mo"))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkout(tmp_path_factory: pytest.TempPathFactory, messages: Path) -> Iterator[None]:
+    """What README's commands read, where `make demo` leaves it; the current folder is changed."""
+    here = tmp_path_factory.mktemp("checkout")
+    shutil.copy(README, here)
+    shutil.copytree(ROOT / "docs", here / "docs")
+    (here / "mine.yaml").write_text(typed_run_file())
+    sources = sorted(Path(get_path("stdlib")).glob("[a-d]*.py"))
+    with contextlib.chdir(here), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gettext, "system_folders", lambda language: [messages])
+        patch.setattr(budget, "SEARCH_S", 1e9)  # answers do not depend on the machine's load
+        corpus = open_sources([str(path) for path in sources])
+        prepare_corpus(corpus, Path("data/python-stdlib"), vocab_size=512)
+        one_process = "layout.scheme=single layout.rows=1 layout.cols=1"
+        few_steps = "train.steps=1 train.eval_batches=1"
+        done = gridformer_here("train", "demo", *one_process.split(), *few_steps.split())
+        assert done.returncode == 0, done.stderr
+        yield
+
+
+def typed_run_file() -> str:
+    """The first run file in README, which it tells to save as mine.yaml."""
+    first = next(fence for fence in FENCES if fence.language == "yaml")
+    assert "`mine.yaml`" in README.read_text(encoding="utf-8").splitlines()[first.line - 4]
+    return first.text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_work_in_this_order(command: str) -> None:
+    words = words_of(command)
+    if command in NOT_RUN:
+        pytest.skip(NOT_RUN[command])
+    if command.startswith(OTHER_MACHINES):
+        if words[0] == "torchrun":
+            words = get_args_parser().parse_args(words[1:]).training_script_args
+        check_arguments(words[words.index("gridformer") + 1 :] if "gridformer" in words else words)
+        return
+    assert words[0] == "gridformer", "a new kind of command: say in this file how it is tested"
+    if words[1] == "train" and "--explain" not in words:
+        command = fewer_steps(command)
+    # A process of its own takes seconds to import torch, so one that does not need it stands for
+    # all; tests/test_train_command.py starts others as a user does.
+    alone = command.startswith("gridformer prepare docs/")
+    done = in_shell(command) if alone else gridformer_here(*words_of(command)[1:])
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda text: text.splitlines()[0])
+def test_refusals_are_what_readme_prints(transcript: str) -> None:
+    command, *printed = transcript.removeprefix("$ ").splitlines()
+    done = gridformer_here(*words_of(command)[1:])
+    assert done.returncode == 2
+    assert " ".join(printed).split() == done.stderr[done.stderr.index("error:") :].split()
+
+
+def test_every_block_is_one_that_is_tested() -> None:
+    """Each has a language, and those of another one need a test of their own."""
+    assert {fence.language for fence in FENCES} == {"bash", "console", "yaml", "python"}
+    assert all(command.startswith("$ gridformer ") for command in TRANSCRIPTS)
+    assert set(NOT_RUN) <= set(COMMANDS), "README has lost a command that is named here"
+
+
+def test_the_library_example_runs() -> None:
+    example = next(f.text for f in FENCES if f.language == "python")
+    names: dict[str, object] = {}
+    exec(example, names)
+    assert tuple(getattr(names["logits"], "shape")) == (1, 32, 1000)  # noqa: B009

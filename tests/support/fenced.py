@@ -1,0 +1,86 @@
+"""Fenced blocks, inline code and commands of Markdown pages."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from gridformer.cli.app import app
+from gridformer.config import load_run, model_names, parse_run
+from gridformer.config.reading import closest
+from gridformer.utils.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"(?<!`)`(gridformer [^`]+)`(?!`)")
+COMMAND = re.compile(r"^(\$ )?(gridformer|torchrun|srun) ")
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A fenced block, its language as written after the backticks, and its first line's number."""
+
+    language: str
+    text: str
+    line: int
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines as a shell reads them: those that end in a backslash go on."""
+        return self.text.replace("\\\n", " ").splitlines()
+
+
+def fences(page: Path) -> list[Fence]:
+    text = page.read_text(encoding="utf-8")
+    return [Fence(m[1], m[2], text[: m.start(2)].count("\n") + 1) for m in _FENCE.finditer(text)]
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Commands in a page's fences and, if they have arguments, in its inline code."""
+    for fence in fences(page):
+        yield from (line.removeprefix("$ ") for line in fence.lines if COMMAND.match(line))
+    prose = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    for found in _INLINE.findall(prose):
+        command = " ".join(found.split())
+        if len(command.split()) > 2:
+            yield command
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command as a shell separates them, without comments."""
+    return shlex.split(command, comments=True)
+
+
+def check_arguments(words: list[str]) -> None:
+    """Parse `gridformer WORDS` and validate overrides, without running anything.
+
+    Run files that are not shipped are looked up in the current folder. Raises ConfigError for
+    unknown commands, options, keys, models and run files.
+    """
+    name, *rest = words
+    known: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    if name not in known:
+        raise ConfigError([f"no command is called '{name}'{closest(name, known)}"])
+    try:
+        values = known[name].make_context(name, rest).params
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's, or those of the click inside typer
+            raise ConfigError([error.format_message()]) from None
+        raise
+    if name in ("train", "memory"):
+        run, overrides = str(values["run"]), values["overrides"] or []
+        if name == "memory" and run in model_names():
+            parse_run({"model": run, "data": {"path": "."}}, overrides)
+        else:
+            load_run(run, overrides)
+    if name == "layouts" and not os.path.exists(values["model"]):
+        parse_run({"model": values["model"], "data": {"path": "."}})
