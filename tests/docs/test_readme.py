@@ -36,7 +36,7 @@ NOT_RUN = {
     "make demo": "it installs; what it runs then is `gridformer demo`",
     "make test": "it runs this test",
     "pip install torch==2.13.0 && pip install .": "it installs",
-    "gridformer demo": "tests/test_demo.py runs it on a smaller corpus",
+    "gridformer demo": "tests/cli/test_demo.py runs it on a smaller corpus",
 }
 # They join machines that are not here, so only their arguments are checked.
 OTHER_MACHINES = ("torchrun ", "srun ")
@@ -120,7 +120,7 @@ def test_commands_work_in_this_order(command: str) -> None:
     if words[1] == "train" and "--explain" not in words:
         command = fewer_steps(command)
     # A process of its own takes seconds to import torch, so one that does not need it stands for
-    # all; tests/test_train_command.py starts others as a user does.
+    # all; tests/cli/test_train.py starts others as a user does.
     alone = command.startswith("gridformer prepare docs/")
     done = in_shell(command) if alone else gridformer_here(*words_of(command)[1:])
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
