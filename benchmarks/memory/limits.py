@@ -58,7 +58,9 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
         return Limit(0, unit, peak(1), peak(1), found[1].between)
     low, high = 1, 8
     while peak(high) <= scaling.budget:
-        low, high = high, 4 * high
+        rise = (peak(high) - peak(low)) / (high - low)  # bytes a unit; on that line, the next
+        beyond = int((scaling.budget - peak(high)) / rise) + 1 if rise > 0 else 3 * high
+        low, high = high, high + min(beyond, 15 * high)
     while high - low > 1:  # where the line through both ends meets the budget, or right behind it
         rise = (scaling.budget - peak(low)) / (peak(high) - peak(low))
         units = min(max(low + int(rise * (high - low)), low + 1), high - 1)
