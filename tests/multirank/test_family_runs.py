@@ -17,6 +17,7 @@ from gridformer.evaluate.generate import Sampling, Trained, answer, load_model
 from gridformer.launch.plan import plan_run
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import UserError
+from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import train
 
@@ -88,7 +89,10 @@ RUNS: dict[str, dict[str, Any]] = {
 PROMPTS = {"bert": "one ___ three", "bert-labels": "one ___ three", "t5": "one ___ three ___"}
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ["gpt2-labels", "bert-labels", "t5-pairs", "transformer"]
+
+
+@pytest.mark.parametrize("name", full_unless(QUICK.__contains__, RUNS))
 def test_from_text_to_text(
     pool: WorkerPool, folders: dict[str, Path], tmp_path: Path, name: str
 ) -> None:

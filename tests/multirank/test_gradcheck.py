@@ -371,11 +371,12 @@ def smaller(case: tuple[tuple[int, int], str]) -> bool:
     if grid == (2, 3) or "section" in name:
         return True
     if grid in ((1, 3), (3, 1)):
-        return not any(word in name for word in ("keep", "parts", "lookup", "cross"))
+        words = ("keep", "parts", "lookup", "cross", "pipelined", "broadcast")
+        return not any(word in name for word in words)
     if grid == (3, 2):
-        return "product" in name and name.endswith(("gather-bias", "pipelined-bias"))
+        return "product" in name and name.endswith("gather-bias")
     if grid == (2, 2):
-        return "product" in name and "pipelined" not in name and "keep" not in name
+        return "product" in name and name.endswith("broadcast-bias")
     return name.endswith(("product_abt-pipelined-bias", "layer_norm"))
 
 

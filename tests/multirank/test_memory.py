@@ -23,12 +23,10 @@ def agrees(pool: WorkerPool, run: RunConfig) -> None:
     agrees_of(pool, run, measured)
 
 
-# Of the matrix's cells a small one for each scheme and for each mode of replicas.
+# Of the matrix's cells a small one for each scheme.
 SMALL = sorted(quick(), key=lambda cell: (LayoutConfig(**cell.layout).n_processes, cell))
 ONE_STACK = [cell for cell in SMALL if cell.model in ("GPT-2", "BERT")]
 QUICK = {*{c.scheme: c for c in reversed(ONE_STACK)}.values()}
-QUICK |= {*{c.replicas: c for c in reversed(ONE_STACK) if c.scheme != "single"}.values()}
-QUICK |= {*{c.model: c for c in reversed(SMALL)}.values()}
 
 
 def possible(cell: Cell) -> bool:
@@ -75,7 +73,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-MORE = {*METHODS} - {"all of a block again", "again, in shares", "updates in the backward pass"}
+MORE = {*METHODS} - {"all of a block again", "updates in the backward pass"}
 
 
 @pytest.mark.parametrize("name", full_unless(lambda name: name not in MORE, METHODS))

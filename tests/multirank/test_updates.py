@@ -74,10 +74,9 @@ def is_quick(case: Case) -> bool:
     if case.cell == GRID:
         return case.method in ("in_backward", "offload")
     if case.cell == STAGES:
-        return case.method in ("in_backward", "clip_by_layer")
+        return case.method == "in_backward"
     turn = [*METHODS][CELLS.index(case.cell) % len(METHODS)]
-    few = n_of(case.cell) <= (4 if case.cell.replicas == "fsdp" else 2)
-    return few and case.method == turn
+    return n_of(case.cell) <= 2 and case.method == turn
 
 
 @pytest.mark.parametrize("case", full_unless(is_quick, CASES), ids=lambda case: case.title)

@@ -4,7 +4,6 @@ python -m tests.support.launch.main NAME N_PROCESSES FOLDER     (or MODULE:NAME,
 of a module of this package)
 """
 
-import importlib
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from gridformer.mesh.launch_env import joined
 from gridformer.utils import forkserver
 from gridformer.utils.errors import UserError
 from gridformer.utils.forkserver import warm_up
+from tests.support.launch.named import run_named
 
 forkserver.PRELOAD.remove("torch._dynamo")  # seconds, and nothing is trained here
 forkserver.PRELOAD.remove("torch.distributed.checkpoint")
@@ -25,7 +25,7 @@ def main() -> None:
     if n > 1 and not joined():
         warm_up(module)
     try:
-        launch(getattr(importlib.import_module(module), name), (folder, n), n)
+        launch(run_named, (module, name, folder, n), n)
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
