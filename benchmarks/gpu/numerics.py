@@ -39,7 +39,7 @@ from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 
 N = 4  # processes
-TOLERANCE = {"float32": 1e-5, "float64": 1e-9}  # specification, section 6
+TOLERANCE = {"float32": 1e-5, "float64": 1e-9}  # those of docs/concepts/exactness.md
 GROUP_TIMEOUT_S = 60.0
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -20,9 +20,10 @@ process in the same round: the ideal is 1.0 where the processes share the refere
 
 Collectives are those issued per layer (what is sent once a step counts 1/N). Moved are elements of
 four bytes that cross one rank's link per layer, the largest rank's, and their ratio to the formula
-(specification, sections 2 and 3: products only, without statistics, vectors and what recomputation
-skips). Live memory is the fullest rank's: of a layer for parameters, gradients and what is kept for
-backward, of the whole stack for workspace (what stays from step to step) and peak."""
+of [Where things lie](../concepts/placement.md), for FSDP that of `benchmarks/schemes/traffic.py`
+(products only, without statistics, vectors and what recomputation skips). Live memory is the
+fullest rank's: of a layer for parameters, gradients and what is kept for backward, of the whole
+stack for workspace (what stays from step to step) and peak."""
 
 
 def report(groups: Iterable[Group]) -> str:

@@ -164,7 +164,10 @@ class Volume:
 
 
 def one_dimensional(size: Size, cols: int, recompute: bool) -> Volume:
-    """Megatron and its sequence-parallel form (specification, section 2): 4(c-1)/c bsh each way."""
+    """Megatron and its sequence-parallel form move 4(c-1)/c bsh each way.
+
+    The formulas are those of docs/concepts/placement.md.
+    """
     forward = 4 * (cols - 1) / cols * _activation(size)
     return Volume(forward, forward * (2 if recompute else 1))
 
@@ -172,10 +175,10 @@ def one_dimensional(size: Size, cols: int, recompute: bool) -> Volume:
 def two_dimensional(
     size: Size, rows: int, cols: int, recompute: bool, output_stays: bool
 ) -> Volume:
-    """Optimus (specification, section 3): backward twice the forward.
+    """Optimus moves twice as much backward as forward (docs/concepts/placement.md).
 
-    Where the output of every product stays in place, as in the paper, 7bsh travel; 4bsh where the
-    cheaper of input and output does.
+    If the output of every product stays in place, as in the paper (Xu et al. 2021), 7bsh travel; if
+    the narrower of input and output travels, 4bsh.
     """
     activations = (cols - 1) / (rows * cols) * (7 if output_stays else 4) * _activation(size)
     forward = activations + _weights(size, rows, cols)

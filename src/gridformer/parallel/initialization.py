@@ -1,4 +1,8 @@
-"""Allocate and fill what this device holds; values depend on (seed, name, global index) only."""
+"""Allocates and initializes the parameters that this device holds.
+
+A value depends only on the seed, the parameter's name and the element's index in the global tensor,
+so it is the same on every layout.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,22 @@ def initialize(
     cut: Callable[[nn.Parameter], None] | None = None,
     filled: bool = True,
 ) -> None:
-    """Give every parameter of a meta model memory on `device` and its first values.
+    """Replaces every parameter of a model by one that is allocated and initialized, in place.
 
-    cut: is called with each as soon as it is filled, so that what it lets go of is never held of
-    two at once (gridformer.parallel.data.zero). filled: without, all values are 0.
+    Args:
+        model: A model on the meta device, sharded or not.
+        seed: The seed of the initial values.
+        device: Where parameters are allocated.
+        dtype: The dtype of the parameters.
+        cut: Called with each parameter as soon as it is initialized. What it frees
+            (gridformer.parallel.data.zero) is thus never held for two parameters at once.
+        filled: Whether parameters get their initial values. Otherwise they are 0.
     """
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
         info = info_of(parameter)
         shard, init = info.shard, info.init
-        assert init is not None, f"{name} of a model says how it begins"
+        assert init is not None, f"{name} has no Init: create it with models.blocks.new_parameter"
         shape = parameter.shape[::-1] if shard.transposed else parameter.shape
         local = torch.zeros(shape, dtype=dtype, device=device)
         local = local.t() if shard.transposed else local
@@ -44,7 +54,7 @@ def initialize(
 
 
 def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:
-    """Fill a block of a vector or matrix that begins at the global index `offset`."""
+    """Fills the block of a vector or matrix that begins at the global index `offset`."""
     if init.std == 0.0 or part.numel() == 0:
         part.fill_(init.mean)
         return
@@ -53,8 +63,8 @@ def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:
     cols = torch.arange(first_col, first_col + rows.shape[1], device=part.device)
     std: float | Tensor
     if isinstance(init.std, tuple):
-        turns = torch.tensor(init.std, dtype=torch.float64, device=part.device)
-        std = turns[cols // init.width % len(turns)]
+        stds = torch.tensor(init.std, dtype=torch.float64, device=part.device)
+        std = stds[cols // init.width % len(stds)]
     else:
         std = init.std
     step = max(1, _CHUNK // rows.shape[1])

@@ -1,7 +1,7 @@
-"""What gridformer knows of a parameter: `ParamInfo`, the one record that a parameter carries.
+"""How a parameter is sharded: `ParamInfo`, the one record that is attached to it.
 
-info_of(parameter).shard    the block of the global tensor that this device holds, and its owner
-place(module, name, ParamPlacement(cut=("row", "col")), axes)    cuts a parameter over the mesh
+place(module, name, ParamPlacement(cut=("row", "col")), axes)   shards a parameter over the mesh
+info_of(parameter).shard                                        this device's block, and its owner
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ _ATTRIBUTE = "_gridformer_info"
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """How a parameter lies on the mesh.
+    """How a parameter is sharded and replicated over the mesh.
 
-    cut: for each dimension the axis that cuts it, or None. Each rank of that axis holds one block.
-    copies: the axis along which every rank holds a copy. One copy, at index 0, is the owner: it
-        alone is updated, decayed, counted in the gradient norm and saved; the others receive its
-        value after each step.
-    partial: whether the copies' gradients are partial sums, to be added on the owner (they are
-        where tokens are cut along `copies`, and are equal everywhere otherwise).
-    replicas: the axis along which every rank holds and updates a copy, whose gradients are summed:
-        `dp`, or `dp_branch` where the layers outside branches see other samples on every device.
-    pad: for each dimension the multiple to which the global size is padded with zeros where it is
-        cut; 0, or nothing at all, means the axis's size.
-    transposed: a matrix whose block is stored column by column, because products read it so.
+    Attributes:
+        cut: For each dimension, the axis that shards it, or None. Each rank of that axis holds one
+            block.
+        copies: The axis along which every rank holds a copy. The copy at index 0 is the owner: it
+            alone is updated, decayed, counted in the gradient norm and saved. The others receive
+            its value after each step.
+        partial: Whether the gradients of the copies are partial sums, which are added up on the
+            owner. They are if tokens are sharded along `copies`; otherwise they are all equal.
+        replicas: The axis along which every rank holds and updates a copy, whose gradients are
+            summed: `dp`, or `dp_branch` for layers outside branches if every device has other
+            samples there.
+        pad: For each dimension, the multiple to which its global size is padded with zeros if it is
+            sharded. 0 stands for the size of the axis, and so does an empty tuple for all of them.
+        transposed: Whether the block of a matrix is stored column by column, because products read
+            it in that order.
     """
 
     cut: tuple[str | None, ...]
@@ -46,12 +50,20 @@ class ParamPlacement:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """One device's part of a parameter.
+    """Which block of a global tensor one device holds, and which ranks hold the same block.
 
-    The local tensor is the block that begins at `offset` of the global tensor of true shape
-    `size`; what overhangs `size` is padding and stays zero. replicas: None of a part that is one
-    replica's alone (gridformer.parallel.data.zero). stages: indices along pp of the ranks that hold
-    and update it, where several do: the tied embedding of a pipeline.
+    Attributes:
+        size: The shape of the global tensor, without padding.
+        offset: Where the block begins in the global tensor. Elements of the block beyond `size` are
+            padding and stay zero.
+        copies: The axis along which every rank holds a copy; None if there is only one.
+        partial: Whether the gradients of the copies are partial sums.
+        replicas: The axis of the replicas that hold the same block; None for rows that only this
+            replica updates (gridformer.parallel.data.zero).
+        owned: Whether this device's copy is the owner.
+        transposed: Whether the block is stored column by column.
+        stages: Indices along pp of the ranks that hold and update the block, if there are several,
+            as for the tied embedding of a pipeline.
     """
 
     size: tuple[int, ...]
@@ -64,13 +76,18 @@ class ParamShard:
     stages: tuple[int, ...] = ()
 
     def valid(self, local: Tensor) -> Tensor:
-        """The part of the local tensor that is not padding (a view)."""
+        """Returns a view of the block `local` without its padding."""
         for dim, (size, offset) in enumerate(zip(self.size, self.offset)):
             local = local.narrow(dim, 0, max(0, min(local.shape[dim], size - offset)))
         return local
 
     def block_of(self, whole: Tensor, shape: torch.Size) -> Tensor:
-        """This device's block of a whole tensor, zero-padded to the local `shape`."""
+        """Returns a copy of this device's block of a global tensor.
+
+        Args:
+            whole: The global tensor, of shape `size`.
+            shape: The shape of the block; what lies beyond `whole` is filled with zeros.
+        """
         local = whole.new_zeros(shape)
         part = self.valid(local)
         for dim, offset in enumerate(self.offset):
@@ -82,20 +99,22 @@ class ParamShard:
 class ParamGroup(Protocol):
     """Parameters that are materialized together (gridformer.parallel.data.fsdp)."""
 
-    def unshard(self) -> None: ...
+    def unshard(self) -> None:
+        """Allocates and fills the parameters, unless they are materialized."""
 
 
 @dataclass
 class ParamInfo:
-    """What gridformer knows of a parameter of this device.
+    """All that gridformer records about a parameter of this device.
 
-    Args:
-        shard: which block of the global tensor the local one is, and who else holds it.
-        init: how the global tensor begins; None of a network that is not ours.
-        replica_part: the rows that this replica updates (dp_mode zero1 and fsdp), a parameter with
-            a ParamInfo of its own; None where every replica updates the whole block.
-        resharded: whether `replica_part` is all that lies in memory between steps (dp_mode fsdp).
-        group: materializes the whole block, with others; None where it always is in memory.
+    Attributes:
+        shard: Which block of the global tensor it is, and which ranks hold the same block.
+        init: How the global tensor is initialized; None if the network is not one of
+            gridformer.models.
+        replica_part: The rows of the block that this replica updates (dp_mode zero1 and fsdp), a
+            parameter with a ParamInfo of its own; None if every replica updates the full block.
+        resharded: Whether only `replica_part` is in memory between steps (dp_mode fsdp).
+        group: The group with which the block is materialized; None if it is always in memory.
     """
 
     shard: ParamShard
@@ -106,9 +125,10 @@ class ParamInfo:
 
 
 def info_of(parameter: Tensor) -> ParamInfo:
-    """The ParamInfo of a parameter; that of a plain model's parameter says that it is whole.
+    """Returns the ParamInfo of a parameter.
 
-    Only what `set_info` has attached may be changed in place.
+    A parameter without one, as in a plain model, gets a new one which says that it is not sharded.
+    It is not attached, so changes to it are lost: attach it with `set_info`.
     """
     info: ParamInfo | None = getattr(parameter, _ATTRIBUTE, None)
     if info is None:
@@ -118,23 +138,30 @@ def info_of(parameter: Tensor) -> ParamInfo:
 
 
 def set_info(parameter: nn.Parameter, info: ParamInfo) -> nn.Parameter:
-    """Attach a ParamInfo to a parameter, which is returned."""
+    """Attaches a ParamInfo to a parameter and returns the parameter."""
     setattr(parameter, _ATTRIBUTE, info)
     return parameter
 
 
 def shard_of(parameter: Tensor) -> ParamShard:
-    """The shard of a parameter; one of a plain model is whole and its own."""
+    """Returns the shard of a parameter; for one of a plain model, the full tensor."""
     return info_of(parameter).shard
 
 
 def is_placed(parameter: Tensor) -> bool:
-    """Whether `place` made this parameter."""
+    """Returns whether a parameter has a ParamInfo, as all have that `place` made."""
     return hasattr(parameter, _ATTRIBUTE)
 
 
 def place(module: nn.Module, name: str, placement: ParamPlacement, axes: Axes) -> None:
-    """Replace a whole (meta) parameter of `module` by this device's block, still unallocated."""
+    """Replaces a full parameter of a module by this device's block, on the meta device.
+
+    Args:
+        module: The module that holds the parameter.
+        name: The parameter's name in `module`.
+        placement: How the parameter is sharded.
+        axes: The axes of the mesh.
+    """
     whole = module.get_parameter(name)
     size, offset = list(whole.shape), [0] * whole.dim()
     for dim, axis_name in enumerate(placement.cut):
@@ -160,7 +187,10 @@ def place(module: nn.Module, name: str, placement: ParamPlacement, axes: Axes) -
 
 
 def vocabulary_multiple(axes: Axes) -> int:
-    """What a vocabulary is padded to a multiple of: it is cut over rows (table) and columns."""
+    """Returns the multiple to which a vocabulary is padded.
+
+    Rows may shard it in the table, and columns shard it in the logits.
+    """
     return math.lcm(axes.row.size, axes.col.size)
 
 

@@ -1,1 +1,1 @@
-"""Replicas: their gradients, and what they share out."""
+"""Data parallelism: sums of gradients over replicas, ZeRO-1 and FSDP."""

@@ -1,15 +1,16 @@
-"""Parameters that lie cut over replicas, gathered layer by layer (dp_mode fsdp).
+"""FSDP: parameters are sharded over replicas and gathered layer by layer (`dp_mode: fsdp`).
 
-A layer's parameters are gathered before its forward pass and let go of after it, and again for its
-backward pass, where all its gradients are there; meanwhile the next layer's are on their way. All
-others, the tied table among them, which both ends read, are gathered once and stay until the step
-ends. So a rank receives, of L parameters in layers and R others, in m micro-batches over d replicas
+This is ZeRO-3 (Rajbhandari et al. 2020) with the schedule of FSDP (Zhao et al. 2023). A layer's
+parameters are gathered before its forward pass and freed after it. They are gathered again before
+its backward pass and freed when all its gradients are complete. Meanwhile the parameters of the
+next layer are in flight. All others, among them the tied table, which the first and the last module
+read, are gathered once and stay until the step ends. With L parameter elements in layers and R
+others, m micro-batches and d replicas, a rank therefore receives in a step
 
-    (d-1)/d (2 m L + R)     and sends gradients of    (d-1)/d (L + R)
+    (d-1)/d (2 m L + R)   elements of parameters, and sends    (d-1)/d (L + R)   of gradients.
 
-ZeRO-3 (Rajbhandari et al. 2020), and the schedule of FSDP (Zhao et al. 2023). A parameter that is
-let go of keeps its tensor and loses its memory, so what autograd has saved of it is valid again
-when it is gathered for the backward pass.
+Freeing a parameter frees its storage and keeps its tensor. What autograd has saved of it is
+therefore valid again once it is gathered for the backward pass.
 """
 
 from __future__ import annotations
@@ -34,9 +35,16 @@ LABEL = "parameters"
 
 
 class FSDPUnit:
-    """Parameters that are gathered and let go of together.
+    """Parameters that are gathered and freed together.
 
-    after, before: the units that are needed next, forward and backward.
+    Args:
+        parameters: The parameters. Those that are not sharded over replicas are left out.
+        axes: The axes of the mesh.
+
+    Attributes:
+        after: The unit that the forward pass needs next; it is prefetched.
+        before: The unit that the backward pass needs next; it is prefetched.
+        whole: Whether the parameters are materialized.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], axes: Axes) -> None:
@@ -54,7 +62,12 @@ class FSDPUnit:
         self._buckets = [FlatBucket(members, axes[name]) for (name, _), members in groups.items()]
 
     def watch(self, layer: nn.Module, recompute: Recompute) -> None:
-        """Gather and let go as this layer is run."""
+        """Makes a layer unshard and reshard these parameters when it runs.
+
+        Args:
+            layer: The layer whose parameters these are.
+            recompute: Runs the layers of the model, and calls hooks before their backward passes.
+        """
         layer.register_forward_pre_hook(self._before_forward)
         layer.register_forward_hook(self._after_forward)
         recompute.before_backward(layer, self._before_backward)
@@ -62,12 +75,12 @@ class FSDPUnit:
             parameter.register_post_accumulate_grad_hook(self._gradient_done)
 
     def prefetch(self) -> None:
-        """Send the parts on their way, unless they are here or on their way."""
+        """Starts to gather the parameters, unless they are materialized or in flight."""
         if not self.whole and self._coming is None:
             self._coming = [_start(flat_bucket) for flat_bucket in self._buckets]
 
     def unshard(self) -> None:
-        """Have the parameters whole."""
+        """Materializes the parameters; waits for the gather, or starts it if it has not started."""
         if self.whole:
             return
         self.prefetch()
@@ -77,6 +90,7 @@ class FSDPUnit:
         self._coming, self.whole = None, True
 
     def reshard(self) -> None:
+        """Frees the parameters; only this replica's part of each stays."""
         self._coming, self.whole, self._in_backward = None, False, False
         for parameter in self.parameters:
             free_storage(parameter)
@@ -87,7 +101,7 @@ class FSDPUnit:
             self.after.prefetch()
 
     def _after_forward(self, *_: Any) -> None:
-        if not self._in_backward:  # else computed again, for the backward pass about to come
+        if not self._in_backward:  # otherwise it was recomputed, and its backward pass follows
             self.reshard()
 
     def _before_backward(self, _: Tensor) -> None:
@@ -97,14 +111,23 @@ class FSDPUnit:
             self.before.prefetch()
 
     def _gradient_done(self, parameter: nn.Parameter) -> None:
-        """A parameter's gradient is the last that is made of its value."""
+        """Frees the parameters when all have gradients: backward has then read their values."""
         self._missing.discard(parameter)
         if self._in_backward and not self._missing:
             self.reshard()
 
 
 class Gathering:
-    """The units of a model: its layers, and one of all else."""
+    """The units of a model: one for each layer, and one for all other parameters.
+
+    Args:
+        model: A model whose parameters are sharded over replicas. Its modules get hooks.
+        axes: The axes of the mesh.
+
+    Attributes:
+        layers: The units of the layers, in the model's order.
+        rest: The unit of all other parameters.
+    """
 
     def __init__(self, model: Model, axes: Axes) -> None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
@@ -123,7 +146,10 @@ class Gathering:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While parameters are read and do not change."""
+        """Allows the model to run inside this context, in which parameters must not change.
+
+        `rest` is materialized at its start, and everything is resharded at its end.
+        """
         self._open = True
         try:
             self.rest.unshard()
@@ -136,19 +162,28 @@ class Gathering:
     def _check(self, *_: Any) -> None:
         if not self._open:
             raise RuntimeError(
-                "parameters lie cut over replicas (dp_mode=fsdp): run the model inside "
+                "the parameters are sharded over replicas (dp_mode=fsdp): run the model inside "
                 "`with gridformer.parallel.tensor.linear.weights_kept(model):`"
             )
 
 
 def install(model: Model, axes: Axes) -> None:
-    """Have a model whose parameters are cut (gridformer.parallel.data.zero) gather them itself."""
+    """Makes a model gather its parameters when it runs.
+
+    Args:
+        model: A model whose parameters `gridformer.parallel.data.zero.cut_over_replicas` has
+            sharded. It must run inside `gathered`.
+        axes: The axes of the mesh.
+    """
     model.gathering = Gathering(model, axes)  # type: ignore[assignment]
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Around forward and backward passes; does nothing for a model of another dp_mode."""
+    """Lets a model with `dp_mode: fsdp` run inside this context; does nothing for others.
+
+    It contains the forward and backward passes of a step. Parameters must not change inside it.
+    """
     gathering = getattr(model, "gathering", None)
     if not isinstance(gathering, Gathering):
         yield
@@ -158,7 +193,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def materialized(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter that is about to be read outside its layer's turn, with its memory filled."""
+    """Materializes a parameter, for a caller that reads it outside its layer, and returns it."""
     group = info_of(parameter).group
     if group is not None:
         group.unshard()

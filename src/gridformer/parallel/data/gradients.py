@@ -1,14 +1,16 @@
-"""What happens to gradients between backward and update, and to parameters after it.
+"""Sums gradients after the backward pass, and sends updated parameters to their copies.
 
-Each parameter element has one owner per replica (gridformer.parallel.sharding). Gradients of
-copies are added on the owner, then over replicas; the norm counts every element once; after the
-update the owner's values travel back to the copies. Small tensors travel together, in buckets.
+Each parameter element has one owner per replica (gridformer.parallel.sharding). Gradients are
+summed in this order, small tensors together in buckets:
 
-What several stages of a pipeline share is owned on each of them: gradients are added up over them,
-after the copies and the replicas, and the first one's count.
+    1. over copies, to the owner, where the gradients are partial sums
+    2. over replicas: all-reduce, or reduce-scatter if replicas shard the update
+       (gridformer.parallel.data.zero), so that each receives only the sums of its parts
+    3. over the pipeline stages that share a parameter, each of which owns it
 
-Where replicas share out the update (gridformer.parallel.data.zero), each receives the sums of its
-parts alone, a reduce-scatter in the place of the all-reduce, and what it has updated travels back.
+The gradient norm counts every element once: on the owner, on the first replica and on the first of
+the stages that share it. After the update `share_parts` sends updated parts to the other replicas,
+and `share_copies` sends the values of owners to the copies.
 """
 
 from __future__ import annotations
@@ -27,22 +29,25 @@ from gridformer.parallel.data.zero import FlatBucket, replica_part, stored
 from gridformer.parallel.sharding import ParamShard, shard_of
 
 _BUCKET_BYTES = 25 << 20
-_IN_FLIGHT = 2  # messages of parts: whole gradients are held until theirs has arrived
+_IN_FLIGHT = 2  # reduce-scatters; each of them holds full gradients until it has arrived
 LABEL = "gradients"
-Piece = TypeVar("Piece", bound=Tensor)
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)  # Tensor or nn.Parameter
 
 
 def owned(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters that this rank updates, counts and saves: of cut ones, its part."""
-    return [(name, _updated(parameter)) for name, parameter in _owned_whole(model)]
+    """Returns names and parameters that this rank updates, counts in the norm and saves.
+
+    For a parameter that is sharded over replicas, it is this rank's part.
+    """
+    return [(name, _updated(parameter)) for name, parameter in _owned_parameters(model)]
 
 
-def _owned_whole(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _owned_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if shard_of(p).owned]
 
 
 def clear_gradients(model: nn.Module) -> None:
-    """Of all that a model computes with and of what is updated."""
+    """Sets the gradients of a model's parameters, and of this replica's parts of them, to None."""
     for parameter in model.parameters():
         parameter.grad = None
         part = replica_part(parameter)
@@ -53,15 +58,20 @@ def clear_gradients(model: nn.Module) -> None:
 def reduce_gradients(
     model: nn.Module,
     axes: Axes,
-    begun: GradientSums | None = None,
-    without: Collection[nn.Parameter] = (),
+    sums: GradientSums | None = None,
+    updated: Collection[nn.Parameter] = (),
 ) -> None:
-    """Add up gradients where they are partial: copies on their owner, then over replicas, then over
-    the stages that share a parameter.
+    """Sums gradients over copies, replicas and the stages that share a parameter.
 
-    Afterwards the gradients of owned parameters are those of the whole batch (zero where one took
-    no part, so that every layout updates it alike); the others' are undefined. begun: sums that
-    were started during the backward pass; they are finished here. without: have been updated.
+    Afterwards the gradients of owned parameters are those of the global batch. They are zero, not
+    None, for a parameter that backward did not reach, so that every layout updates it in the same
+    way. Gradients of other parameters are undefined.
+
+    Args:
+        model: This rank's model.
+        axes: The axes of the mesh.
+        sums: Sums over replicas that were started in the backward pass; they are finished here.
+        updated: Parameters that the backward pass has updated. They are left out.
     """
     partial: dict[str, list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
@@ -71,11 +81,11 @@ def reduce_gradients(
     for name, grads in partial.items():
         axis = axes[name]
         _in_buckets(grads, lambda flat, axis=axis: comm.reduce(flat, axis, 0, LABEL))  # type: ignore[misc]
-    started = begun.parameters if begun else set()
+    started = sums.parameters if sums else set()
     rest: dict[str, list[nn.Parameter]] = defaultdict(list)
-    for _, parameter in _owned_whole(model):
-        if parameter not in started and parameter not in without:
-            rest[_replicas(parameter)].append(parameter)
+    for _, parameter in _owned_parameters(model):
+        if parameter not in started and parameter not in updated:
+            rest[_replica_axis(parameter)].append(parameter)
     for name, parameters in rest.items():
         axis = axes[name]
         if axis.size == 1:
@@ -86,23 +96,23 @@ def reduce_gradients(
             bucket = _Bucket(axis, members)
             bucket.start()
             bucket.finish()
-    if begun:
-        begun.finish()
-    for stages, shared in _shared(model).items():
+    if sums:
+        sums.finish()
+    for stages, shared in _shared_by_stages(model).items():
         axis = axes.holders(stages)
         grads = [_grad(_updated(p)) for _, p in shared if shard_of(p).owned]
         _in_buckets(grads, lambda flat, axis=axis: _sum_over_stages(flat, axis))  # type: ignore[misc]
     for parameter in model.parameters():
         if replica_part(parameter) is not None:
-            parameter.grad = None  # a copy's, whose owner has the sum
+            parameter.grad = None  # of a copy: the sum is on its owner
 
 
 def _sum_over_stages(flat: Tensor, axis: Axis) -> Tensor:
-    """In place, to the same bits on every stage and in every replica.
+    """Sums in place, with bitwise equal results on every stage and in every replica.
 
-    All replicas of a stage have one sum over replicas, but another stage's ring may have added it
-    up in another order. So that sum is made before, and this one in an order that is the same
-    everywhere: two terms have but one, more are added in the order of the stages.
+    The sum over replicas must come first: it is equal on all replicas of a stage, but the ring of
+    another stage may add up in another order. This sum then adds equal terms in the same order
+    everywhere, that of the stages. For two stages any order gives the same result.
     """
     if axis.size == 2:
         return comm.all_reduce(flat, axis, label=LABEL)
@@ -114,41 +124,43 @@ def _sum_over_stages(flat: Tensor, axis: Axis) -> Tensor:
 
 
 class GradientSums:
-    """Sums over replicas that are started while the backward pass goes on, bucket by bucket.
+    """Sums of gradients over replicas that start during the backward pass, bucket by bucket.
 
-    Buckets are filled from the model's end, where backward begins, and are sent in that order on
-    every rank, each as soon as all its gradients are there. Parameters whose gradients are partial
-    on copies or on stages are left to `reduce_gradients`, which adds up these first.
+    Buckets are filled from the end of the model, where backward begins, and are sent in this order
+    on every rank, each as soon as all its gradients are complete.
 
     Args:
-        groups: axes, and the parameters whose gradients are added up over each.
-        order: all parameters, in the model's order; the same on every rank of an axis.
-        apart: sets of parameters that share no message; see `finish_of`.
+        groups: Axes, and for each the parameters whose gradients are summed over it.
+        order: All parameters in the model's order, which is the same on every rank of an axis.
+        units: Sets of parameters that share no bucket with others; see `finish_of`.
+
+    Attributes:
+        around_last: Returns a context manager that is entered around each last backward pass.
     """
 
     def __init__(
         self,
         groups: Iterable[tuple[Axis, Sequence[nn.Parameter]]],
         order: Sequence[nn.Parameter],
-        apart: Sequence[Sequence[nn.Parameter]] = (),
+        units: Sequence[Sequence[nn.Parameter]] = (),
     ) -> None:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._armed: Collection[nn.Parameter] = ()
         self._sent = 0
         self.around_last: Callable[[], AbstractContextManager[None]] = nullcontext
-        unit_of = {parameter: i for i, unit in enumerate(apart) for parameter in unit}
+        unit_of = {parameter: i for i, unit in enumerate(units) for parameter in unit}
         place = {parameter: i for i, parameter in enumerate(reversed(order))}
         for axis, parameters in groups:
             if axis.size == 1:
                 continue
             total = sum(p.numel() * p.element_size() for p in parameters)
-            # At least four, so that all but the last can travel while backward goes on.
+            # At least four buckets, so that all but the last can travel during the backward pass.
             limit = min(_BUCKET_BYTES, total // 4)
-            units: dict[int, list[nn.Parameter]] = defaultdict(list)
+            by_unit: dict[int, list[nn.Parameter]] = defaultdict(list)
             for parameter in sorted(parameters, key=lambda p: place[p]):
-                units[unit_of.get(parameter, -1)].append(parameter)
-            for unit in units.values():
+                by_unit[unit_of.get(parameter, -1)].append(parameter)
+            for unit in by_unit.values():
                 self._buckets += [_Bucket(axis, list(part)) for part in _buckets(unit, limit)]
         self._buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         for bucket in self._buckets:
@@ -158,30 +170,42 @@ class GradientSums:
 
     @staticmethod
     def of(
-        model: nn.Module, axes: Axes, apart: Sequence[Sequence[nn.Parameter]] | None = None
+        model: nn.Module, axes: Axes, units: Sequence[Sequence[nn.Parameter]] | None = None
     ) -> GradientSums:
-        """Over replicas of what a rank owns, but for what is partial on copies or on stages."""
+        """Returns the sums over replicas for the parameters that this rank owns.
+
+        Parameters whose gradients are partial on copies, or which several stages share, are left to
+        `reduce_gradients`: the former must be summed over copies first, and the latter need another
+        sum after that over replicas.
+
+        Args:
+            model: This rank's model.
+            axes: The axes of the mesh.
+            units: See `GradientSums`.
+        """
         held: dict[str, list[nn.Parameter]] = defaultdict(list)
-        for _, parameter in _owned_whole(model):
+        for _, parameter in _owned_parameters(model):
             shard = shard_of(parameter)
             if not shard.partial and not shard.stages:
-                held[_replicas(parameter)].append(parameter)
+                held[_replica_axis(parameter)].append(parameter)
         groups = [(axes[name], parameters) for name, parameters in held.items()]
-        return GradientSums(groups, [*model.parameters()], apart or ())
+        return GradientSums(groups, [*model.parameters()], units or ())
 
     @property
     def parameters(self) -> set[nn.Parameter]:
-        """Those whose gradients are added up here."""
+        """The parameters whose gradients are summed here."""
         return set(self._bucket_of)
 
     @contextmanager
-    def last_backward(self, of: Collection[nn.Parameter] | None = None) -> Iterator[None]:
-        """Around the backward pass after which gradients are complete: their sums start in it.
+    def last_backward(self, complete: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+        """Wraps the backward pass that completes gradients, and lets their sums start in it.
 
-        of: the parameters whose gradients are; all, unless told. Each parameter's last backward
-        pass is announced once before `finish`.
+        Every parameter must be completed in one such context before `finish`.
+
+        Args:
+            complete: The parameters whose gradients it completes; None for all.
         """
-        self._armed = self._bucket_of if of is None else of
+        self._armed = self._bucket_of if complete is None else complete
         try:
             with self.around_last():
                 yield
@@ -189,8 +213,14 @@ class GradientSums:
             self._armed = ()
 
     def finish_of(self, parameters: Collection[nn.Parameter]) -> None:
-        """Wait until these parameters' gradients are added up. They share no message with others,
-        and what is nearer to the model's end has its gradients, too."""
+        """Waits for the sums of one unit's gradients.
+
+        All gradients of the unit, and of parameters nearer to the end of the model, must be
+        complete: their buckets are sent first if they have not been.
+
+        Args:
+            parameters: The parameters of one of `units`.
+        """
         mine = {self._bucket_of[p] for p in parameters if p in self._bucket_of}
         numbers = [i for i, bucket in enumerate(self._buckets) if bucket in mine]
         while numbers and self._sent <= numbers[-1]:
@@ -200,8 +230,8 @@ class GradientSums:
             self._buckets[number].finish()
 
     def finish(self) -> None:
-        """Wait until all gradients are added up. Call once a step, after the backward passes."""
-        for bucket in self._buckets[self._sent :]:  # some of its parameters had no gradient
+        """Waits for all sums. Call it once per step, after the backward passes."""
+        for bucket in self._buckets[self._sent :]:  # backward did not reach all its parameters
             bucket.start()
         self._sent = 0
         for bucket in self._buckets:
@@ -209,29 +239,30 @@ class GradientSums:
             bucket.missing = set(bucket.parameters)
 
     def _ready(self, parameter: nn.Parameter) -> None:
+        """Hook: sends all buckets whose turn it is and whose gradients are complete."""
         if parameter not in self._armed:
             return
         self._bucket_of[parameter].missing.discard(parameter)
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._buckets[self._sent].start()
             self._sent += 1
-            if self._sent > _IN_FLIGHT and self._buckets[self._sent - 1 - _IN_FLIGHT].cut:
+            if self._sent > _IN_FLIGHT and self._buckets[self._sent - 1 - _IN_FLIGHT].sharded:
                 self._buckets[self._sent - 1 - _IN_FLIGHT].finish()
 
 
 class _Bucket:
-    """Gradients that are added up over an axis in one message.
+    """Gradients that are summed over an axis in one message.
 
-    Of parameters that are cut over the axis each rank receives its parts, and the whole gradients
-    are let go of when they have been sent.
+    If the axis shards the parameters, the message is a reduce-scatter: each rank receives the sums
+    of its parts, and the full gradients are freed. Otherwise it is an all-reduce.
     """
 
     def __init__(self, axis: Axis, parameters: Sequence[nn.Parameter]) -> None:
         self.axis, self.parameters = axis, list(parameters)
         self.missing = set(parameters)
         self._pending: comm.Pending | None = None
-        self.cut = replica_part(self.parameters[0]) is not None
-        self._flat_bucket = FlatBucket(self.parameters, axis) if self.cut else None
+        self.sharded = replica_part(self.parameters[0]) is not None
+        self._flat_bucket = FlatBucket(self.parameters, axis) if self.sharded else None
 
     def start(self) -> None:
         grads = [_grad(parameter) for parameter in self.parameters]
@@ -246,7 +277,7 @@ class _Bucket:
         self._pending = comm.start_reduce_scatter(flat, self.axis, 0, LABEL)
 
     def finish(self) -> None:
-        """Wait for the sums; nothing is done a second time."""
+        """Waits for the sums and stores them as gradients. Further calls do nothing."""
         if self._pending is None:
             return
         total, self._pending = self._pending.wait(), None
@@ -263,16 +294,24 @@ class _Bucket:
 
 
 def counted_square(parameters: Iterable[nn.Parameter], axes: Axes) -> Tensor:
-    """This rank's share of the squared norm of some gradients (float64): sum it over all ranks.
+    """Returns this rank's contribution to the squared norm of some gradients.
 
-    parameters: that this rank updates. Every element counts once: on the first replica only or
-    where its part is, and on the first of the stages that share it.
+    The sum over all ranks is the squared norm. Every element counts once: on the first replica, or
+    on the one that has it in its part, and on the first of the stages that share it.
+
+    Args:
+        parameters: Parameters that this rank updates; see `owned`.
+        axes: The axes of the mesh.
+
+    Returns:
+        A float64 scalar.
     """
     mine = [p for p in parameters if _counts(shard_of(p), axes)]
     grads = [p.grad for p in mine if p.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=axes.device_type)
-    # torch._foreach_norm adds up one by one on CPU: 4e-4 off at 1600 x 6400, and so by the layout.
+    # On CPU torch._foreach_norm adds elements one by one. At 1600 x 6400 it is off by 4e-4, and
+    # the error depends on the layout.
     return torch.stack([grad.square().sum() for grad in grads]).double().sum()
 
 
@@ -282,40 +321,48 @@ def _counts(shard: ParamShard, axes: Axes) -> bool:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """In place."""
+    """Multiplies the gradients of parameters by `factor`, in place."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads and factor != 1.0:
         torch._foreach_mul_(grads, factor)
 
 
 def clipping(norm: float, max_norm: float) -> float:
-    """The factor that makes a norm above `max_norm` that; 0 turns clipping off."""
+    """Returns the factor that scales a norm above `max_norm` down to it, otherwise 1.
+
+    A `max_norm` of 0 turns clipping off.
+    """
     return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
 
 
 @torch.no_grad()
 def share_parts(model: nn.Module, axes: Axes) -> None:
-    """After an update of parts, give every replica that holds whole parameters (zero1) the others'
-    parts, in buckets that are all on their way together."""
+    """Gathers updated parts on replicas that hold full parameters (zero1), after the update.
+
+    Small parameters travel together, and all messages are in flight at the same time.
+    """
     whole: dict[str, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         if replica_part(parameter) is not None and stored(parameter) is parameter:
-            whole[_replicas(parameter)].append(parameter)
-    coming = []
+            whole[_replica_axis(parameter)].append(parameter)
+    in_flight = []
     for name, parameters in whole.items():
         for members in _buckets(parameters, _BUCKET_BYTES):
             flat_bucket = FlatBucket(members, axes[name])
             mine = flat_bucket.join_parts().unsqueeze(0)
-            coming.append(
+            in_flight.append(
                 (flat_bucket, comm.start_all_gather(mine, flat_bucket.axis, 0, "parameters"))
             )
-    for flat_bucket, pending in coming:
+    for flat_bucket, pending in in_flight:
         flat_bucket.part(pending.wait(), [parameter.data for parameter in flat_bucket.parameters])
 
 
 @torch.no_grad()
 def share_copies(model: nn.Module, axes: Axes) -> None:
-    """Give every copy of a parameter its owner's value: one message an axis."""
+    """Broadcasts the values of owners to all copies, after the update: one message per axis.
+
+    A message above 25 MiB is split.
+    """
     copies: dict[str, list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
         name = shard_of(parameter).copies
@@ -327,11 +374,13 @@ def share_copies(model: nn.Module, axes: Axes) -> None:
 
 
 def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
-    """Compare, bit by bit, what must be equal on several ranks: replicas, copies of vectors, and
-    what stages share.
+    """Checks that replicas, copies, and what several stages share are bitwise equal.
 
-    Under fsdp replicas hold nothing alike, and copies are compared part by part. Raises
-    RuntimeError with the names that differ, on every rank of the axis concerned.
+    All ranks call it together. It compares checksums. With fsdp there are no equal replicas, and
+    copies are compared part by part.
+
+    Raises:
+        RuntimeError: Parameters differ. It names them, and is raised on every rank of the axis.
     """
     found = []
     for key in ("dp", "dp_branch", "row", "col", "grid"):
@@ -341,9 +390,9 @@ def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
             if key in (shard_of(stored(p)).replicas, shard_of(p).copies)
         ]
         found += _unequal(held, axes[key])
-    for stages, shared in _shared(model).items():
+    for stages, shared in _shared_by_stages(model).items():
         found += _unequal([(name, stored(p)) for name, p in shared], axes.holders(stages))
-    if found:  # not before: another axis' ranks may wait for this one
+    if found:  # not earlier: ranks of another axis may wait for this one
         raise RuntimeError("; ".join(found))
 
 
@@ -357,8 +406,11 @@ def _unequal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]:
     return [f"copies over axis {axis.name} differ: {', '.join(names)}"] if names else []
 
 
-def _shared(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parameter]]]:
-    """By the stages that share them, parameters; in one order on all ranks, whatever they hold."""
+def _shared_by_stages(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parameter]]]:
+    """Returns the parameters that several stages share, by these stages.
+
+    The order is the same on all ranks, whatever they hold.
+    """
     found: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if shard_of(parameter).stages:
@@ -367,21 +419,21 @@ def _shared(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parame
 
 
 def _checksum(parameter: Tensor) -> Tensor:
-    # Flat before its bytes are read: of a matrix [n, 1] that is stored transposed the last
-    # dimension has a stride, though torch calls it contiguous.
+    # Flattened before its bytes are read: the last dimension of a matrix [n, 1] that is stored
+    # transposed has a stride other than 1, although torch calls the matrix contiguous.
     flat = parameter.detach().contiguous().view(-1)
     words = flat.view(torch.uint8).to(torch.int64)
     return (words * (torch.arange(len(words), device=words.device) % 8191 + 1)).sum()
 
 
-def _replicas(parameter: nn.Parameter) -> str:
+def _replica_axis(parameter: nn.Parameter) -> str:
     name = shard_of(parameter).replicas
-    assert name is not None, "of whole parameters, which have replicas"
+    assert name is not None, "the part that one replica updates has no replicas"
     return name
 
 
 def _updated(parameter: nn.Parameter) -> nn.Parameter:
-    """What this rank updates of a parameter that it owns: its part, or all of it."""
+    """Returns what this rank updates of a parameter that it owns: its part, or the parameter."""
     part = replica_part(parameter)
     return parameter if part is None else part
 
@@ -393,7 +445,7 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
-    """Run an in-place collective on flat buckets of tensors of one type, and copy back."""
+    """Applies a collective to flat buckets of tensors of one dtype, and copies the result back."""
     for bucket in _buckets(tensors, _BUCKET_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         flat = collective(flat)
@@ -401,8 +453,9 @@ def _in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor
             tensor.copy_(part.view_as(tensor))
 
 
-def _buckets(tensors: Iterable[Piece], limit: int) -> Iterator[Sequence[Piece]]:
-    by_type: dict[torch.dtype, list[Piece]] = defaultdict(list)
+def _buckets(tensors: Iterable[AnyTensor], limit: int) -> Iterator[Sequence[AnyTensor]]:
+    """Yields tensors in buckets of one dtype and at most `limit` bytes, or a single larger one."""
+    by_type: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)
     size: dict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:
         n_bytes = tensor.numel() * tensor.element_size()

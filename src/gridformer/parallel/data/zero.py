@@ -1,19 +1,19 @@
-"""How replicas share out what all of them would hold alike: parts of parameters, by rows.
+"""ZeRO: replicas shard, by rows of parameters, what all of them would otherwise hold.
 
     dp_mode      parameters    gradients        optimizer state    source
-    replicate    whole         whole            whole              -
-    zero1        whole         parts, summed    parts              ZeRO-1, Rajbhandari et al. 2020
+    replicate    full          full             full               -
+    zero1        full          parts, summed    parts              ZeRO-1, Rajbhandari et al. 2020
     fsdp         parts         parts, summed    parts              ZeRO-3, FSDP, Zhao et al. 2023
 
-Every parameter is cut, vectors too, so a device holds 1/d of the state, rounded up to a row of each
-tensor. A part is some rows of the local block, in the order in which it lies in memory (columns of
-one that is stored transposed): contiguous there, and a rectangle of the global tensor, which
-checkpoints store as any other block. All replicas have equally many rows but the last ones, which
-may have fewer, or none.
+Every parameter is sharded over the d replicas, vectors too, so a device holds 1/d of the state,
+rounded up to a row of each tensor. A part consists of adjacent rows of the local block, or of
+adjacent columns if the block is stored transposed. It is therefore contiguous in memory, and a
+rectangle of the global tensor, which checkpoints store like any other block. All replicas have the
+same number of rows, except that the last ones may have fewer or none.
 
-With several micro-batches gradients are summed up whole, on every device, and travel once a step:
-until the last backward pass ends a device holds the gradients of all that it computes with, under
-fsdp too. One micro-batch keeps only what two messages of gradients hold.
+Gradients are summed over replicas once per step. With several micro-batches every device therefore
+accumulates full gradients of all parameters that it computes with, until its last backward pass
+ends, with fsdp too. With one micro-batch it holds only the gradients of two messages.
 """
 
 from __future__ import annotations
@@ -32,9 +32,15 @@ Mode = Literal["replicate", "zero1", "fsdp"]
 
 
 def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
-    """Give a filled parameter its part; under fsdp let go of the rest.
+    """Shards an initialized parameter over its replicas, in place.
 
-    Under zero1 copies that are not their owners have none: nothing is updated of them.
+    It gets a `ParamInfo.replica_part`, and with fsdp the memory of the rest is freed. With zero1, a
+    copy that is not the owner gets no part, because it is never updated.
+
+    Args:
+        parameter: The parameter. It stays as it is with `replicate` and if there is one replica.
+        axes: The axes of the mesh.
+        mode: The layout's `dp_mode`.
     """
     info = info_of(parameter)
     shard = info.shard
@@ -56,31 +62,42 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
 
 
 def replica_part(parameter: nn.Parameter) -> nn.Parameter | None:
-    """The rows of a parameter that this replica updates; None where all replicas update all."""
+    """Returns the rows of a parameter that this replica updates; None if no replica has its own."""
     return info_of(parameter).replica_part
 
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:
-    """What lies in memory between steps: a replica's part under fsdp, else the parameter itself."""
+    """Returns what is in memory between steps: with fsdp this replica's part, else `parameter`."""
     info = info_of(parameter)
     return info.replica_part if info.resharded and info.replica_part is not None else parameter
 
 
 def free_storage(parameter: nn.Parameter) -> None:
-    """Free a parameter's memory. The tensor and views of it that autograd has saved stay, and are
-    valid again after `allocate_storage` and filling."""
+    """Frees the memory of a parameter.
+
+    The tensor, and its views that autograd has saved, are valid again when the storage has been
+    allocated (`allocate_storage`) and filled.
+    """
     parameter.untyped_storage().resize_(0)
 
 
 def allocate_storage(parameter: nn.Parameter) -> None:
-    """Allocate memory of undefined content for a parameter whose storage was freed."""
+    """Allocates uninitialized memory for a parameter whose storage was freed."""
     parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
 
 
 class FlatBucket:
-    """Several parameters in one message, in which every replica has an equal share: its parts.
+    """The layout of a message that carries several parameters: [replicas, share].
 
-    What is missing of the last replicas' rows is filled with zeros.
+    A replica's share consists of its parts of all parameters, one after the other. The shares are
+    equally long: where the last replicas have fewer rows, zeros take their place.
+
+    Args:
+        parameters: Parameters with a `replica_part`, all of one dtype.
+        axis: The axis of their replicas.
+
+    Attributes:
+        share: The number of elements in a share.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
@@ -89,22 +106,22 @@ class FlatBucket:
         self._each = [-(-rows // axis.size) for rows, _ in self._shapes]
         sizes = [each * width for each, (_, width) in zip(self._each, self._shapes)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.share = sum(sizes)  # elements of one replica
+        self.share = sum(sizes)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Whole tensors, one for each parameter and laid out like it: [replicas, share]."""
+        """Returns tensors, each with the shape of its parameter, as a new one [replicas, share]."""
         flat = tensors[0].new_zeros(self.axis.size, self.share)
-        for there, here in self._places(flat, tensors):
-            there.copy_(here)
+        for in_flat, in_tensor in self._places(flat, tensors):
+            in_flat.copy_(in_tensor)
         return flat
 
     def part(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        """The reverse of `join`, into tensors that are whole."""
-        for there, here in self._places(flat, tensors):
-            here.copy_(there)
+        """Copies `flat` [replicas, share] into full tensors; the reverse of `join`."""
+        for in_flat, in_tensor in self._places(flat, tensors):
+            in_tensor.copy_(in_flat)
 
     def join_parts(self) -> Tensor:
-        """What this replica has of the parameters: [share]."""
+        """Returns this replica's parts of all parameters as one new tensor [share]."""
         parts = [self._part(parameter) for parameter in self.parameters]
         flat = parts[0].new_zeros(self.share)
         for part, view in zip(parts, self.parts(flat)):
@@ -112,7 +129,10 @@ class FlatBucket:
         return flat
 
     def parts(self, share: Tensor) -> list[Tensor]:
-        """A share [share] as parts of the parameters, each laid out like its parameter (views)."""
+        """Returns views of a share [share], one for each parameter.
+
+        Each has the shape and memory order of this replica's part of the parameter.
+        """
         found = []
         for i, parameter in enumerate(self.parameters):
             (_, width), start = self._shapes[i], self._starts[i]
@@ -126,7 +146,7 @@ class FlatBucket:
         return found
 
     def _places(self, flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where rows lie in the message, and where in the tensors."""
+        """Yields pairs of views: some rows in the message, and the same rows in a tensor."""
         for i, (parameter, tensor) in enumerate(zip(self.parameters, tensors)):
             (n, width), each, start = self._shapes[i], self._each[i], self._starts[i]
             rows = _rows_of(tensor, parameter)
@@ -140,12 +160,12 @@ class FlatBucket:
     @staticmethod
     def _part(parameter: nn.Parameter) -> Tensor:
         part = replica_part(parameter)
-        assert part is not None, "only what is cut over replicas travels in flat buckets"
+        assert part is not None, "a parameter in a flat bucket is not sharded over replicas"
         return part.data
 
 
 def _shape_in_rows(parameter: nn.Parameter) -> tuple[int, int]:
-    """Rows that are cut over replicas, and elements of one. The parameter may have no memory."""
+    """Returns how many rows replicas shard, and the elements of a row. Reads only the shape."""
     if parameter.dim() == 1:
         return len(parameter), 1
     rows, width = parameter.shape
@@ -153,7 +173,7 @@ def _shape_in_rows(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _rows_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A tensor laid out like a parameter, as a matrix (a view) whose rows are cut over replicas."""
+    """Returns a tensor like `parameter` as a matrix (a view) whose rows replicas shard."""
     tensor = tensor.detach()
     if tensor.dim() == 1:
         return tensor.unsqueeze(1)
@@ -161,8 +181,13 @@ def _rows_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def unshard(flat_bucket: FlatBucket, everything: Tensor) -> None:
-    """Allocate and fill parameters whose storage was freed, from all shares [replicas, share]."""
+def unshard(flat_bucket: FlatBucket, shares: Tensor) -> None:
+    """Allocates and fills parameters whose storage was freed.
+
+    Args:
+        flat_bucket: The layout of the parameters in the message.
+        shares: The shares of all replicas, [replicas, share].
+    """
     for parameter in flat_bucket.parameters:
         allocate_storage(parameter)
-    flat_bucket.part(everything, [parameter.data for parameter in flat_bucket.parameters])
+    flat_bucket.part(shares, [parameter.data for parameter in flat_bucket.parameters])

@@ -1,8 +1,9 @@
-"""What a rank of a pipeline holds of a model: the submodules of its stages, some of them shared.
+"""Which submodules of a model a pipeline rank holds: those of its stages.
 
-A parameter that links of several ranks read (the tied embedding, t5's biases of scores) lies on all
-of these ranks. Each has gradients from its own stages; they are added up over exactly these ranks
-(gridformer.parallel.data.gradients), and then all update their copies alike.
+Links of several ranks may read the same parameter, such as the tied embedding or the relative
+position biases of t5. All these ranks hold it. Each computes gradients from its own stages, which
+are summed over exactly these ranks (gridformer.parallel.data.gradients); then all of them apply the
+same update to their copies.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from gridformer.parallel.sharding import info_of, set_info
 
 
 def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
-    """Drop from a plain model, in place, the parameters of links that run on other ranks.
+    """Deletes, in place, the submodules of a plain model that only other ranks run.
 
-    What is left keeps its names. Submodules without parameters stay: they cost nothing.
+    Names of the remaining parameters do not change. Submodules without parameters stay, because
+    they need no memory.
+
+    Args:
+        model: The plain model. Its `stages` is set.
+        stages: The links of each stage of the pipeline. Stage i runs on rank i mod pp.
+        axes: The axes of the mesh.
     """
     model.stages = stages
     holders = _holders(model, axes.pp.size)
@@ -35,7 +42,7 @@ def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
 
 
 def mark_shared(model: Model, axes: Axes) -> None:
-    """Note in a parameter's shard which ranks along pp hold it, where several do."""
+    """Records in `ParamShard.stages` which ranks along pp hold a parameter, if several do."""
     shared = {path: ranks for path, ranks in _holders(model, axes.pp.size).items() if ranks[1:]}
     for name, parameter in model.named_parameters():
         path = name.rpartition(".")[0]
@@ -48,13 +55,16 @@ def mark_shared(model: Model, axes: Axes) -> None:
 
 
 def shared_sets(model: Model, pp: int) -> list[tuple[int, ...]]:
-    """The sets of ranks along pp that share a submodule of a model; the same list on all ranks,
-    whether what they share has parameters there (D&SP-cSub) or not."""
+    """Returns the sets of ranks along pp that share a submodule of a model, sorted.
+
+    The list is the same on all ranks, even if a shared submodule has no parameters on some of them
+    (D&SP-cSub).
+    """
     return sorted({ranks for ranks in _holders(model, pp).values() if ranks[1:]})
 
 
 def _holders(model: Model, pp: int) -> dict[str, tuple[int, ...]]:
-    """By submodule that links hold, the ranks along pp that run such a link."""
+    """Returns, for each submodule that a link runs, the ranks along pp with such links."""
     links = model.links()
     held: dict[str, set[int]] = {}
     for number, stage in enumerate(model.stages):
