@@ -69,3 +69,15 @@ def test_every_module_of_the_map_exists() -> None:
     files = [name for name in _CODE.findall(reading) if name.endswith(".py")]
     for name in files:
         assert (source / name).exists() or list(inside.rglob(name)), name
+
+
+def test_every_seam_is_in_the_models() -> None:
+    """The names in docs/architecture.md's list of places where a scheme takes hold of a model."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    seams = text[text.index("## Seams") : text.index("## Where to add")]
+    files = (ROOT / "src/gridformer/models").rglob("*.py")
+    models = "".join(path.read_text(encoding="utf-8") for path in files)
+    names = [name for name in _CODE.findall(seams) if name.isidentifier()]
+    assert len(names) > 8
+    for name in names:
+        assert re.search(rf"\b{name}\b", models), f"no {name} in gridformer.models"
