@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.memory.cases import HYBRID, METHODS, SCALINGS, columns, family, schemes
+from benchmarks.memory.cases import HYBRID, METHODS, PROCESSES, SCALINGS, columns, family, schemes
 from gridformer.utils.units import GIB
 
 Found = Sequence[dict[str, Any]]
@@ -220,49 +220,86 @@ def _prices(one: dict[str, Any]) -> str:
 
 
 def plot(found: Found, path: Path) -> None:
-    """Largest batch by processes, one panel a scaling."""
+    """Largest batch by processes, a panel a scaling; then peaks at the same global batch."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
 
-    names = [n for n in SCALINGS if any(one["case"][:2] == ["limit", n] for one in found)]
-    figure, panels = plt.subplots(
-        1, len(names), figsize=(6.2 * len(names), 4.4), layout="constrained", squeeze=False
+    limits = {n: _best(found, "limit", n, "batch", max) for n in SCALINGS}
+    peaks = {n: _best(found, "equal", n, "peak", min) for n in SCALINGS}
+    panels = [("limit", name) for name in SCALINGS if limits[name]]
+    panels += [("equal", name) for name in SCALINGS if peaks[name]]
+    rows = [*dict.fromkeys(family(title) for number in PROCESSES for title in schemes(number))]
+    colors = ["#333333", *(f"C{i}" for i in range(10))]  # the first is one device
+    styles = {row: {"color": colors[i], "marker": "os^vD"[i % 5]} for i, row in enumerate(rows)}
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(4.6 * len(panels), 5), layout="constrained", squeeze=False
     )
-    for axes, name in zip(panels[0], names):
-        best: dict[str, dict[int, tuple[int, bool]]] = {}
-        for one in found:
-            if one["case"][:2] == ["limit", name]:
-                _, _, number, title = one["case"]
-                point = one["found"]["batch"], one["found"]["measured"] is not None
-                row = best.setdefault(family(title), {})
-                row[number] = max(point, row.get(number, point))
-        for title, points in best.items():
-            fitting = sorted((p, *point) for p, point in points.items() if point[0])
-            if fitting:
-                (line,) = axes.plot(
-                    [p for p, _, _ in fitting], [b for _, b, _ in fitting], marker="o", label=title
-                )
-                squares = [(p, b) for p, b, measured in fitting if measured]
-                if squares:
-                    axes.plot(*zip(*squares), "s", color=line.get_color(), markersize=9, alpha=0.5)
+    for axes, (kind, name) in zip(all_axes[0], panels):
+        lines, scale = (limits[name], 1.0) if kind == "limit" else (peaks[name], 1e9)
+        for row in (row for row in rows if row in lines):
+            points = sorted(lines[row].items())
+            axes.plot(
+                [p for p, _ in points],
+                [value / scale for _, (value, _) in points],
+                label=row,
+                markersize=5,
+                **styles[row],
+            )
+            for p, (value, measured) in points:
+                if measured:
+                    axes.plot(p, value, "s", color="#333333", markersize=11, fillstyle="none")
         budget = SCALINGS[name].budget
         room = f"{budget / 1e9:.0f} GB" if budget > GIB else f"{budget / 1e6:.0f} MB"
-        axes.set(
-            xscale="log",
-            yscale="log",
-            xlabel="processes p (h grows with the root of p)",
-            ylabel="largest batch",
-            title=f"{name}: {room} a process" + (", squares measured" if name == "small" else ""),
-        )
-        axes.set_xticks([1, 4, 9, 16, 64], ["1", "4", "9", "16", "64"])
+        if kind == "limit":
+            seen = any(measured for row in lines.values() for _, measured in row.values())
+            axes.set(
+                yscale="log",
+                ylabel="largest batch",
+                title=f"{name}: {room} a process" + (", squares measured" if seen else ""),
+            )
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter("{x:g}")
+        else:
+            axes.set(ylabel="GB a process", title=f"{name}: at one global batch (of Optimus)")
+            axes.set_ylim(bottom=0)
+        axes.set(xscale="log", xlabel="processes p (h grows with the root of p)")
+        axes.set_xticks(PROCESSES, [str(number) for number in PROCESSES])
         axes.minorticks_off()
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    legend: dict[str, Any] = {}
+    for axes in all_axes[0]:
+        handles, labels = axes.get_legend_handles_labels()
+        legend.update(zip(labels, handles))
+    shown = [row for row in rows if row in legend]
+    figure.legend(
+        [legend[row] for row in shown],
+        shown,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=9,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _best(
+    found: Found, part: str, name: str, key: str, of: Callable[..., tuple[int, bool]]
+) -> dict[str, dict[int, tuple[int, bool]]]:
+    """By row and processes the best value of a part, and whether it was measured; without zeros."""
+    best: dict[str, dict[int, tuple[int, bool]]] = {}
+    for one in found:
+        if one["case"][:2] == [part, name] and one["found"]["batch"]:
+            _, _, number, title = one["case"]
+            point = one["found"][key], one["found"].get("measured") is not None
+            row = best.setdefault(family(title), {})
+            row[number] = of(point, row.get(number, point))
+    return best
 
 
 def _machine(machine: dict[str, str]) -> str:
