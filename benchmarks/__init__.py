@@ -1,1 +1,4 @@
-"""Measurements behind the claims of the documentation: a package a claim, run with `python -m`."""
+"""Measurements behind the claims of the documentation, one package for each claim.
+
+Run a package with `python -m`, for instance `python -m benchmarks.schemes`.
+"""

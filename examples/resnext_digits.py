@@ -1,12 +1,12 @@
-"""A ResNeXt learns hand-written digits, its branches on sub-grids of processes.
+"""Trains a ResNeXt on hand-written digits, with its branches on sub-grids of processes.
 
     python examples/resnext_digits.py --processes 4 --branches-on 4 --common first
 
-Any --processes, --branches-on and --common print the same losses. It computes in float64: rounding
-in float32 alone would part the curves within an epoch. Under torchrun or srun it joins their
-processes.
+The losses are the same for any --processes, --branches-on and --common. It computes in float64,
+because rounding in float32 alone would separate the curves within an epoch. Under torchrun or srun
+it uses the processes they started.
 
-Data: 1,797 grey images of 8x8 pixels, from scikit-learn (nothing is downloaded). Source: Alpaydin
+Data: 1,797 gray images of 8x8 pixels from scikit-learn (nothing is downloaded). Source: Alpaydin
 and Kaynak (1998), Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
 https://doi.org/10.24432/C50P49, license CC BY 4.0; scikit-learn ships its test set.
 """
@@ -26,12 +26,12 @@ from gridformer.models.resnext import ResNeXt
 from gridformer.parallel.branches import parallelize_branches
 
 Common = Literal["all", "first"]
-BATCH = 32  # the training images do not divide by it: an epoch ends with a smaller batch
+BATCH = 32  # does not divide the number of training images: an epoch ends with a smaller batch
 HELD_OUT = 360
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Images [1797, 1, 8, 8] in [-1, 1], and labels [1797]."""
+    """Load images [1797, 1, 8, 8] in [-1, 1] and labels [1797]."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -47,8 +47,9 @@ def train(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> tuple[list[float], float]:
-    """Mean loss of each epoch, and accuracy on the held-out images; the same on all processes."""
-    torch.manual_seed(seed)  # the same weights everywhere
+    """Train, and return each epoch's mean loss and the held-out accuracy, equal on all
+    processes."""
+    torch.manual_seed(seed)  # the same weights on every process
     model = ResNeXt(branches=8, blocks=2).to(device, images.dtype)
     placed = parallelize_branches(model, branches_on, common)
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1, momentum=0.9, nesterov=True)
@@ -56,7 +57,7 @@ def train(
     if placed.rank == 0:
         print(placed.describe(), flush=True)
 
-    shuffle = torch.Generator().manual_seed(seed)  # the same batches everywhere
+    shuffle = torch.Generator().manual_seed(seed)  # the same batches on every process
     held_out, training = torch.randperm(len(images), generator=shuffle).split(
         [HELD_OUT, len(images) - HELD_OUT]
     )
@@ -86,7 +87,7 @@ def train(
 def worker(
     n: int, images: Tensor, labels: Tensor, branches_on: int, common: Common, epochs: int, seed: int
 ) -> None:
-    """What each of n processes runs."""
+    """Train on one of n processes."""
     world = init_world("auto", n, timeout_s=60.0)
     train(images, labels, branches_on, common, epochs, seed, world.device)
     close_world()

@@ -1,11 +1,12 @@
-"""Two towers, of users and of items, on sub-grids; inside one of them, a section of its own.
+"""Trains a tower for users and a tower for items on sub-grids; the user tower has a section inside.
 
     python examples/two_towers.py --processes 4
 
-The data are synthetic, made from a seed: a user has 24 features, an item 12, and a score is the
-product of two hidden vectors, each a fixed nonlinear function of one side's features, plus noise.
-The user tower costs twice what the item tower does, so 3 processes do equal work; the paths inside
-it are of five costs, which sub-grids share evenly. Any --processes print the same losses.
+The data are synthetic and follow from a seed. A user has 24 features, an item has 12, and a score
+is the product of two hidden vectors plus noise, where each vector is a fixed nonlinear function of
+one side's features. The user tower costs twice as much as the item tower, so 3 processes do equal
+work; the five paths inside it have different costs, which the sub-grids share evenly. The losses
+are the same for any --processes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from gridformer.mesh.process_group import close_world, init_world
 from gridformer.models.branches import Branches
 from gridformer.parallel.branches import parallelize_branches
 
-USER, ITEM, HIDDEN = 24, 12, 4  # features of each, and of the vectors behind a score
-N, HELD_OUT, BATCH = 9192, 1000, 120  # 8192 do not divide by 120: a smaller batch ends an epoch
+USER, ITEM, HIDDEN = 24, 12, 4  # features of each, and size of the vectors behind a score
+N, HELD_OUT, BATCH = 9192, 1000, 120  # 120 does not divide 8192: an epoch ends with a smaller batch
 NOISE = 0.05  # standard deviation
 
 
 class Path(nn.Module):
-    """h features to h by way of `width`."""
+    """Maps h features to h through `width`."""
 
     def __init__(self, h: int, width: int) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Path(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Features [b, user + item] to scores [b]."""
+    """Maps features [b, user + item] to scores [b]."""
 
     def __init__(self, h: int = 32, embedding: int = 8) -> None:
         super().__init__()
@@ -57,7 +58,9 @@ class TwoTowers(nn.Module):
 
 
 def scores(seed: int) -> tuple[Tensor, Tensor]:
-    """Synthetic features [N, user + item], and scores [N] of mean 0 and deviation 1."""
+    """Return synthetic features [N, user + item], and scores [N] of mean 0 and deviation 1 plus
+    noise.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -71,22 +74,28 @@ def scores(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def sub_grids(n: int) -> dict[str, int]:
-    """Of n processes: two for the towers, and up to three inside the user tower's."""
-    in_user_tower = n - n // 2  # the first sub-grid is the larger, and LPT gives it the costlier
+    """Return the numbers of sub-grids on n processes: up to two for the towers, and up to three
+    inside the user tower.
+    """
+    # the first sub-grid is the larger, and LPT gives it the costlier tower
+    in_user_tower = n - n // 2
     return {"towers": min(2, n), "towers.branches.0.*": min(3, in_user_tower)}
 
 
 def train(
     g: int | dict[str, int], epochs: int, seed: int = 0, device: str | torch.device = "cpu"
 ) -> tuple[list[float], float]:
-    """Mean squared error of each epoch, and of the held-out scores; the same on all processes."""
-    torch.manual_seed(seed)  # the same weights everywhere
+    """Train, and return each epoch's mean squared error and that of the held-out scores.
+
+    The results are the same on all processes.
+    """
+    torch.manual_seed(seed)  # the same weights on every process
     placed = parallelize_branches(TwoTowers().double().to(device), g)
     optimizer = torch.optim.Adam(placed.parameters(), lr=3e-3)
     if placed.rank == 0:
         print(placed.describe(), flush=True)
 
-    features, wanted = scores(seed)  # the same data everywhere
+    features, wanted = scores(seed)  # the same data on every process
     shuffle = torch.Generator().manual_seed(seed)
     means = []
     for epoch in range(epochs):
@@ -111,7 +120,7 @@ def train(
 
 
 def worker(n: int, epochs: int, seed: int) -> None:
-    """What each of n processes runs."""
+    """Train on one of n processes."""
     world = init_world("auto", n, timeout_s=60.0)
     train(sub_grids(n), epochs, seed, world.device)
     close_world()

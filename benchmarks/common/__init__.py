@@ -1,1 +1,1 @@
-"""What several benchmarks share."""
+"""Helpers that several benchmarks share."""

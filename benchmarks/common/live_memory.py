@@ -1,14 +1,15 @@
-"""Bytes of all tensors alive while a piece of code runs, and their peak.
+"""Counts the bytes of all tensors that are alive while a piece of code runs, and their peak.
 
     with LiveMemory(model_parameters) as memory:
         y = forward()
         memory.live()                   # bytes now
-    memory.peak                         # the most there were after any operation
+    memory.peak                         # the most after any operation
 
-Storages are counted, not tensors: views share one. A storage is seen when an operation reads or
-writes it, and it lives as long as any tensor, the autograd graph or a message in flight holds it.
-Its size is read anew after every operation, because FSDP2 frees and allocates by resizing. What an
-operation allocates and frees within itself (workspace of a kernel, buffers of gloo) is not seen.
+It counts storages, not tensors, because views share one. A storage is noticed when an operation
+reads or writes it, and it lives as long as any tensor, the autograd graph or a message in flight
+holds it. Its size is read again after every operation, because FSDP2 frees and allocates by
+resizing. What an operation allocates and frees within itself (a kernel's workspace, gloo's buffers)
+is not counted.
 """
 
 from __future__ import annotations
@@ -28,25 +29,29 @@ from torch.utils._pytree import tree_leaves
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold the data of a tensor: of a DTensor, its local one."""
+    """Yield the plain tensors that hold a tensor's data; for a DTensor, its local tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         inner = getattr(tensor, name)
-        if isinstance(inner, Tensor):  # a DTensor names its mesh too
+        if isinstance(inner, Tensor):  # a DTensor also names its mesh
             yield from plain_tensors(inner)
 
 
 def n_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors."""
+    """Return the bytes of the distinct storages behind some tensors."""
     storages = [t.untyped_storage() for tensor in tensors for t in plain_tensors(tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class LiveMemory(TorchDispatchMode):
-    """See the module's text. `known` are tensors that are alive from the beginning."""
+    """Tracks live bytes inside a `with` block; see the module's docstring.
+
+    Args:
+        known: Tensors that are alive from the beginning.
+    """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -58,7 +63,7 @@ class LiveMemory(TorchDispatchMode):
         self.live()
 
     def live(self) -> int:
-        """Bytes alive now."""
+        """Return the bytes that are alive now."""
         now = 0
         for key, ref in list(self._storages.items()):
             storage = ref()
@@ -73,7 +78,7 @@ class LiveMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
-            return NotImplemented  # a DTensor: come again with the local tensors it works on
+            return NotImplemented  # a DTensor: torch calls again with the local tensors
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, out)):
             if isinstance(leaf, Tensor) and not is_traceable_wrapper_subclass(leaf):
@@ -84,8 +89,8 @@ class LiveMemory(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         if tensor.device.type == "meta":
             return
-        # The Python object of a storage is kept by torch for as long as the storage lives, so its
-        # id names the storage and a weak reference tells of its end.
+        # torch keeps the Python object of a storage for as long as the storage lives, so its id
+        # identifies the storage and a weak reference tells when it is freed.
         storage = tensor.untyped_storage()
         known = self._storages.get(id(storage))
         if known is None or known() is not storage:

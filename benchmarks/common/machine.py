@@ -1,4 +1,4 @@
-"""The machine, the versions, the commit and the command: what stands above every table."""
+"""The machine, the versions, the commit and the command, which are printed above every table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gridformer.utils.hardware import n_cores
 
 
 def describe_machine(module: str) -> dict[str, str]:
-    """What the numbers depend on besides the code; written beside them."""
+    """Return what the numbers depend on besides the code; it is written beside them."""
     import torch
 
     return {
@@ -29,7 +29,7 @@ def describe_machine(module: str) -> dict[str, str]:
 
 
 def command_line(module: str) -> str:
-    """As a person would type it in the repository's root."""
+    """Return the command line as a user would type it in the repository's root."""
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
@@ -43,7 +43,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The source's commit, with `+` where files differ from it; empty outside a checkout."""
+    """Return the commit, with `+` if files differ from it; empty outside a checkout."""
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty=+"],

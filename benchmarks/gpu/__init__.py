@@ -1,1 +1,2 @@
-"""What gridformer does on one GPU: the matrix ceiling, a training step, the schemes' numerics."""
+"""Measurements on one GPU: the ceiling of matrix products, a training step, the schemes'
+numerics."""

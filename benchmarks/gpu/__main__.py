@@ -1,14 +1,14 @@
-"""What gridformer does on one GPU, measured: the matrix ceiling, a training step, the schemes.
+"""Measures gridformer on one GPU: the ceiling of matrix products, a training step, the schemes.
 
     python -m benchmarks.gpu ceiling                     how fast torch.matmul is: 1 minute
     python -m benchmarks.gpu single --model gpt2-774m    beside Hugging Face's GPT-2: 4 minutes
     python -m benchmarks.gpu single --model gpt2-1.5b                                 6 minutes
     python -m benchmarks.gpu schemes                     4 processes share the GPU:   3 minutes
 
-Each prints Markdown that names the device, the versions and the command; `--out FILE` appends it to
-a file too. What goes on meanwhile goes to stderr. With `--device cpu --quick` the same code runs on
-tiny models on the CPU, in seconds: it shows that the code works, and its figures mean nothing.
-Times above are estimates; most of `single` is Hugging Face's and inductor's compiling.
+Each command prints Markdown that names the device, the versions and the command; `--out FILE` also
+appends it to a file. Progress goes to stderr. With `--device cpu --quick` the same code runs on
+tiny models on the CPU within seconds: this shows that the code works, but the figures mean nothing.
+The times above are estimates; `single` spends most of its time compiling Hugging Face's model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gridformer.utils.errors import UserError
 app = typer.Typer(help=(__doc__ or "").splitlines()[0], add_completion=False)
 
 MODELS = ["gpt2-774m", "gpt2-1.5b"]
-BATCHES = (32, 16, 8, 4, 2, 1)  # sequences; the largest that fits is taken
+BATCHES = (32, 16, 8, 4, 2, 1)  # sequences; the largest batch that fits is used
 TINY = ModelConfig(
     name="tiny", n_layers=2, hidden_size=32, n_heads=2, vocab_size=211, max_seq_len=16
 )
@@ -66,21 +66,21 @@ MODES: dict[Modes, tuple[step.Mode, ...]] = {
 }
 
 Device = Annotated[DeviceName, typer.Option(help="Where to measure.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that the code works.")]
-Out = Annotated[Path | None, typer.Option(help="Append the Markdown to this file too.")]
-Model = Annotated[list[str] | None, typer.Option(help="Shipped GPT-2; may be repeated.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Use tiny sizes, to try the code.")]
+Out = Annotated[Path | None, typer.Option(help="Also append the Markdown to this file.")]
+Model = Annotated[list[str] | None, typer.Option(help="A shipped GPT-2; may be repeated.")]
 
 
 @app.command()
 def ceiling(
     model: Model = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of the models' shapes.")] = 16,
-    repeats: Annotated[int, typer.Option(min=1, help="Products that count, of each.")] = 30,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in the models' shapes.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of each product.")] = 30,
     device: Device = DeviceName.cuda,
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """The measured ceiling of bfloat16 products: large squares, and the models' own shapes."""
+    """Measure the ceiling of bfloat16 products: large squares, and the models' own shapes."""
     place, report = _begin(device), Report(out)
     products = matmul.squares(quick)
     for config in _models(model, quick):
@@ -94,26 +94,28 @@ def ceiling(
 @app.command()
 def single(
     model: Model = None,
-    batch: Annotated[int, typer.Option(min=0, help="Sequences a step; 0: the most that fit.")] = 0,
-    seq_len: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: the most.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 10,
+    batch: Annotated[int, typer.Option(min=0, help="Sequences per step; 0: all that fit.")] = 0,
+    seq_len: Annotated[
+        int, typer.Option(min=0, help="Tokens per sequence; 0: the model's maximum.")
+    ] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per turn.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each side and mode.")] = 3,
-    modes: Annotated[Modes, typer.Option(help="Compiled, as it is, or both.")] = Modes.both,
+    modes: Annotated[Modes, typer.Option(help="Run compiled, eager, or both.")] = Modes.both,
     hf_compile: Annotated[
         HFCompileName,
-        typer.Option(help="Compile Hugging Face's by block, head and loss as ours, or whole."),
+        typer.Option(help="Compile Hugging Face's model block by block, as ours, or as a whole."),
     ] = HFCompileName.blocks,
     attention: Annotated[
-        AttentionName, typer.Option(help="The fused kernel that both sides prefer.")
+        AttentionName, typer.Option(help="The fused attention kernel that both sides prefer.")
     ] = AttentionName.auto,
-    backend: Annotated[str, typer.Option(help="Of torch.compile.")] = "inductor",
+    backend: Annotated[str, typer.Option(help="The backend of torch.compile.")] = "inductor",
     profile: Annotated[bool, typer.Option("--profile", help="Show each side's kernels.")] = False,
     limit_s: Annotated[float, typer.Option(help="No round starts later than this.")] = 480.0,
     device: Device = DeviceName.cuda,
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """A training step in bfloat16 beside Hugging Face's GPT-2, in turns in the same run."""
+    """Measure a bfloat16 training step, alternating with Hugging Face's GPT-2 in the same run."""
     place, report = _begin(device), Report(out)
     if "compiled" in MODES[modes] and backend == "inductor":
         _stop_if(toolchain_problems(place.type))
@@ -143,14 +145,15 @@ def single(
 
 @app.command()
 def schemes(
-    timeout_s: Annotated[float, typer.Option(help="For one layout.")] = 150.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds for one layout.")] = 150.0,
     device: Device = DeviceName.cuda,
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Each scheme's losses, gradients and weights on 4 processes that share the GPU over gloo.
+    """Compare each scheme's losses, gradients and weights on 4 processes that share the GPU over
+    gloo.
 
-    Exit code 1 if a layout is too far from one device, or could not run.
+    Exits with code 1 if a layout differs too much from one device or could not run.
     """
     place, report = _begin(device), Report(out)
     report.heading("Numerics of the schemes: 4 processes on one device over gloo", place, quick)
@@ -180,7 +183,8 @@ def _stop_if(problems: list[str]) -> None:
 
 
 def main(run: Callable[[], None] = app) -> None:
-    """Run the command line; what a user can mend is one sentence and exit code 2."""
+    """Run the command line; an error that a user can fix prints one sentence and exits with code
+    2."""
     try:
         run()
     except (UserError, ValueError) as error:

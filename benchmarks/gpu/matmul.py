@@ -1,7 +1,7 @@
-"""The measured ceiling of a device: how fast torch.matmul is, on large squares and on our shapes.
+"""Measures the ceiling of a device: how fast torch.matmul is on large squares and on our shapes.
 
-A share of the vendor's peak says little, since no product reaches it. What the fastest product
-reaches, on random data (zeros are faster), is what a training step can be held against.
+A fraction of the vendor's peak says little, since no product reaches that peak. The speed of the
+fastest product on random data (zeros are faster) is what a training step can be compared with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ QUICK_SQUARES = (64, 128)
 
 @dataclass(frozen=True)
 class Product:
-    """One product [m, k] x [k, n]; `transposed`: the second operand lies in memory as [n, k]."""
+    """One product [m, k] x [k, n].
+
+    Attributes:
+        transposed: Whether the second operand is stored as [n, k].
+    """
 
     label: str
     m: int
@@ -34,7 +38,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Speed:
-    """TFLOP/s of a product: the median of its repeats, and the fastest."""
+    """TFLOP/s of a product: the median over its repeats, and the fastest."""
 
     product: Product
     median: float
@@ -46,10 +50,11 @@ def squares(quick: bool) -> list[Product]:
 
 
 def products_of(config: ModelConfig, tokens: int) -> list[Product]:
-    """The forward products of a GPT-2 on that many tokens.
+    """Return the forward products of a GPT-2 on that many tokens.
 
-    The head's product comes twice: as it is, and with the vocabulary padded to a multiple of 128.
-    An odd vocabulary such as 50257 gives rows that are not aligned in memory, and slower kernels.
+    The head's product is included twice: unpadded, and with the vocabulary padded to a multiple of
+    128. An odd vocabulary such as 50257 gives rows that are not aligned in memory, and slower
+    kernels.
     """
     h, f, v = config.hidden_size, config.ffn_size, config.vocab_size
     name = config.name
@@ -65,7 +70,7 @@ def products_of(config: ModelConfig, tokens: int) -> list[Product]:
 
 
 def measure(product: Product, device: torch.device, repeats: int) -> Speed:
-    """In bfloat16, on normal random numbers, after three products that do not count."""
+    """Time a product in bfloat16 on normal random numbers, after three untimed products."""
     a = torch.randn(product.m, product.k, device=device, dtype=torch.bfloat16)
     shape = (product.n, product.k) if product.transposed else (product.k, product.n)
     b = torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -80,7 +85,11 @@ def measure(product: Product, device: torch.device, repeats: int) -> Speed:
 def measure_all(
     products: list[Product], device: torch.device, repeats: int, report: Report
 ) -> list[Speed]:
-    """Each product's speed; one that does not fit into memory is left out, and named."""
+    """Measure each product's speed, skipping and reporting those that do not fit into memory.
+
+    Raises:
+        ValueError: No product fits.
+    """
     speeds = []
     for product in products:
         try:
@@ -90,17 +99,17 @@ def measure_all(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if not speeds:
-        raise ValueError("no product fitted into the device's memory: free some")
+        raise ValueError("no product fits into the device's memory; free some of it")
     return speeds
 
 
 def ceiling_of(speeds: list[Speed]) -> Speed:
-    """The fastest product by its median."""
+    """Return the product with the highest median speed."""
     return max(speeds, key=lambda speed: speed.median)
 
 
 def write(speeds: list[Speed], repeats: int, report: Report) -> None:
-    """The table, and the ceiling below it."""
+    """Write the table and, below it, the ceiling."""
     top = ceiling_of(speeds)
     rows = [
         [
@@ -115,6 +124,6 @@ def write(speeds: list[Speed], repeats: int, report: Report) -> None:
     columns = ["product", "m x k x n", "TFLOP/s, median", "fastest", "of the ceiling"]
     report.write(table(columns, rows))
     report.write(
-        f"\nbfloat16, random data, {repeats} products each after 3 that do not count. Ceiling: "
-        f"{top.median:,.3g} TFLOP/s ({top.product.label} of {top.product.m})."
+        f"\nIn bfloat16 on random data, {repeats} timed repeats each after 3 untimed ones. "
+        f"Ceiling: {top.median:,.3g} TFLOP/s ({top.product.label} of {top.product.m})."
     )

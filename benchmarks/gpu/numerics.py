@@ -1,9 +1,9 @@
 """The schemes' numerics on one GPU that several processes share over gloo.
 
-NCCL refuses two processes on one GPU; gloo takes GPU tensors through the host. So this says
-nothing of speed: it says that the schemes compute on a GPU what one device computes there. Which
-collectives gloo has for GPU tensors is tried first, one by one. Each layout has processes of its
-own, so one that fails, crashes or hangs is reported and the others go on.
+NCCL refuses two processes on one GPU; gloo copies GPU tensors through the host. So this says
+nothing about speed; it shows that the schemes compute on a GPU what one device computes there. It
+first tries, one by one, which collectives gloo supports for GPU tensors. Each layout has its own
+processes, so if one fails, crashes or hangs, it is reported and the others continue.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 
 N = 4  # processes
-TOLERANCE = {"float32": 1e-5, "float64": 1e-9}  # those of docs/concepts/exactness.md
+TOLERANCE = {"float32": 1e-5, "float64": 1e-9}  # as in docs/concepts/exactness.md
 GROUP_TIMEOUT_S = 60.0
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ QUICK = ("megatron 1x4, sequence parallel", "optimus 2x2, broadcast")
 
 
 def model_of(quick: bool) -> ModelConfig:
-    """A GPT-2 that all layouts divide, but for its vocabulary, which must be padded."""
+    """Return a GPT-2 that all layouts divide, except for its vocabulary, which must be padded."""
     h, s = (32, 16) if quick else (512, 256)
     return ModelConfig(
         n_layers=4, hidden_size=h, n_heads=8, vocab_size=997, max_seq_len=s, dropout=0.1
@@ -86,7 +86,7 @@ def model_of(quick: bool) -> ModelConfig:
 
 
 def measure(device: torch.device, quick: bool, report: Report, timeout_s: float = 240.0) -> bool:
-    """Write both tables. Returns whether all that ran was within its tolerance."""
+    """Write both tables, and return whether every layout ran and stayed within its tolerance."""
     answers = run_ranks(N, try_collectives, (device.type,), timeout_s)
     report.progress("collectives tried")
     report.write(table(["collective", "float32", "started early"], _collective_rows(answers)))
@@ -102,21 +102,22 @@ def measure(device: torch.device, quick: bool, report: Report, timeout_s: float 
     report.write("\n" + table([*columns, "verdict"], rows))
     tolerances = ", ".join(f"{dtype} {t:g}" for dtype, t in TOLERANCE.items())
     report.write(
-        f"\nLargest relative difference to one device on any of {N} processes: h="
-        f"{config.hidden_size}, s={config.max_seq_len}, N={config.n_layers}, v={config.vocab_size},"
-        f" dropout {config.dropout:g}, 3 AdamW steps of 2 micro-batches; gradients and weights "
-        f"relative to the largest element of a tensor. Tolerances: {tolerances}; TF32 is off."
+        f"\nEach figure is the largest relative difference to one device on any of {N} processes, "
+        f"for h={config.hidden_size}, s={config.max_seq_len}, N={config.n_layers}, "
+        f"v={config.vocab_size}, dropout {config.dropout:g} and 3 AdamW steps of 2 micro-batches. "
+        "Gradients and weights are relative to the largest element of a tensor. Tolerances: "
+        f"{tolerances}; TF32 is off."
     )
     return good
 
 
-# --------------------------------------------------------------------------- what a rank does
+# --------------------------------------------------------------------------- one rank's work
 
 COMPARED = ("loss", "norm", "gradients", "weights")
 
 
 def compare(device_type: str, layout: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """The largest relative differences to one device, by number type and kind."""
+    """Return the largest relative differences to one device, by number type and kind."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     return {dtype: _compare(device_type, layout, config, dtype) for dtype in TOLERANCE}
@@ -126,10 +127,10 @@ def _compare(
     device_type: str, layout: dict[str, Any], config: ModelConfig, dtype: Any
 ) -> dict[str, float]:
     device, plan = torch.device(device_type), LayoutConfig(**layout, micro_batches=2)
-    # Adam divides small gradients, and the rounding error in them, by their own size: the large
-    # epsilon keeps weights about as close as gradients are.
+    # Adam divides small gradients, and the rounding error in them, by their own size. The large
+    # epsilon keeps weights about as close to each other as gradients are.
     train = TrainConfig(global_batch=8, dtype=dtype, lr=1e-3, adam_eps=1e-2, clip_norm=0.0)
-    axes = build_axes(plan, device_type)  # gloo's groups serve tensors of either device
+    axes = build_axes(plan, device_type)  # gloo's groups serve tensors of both devices
     whole = build_parallel(config, LayoutConfig(), Axes(), train.seed, device, dtype)
     cut = build_parallel(config, plan, axes, train.seed, device, dtype)
     reference = Stepper(whole, train, Axes())
@@ -149,10 +150,12 @@ def _compare(
 
 
 def _distance(cut: nn.Module, whole: nn.Module, gradients: bool) -> float:
-    """Between what this rank holds and its part of the whole, relative to the largest element."""
+    """Return the difference between this rank's blocks and the whole, relative to the largest
+    element.
+    """
     worst, reference = 0.0, dict(whole.named_parameters())
     held = owned(cut) if gradients else [(n, stored(p)) for n, p in cut.named_parameters()]
-    for name, parameter in held:  # copies' gradients were added on their owner
+    for name, parameter in held:  # the gradients of copies were added on their owner
         shard = shard_of(parameter)
         mine, other = parameter.detach(), reference[name].detach()
         if gradients:
@@ -167,12 +170,12 @@ def _distance(cut: nn.Module, whole: nn.Module, gradients: bool) -> float:
 
 
 def _worst(*differences: float) -> float:
-    """The largest; NaN if one is, which max() may overlook."""
+    """Return the largest value, or NaN if one is NaN, which max() may overlook."""
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def try_collectives(device_type: str) -> dict[str, dict[str, str]]:
-    """For each collective of `gridformer.comm`, in both forms: right, wrong or the error."""
+    """Try each collective of `gridformer.comm` in both forms: "right", "wrong" or the error."""
     device, rank = torch.device(device_type), dist.get_rank()
     axis = Axis("world", N, rank)
     ones = torch.ones(2 * N, 3, device=device)
@@ -212,9 +215,9 @@ def try_collectives(device_type: str) -> dict[str, dict[str, str]]:
 def run_ranks(
     size: int, job: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], timeout_s: float
 ) -> list[dict[str, Any]]:
-    """What `job(*arguments)` returned on each rank of a new gloo group.
+    """Return what `job(*arguments)` returned on each rank of a new gloo group.
 
-    A rank that raised, died or was not done in time answers {"error": what happened}.
+    A rank that raised, died or exceeded `timeout_s` seconds answers {"error": what happened}.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "gridformer.train.step"])
@@ -278,7 +281,8 @@ def _death(code: int | None, late: bool, timeout_s: float) -> str:
 
 
 def _error_of(answers: list[dict[str, Any]]) -> str:
-    """The cause on the lowest rank, an effect of a peer's failure only if there is no other."""
+    """Return the cause on the lowest rank; an effect of a peer's failure counts only without
+    one."""
     errors = [(r, a["error"]) for r, a in enumerate(answers) if "error" in a]
     effects = ("closed by peer", "reset by peer", "gloo/transport", "no answer", "Timed out")
     errors.sort(key=lambda e: any(sign in e[1] for sign in effects))
@@ -307,6 +311,6 @@ def _layout_row(name: str, answers: list[dict[str, Any]]) -> tuple[list[str], bo
     for dtype, tolerance in TOLERANCE.items():
         for what in COMPARED:
             worst = _worst(*(answer[dtype][what] for answer in answers))
-            within = within and worst < tolerance  # false for NaN too
+            within = within and worst < tolerance  # also false for NaN
             row.append(f"{worst:.1e}")
     return [*row, "equal" if within else "TOO FAR APART"], within

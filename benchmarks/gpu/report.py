@@ -1,4 +1,4 @@
-"""What all measurements of `benchmarks.gpu` share: the device, its clock, and Markdown."""
+"""Helpers that all measurements of `benchmarks.gpu` share: the device, its clock, and Markdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gridformer.utils.units import GIB
 
 @dataclass
 class Report:
-    """Prints Markdown as it comes, and appends it to a file if there is one."""
+    """Prints Markdown as it is written, and appends it to a file if one is given."""
 
     file: Path | None = None
     began: float = field(default_factory=time.monotonic)
@@ -33,16 +33,17 @@ class Report:
                 out.write(text + "\n")
 
     def progress(self, text: str) -> None:
-        """What goes on meanwhile, with the seconds since the start; not part of the report."""
+        """Print progress to stderr, with the seconds since the start; it is not part of the
+        report."""
         print(f"[{self.seconds:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     @property
     def seconds(self) -> float:
-        """Since the report was opened."""
+        """Return the seconds since the report was opened."""
         return time.monotonic() - self.began
 
     def heading(self, title: str, device: torch.device, quick: bool) -> None:
-        """A title, and what a reader needs to repeat the measurement."""
+        """Write a title and what a reader needs to repeat the measurement."""
         command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
         self.write(f"\n## {title}\n\n{describe(device)}\n\n`{command}`\n")
         if quick:
@@ -50,7 +51,11 @@ class Report:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name. Raises ValueError, with the CPU form as remedy, if it is missing."""
+    """Return the device of that name.
+
+    Raises:
+        ValueError: This machine lacks it; the message shows how to run on the CPU instead.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "torch finds no GPU on this machine: `--device cpu --quick` runs the same code on a "
@@ -63,7 +68,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """The device and the versions of what computes, on one line."""
+    """Return the device and the versions of the libraries that compute, on one line."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name = f"{properties.name} ({properties.total_memory / GIB:.0f} GiB)"
@@ -76,21 +81,22 @@ def describe(device: torch.device) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose columns after the first are numbers, set flush right."""
+    """Format a Markdown table whose columns after the first are numbers, aligned right."""
     lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)], *map(list, rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that was started on the device."""
+    """Wait for all work that was started on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Time of each of some calls on the device, by CUDA events or the host's clock.
+    """Return the seconds of each of `repeats` calls, by CUDA events or by the host's clock.
 
-    The calls are queued without waiting in between, so starting them costs a GPU nothing.
+    The calls are queued without waiting in between, so the time to launch them does not count on a
+    GPU.
     """
     if device.type != "cuda":
         marks = [time.perf_counter()]
@@ -112,7 +118,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def phrase(error: BaseException) -> str:
-    """The error's kind and first line, fit for a table."""
+    """Return the error's type and first line, fit for a table."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:160]}".replace("|", "/")
 

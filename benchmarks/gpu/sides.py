@@ -1,16 +1,16 @@
 """The two sides that `benchmarks.gpu single` compares: gridformer's GPT-2 and Hugging Face's.
 
-Each trains with its own usual mixed precision: gridformer with bfloat16 activations throughout
-(the residual stream too) over float32 parameters; Hugging Face as its Trainer does with bf16=True,
-float32 parameters under autocast, so that its residual stream stays float32. Optimizer (fused
-AdamW), its settings, clipping, schedule, batches and first weights are the same.
+Each trains with its own usual mixed precision. gridformer has bfloat16 activations throughout,
+including the residual stream, over float32 parameters. Hugging Face runs as its Trainer does with
+bf16=True: float32 parameters under autocast, so that its residual stream stays float32. The
+optimizer (fused AdamW), its settings, clipping, schedule, batches and initial weights are the same.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded, whatever transformers thinks
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # keeps transformers from downloading anything
 
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
@@ -33,21 +33,23 @@ HFCompile = Literal["blocks", "whole"]
 class Side(Protocol):
     """One implementation, with its weights and optimizer.
 
-    It is set up to be compiled; `torch.compiler.set_stance("force_eager")` runs it as it is.
+    It is prepared for compilation; `torch.compiler.set_stance("force_eager")` runs it eagerly.
     """
 
     name: str
 
     def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
-        """One optimizer step on [b, s+1] tokens: loss and gradient norm, before the update."""
+        """Run one optimizer step on tokens [b, s+1]; return the loss and gradient norm before the
+        update.
+        """
         ...
 
     def held_bytes(self) -> int:
-        """Of parameters and optimizer state: what stays between steps."""
+        """Return the bytes of parameters and optimizer state, which stay between steps."""
         ...
 
     def rest(self) -> None:
-        """Give up gradients while the other side has its turn."""
+        """Free gradients while the other side has its turn."""
         ...
 
 
@@ -75,9 +77,9 @@ class Gridformer:
 
 
 class _HuggingFaceLoss(nn.Module):
-    """What GPT2LMHeadModel computes with labels: logits, in float32 their mean cross entropy.
+    """What GPT2LMHeadModel computes given labels: logits, and their mean cross entropy in float32.
 
-    Targets come shifted, so that both sides predict the same s tokens of a sequence.
+    Targets are already shifted, so that both sides predict the same s tokens of a sequence.
     """
 
     def __init__(self, net: Any) -> None:
@@ -92,7 +94,7 @@ class _HuggingFaceLoss(nn.Module):
 
 
 class _HeadAndLoss(nn.Module):
-    """A module of its own, since torch.compile leaves a bare nn.Linear as it is."""
+    """A separate module, because torch.compile does not compile a bare nn.Linear."""
 
     def __init__(self, lm_head: nn.Module) -> None:
         super().__init__()
@@ -104,11 +106,13 @@ class _HeadAndLoss(nn.Module):
 
 
 class HuggingFace:
-    """GPT2LMHeadModel, built from a config (no download), as a Trainer with bf16=True runs it.
+    """GPT2LMHeadModel, built from a config (no download) and run as a Trainer with bf16=True does.
 
-    how: `blocks` compiles each block, the head and the loss, as gridformer does; `whole` the whole
-    model at once, as Trainer's torch_compile=True does. Before torch 2.14 the latter makes
-    transformers build an explicit attention mask, which rules flash attention out.
+    Args:
+        how: `blocks` compiles each block, the head and the loss, as gridformer does; `whole`
+            compiles the whole model at once, as Trainer's torch_compile=True does. Before torch
+            2.14, `whole` makes transformers build an explicit attention mask, which rules out
+            flash attention.
     """
 
     name = "Hugging Face"
@@ -163,7 +167,7 @@ class HuggingFace:
         self.optimizer.zero_grad(set_to_none=True)
 
     def take_weights(self, model: nn.Module, config: ModelConfig) -> None:
-        """Start from the weights of gridformer's model."""
+        """Copy the weights of gridformer's model."""
         state = to_hugging_face(dict(model.named_parameters()), config)
         ours = dict(self.net.named_parameters())
         assert state.keys() == ours.keys(), state.keys() ^ ours.keys()
@@ -173,7 +177,7 @@ class HuggingFace:
 
 
 def hugging_face_config(config: ModelConfig) -> Any:
-    """The same GPT-2 in Hugging Face's words, without dropout and with fused attention."""
+    """Return Hugging Face's config of the same GPT-2, without dropout and with fused attention."""
     import transformers
 
     return transformers.GPT2Config(
@@ -195,9 +199,9 @@ def hugging_face_config(config: ModelConfig) -> Any:
 
 
 def to_hugging_face(state: dict[str, Any], config: ModelConfig) -> dict[str, Tensor]:
-    """Our names to theirs; the columns of qkv go from [n, 3, d] to [3, n, d].
+    """Convert our names to theirs; the columns of qkv go from [n, 3, d] to [3, n, d].
 
-    The way back is in tests/models/test_gpt2.py.
+    tests/support/reference/gpt2.py has the inverse.
     """
     n, d = config.n_heads, config.head_width
     theirs = {

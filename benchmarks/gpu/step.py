@@ -1,7 +1,7 @@
-"""One device's training step beside Hugging Face's: tokens a second, and the share of the ceiling.
+"""Compares one device's training step with Hugging Face's: tokens/s and share of the ceiling.
 
-Both sides stay on the device and take turns, so that whatever else slows the machine down slows
-both. They see the same batches from the same weights, so their losses must agree.
+Both sides stay on the device and take turns, so that anything else that slows the machine down
+slows both. They see the same batches and start from the same weights, so their losses must agree.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ from gridformer.config import ModelConfig, TrainConfig
 Attention = Literal["auto", "flash", "cudnn", "efficient"]
 Mode = Literal["eager", "compiled"]
 
-N_BATCHES = 4  # that come again and again, so that the loss falls and its fall can be compared
+N_BATCHES = 4  # the batches repeat, so that the loss falls and both sides' falls can be compared
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one comparison is made with. batches: sequences to try, the largest that fits counts."""
+    """The settings of one comparison.
+
+    Attributes:
+        batches: Numbers of sequences to try; the first that fits is used.
+    """
 
     config: ModelConfig
     batches: tuple[int, ...]
@@ -47,7 +51,7 @@ class Settings:
 
 @dataclass
 class Result:
-    """Of one side in one mode: seconds a step in each turn, and the most bytes its turns held."""
+    """Results of one side in one mode: seconds per step in each turn, and the peak bytes."""
 
     side: str
     mode: Mode
@@ -62,9 +66,13 @@ class Result:
 
 @dataclass
 class Comparison:
-    """b: sequences a step; losses of every step, and the first gradient norm, by side.
+    """Results of both sides.
 
-    failures: what a side in a mode raised instead of running, in words.
+    Attributes:
+        b: Sequences per step.
+        losses: Losses of every step, by side.
+        first_norm: The first gradient norm, by side.
+        failures: What a side raised in a mode instead of running, by side and mode.
     """
 
     settings: Settings
@@ -89,10 +97,14 @@ class Comparison:
 def compare(
     settings: Settings, device: torch.device, report: Report, profile: bool = False
 ) -> tuple[Comparison, dict[str, str]]:
-    """Find the largest batch that both sides hold, then let them take turns.
+    """Find the largest batch that both sides can hold, then let them take turns.
 
-    The second result holds a table of kernels for each side and mode, if profiles are asked for.
-    Raises ValueError if no batch fits.
+    Returns:
+        The comparison, and a table of kernels for each side and mode if `profile` is set.
+
+    Raises:
+        ValueError: No batch fits into the device's memory.
+        RuntimeError: No side runs in any mode.
     """
     with attention_kernel(settings.attention):
         for b in settings.batches:
@@ -103,7 +115,7 @@ def compare(
 
 
 def _try(settings: Settings, b: int, device: torch.device, report: Report) -> Arena | None:
-    """Both sides, warm in every mode; None if memory does not suffice."""
+    """Build both sides and warm them up in every mode; return None if memory does not suffice."""
     arena: Arena | None = None
     try:
         arena = Arena(settings, b, device, report)
@@ -120,24 +132,25 @@ def _try(settings: Settings, b: int, device: torch.device, report: Report) -> Ar
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Also of a library's, and of one met while compiling, which arrives as the compiler's."""
+    """Recognize out-of-memory errors, including a library's and those wrapped by the compiler."""
     signs = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 
 def _release(device: torch.device) -> None:
-    """Give memory that nothing uses back to the device."""
+    """Return unused cached memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class Arena:
-    """Both sides on one device, with the batches that they take in turns."""
+    """Both sides on one device, with the batches of which they take turns."""
 
     def __init__(self, settings: Settings, b: int, device: torch.device, report: Report) -> None:
         self.settings, self.b, self.device, self.report = settings, b, device, report
-        torch.compiler.reset()  # what other sizes have left would count as recompilations
+        # otherwise graphs compiled for other sizes would count as recompilations
+        torch.compiler.reset()
         config = settings.config
         train = TrainConfig(global_batch=b, steps=100_000, lr=1e-4, dtype="bfloat16", clip_norm=1.0)
         generator = torch.Generator().manual_seed(0)
@@ -157,9 +170,10 @@ class Arena:
         self.norms: dict[str, list[float | Tensor]] = {side.name: [] for side in self.sides}
 
     def warm_up(self) -> None:
-        """Two steps of each side in each mode; compiling is part of it.
+        """Run two steps of each side in each mode, which includes compilation.
 
-        What fails is left out of the rounds and reported, so that the rest is still measured.
+        A side and mode that fails is reported and left out of the rounds, so that the rest is still
+        measured.
         """
         for mode, side in itertools.product(self.settings.modes, self.sides):
             began = self.report.seconds
@@ -180,9 +194,10 @@ class Arena:
             )
 
     def run(self) -> Comparison:
-        """The rounds, each side first in every other one, while there is time.
+        """Run the rounds while there is time; the two sides take turns in going first.
 
-        Raises RuntimeError if nothing runs.
+        Raises:
+            RuntimeError: Nothing runs.
         """
         if not self.results:
             raise RuntimeError(f"nothing runs: {self.failures}")
@@ -200,7 +215,7 @@ class Arena:
         return Comparison(self.settings, self.b, results, losses, norms, self.failures)
 
     def profiles(self, n_rows: int = 18) -> dict[str, str]:
-        """Where one step of each side and mode spends its time, kernel by kernel."""
+        """Profile one step of each side and mode, kernel by kernel."""
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self.device.type == "cuda"
@@ -243,7 +258,7 @@ class Arena:
             yield
         synchronize(self.device)
         side.rest()
-        _release(self.device)  # the other side's pieces are of other sizes
+        _release(self.device)  # the other side allocates blocks of other sizes
 
     def _steps(self, side: Side, n: int) -> None:
         losses, norms = self.losses[side.name], self.norms[side.name]
@@ -255,7 +270,8 @@ class Arena:
 
 
 def attention_kernel(attention: Attention) -> AbstractContextManager[object]:
-    """Prefer one of torch's fused attention kernels; those after it stand in where it cannot."""
+    """Prefer one of torch's fused attention kernels; the following ones serve where it cannot
+    run."""
     if attention == "auto":
         return contextlib.nullcontext()
     named = {

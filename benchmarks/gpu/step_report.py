@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu single` writes: the table, what it counts, and whether targets are met."""
+"""Writes the report of `benchmarks.gpu single`: the table, how it counts, and the targets."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from benchmarks.gpu.step import Comparison
 from gridformer.config import ModelConfig
 from gridformer.utils.units import GIB
 
-LOSS_AGREES, NORM_AGREES = 2e-3, 2e-2  # relative; bfloat16 holds 8 bits
+LOSS_AGREES, NORM_AGREES = 2e-3, 2e-2  # relative; bfloat16 has 8 significant bits
 CEILING_TARGET, RATIO_TARGET = 0.5, 1.15
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """P of `step_flops`: weights that are multiplied with; the tied table counts once, as head."""
+    """Return P of `step_flops`: the weights used in products; the tied table counts once, as the
+    head.
+    """
     h = config.hidden_size
     return config.n_layers * (4 * h * h + 2 * h * config.ffn_size) + config.vocab_size * h
 
 
 def step_flops(config: ModelConfig, tokens: int, s: int) -> float:
-    """Model FLOPs of one step: 6 P T + 12 N h s T.
+    """Return the model FLOPs of one step: 6 P T + 12 N h s T.
 
     This is Narayanan et al. 2021, equation 3 (96 B s l h^2 (1 + s/6h + V/16lh)), without the
-    recomputation that it includes: three passes and not four. As there, attention counts the whole
-    s x s scores, although a causal kernel computes half of them.
+    recomputation that the equation includes: three passes instead of four. As in the paper,
+    attention counts the whole s x s scores, although a causal kernel computes only half of them.
     """
     attention = 12 * config.n_layers * config.hidden_size * s
     return float((6 * matrix_parameters(config) + attention) * tokens)
 
 
 def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None:
-    """The table, what it counts, whether both sides trained alike, and the targets."""
+    """Write the table, how it counts, whether both sides trained alike, and the targets."""
     settings, config = comparison.settings, comparison.settings.config
     flops = step_flops(config, comparison.tokens, settings.s)
     columns = ["side", "tokens/s", "turns", "ms/step", "model TFLOP/s", "of the ceiling"]
@@ -55,13 +57,14 @@ def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None
     report.write(table(columns, rows))
     share = 12 * config.n_layers * config.hidden_size * settings.s * comparison.tokens / flops
     report.write(
-        f"\nb={comparison.b}, s={settings.s}, T={comparison.tokens:,} tokens a step; bfloat16, "
+        f"\nb={comparison.b}, s={settings.s}, T={comparison.tokens:,} tokens per step; bfloat16, "
         f"float32 parameters, fused AdamW, clipping at 1, no dropout, no recomputation. Model "
-        f"FLOPs a step: 6PT + 12NhsT = {flops / 1e12:,.3g} T with P = {matrix_parameters(config):,}"
-        f" (Narayanan et al. 2021, equation 3, without recomputation); {100 * share:.0f} % of them "
-        f"are attention's, counted without the causal half. Ceiling: {ceiling_tflops:,.3g} "
+        f"FLOPs per step: 6PT + 12NhsT = {flops / 1e12:,.3g} T with P = "
+        f"{matrix_parameters(config):,} (Narayanan et al. 2021, equation 3, without "
+        f"recomputation); {100 * share:.0f} % of them "
+        f"are attention's, which counts the full s x s scores. Ceiling: {ceiling_tflops:,.3g} "
         f"TFLOP/s. Hugging Face compiled: {settings.hf_compile}. Attention: {settings.attention}. "
-        f"Medians of {settings.rounds} turns of {settings.steps} steps each, taken in turns."
+        f"Medians over {settings.rounds} turns of {settings.steps} steps each; the sides alternate."
     )
     for name, said in comparison.failures.items():
         report.write(f"- {name} did not run: {said}")
@@ -70,7 +73,7 @@ def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None
 
 
 def agreement(comparison: Comparison) -> list[str]:
-    """Whether both sides, from the same weights on the same batches, had the same losses."""
+    """Report whether both sides had the same losses, from the same weights on the same batches."""
     ours, theirs = (comparison.losses.get(name) for name in (Gridformer.name, HuggingFace.name))
     if not ours or not theirs:
         return ["one side did not run: there is nothing to compare with"]
@@ -83,12 +86,12 @@ def agreement(comparison: Comparison) -> list[str]:
         f"gradient norm {norms[0]:.4f} and {norms[1]:.4f} ({norm:.1e}): "
         + ("they agree" if agree else "THEY DISAGREE"),
         f"after {len(ours)} steps: loss {ours[-1]:.5f} and {theirs[-1]:.5f}; at most {worst:.1e} "
-        "apart on the way",
+        "apart at any step",
     ]
 
 
 def verdict(comparison: Comparison, flops: float, ceiling_tflops: float) -> list[str]:
-    """The two targets: half of the ceiling, and 1.15 times the fastest of Hugging Face's modes."""
+    """Report two targets: half of the ceiling, and 1.15 times Hugging Face's fastest mode."""
     ours = [r for r in comparison.results if r.side == Gridformer.name and r.seconds]
     theirs = [r for r in comparison.results if r.side == HuggingFace.name and r.seconds]
     if not ours:

@@ -1,1 +1,1 @@
-"""Loss curves: half precision beside float32, and layouts beside one process."""
+"""Loss curves: half precision compared with float32, and layouts compared with one process."""

@@ -1,4 +1,7 @@
-"""Loss curves by type (dtypes.py). By layout: `python -m benchmarks.precision.loss_curves`."""
+"""Compares loss curves by number type (dtypes.py).
+
+For the comparison by layout run `python -m benchmarks.precision.loss_curves`.
+"""
 
 import typer
 

@@ -1,10 +1,10 @@
-"""Loss curves in float32, bfloat16 and float16: the same weights, text and steps.
+"""Compares loss curves in float32, bfloat16 and float16, with the same weights, text and steps.
 
     gridformer prepare python-stdlib --vocab-size 512 --out data/python-stdlib
     python -m benchmarks.precision --data data/python-stdlib --plot docs/results/precision.png
 
-Trains a small GPT-2 with `gridformer train` for every type, seed and layout, prints Markdown, and
-fails where a smoothed loss differs from float32's by more than docs/reference/precision.md allows.
+It trains a small GPT-2 with `gridformer train` for every type, seed and layout, prints Markdown,
+and fails if a smoothed loss differs from float32's by more than docs/reference/precision.md allows.
 float16 is slow on a CPU: about a minute a run.
 """
 
@@ -21,7 +21,7 @@ import typer
 from gridformer.train.metrics import read_metrics
 
 HALVES = ("bfloat16", "float16")
-WINDOW = 20  # steps whose mean is a point of a smoothed curve
+WINDOW = 20  # steps averaged for one point of a smoothed curve
 MODEL: dict[str, Any] = {
     "n_layers": 2,
     "hidden_size": 64,
@@ -44,17 +44,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-# Nats a token: see docs/reference/precision.md.
+# in nats per token: see docs/reference/precision.md
 BOUND = 0.003
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Means over WINDOW steps, one for each step at which a window begins."""
+    """Return means over WINDOW steps, one for each step at which a window begins."""
     return [sum(losses[i : i + WINDOW]) / WINDOW for i in range(len(losses) - WINDOW + 1)]
 
 
 def largest_gap(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Of smoothed losses, in nats a token."""
+    """Return the largest difference of smoothed losses, in nats per token."""
     return max(abs(a - b) for a, b in zip(smoothed(losses), smoothed(reference), strict=True))
 
 
@@ -65,7 +65,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/bench/precision"),
     picture: Annotated[Path | None, typer.Option("--plot", help="PNG of the curves.")] = None,
 ) -> None:
-    """Train, compare, print, draw. Layouts but the first with the first seed alone."""
+    """Train, compare, print and plot. Only the first layout runs with every seed."""
     typer.echo("| layout | seed | type | last loss | skipped steps | gap |")
     typer.echo("| --- | ---: | --- | ---: | ---: | ---: |")
     worst = 0.0
@@ -92,7 +92,7 @@ def main(
 def _train(
     layout: dict[str, Any], data: Path, steps: int, seed: int, dtype: str, folder: Path
 ) -> list[dict[str, Any]]:
-    """The metrics of every step. A run that is done is not done again."""
+    """Return the metrics of every step. A finished run is not repeated."""
     layout = {"rows": 1, "cols": 1, **layout}
     train = {**TRAIN, "steps": steps, "seed": seed, "dtype": dtype}
     sections = {"model": MODEL, "layout": layout, "train": train, "data": {"path": data}}
@@ -113,7 +113,7 @@ def _plot(curves: dict[str, list[float]], path: Path) -> None:
     for number, (dtype, losses) in enumerate(curves.items()):
         found = smoothed(losses)
         steps = range(WINDOW, len(losses) + 1)
-        # Widest first, so that curves which lie on each other are all seen.
+        # Widest first, so that overlapping curves all stay visible.
         curve.plot(steps, found, linewidth=5 - 2 * number, color=f"C{number}", label=dtype)
         if number:
             apart = [abs(a - b) for a, b in zip(found, want)]

@@ -1,11 +1,11 @@
-r"""The same 50 steps under data parallelism, D&SP, D&SP-cSub and on one process: one loss curve.
+r"""Compares loss curves of data parallelism, D&SP, D&SP-cSub and one process over 50 equal steps.
 
     python -m benchmarks.precision.loss_curves --data data/python-stdlib \
         --plot docs/results/subgraph-loss.png
 
-What SUPER's last figure shows (Jain et al. 2021, figure 17), for the same global batch: the curves
-lie on each other. Runs `gridformer train demo` with dropout for each layout, prints Markdown, and
-fails where a loss differs from one process's by more than 1e-4, relative.
+This is what SUPER's last figure shows for the same global batch (Jain et al. 2021, figure 17): the
+curves coincide. It runs `gridformer train demo` with dropout for each layout, prints Markdown, and
+fails if a loss differs from one process's by more than 1e-4, relative.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/bench/loss-curves"),
     picture: Annotated[Path | None, typer.Option("--plot", help="PNG of the curves.")] = None,
 ) -> None:
-    """Train under every layout, compare, print, draw."""
+    """Train under every layout, compare, print and plot."""
     losses = {
         name: _train(layout, data, steps, out / f"{steps}-{number}")
         for number, (name, layout) in enumerate(LAYOUTS.items())
@@ -52,11 +52,11 @@ def main(
     if picture is not None:
         _plot(losses, picture)
     if worst > TOLERANCE:
-        raise SystemExit(f"curves differ by {worst:.1e}; {TOLERANCE} is allowed")
+        raise SystemExit(f"loss curves differ by {worst:.1e}, more than the allowed {TOLERANCE}")
 
 
 def _train(layout: str, data: Path, steps: int, folder: Path) -> list[float]:
-    """The loss of every step. A run that is done is not done again."""
+    """Return the loss of every step. A finished run is not repeated."""
     overrides = [f"layout.{word}" for word in f"rows=1 cols=1 {layout}".split()]
     overrides += [f"train.steps={steps}", "train.eval_every=0", "train.save_every=0"]
     overrides += ["train.eval_batches=1", f"data.path={data}", "model.dropout=0.1"]
@@ -75,7 +75,7 @@ def _plot(losses: dict[str, list[float]], path: Path) -> None:
     want = losses["one process"]
     steps = range(1, len(want) + 1)
     for number, (name, found) in enumerate(losses.items()):
-        # Widest first, so that curves which lie on each other are all seen.
+        # Widest first, so that overlapping curves all stay visible.
         width = 1 + 1.3 * (len(losses) - 1 - number)
         curve.plot(steps, found, linewidth=width, label=name)
         if number:

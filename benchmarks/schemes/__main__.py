@@ -4,10 +4,11 @@
     python -m benchmarks.schemes --processes 4 --sizes small --recomputation off
     python -m benchmarks.schemes --only megatron,optimus-auto
 
-Run it in the repository's root. It prints Markdown on standard output and how far it is on standard
+Run it in the repository's root. It prints Markdown on standard output and its progress on standard
 error. Finished groups (a size, a number of processes, with or without recomputation) are kept in
---out; the same command goes on with those that are missing. What is measured and how is written
-above the tables; the variants are in variants.py and torch_variants.py, the shapes in cases.py.
+--out, and running the same command again measures only the missing ones. The text above the tables
+says what is measured and how; variants.py and torch_variants.py hold the variants, cases.py the
+shapes.
 """
 
 from __future__ import annotations
@@ -28,21 +29,32 @@ RECOMPUTATION = {"off": False, "on": True}
 
 def main(
     out: Annotated[
-        Path | None, typer.Option(help="File of results (runs/bench/schemes.jsonl).")
+        Path | None, typer.Option(help="Results file (default: runs/bench/schemes.jsonl).")
     ] = None,
     processes: Annotated[
-        str, typer.Option(help="Numbers of processes, of 1, 4, 9 and 16 (all; quick: 4).")
+        str,
+        typer.Option(
+            help="Numbers of processes out of 1, 4, 9, 16 (default: all; with --quick: 4)."
+        ),
     ] = "",
-    sizes: Annotated[str, typer.Option(help="Of small, large, tiny (small,large).")] = "",
-    recomputation: Annotated[str, typer.Option(help="Of off, on.")] = "off,on",
-    only: Annotated[str, typer.Option(help="Names of variants; one process is added.")] = "",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds (15).")] = None,
-    warmups: Annotated[int | None, typer.Option(min=0, help="Rounds before those (3).")] = None,
+    sizes: Annotated[
+        str, typer.Option(help="Sizes out of small, large, tiny (default: small,large).")
+    ] = "",
+    recomputation: Annotated[str, typer.Option(help="Recomputation: off, on or both.")] = "off,on",
+    only: Annotated[
+        str, typer.Option(help="Names of variants; the one-process reference always runs too.")
+    ] = "",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds (default: 15).")] = None,
+    warmups: Annotated[
+        int | None, typer.Option(min=0, help="Untimed rounds before those (default: 3).")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a collective may wait.")] = 900.0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, to try the script.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was measured.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete earlier results and measure everything again.")
+    ] = False,
 ) -> None:
-    """Measure what is missing, then print everything that is in the file as Markdown."""
+    """Measure what is missing, then print everything in the results file as Markdown."""
     out = out or Path("runs/bench") / ("schemes-quick.jsonl" if quick else "schemes.jsonl")
     rounds = rounds or (2 if quick else 15)
     warmups = warmups if warmups is not None else (1 if quick else 3)
@@ -91,7 +103,7 @@ def _measure(
 
 
 def _chosen(text: str, known: tuple[str, ...], option: str) -> list[str]:
-    """A comma-separated choice, in the order of `known`; `all` is everything."""
+    """Parse a comma-separated choice, in the order of `known`; `all` means everything."""
     if text == "all":
         return list(known)
     words = {word.strip() for word in text.split(",") if word.strip()}

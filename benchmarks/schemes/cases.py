@@ -1,4 +1,5 @@
-"""What `benchmarks.schemes` measures: shapes, numbers of processes, recomputation or not."""
+"""The cases of `benchmarks.schemes`: shapes, numbers of processes, with or without
+recomputation."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from gridformer.config import ModelConfig
 
 @dataclass(frozen=True)
 class Size:
-    """A stack of `layers` (N) transformer blocks and its input [b, s, h]; n heads."""
+    """The shape of a stack of N = `layers` transformer blocks with n heads and input [b, s, h]."""
 
     b: int
     s: int
@@ -22,7 +23,7 @@ class Size:
         return f"b={self.b} s={self.s} h={self.h} n={self.n} N={self.layers}"
 
     def model(self) -> ModelConfig:
-        """A GPT-2 with these blocks. Its embedding and head are not measured: they stay tiny."""
+        """Return a GPT-2 with these blocks; its embedding and head are tiny and not measured."""
         return ModelConfig(
             n_layers=self.layers,
             hidden_size=self.h,
@@ -32,10 +33,10 @@ class Size:
         )
 
 
-# By name and number of processes. 1 and 4 processes run the shapes that all our tables show. With
-# 9, every dimension that a 3x3 or a 1x9 layout cuts must divide by 3 or 9: these are the closest
-# such shapes with heads of 64. With 16, a 1x16 layout needs a multiple of 16 heads, so `small` has
-# 16 heads of 32 there.
+# Keyed by name and number of processes. The shapes for 1 and 4 processes are the ones that all our
+# tables show. With 9 processes, every dimension that a 3x3 or a 1x9 layout shards must divide by 3
+# or 9: these are the closest such shapes with heads of 64. With 16 processes, a 1x16 layout needs a
+# multiple of 16 heads, so `small` has 16 heads of 32 there.
 SIZES: dict[str, dict[int, Size]] = {
     "small": {
         1: Size(8, 128, 512, 8, 4),
@@ -61,7 +62,7 @@ PROCESSES = (1, 4, 9, 16)
 
 @dataclass(frozen=True)
 class Case:
-    """One group: its variants are measured alternating, in one set of processes."""
+    """One group of variants, which alternate in one set of processes."""
 
     name: str
     processes: int
@@ -73,7 +74,7 @@ class Case:
 
     @property
     def side(self) -> int:
-        """Rows and columns of the square grid of all processes."""
+        """Return the number of rows (and columns) of the square grid of all processes."""
         return math.isqrt(self.processes)
 
     @property
@@ -81,7 +82,7 @@ class Case:
         return f"{self.name}/{self.processes}/{'recompute' if self.recompute else 'keep'}"
 
     def describe(self) -> str:
-        """For instance `small, 4 processes, with recomputation`."""
+        """Return for instance `small, 4 processes, with recomputation`."""
         plural = "es" if self.processes > 1 else ""
         recompute = "with" if self.recompute else "no"
         return f"{self.name}, {self.processes} process{plural}, {recompute} recomputation"

@@ -1,9 +1,9 @@
-"""What one process does for one group: build, check, count, weigh and time its variants.
+"""The work of one process in one group: build, check, count, weigh and time the variants.
 
-The timed loop visits the variants in turn, so that a slow minute of the machine hits all alike, in
-an order that is shuffled anew every round. Before each phase all processes meet. A phase takes as
-long as on its slowest rank. Variants of one process run on rank 0 while the others sleep in the
-meeting point (gloo's barrier waits without spinning).
+The timed loop visits the variants in turn, so that a slow minute of the machine affects all of them
+alike, in an order that is shuffled in every round. All processes meet at a barrier before each
+phase, and a phase takes as long as on its slowest rank. Variants of one process run on rank 0 while
+the others sleep in the barrier (gloo's barrier waits without spinning).
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ from benchmarks.schemes.variants import (
 from gridformer.mesh.process_group import close_world, init_world
 from gridformer.utils.hardware import n_cores
 
-TOLERANCE = 1e-4  # of the largest element; float32
+TOLERANCE = 1e-4  # relative to the largest element; float32
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command line asks of a group. variants: names, the reference among them."""
+    """What the command line asks of a group.
+
+    Attributes:
+        variants: Names of the variants, including the reference.
+    """
 
     case: Case
     variants: tuple[str, ...]
@@ -54,7 +58,7 @@ class Plan:
 
 
 def all_variants(processes: int) -> list[Variant]:
-    """Every variant for this number of processes; the first is the reference."""
+    """Return every variant for this number of processes; the first is the reference."""
     return gridformer_variants(processes) + torch_variants(processes)
 
 
@@ -64,7 +68,9 @@ class VariantDiffers(Exception):  # noqa: N818 - reads as a sentence
 
 @dataclass
 class _Entry:
-    """A variant in this process; `built` is None where it runs on rank 0 alone and this is not."""
+    """A variant in this process; `built` is None if it runs only on rank 0 and this is another
+    rank.
+    """
 
     variant: Variant
     threads: int
@@ -73,9 +79,9 @@ class _Entry:
 
 
 def measure(plan: Plan) -> None:
-    """Entrypoint of every process. Rank 0 appends the finished group to `plan.out`."""
+    """Run a group; the entrypoint of every process. Rank 0 appends the results to `plan.out`."""
     case = plan.case
-    gc.freeze()  # what is imported stays; collecting between passes need not look at it
+    gc.freeze()  # imported objects stay alive, so later collections can skip them
     world = init_world("cpu", case.processes, plan.timeout_s)
     wanted = [v for v in all_variants(case.processes) if v.name in plan.variants]
     able = [v for v in wanted if not v.obstacles(case.size)]
@@ -90,7 +96,7 @@ def measure(plan: Plan) -> None:
         entry.row = _examine(entry, case, reference)
         entries.append(entry)
         _say(f"  {variant.title}: checked")
-    del reference, problem  # whole tensors, on every rank
+    del reference, problem  # these are whole tensors on every rank
     rows = _time(entries, plan)
     if world.rank == 0:
         unable = [
@@ -115,7 +121,7 @@ def measure(plan: Plan) -> None:
 
 
 def meet() -> None:
-    """Return when every process has come here."""
+    """Return once every process has called this."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -130,12 +136,12 @@ def _use_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-# --------------------------------------------------------------------------- the same everywhere
+# --------------------------------------------------------------------------- exactness
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a stack computes, whole: y and dx [b, s, h], the gradients of all weights by name."""
+    """Results of a stack in full: y and dx [b, s, h], and the gradients of all weights by name."""
 
     y: Tensor
     dx: Tensor
@@ -143,7 +149,7 @@ class Outcome:
 
 
 def _reference(variant: Variant, case: Case, problem: Problem) -> Outcome:
-    """One process's outcome, computed on rank 0 and given to all."""
+    """Compute one process's outcome on rank 0 and broadcast it to all."""
     assert variant.alone, "the reference runs on one process"
     grads = {name: torch.empty_like(weight) for name, weight in problem.weights.items()}
     outcome = Outcome(torch.empty_like(problem.x), torch.empty_like(problem.x), grads)
@@ -162,9 +168,9 @@ def _reference(variant: Variant, case: Case, problem: Problem) -> Outcome:
 
 
 def differences(built: Built, y: Tensor, reference: Outcome) -> dict[str, float]:
-    """Largest differences of this rank's part, relative to the largest element of the whole.
+    """Return this rank's largest differences, relative to the largest element of the whole tensor.
 
-    Call after a backward. `elements` counts the elements of gradients that were compared.
+    Call it after a backward. `elements` counts the gradient elements that were compared.
     """
     worst = {
         "y": _relative(y.detach(), built.cut(reference.y), reference.y),
@@ -180,7 +186,7 @@ def differences(built: Built, y: Tensor, reference: Outcome) -> dict[str, float]
 
 
 def refuse_differing(title: str, worst: dict[str, float]) -> None:
-    """Raise VariantDiffers where a difference is above TOLERANCE, or not a number."""
+    """Raise VariantDiffers if a difference exceeds TOLERANCE or is NaN."""
     wrong = {name: value for name, value in worst.items() if not value <= TOLERANCE}
     if wrong:
         found = ", ".join(f"{name} by {value:.1e}" for name, value in wrong.items())
@@ -188,7 +194,7 @@ def refuse_differing(title: str, worst: dict[str, float]) -> None:
 
 
 def _relative(mine: Tensor, want: Tensor, whole: Tensor) -> float:
-    """The largest difference; infinite where there is no number, which no maximum passes over."""
+    """Return the largest difference, or infinity if it is NaN, which `max` could overlook."""
     assert mine.shape == want.shape, f"{tuple(mine.shape)} is not {tuple(want.shape)}"
     if not mine.numel():
         return 0.0
@@ -205,13 +211,13 @@ def _grad(x: Tensor) -> Tensor:
 
 
 def _examine(entry: _Entry, case: Case, reference: Outcome) -> results.Row:
-    """Check a variant, count its messages, weigh its memory: four passes, none of them timed."""
+    """Check a variant, count its messages and measure its memory, in four untimed passes."""
     variant, built = entry.variant, entry.built
     numbers = {"y": 0.0, "dx": 0.0, "gradients": 0.0}
     elements, live = 0.0, Live()
     forward, backward = Traffic(), Traffic()
     if built is not None:
-        built.backward(built.forward())  # torch's variants set themselves up in the first pass
+        built.backward(built.forward())  # torch's variants finish their setup in the first pass
         built.clear()
         with built.count() as forward:
             y = built.forward()
@@ -223,7 +229,7 @@ def _examine(entry: _Entry, case: Case, reference: Outcome) -> results.Row:
         live = measure_live(built)
     worst = dict(zip(numbers, _over_ranks(numbers.values(), "max")))
     refuse_differing(variant.title, worst)
-    # Each element of a gradient has been compared on one rank at least.
+    # At least one rank has compared each element of a gradient.
     n_parameters = sum(g.numel() for g in reference.grads.values())
     assert _over_ranks([elements], "sum")[0] >= n_parameters, f"{variant.title}: gradients missing"
     volume = variant.volume(case.size, case.recompute)
@@ -242,7 +248,7 @@ def _examine(entry: _Entry, case: Case, reference: Outcome) -> results.Row:
 
 
 def _over_ranks(values: Iterable[float], op: str) -> list[float]:
-    """Numbers combined over all processes: op is max or sum."""
+    """Combine numbers over all processes; `op` is "max" or "sum"."""
     tensor = torch.tensor(list(values), dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
@@ -255,9 +261,9 @@ def _over_ranks(values: Iterable[float], op: str) -> list[float]:
 
 def _time(entries: list[_Entry], plan: Plan) -> list[results.Row]:
     seconds: dict[str, list[list[float]]] = {entry.variant.name: [] for entry in entries}
-    order = random.Random(0)  # the same on every rank
+    order = random.Random(0)  # the same order on every rank
     gc.collect()
-    gc.freeze()  # so that collecting between visits is cheap
+    gc.freeze()  # makes the collections between visits cheap
     gc.disable()
     for round_ in range(-plan.warmups, plan.rounds):
         for entry in order.sample(entries, len(entries)):
@@ -278,7 +284,7 @@ def _time(entries: list[_Entry], plan: Plan) -> list[results.Row]:
 
 
 def _visit(entry: _Entry) -> list[float]:
-    """Seconds of one forward and one backward on this rank; zeros where it only waits."""
+    """Return the seconds of one forward and one backward on this rank; zeros if it only waits."""
     built = entry.built
     if built is None:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Live memory of one variant: what its parameters, its gradients and a step of it hold."""
+"""Live memory of one variant: bytes of its parameters, its gradients and one step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from benchmarks.schemes.variants import Built
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes of one rank and the whole stack.
+    """Bytes on one rank, for the whole stack.
 
-    parameters, gradients: what this rank holds of them between steps.
-    kept: added by the forward pass and still alive after it. The stack's output is among it, as the
-        next layer's input would be.
-    workspace: buffers that stay from one step to the next.
-    peak: the most alive at once during forward and backward, everything included.
+    Attributes:
+        parameters: Bytes of parameters that this rank holds between steps.
+        gradients: Bytes of their gradients.
+        kept: Bytes added by the forward pass that are still alive after it. They include the
+            stack's output, as they would include the next layer's input.
+        workspace: Bytes of buffers that stay from one step to the next.
+        peak: The most bytes alive at once during forward and backward, everything included.
     """
 
     parameters: int = 0
@@ -31,7 +33,7 @@ class Live:
 
 
 def measure_live(built: Built) -> Live:
-    """Two forwards and backwards of a variant, watched. Needs one earlier, unwatched pass."""
+    """Watch two forwards and backwards of a variant, after an earlier unwatched pass."""
     built.clear()
     parameters = list(built.stack.parameters())
     with _no_collector(), LiveMemory([*parameters, built.x, built.g]) as memory:
@@ -51,16 +53,16 @@ def measure_live(built: Built) -> Live:
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """What lies in reference cycles would go at a moment of chance. Here it goes at the end."""
+    """Disable garbage collection; otherwise reference cycles would be freed at random moments."""
     gc.collect()
-    gc.freeze()  # what is here now stays; collecting again need not look at it
+    gc.freeze()  # existing objects stay alive, so the collection at the end can skip them
     gc.disable()
     yield
     gc.enable()
 
 
 def _settled(memory: LiveMemory) -> int:
-    """Bytes alive when the threads of gloo have let go of the last messages."""
+    """Return the bytes alive once gloo's threads have released the last messages."""
     time.sleep(0.05)
     gc.collect()
     return memory.live()

@@ -1,4 +1,4 @@
-"""The Markdown of `benchmarks.schemes`, made from its file of results."""
+"""Formats the results file of `benchmarks.schemes` as Markdown."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from benchmarks.schemes.results import Group, Row
 
 REFERENCE = "single"
 _NOTES = """\
-A stack of N GPT-2 blocks, x [b, s, h] to y [b, s, h]: no embedding, head or optimizer; float32, no
-dropout. All variants start from the same weights, and y, dx and every weight's gradient equal one
-process's to 1e-4, or the run stops. Variants of a table alternate in one set of processes, one
-forward and one backward each a round; a phase takes as long as on its slowest process. Backward
-includes every reduction of gradients within the replica. Times are medians of the rounds and, in
-brackets, quartiles. **Ratio** is the time of a layer, forward and backward, over that of one
-process in the same round: the ideal is 1.0 where the processes share the reference's cores.
+Each variant runs a stack of N GPT-2 blocks from x [b, s, h] to y [b, s, h], without embedding, head
+or optimizer, in float32 without dropout. All variants start from the same weights, and the run
+stops unless y, dx and every weight's gradient equal one process's to 1e-4. The variants of a table
+alternate in one set of processes: in each round each of them runs one forward and one backward. A
+phase takes as long as on its slowest process, and backward includes every reduction of gradients
+within the replica. Times are medians over the rounds, with quartiles in brackets. **Ratio** is the
+time of a layer, forward and backward, divided by one process's time in the same round; the ideal is
+1.0, because the processes share the reference's cores.
 
-Collectives are those issued per layer (what is sent once a step counts 1/N). Moved are elements of
-four bytes that cross one rank's link per layer, the largest rank's, and their ratio to the formula
-of [Where things lie](../concepts/placement.md), for FSDP that of `benchmarks/schemes/traffic.py`
-(products only, without statistics, vectors and what recomputation skips). Live memory is the
-fullest rank's: of a layer for parameters, gradients and what is kept for backward, of the whole
-stack for workspace (what stays from step to step) and peak."""
+"Collectives" counts those issued per layer; one that is issued once per step counts 1/N. "Moved"
+counts the elements of four bytes that cross one rank's link per layer, on the rank that moves most,
+and in brackets their ratio to the formula of [Where things lie](../concepts/placement.md), or for
+FSDP to that of `benchmarks/schemes/traffic.py` (products only, without statistics, vectors and what
+recomputation skips). Live memory is that of the fullest rank: per layer for parameters, gradients
+and what is kept for backward, and for the whole stack for workspace (buffers that stay from step to
+step) and peak."""
 
 
 def report(groups: Iterable[Group]) -> str:
-    """Everything in the file, as Markdown."""
+    """Return everything in the file as Markdown."""
     ordered = sorted(groups, key=lambda g: (g.processes, _size_order(g), g.recompute))
     if not ordered:
         return "Nothing has been measured yet.\n"
@@ -43,7 +45,7 @@ def _size_order(group: Group) -> tuple[int, str]:
 
 
 def _header(groups: list[Group]) -> str:
-    """One line for each machine and commit that contributed."""
+    """Return one line for each machine and commit that contributed results."""
     lines = []
     for machine in {tuple(g.machine.items()): g.machine for g in groups}.values():
         cores = int(machine["cores"])
@@ -71,7 +73,7 @@ def _threads(row: Row) -> str:
 
 
 def _headline(groups: list[Group]) -> str:
-    """Median ratios of everything, a column a group."""
+    """Return a table of all median ratios with one column for each group."""
     names = {row.name: None for group in groups for row in group.rows}
     head = ["ratio to one process"]
     for g in groups:
@@ -132,7 +134,7 @@ def _reference(group: Group) -> Row | None:
 
 
 def _ratios(group: Group, row: Row) -> list[float]:
-    """Time over the reference's, round by round."""
+    """Return the time divided by the reference's time, round by round."""
     reference = _reference(group)
     if reference is None or not reference.seconds or not row.seconds:
         return []
@@ -140,7 +142,7 @@ def _ratios(group: Group, row: Row) -> list[float]:
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    """`12.3 [11.9, 13.0]`: median and quartiles."""
+    """Return median and quartiles as `12.3 [11.9, 13.0]`."""
     if len(values) < 2:
         return "".join(f"{value:.{digits}f}" for value in values)
     low, middle, high = quantiles(values, n=4, method="inclusive")
@@ -148,7 +150,7 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def _collectives(count: dict[str, int], layers: int) -> str:
-    """`10: 6 all_gather, 4 reduce_scatter`, per layer."""
+    """Return collectives per layer as `10: 6 all_gather, 4 reduce_scatter`."""
     if not count:
         return "0"
     total = _per(sum(count.values()), layers)

@@ -1,4 +1,4 @@
-"""The file of results: one JSON line a finished group, the newest line of a group counts."""
+"""The results file: one JSON line for each finished group; the newest line of a group counts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from benchmarks.schemes.cases import Case
 
 @dataclass(frozen=True)
 class Row:
-    """One variant of a group. Seconds and bytes are of the whole stack, the slowest/fullest rank's.
+    """One variant of a group.
 
-    obstacles: why it could not run; then nothing else is set.
-    seconds: [forward, backward] of every round.
-    count: collectives by kind, forward and backward; moved, formula: elements (formula: a layer's).
-    live: bytes by kind (benchmarks.schemes.live.Live).
-    worst: the largest relative difference to one process, of y, dx and the weights' gradients.
+    Seconds are those of the slowest rank and bytes those of the fullest, both for the whole stack.
+
+    Attributes:
+        obstacles: Why the variant could not run; if there are any, nothing else is set.
+        seconds: [forward, backward] of every round.
+        count: Collectives by kind, in forward and backward.
+        moved: Elements moved, for the whole stack.
+        formula: Elements that the formula asks for, for one layer.
+        live: Bytes by kind (benchmarks.schemes.live.Live).
+        worst: The largest relative difference to one process, of y, dx and the weights' gradients.
     """
 
     name: str
@@ -36,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """A finished case: its variants, measured alternating in one run."""
+    """A finished case, with its variants, which alternated in one run."""
 
     key: str
     title: str
@@ -49,14 +54,14 @@ class Group:
     machine: dict[str, str]
 
     def covers(self, case: Case, variants: Iterable[str], rounds: int) -> bool:
-        """Whether it answers what is asked now: same shape, these variants, as many rounds."""
+        """Return whether this has the shape, the variants and at least the rounds now asked for."""
         names = {row.name for row in self.rows}
         same = self.key == case.key and self.size == asdict(case.size)
         return same and names.issuperset(variants) and self.rounds >= rounds
 
 
 def read(path: Path) -> dict[str, Group]:
-    """Groups by key. A line that was cut off when a run was killed is passed over."""
+    """Read groups by key, skipping a line that was cut off when a run was killed."""
     groups: dict[str, Group] = {}
     if not path.exists():
         return groups

@@ -1,8 +1,8 @@
-"""The same blocks in torch's own parallelism: DTensor tensor parallelism, FSDP2 over it.
+"""The same blocks in torch's own parallelism: DTensor tensor parallelism, and FSDP2 over it.
 
-The block is the plain one a user of torch would write, from nn.Linear and nn.LayerNorm, cut by
-torch's own styles in the way of torchtitan: local tensors between the products, so that DTensor
-does nothing but what the products and their collectives need.
+The block is the plain one that a user of torch would write from nn.Linear and nn.LayerNorm,
+parallelized with torch's own styles as torchtitan does it. Between the products it works on local
+tensors, so that DTensor does only what the products and their collectives need.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ Form = Literal["plain", "tp", "tp-sp", "fsdp-tp", "fsdp-tp-kept"]
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the rows of qkv.weight are ordered [n, 3, d], whole heads in a cut."""
+    """Causal self-attention. The rows of qkv.weight are ordered [n, 3, d], so shards hold whole
+    heads.
+    """
 
     def __init__(self, h: int, n: int) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(h, h)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        # A cut qkv returns its local heads, so -1 stands for n/c of them.
+        # A sharded qkv returns only its local heads, so -1 stands for n/c heads.
         qkv: Tensor = self.qkv(x_BSH)
         b, s, _ = qkv.shape
         q, k, v = qkv.view(b, s, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4)
@@ -67,7 +69,8 @@ class FeedForward(nn.Module):
 
 
 class TorchBlock(nn.Module):
-    """gridformer's Block in torch's modules, with the same names. Weights are [out, in]."""
+    """gridformer's Block written with torch's modules, under the same names. Weights are [out,
+    in]."""
 
     def __init__(self, h: int, n: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class TorchBlock(nn.Module):
 
 
 def plan_tp() -> dict[str, ParallelStyle]:
-    """Activations between the sections are whole: two all-reduces each way."""
+    """Plan with replicated activations between sections: two all-reduces each way."""
     return {
         "attention.qkv": ColwiseParallel(),
         "attention.out": RowwiseParallel(),
@@ -91,7 +94,7 @@ def plan_tp() -> dict[str, ParallelStyle]:
 
 
 def plan_sequence() -> dict[str, ParallelStyle]:
-    """Activations between the sections are cut over s: all-gather in, reduce-scatter out."""
+    """Plan with activations sharded over s between sections: all-gather in, reduce-scatter out."""
 
     def whole_input() -> ParallelStyle:
         return PrepareModuleInput(
@@ -180,20 +183,20 @@ class TorchVariant(Variant):
             fully_shard(block, mesh=mesh["row"], reshard_after_forward=reshard)
         for module in stack.modules():
             if isinstance(module, FSDPModule):
-                # Gradients are sums, as everywhere here. gloo knows no other reduction.
+                # Gradients are summed, as in every variant here. gloo has no other reduction.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
 
 def _turned(x: Tensor) -> Tensor:
-    """nn.Linear's weight [out, in] is the transpose of gridformer's."""
+    """Transpose nn.Linear's weight [out, in] to gridformer's [in, out], or back."""
     return x.t() if x.dim() == 2 else x
 
 
 def _compared(
     parameters: dict[str, nn.Parameter], whole: Whole
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    # It warns that gathering over both axes takes two messages. Here that is no matter.
+    # torch warns that gathering over both axes takes two messages, which does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for name, parameter in parameters.items():
         grad = parameter.grad
@@ -204,9 +207,9 @@ def _compared(
 
 
 def _reduce_partial(stack: Stack, mesh: DeviceMesh | None) -> Callable[[], None]:
-    """Add up gradients that DTensor leaves as partial sums, in one message a step.
+    """Sum gradients that DTensor leaves as partial sums, in one message per step.
 
-    With tokens cut over the columns, each rank's gradient of a norm is a part of the sum. DTensor
+    With tokens sharded over the columns, each rank's gradient of a norm is a partial sum. DTensor
     would reduce them one by one when an optimizer reads them.
     """
     assert mesh is not None

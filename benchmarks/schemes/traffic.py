@@ -1,9 +1,9 @@
-"""What travels: collectives counted as torch issues them, and the volumes that formulas ask for.
+"""Counts collectives as torch issues them, and gives the formulas for the expected volumes.
 
 gridformer counts its own collectives (`gridformer.comm.record`). Those of torch's DTensor and FSDP2
 are counted here where torch dispatches them, by the same convention: the elements that must cross
-one rank's link whatever the algorithm (`gridformer.comm.recorder.Record.moved`). Elements are of
-four bytes.
+one rank's link whatever the algorithm (`gridformer.comm.recorder.Record.moved`). Elements have four
+bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from benchmarks.schemes.cases import Size
 from gridformer import comm
 
-_ITEM = 4  # bytes of the elements that are reported
+_ITEM = 4  # bytes of a reported element
 
 
 @dataclass
 class Traffic:
-    """Collectives by kind, and elements moved by this rank."""
+    """Collectives by kind, and the elements that this rank moved."""
 
     count: Counter[str] = field(default_factory=Counter)
     elements: float = 0.0
@@ -44,7 +44,7 @@ def gridformer_traffic() -> Iterator[Traffic]:
 
 @contextmanager
 def torch_traffic() -> Iterator[Traffic]:
-    """Count every collective that torch dispatches inside the block, in a backward pass too."""
+    """Count every collective that torch dispatches inside the block, including in backward."""
     with _Counter() as counter:
         yield counter.traffic
 
@@ -58,7 +58,7 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
-            return NotImplemented  # a DTensor: come again with the local tensors it works on
+            return NotImplemented  # a DTensor: torch calls again with the local tensors
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note(func._schema.name.split("::")[1], args)
         return func(*args, **(kwargs or {}))
@@ -73,7 +73,7 @@ class _Counter(TorchDispatchMode):
         self.traffic.elements += moved(args) / _ITEM
 
 
-# These move no data of a layer.
+# These move none of a layer's data.
 _SILENT = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
 
@@ -84,12 +84,12 @@ def _n_bytes(x: Any) -> int:
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The process group among the arguments: an object of torch's, or (functional) its name."""
+    """Find the process group among the arguments: an object, or the name of a functional one."""
     for arg in args:
         if not isinstance(arg, Tensor) and hasattr(arg, "_type"):
             try:
                 return dist.ProcessGroup.unbox(arg)
-            except RuntimeError:  # another object, a ReduceOp
+            except RuntimeError:  # another object, such as a ReduceOp
                 continue
     return dist.distributed_c10d._resolve_process_group(args[-1])
 
@@ -100,7 +100,7 @@ def _all_reduce(args: tuple[Any, ...]) -> float:
 
 
 def _rest_of(place: int) -> Callable[[tuple[Any, ...]], float]:
-    """All but this rank's own part of the whole tensor, which is argument number `place`."""
+    """Count all but this rank's own part of the whole tensor, which is argument number `place`."""
 
     def moved(args: tuple[Any, ...]) -> float:
         size = _group(args).size()
@@ -110,12 +110,12 @@ def _rest_of(place: int) -> Callable[[tuple[Any, ...]], float]:
 
 
 def _gathered(args: tuple[Any, ...]) -> float:
-    """Functional all-gather: the argument is this rank's part."""
+    """Count a functional all-gather, whose argument is this rank's part."""
     return (_group(args).size() - 1) * _n_bytes(args[0])
 
 
 def _exchanged(sizes_place: int, x_place: int) -> Callable[[tuple[Any, ...]], float]:
-    """All-to-all: what this rank sends to others; without sizes every rank gets as much."""
+    """Count what this rank sends to others in an all-to-all; without sizes, all parts are equal."""
     even = _rest_of(x_place)
 
     def moved(args: tuple[Any, ...]) -> float:
@@ -136,14 +136,15 @@ def _unless_root(root_place: int) -> Callable[[tuple[Any, ...]], float]:
 
 
 _COLLECTIVES: dict[str, tuple[str, Callable[[tuple[Any, ...]], float]]] = {
-    # c10d, in place: what torch.distributed's functions and FSDP2 call. (outputs, inputs, group)
+    # c10d collectives work in place; torch.distributed's functions and FSDP2 call them. Arguments:
+    # (outputs, inputs, group).
     "allreduce_": ("all_reduce", _all_reduce),
     "_allgather_base_": ("all_gather", _rest_of(0)),
     "_reduce_scatter_base_": ("reduce_scatter", _rest_of(1)),
     "alltoall_base_": ("all_to_all", _exchanged(4, 1)),
     "broadcast_": ("broadcast", _unless_root(2)),
     "reduce_": ("reduce", _unless_root(3)),
-    # Functional collectives: what DTensor calls. (input, ..., name of the group)
+    # DTensor calls functional collectives. Arguments: (input, ..., name of the group).
     "all_reduce": ("all_reduce", _all_reduce),
     "all_reduce_": ("all_reduce", _all_reduce),
     "all_gather_into_tensor": ("all_gather", _gathered),
@@ -157,14 +158,14 @@ _COLLECTIVES: dict[str, tuple[str, Callable[[tuple[Any, ...]], float]]] = {
 
 @dataclass(frozen=True)
 class Volume:
-    """Elements moved by a rank, one layer: the matrices' part, without vectors and statistics."""
+    """Elements that a rank moves for one layer's products, without vectors and statistics."""
 
     forward: float = 0.0
     backward: float = 0.0
 
 
 def one_dimensional(size: Size, cols: int, recompute: bool) -> Volume:
-    """Megatron and its sequence-parallel form move 4(c-1)/c bsh each way.
+    """Return the volume of Megatron and its sequence-parallel form: 4(c-1)/c bsh each way.
 
     The formulas are those of docs/concepts/placement.md.
     """
@@ -175,10 +176,11 @@ def one_dimensional(size: Size, cols: int, recompute: bool) -> Volume:
 def two_dimensional(
     size: Size, rows: int, cols: int, recompute: bool, output_stays: bool
 ) -> Volume:
-    """Optimus moves twice as much backward as forward (docs/concepts/placement.md).
+    """Return the volume of Optimus, which moves twice as much in backward as in forward.
 
-    If the output of every product stays in place, as in the paper (Xu et al. 2021), 7bsh travel; if
-    the narrower of input and output travels, 4bsh.
+    The formulas are those of docs/concepts/placement.md. If the output of every product stays in
+    place, as in the paper (Xu et al. 2021), 7bsh travel; if the narrower of input and output
+    travels, 4bsh.
     """
     activations = (cols - 1) / (rows * cols) * (7 if output_stays else 4) * _activation(size)
     forward = activations + _weights(size, rows, cols)
@@ -186,10 +188,10 @@ def two_dimensional(
 
 
 def sharded(size: Size, rows: int, cols: int, recompute: bool, reshard: bool) -> Volume:
-    """FSDP2 over the rows, tensor parallelism over the columns.
+    """Return the volume of FSDP2 over the rows and tensor parallelism over the columns.
 
     Forward gathers the weights; backward reduce-scatters their gradients, and gathers the weights
-    again if they were given up in between (`reshard`; once, also with recomputation).
+    again (once, even with recomputation) if `reshard` freed them in between.
     """
     activations = (cols - 1) / (rows * cols) * 4 * _activation(size)
     weights = _weights(size, rows, cols)

@@ -1,8 +1,9 @@
-"""The schemes that are compared: what each is called, where it can run, how it is built.
+"""The schemes that are compared: their names, where they can run and how they are built.
 
-All compute the same: a stack of N transformer blocks, x [b, s, h] to y [b, s, h], loss = sum(y g),
-in float32 without dropout. x requires a gradient, as the input of a layer in a deep model does.
-Weights are given, whole; every variant takes its part. See torch_variants for those of torch.
+All variants compute the same thing: a stack of N transformer blocks maps x [b, s, h] to y [b, s,
+h], and loss = sum(y g), in float32 without dropout. x requires a gradient, as the input of a layer
+inside a deep model does. Every variant takes its shards of the given whole weights.
+torch_variants.py holds torch's own parallelism.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from gridformer.parallel.sharding import shard_of
 from gridformer.parallel.tensor.linear import weights_kept
 
 CPU = torch.device("cpu")
-Whole = dict[str, Tensor]  # by name, for instance `0.attention.qkv.weight` of layer 0
+Whole = dict[str, Tensor]  # keyed by name, for instance `0.attention.qkv.weight` for layer 0
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is computed, whole and the same on every rank: weights, x and g [b, s, h]."""
+    """The whole inputs, equal on every rank: weights, x and g [b, s, h]."""
 
     weights: Whole
     x: Tensor
@@ -46,7 +47,10 @@ class Problem:
 
 
 def make_problem(size: Size, seed: int = 1) -> Problem:
-    """Random weights in gridformer's form, [in, out]. Vectors are random too, so they count."""
+    """Draw random weights in gridformer's layout, [in, out].
+
+    Biases and norms are random too, so that they affect the result.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         block = GPT2(size.model()).layers["0"]
@@ -65,7 +69,7 @@ def make_problem(size: Size, seed: int = 1) -> Problem:
 
 
 class Stack(nn.Module):
-    """Blocks one after the other. With `recompute` each keeps its input alone for its backward."""
+    """Blocks one after the other; with `recompute`, each keeps only its input for backward."""
 
     def __init__(self, blocks: Iterable[nn.Module], recompute: bool) -> None:
         super().__init__()
@@ -83,7 +87,7 @@ class Recomputed(nn.Module):
         self.block = block
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        # Nothing here is random, so no random state is saved and restored.
+        # Nothing here is random, so no random state has to be saved and restored.
         y: Tensor = checkpoint(self.block, x_BSH, use_reentrant=False, preserve_rng_state=False)
         return y
 
@@ -92,11 +96,14 @@ class Recomputed(nn.Module):
 class Built:
     """A variant on this rank, ready to run.
 
-    x, g: this rank's blocks. cut: takes that block of a whole [b, s, h].
-    finish: what is left to do for gradients after backward; timed with it.
-    step: entered before the forward and left after the backward: weights do not change inside.
-    compared: given the whole gradients, yields (name, mine, what mine should be).
-    count: counts the collectives inside a `with` block.
+    Attributes:
+        x: This rank's block of the input.
+        g: This rank's block of the output's gradient.
+        cut: Takes this rank's block of a whole tensor [b, s, h].
+        finish: Completes the gradients after backward; it is timed with backward.
+        step: Entered before forward and left after backward; weights do not change inside.
+        compared: Given the whole gradients, yields (name, this rank's, expected).
+        count: Counts the collectives inside a `with` block.
     """
 
     stack: nn.Module
@@ -115,7 +122,7 @@ class Built:
         return y
 
     def backward(self, y: Tensor) -> None:
-        """Of loss = sum(y g), whose gradient with respect to y is g."""
+        """Run the backward pass of loss = sum(y g), whose gradient with respect to y is g."""
         torch.autograd.backward(y, self.g)
         self._inside.close()
         self.finish()
@@ -129,8 +136,11 @@ class Built:
 class Variant(ABC):
     """One row of the tables.
 
-    name: what --only takes. title: with the grid, for people. alone: runs on rank 0 while the
-    other processes wait. one_thread: does not take the threads of those that wait.
+    Attributes:
+        name: What --only takes.
+        title: The name in the tables, with the grid.
+        alone: Whether it runs on rank 0 while the other processes wait.
+        one_thread: Whether it leaves the waiting processes' threads unused.
     """
 
     name: str
@@ -140,18 +150,20 @@ class Variant(ABC):
 
     @abstractmethod
     def obstacles(self, size: Size) -> list[str]:
-        """Why it cannot run at this size; empty if it can."""
+        """Return why it cannot run at this size; empty if it can."""
 
     @abstractmethod
     def volume(self, size: Size, recompute: bool) -> traffic.Volume:
-        """Elements a rank and layer should move."""
+        """Return the elements that a rank should move per layer."""
 
     @abstractmethod
     def build(self, case: Case, problem: Problem) -> Built:
-        """This rank's part. All ranks call it, unless the variant runs alone."""
+        """Build this rank's part. All ranks call it, unless the variant runs alone."""
 
     def threads(self, processes: int, cores: int) -> int:
-        """Every variant may use as many cores as the processes of its group can."""
+        """Return the number of threads; a variant may use as many cores as its group's processes
+        can.
+        """
         if self.one_thread:
             return 1
         if self.alone:
@@ -162,7 +174,7 @@ class Variant(ABC):
 def indivisible(
     size: Size, rows: int, cols: int, cuts_hidden: bool = False, cuts_sequence: bool = False
 ) -> list[str]:
-    """What of a shape does not divide over a grid that cuts b over rows and heads over columns."""
+    """Return what does not divide over a grid that shards b over rows and heads over columns."""
     wanted = {"b": (size.b, rows), "n": (size.n, cols)}
     if cuts_hidden:
         wanted["h"] = size.h, math.lcm(rows, cols)
@@ -175,12 +187,12 @@ def leaf(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
 
 
-# --------------------------------------------------------------------------- gridformer's
+# --------------------------------------------------------------------------- gridformer
 
 
 @cache
 def _axes(rows: int, cols: int) -> Axes:
-    """One set of process groups for all variants of a grid."""
+    """Build one set of process groups for all variants of a grid."""
     return build_axes(LayoutConfig(scheme="optimus", rows=rows, cols=cols), "cpu")
 
 
@@ -191,7 +203,8 @@ class GridformerVariant(Variant):
     layout: LayoutConfig
     alone: bool = False
     one_thread: bool = False
-    parts: int = 1  # in which activations are gathered: these sizes have too few to be cut up
+    # chunks of a gather, set here because `auto` does not chunk such small activations
+    parts: int = 1
 
     def obstacles(self, size: Size) -> list[str]:
         layout, spec = self.layout, spec_of(self.layout)
@@ -256,7 +269,10 @@ class GridformerVariant(Variant):
 
 
 def gridformer_variants(processes: int) -> list[Variant]:
-    """The reference first. Grids are square; 1-D schemes take all processes as columns."""
+    """Return the variants, the reference first.
+
+    Grids are square; 1-D schemes use all processes as columns.
+    """
     single = LayoutConfig()
     if processes == 1:
         return [
@@ -287,7 +303,7 @@ def gridformer_variants(processes: int) -> list[Variant]:
             f"megatron 2-D {grid}",
             LayoutConfig(scheme="megatron_2d", rows=side, cols=side),
         ),
-        # The paper's algorithm and its overlapped form: the output of each product stays.
+        # The paper's algorithm and its overlapped form keep the output of each product in place.
         two_d("broadcast", "broadcast", schedule="broadcast", stationary="output", **none),
         two_d("pipelined", "pipelined", schedule="pipelined", stationary="output", **none),
         two_d("gather", "gather", schedule="gather", **none),
