@@ -186,10 +186,18 @@ def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
     with weights_kept(model), MemoryTracker() as tracker:
         tracker.mark([*model.parameters(), *batch.values()], "before")
         loss = loss_of(model, batch)
-        time.sleep(0.02)  # gloo's threads let go of a message a moment after it is waited for
-        found = sum(e.n_bytes for e in tracker.entries if e.died is None and e.kind != "before")
+        # gloo's threads free a message a moment after it is waited for.
+        found, before = held(tracker), -1
+        while found != before:
+            time.sleep(0.02)
+            found, before = held(tracker), found
         assert loss.requires_grad
     return found
+
+
+def held(tracker: MemoryTracker) -> int:
+    """Bytes that are in memory now and were not marked as there before."""
+    return sum(e.n_bytes for e in tracker.entries if e.died is None and e.kind != "before")
 
 
 def one_layer(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> float:

@@ -143,7 +143,8 @@ def ranks_of(case: Case) -> list[list[int]]:
 )
 def test_a_step_mixes_no_devices(gpu: InProcess, case: Case) -> None:
     """An optimizer step and an evaluation. Every message comes from one thread: torch would go back
-    through a GPU's tensors and through those on the meta device in two."""
+    through a GPU's tensors and through those on the meta device in two. The host waits for the
+    device once, when all products of the step have been launched."""
     try:
         check(case.run)
     except ConfigError:
@@ -152,6 +153,8 @@ def test_a_step_mixes_no_devices(gpu: InProcess, case: Case) -> None:
         steps: list[Step] = [gpu(step_of, case.run, rank) for rank in ranks]
         for step in steps:
             assert len(step.threads) == (case.run.layout.n_processes > 1)
+            if case.run.train.clip_by == "global":  # else the norms of layers are read, too
+                assert step.reads == [step.products], "one read-back, after all products"
             assert step.over("branch", "every", "world") == steps[0].over(
                 "branch", "every", "world"
             )

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from typing import Any
@@ -39,6 +39,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.train.step import Stepper
 
 NAME = "fakegpu"
+PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
 
 
 class _Backend:
@@ -92,15 +93,18 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank sent, as (operation, axis, label), and the threads that did."""
+    """What a rank sent, as (operation, axis, label), the threads that did, and what it read back
+    from the device, each time of which the host waits until all kernels are done."""
 
     messages: list[tuple[str, str, str]]
     threads: set[int]
+    reads: list[int]  # how many matrix products were launched before each read-back
+    products: int
 
     @staticmethod
     def of(recorder: Recorder, watch: Watch) -> Step:
         found = [(one.op, one.axis, one.label) for one in recorder.records]
-        return Step(found, watch.threads)
+        return Step(found, watch.threads, watch.reads, watch.products)
 
     def over(self, *axes: str) -> list[tuple[str, str, str]]:
         return [message for message in self.messages if message[1] in axes]
@@ -112,6 +116,8 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.threads: set[int] = set()
+        self.reads: list[int] = []
+        self.products = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -122,6 +128,7 @@ class Watch(TorchDispatchMode):
             if wrong:
                 raise RuntimeError(f"{func}: a tensor on {wrong.pop()} is handed to NCCL")
             self.threads.add(threading.get_ident())
+        self.products += func.overloadpacket in PRODUCTS
         return func(*args, **(kwargs or {}))
 
 
@@ -143,16 +150,22 @@ def playing(rank: int, n_processes: int) -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Tensors made inside have no memory. Where a number is read back from one it is 1."""
+def fake_tensors(watch: Watch | None = None) -> Iterator[None]:
+    """Tensors made inside have no memory. Where a number is read back from one it is 1.
+
+    Args:
+        watch: remembers what is read back from the device. Other ways to read are refused by torch.
+    """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     def ones(x: Tensor) -> Any:
+        if watch is not None and x.device.type == NAME:
+            watch.reads.append(watch.products)
         return np.ones(tuple(x.shape)).tolist()
 
     with (
         patch.object(FakeTensor, "tolist", ones),
-        patch.object(FakeTensor, "__float__", lambda _: 1.0),
+        patch.object(FakeTensor, "__float__", ones),
         FakeTensorMode(),
     ):
         yield
@@ -168,11 +181,12 @@ def step_of(run: RunConfig, rank: int) -> Step:
     choices, watch = decide_run(run).choices, Watch()
     with playing(rank, layout.n_processes):
         axes = build_axes(layout, NAME)
-        with fake_tensors(), watch, record() as recorder:
+        with fake_tensors(watch), watch, record() as recorder:
             model = build_parallel(
                 run.model, layout, axes, train.seed, device, train.dtype, choices, filled=False
             )
             stepper = Stepper(model, train, axes, layout)
             stepper(0, partial(rows_like, run))
+            reads, products = [*watch.reads], watch.products
             stepper.evaluate([partial(rows_like, run)])
-    return Step.of(recorder, watch)
+    return replace(Step.of(recorder, watch), reads=reads, products=products)

@@ -119,7 +119,7 @@ class Stepper:
         """
         with self._timed("read the batch"):
             work = self._work(read)
-            counts, tokens, flags = self._count(work, flag)
+            counts, tokens_and_flags = self._count(work, flag)
         self.model.train()
         clear_gradients(self.model)
         self.model.clock.step = step
@@ -133,9 +133,16 @@ class Stepper:
         mine = [loss * self._first() for loss in losses.values()]
         sums = torch.stack([*mine, *self.updates.squares()])
         totals = comm.all_reduce(sums, self.axes.world, label="metrics")
-        *means, square, last_square = totals.tolist()
-        divisors = [max(1, count) for count in torch.stack([*counts.values()]).tolist()]
-        parts = {name: total / n for name, total, n in zip(counts, means, divisors)}
+        # The only time in a step that the host waits for the device.
+        numbers = torch.cat([totals, torch.stack([*counts.values()]), tokens_and_flags]).tolist()
+        n = len(counts)
+        means, (square, last_square), divisors = (
+            numbers[:n],
+            numbers[n : n + 2],
+            numbers[n + 2 : -2],
+        )
+        tokens, flags = map(int, numbers[-2:])
+        parts = {name: total / max(1, n) for name, total, n in zip(counts, means, divisors)}
         scale = self.scale.scale
         loss, norm = sum(parts.values()), math.sqrt(square) / scale
         if math.isfinite(loss) and not math.isfinite(norm) and not self.scale.exhausted:
@@ -203,16 +210,19 @@ class Stepper:
             found.append(MicroBatch(rows, batch))
         return found
 
-    def _count(self, work: list[MicroBatch], flag: bool) -> tuple[dict[str, Tensor], int, int]:
-        """Counts over the global batch: targets of each loss, tokens read, flags raised."""
+    def _count(self, work: list[MicroBatch], flag: bool) -> tuple[dict[str, Tensor], Tensor]:
+        """Counts over the global batch, on the device.
+
+        Returns:
+            The targets of each loss, and [tokens read, flags raised].
+        """
         each = [Model.counts(micro.batch) for micro in work]
         mine = [torch.stack([counts[name] for counts in each]).sum() for name in each[0]]
         mine.append(torch.stack([Model.n_tokens(micro.batch) for micro in work]).sum())
         mine = [count * self._first() * self._reads_first() for count in mine]
         mine.append(torch.full_like(mine[0], flag))
         totals = comm.all_reduce(torch.stack(mine), self.axes.world, label="metrics")
-        tokens, flags = totals[-2:].tolist()
-        return dict(zip(each[0], totals.unbind())), int(tokens), int(flags)
+        return dict(zip(each[0], totals.unbind())), totals[-2:]
 
     def _first(self) -> int:
         """Returns 1 on one of the ranks that hold the same rows and 0 on the others.
