@@ -1,7 +1,7 @@
-"""The command line, called inside the test's process: what it prints, and its exit code.
+"""Calls the command line inside the test's process, and returns its output and exit code.
 
-A process of its own takes seconds to import torch. That commands start as a user starts them is
-tested with some of each; the others are called here.
+A separate process would take seconds to import torch. A few tests start each kind of command as a
+user does; the others call it here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gridformer.cli.app import main
 
 @dataclass(frozen=True)
 class Done:
-    """As of `subprocess.run`."""
+    """The result of a command, with the attributes of `subprocess.run`'s result."""
 
     returncode: int
     stdout: str
@@ -26,7 +26,7 @@ class Done:
 
 
 def gridformer_here(*words: str | Path) -> Done:
-    """`gridformer WORDS` of one process."""
+    """Run `gridformer WORDS` in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         patch.object(sys, "argv", ["gridformer", *map(str, words)]),

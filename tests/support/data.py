@@ -17,7 +17,7 @@ WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while
 
 @dataclass
 class ListSource:
-    """A source of given documents; `documents` is called anew for every pass."""
+    """A source of given documents; `documents` is called for every pass."""
 
     documents: Callable[[], Iterable[str]]
     name: str = "a list"
@@ -41,13 +41,13 @@ def listed(*documents: str) -> ListSource:
 
 
 def sentences(number: int, words: int = 12) -> list[str]:
-    """Different documents, always the same."""
+    """Return different documents, the same ones on every call."""
     draw = np.random.default_rng(number)
     return [" ".join(draw.choice(WORDS, words)) + f" {i}.\n" for i in range(number)]
 
 
 def texts(sources: Sequence[Source]) -> list[str]:
-    """Whole documents of some sources."""
+    """Return the whole documents of some sources."""
     out = [""]
     for source in sources:
         for piece in source.pieces(Counter()):
@@ -58,7 +58,7 @@ def texts(sources: Sequence[Source]) -> list[str]:
 
 
 def documents(folder: TokenFolder) -> dict[str, list[str]]:
-    """The decoded documents of each split, without their end-of-text tokens."""
+    """Decode the documents of each split, without their end-of-text tokens."""
     eos = folder.index.eos_token
     return {
         split.name: [
@@ -70,7 +70,7 @@ def documents(folder: TokenFolder) -> dict[str, list[str]]:
 
 
 def counting_split(n_tokens: int, name: str = "train") -> TokenSplit:
-    """A split whose token at position i is i, so that a batch tells where it was read."""
+    """Return a split whose token at position i is i, so that a batch shows where it was read."""
     return TokenSplit(
         name,
         Path(f"{name}.bin"),
@@ -81,20 +81,20 @@ def counting_split(n_tokens: int, name: str = "train") -> TokenSplit:
 
 
 def pairs_source(number: int) -> ListSource:
-    """Pairs whose second text says the first in capitals, and is not longer."""
+    """Return pairs whose second text is the first one in capitals, and is not longer."""
     texts = [sentence.strip() for sentence in sentences(number, words=5)]
     both = [text for sentence in texts for text in (sentence, sentence.upper())]
     return ListSource(lambda: both, kind="pairs", languages=("small", "LARGE"))
 
 
 def labeled_source(number: int) -> ListSource:
-    """Documents whose label is their first word."""
+    """Return documents whose label is their first word."""
     texts = sentences(number)
     return ListSource(lambda: texts, kind="labeled", label=lambda text: text.split()[0])
 
 
 def a_run(folder: TokenFolder, family: str = "gpt2", **values: object) -> RunConfig:
-    """A run of a tiny model on a folder; values are overrides, model__n_labels=2 for instance."""
+    """Return a run of a tiny model on a folder; values are overrides such as model__n_labels=2."""
     raw: dict[str, dict[str, object]] = {
         "model": {"family": family, "n_layers": 1, "hidden_size": 8, "n_heads": 2},
         "data": {"path": folder.path},

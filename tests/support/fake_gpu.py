@@ -1,11 +1,11 @@
-"""A whole optimizer step of one rank on tensors that claim to lie on a GPU, on any machine.
+"""Runs a whole optimizer step of one rank on tensors that claim to be on a GPU, on any machine.
 
-Fake tensors have a device and no memory, and refuse to be mixed with those of another device, as a
-GPU's do. A build of torch for CPUs cannot go back through fake tensors of `cuda`. So their device
-is of torch's PrivateUse1 type, which behaves alike: gradients are computed in a thread of its own
-unless torch is told otherwise, and messages take the ways of `gridformer.comm` that are NCCL's.
+Fake tensors have a device but no memory, and like a GPU's they refuse to be mixed with tensors of
+another device. A CPU build of torch cannot run backward through fake tensors on `cuda`, so they use
+torch's PrivateUse1 device type, which behaves alike: gradients are computed in a separate thread
+unless torch is told otherwise, and messages take the paths of `gridformer.comm` that NCCL uses.
 
-A device that is registered once stays, so all this runs in a process of its own.
+A registered device type stays registered, so all this runs in its own process.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", 
 
 
 class _Backend:
-    """What torch asks of a kind of devices."""
+    """What torch asks of a device module."""
 
     @staticmethod
     def is_available() -> bool:
-        """Not but for fake tensors, so that torch makes no others there."""
+        """False except for fake tensors, so that torch makes no other tensors there."""
         return False
 
     @staticmethod
@@ -69,7 +69,7 @@ class _Backend:
 
 @cache
 def fake_gpu() -> torch.device:
-    """Of this process, which is told of it once."""
+    """Return the device, which is registered once per process."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(NAME, _Backend)
@@ -78,8 +78,10 @@ def fake_gpu() -> torch.device:
 
 @contextmanager
 def own_process() -> Iterator[Callable[..., Any]]:
-    """Calls functions, of modules' top level, in a process that has a fake GPU. What they raise
-    comes back as a RuntimeError with the traceback."""
+    """Yield a caller of top-level functions in a process that has a fake GPU.
+
+    An exception there comes back as a RuntimeError with its traceback.
+    """
     with ProcessPoolExecutor(1, get_context("forkserver")) as process:
         yield lambda fn, *args: process.submit(_call, fn, args).result()
 
@@ -87,14 +89,20 @@ def own_process() -> Iterator[Callable[..., Any]]:
 def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         return fn(*args)
-    except Exception:  # of torch's errors not all can be pickled
+    except Exception:  # not all of torch's errors can be pickled
         raise RuntimeError(traceback.format_exc()) from None
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank sent, as (operation, axis, label), the threads that did, and what it read back
-    from the device, each time of which the host waits until all kernels are done."""
+    """What a rank sent and what it read back from the device.
+
+    Attributes:
+        messages: Messages as (operation, axis, label).
+        threads: The threads that sent them.
+        reads: One entry for each read-back; for each the host waits until all kernels are done.
+        products: The number of matrix products.
+    """
 
     messages: list[tuple[str, str, str]]
     threads: set[int]
@@ -111,7 +119,8 @@ class Step:
 
 
 class Watch(TorchDispatchMode):
-    """Refuses to send what is not on the GPU, as NCCL does, and remembers who sends."""
+    """Refuses to send tensors that are not on the GPU, as NCCL does, and records sending
+    threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +143,7 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def playing(rank: int, n_processes: int) -> Iterator[None]:
-    """Be one rank of a group of GPUs, of which the code believes that NCCL serves it."""
+    """Act as one rank of a group of GPUs, which the code believes NCCL serves."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if n_processes == 1:
@@ -151,10 +160,10 @@ def playing(rank: int, n_processes: int) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors(watch: Watch | None = None) -> Iterator[None]:
-    """Tensors made inside have no memory. Where a number is read back from one it is 1.
+    """Tensors made inside have no memory; a number read back from one is 1.
 
     Args:
-        watch: remembers what is read back from the device. Other ways to read are refused by torch.
+        watch: Records what is read back from the device. torch refuses other ways to read.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -172,9 +181,9 @@ def fake_tensors(watch: Watch | None = None) -> Iterator[None]:
 
 
 def step_of(run: RunConfig, rank: int) -> Step:
-    """An optimizer step and an evaluation of one rank of a checked run. Call it in `own_process`.
+    """Run an optimizer step and an evaluation of one rank of a checked run, in `own_process`.
 
-    Raises what a mix of devices raises, where torch only warns of it, too.
+    It also raises errors about mixed devices of which torch only warns.
     """
     warnings.filterwarnings("error", message=".*at least two types of devices")
     device, (layout, train) = fake_gpu(), (run.layout, run.train)

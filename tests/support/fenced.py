@@ -1,4 +1,4 @@
-"""Fenced blocks, inline code and commands of Markdown pages."""
+"""Finds fenced blocks, inline code and commands in Markdown pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMAND = re.compile(r"^(\$ )?(gridformer|torchrun|srun) ")
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced block, its language as written after the backticks, and its first line's number."""
+    """A fenced block, with the language written after the backticks and its first line's number."""
 
     language: str
     text: str
@@ -35,7 +35,7 @@ class Fence:
 
     @property
     def lines(self) -> list[str]:
-        """Lines as a shell reads them: those that end in a backslash go on."""
+        """Return lines as a shell reads them: a backslash at the end continues a line."""
         return self.text.replace("\\\n", " ").splitlines()
 
 
@@ -45,7 +45,7 @@ def fences(page: Path) -> list[Fence]:
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Commands in a page's fences and, if they have arguments, in its inline code."""
+    """Yield commands in a page's fences and, if they have arguments, in its inline code."""
     for fence in fences(page):
         yield from (line.removeprefix("$ ") for line in fence.lines if COMMAND.match(line))
     prose = _FENCE.sub("", page.read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command as a shell separates them, without comments."""
+    """Split a command into words as a shell does, without comments."""
     return shlex.split(command, comments=True)
 
 
@@ -73,7 +73,8 @@ def check_arguments(words: list[str]) -> None:
     try:
         values = known[name].make_context(name, rest).params
     except Exception as error:
-        if hasattr(error, "format_message"):  # click's, or those of the click inside typer
+        # an error of click, or of the copy of click inside typer
+        if hasattr(error, "format_message"):
             raise ConfigError([error.format_message()]) from None
         raise
     if name in ("train", "memory"):

@@ -1,4 +1,4 @@
-"""Grids of devices without processes: enough to see what each device would hold."""
+"""Grids of devices without processes, enough to see what each device would hold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def name_of(layout: LayoutConfig) -> str:
 
 
 def ranks(rows: int, cols: int) -> Iterator[Axes]:
-    """The axes as every device of a grid sees them; no process group is needed to place."""
+    """Yield the axes as each device of a grid sees them; placement needs no process group."""
     for row in range(rows):
         for col in range(cols):
             every = [Axis(name, rows * cols, row * cols + col) for name in ("grid", "world")]

@@ -1,7 +1,7 @@
-"""Which cases `make test` runs, and which `make test-all` alone.
+"""Marks which cases run only in `make test-all`, not in `make test`.
 
-What is left to `make test-all` is more of the same: another grid of a sort that is tested, another
-pair, another variant of a script. Never the only test of something.
+Those cases repeat what others test: another grid of a tested kind, another pair, another variant of
+a script. They are never the only test of something.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ Value = TypeVar("Value")
 def full_unless(
     quick: Callable[[Value], bool], values: Iterable[Value], unpack: bool = False
 ) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize`: those that are not quick carry the mark `full`.
+    """Return parameters for `pytest.mark.parametrize`; those that are not quick are marked `full`.
 
-    unpack: values are tuples, for several names.
+    Args:
+        unpack: Whether values are tuples, for several names.
     """
     return [
         value

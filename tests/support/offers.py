@@ -1,4 +1,4 @@
-"""Runs that may not fit, what is wrong with them, and what is offered."""
+"""Runs that may be invalid, the problems found in them, and the offered changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Offer = Mapping[str, Any]  # keys to set together, with their values
 
 
 def run_of(**changes: Any) -> RunConfig:
-    """`run_of(**{"layout.cols": 2})`: a run that fits one device, changed."""
+    """Return a changed copy of a run that fits one device, as in `run_of(**{"layout.cols": 2})`."""
     raw: dict[str, dict[str, Any]] = {
         "model": {"n_layers": 1, "hidden_size": 48, "n_heads": 12, "max_seq_len": 24},
         "data": {"path": "somewhere"},
@@ -26,7 +26,7 @@ def run_of(**changes: Any) -> RunConfig:
 
 
 def changed(run: RunConfig, offer: Offer) -> RunConfig:
-    """The run with an offer taken, as a run file would have it. Raises if that is no valid run."""
+    """Apply an offer to a run as a run file would; raises if the result is no valid run."""
     raw = run.model_dump()
     for key, value in offer.items():
         section, name = key.split(".")
@@ -36,5 +36,5 @@ def changed(run: RunConfig, offer: Offer) -> RunConfig:
 
 
 def rules(run: RunConfig) -> set[str]:
-    """Names of the rules that a run breaks."""
+    """Return the names of the rules that a run breaks."""
     return {broken.rule for broken in broken_rules(run)}

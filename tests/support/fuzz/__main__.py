@@ -1,4 +1,4 @@
-"""Random models, layouts and methods together, each trained exactly as one device."""
+"""Trains random models, layouts and methods, each of which must equal one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> int:
         first = options.first if options.seed is None else options.seed
         seeds = range(first, first + options.cases)
         cases = [(f"seed {seed}", case_of(seed)) for seed in seeds]
-    cases.sort(key=lambda named: named[1].n_processes)  # groups are made anew for another number
+    # changing the number of processes rebuilds the groups
+    cases.sort(key=lambda named: named[1].n_processes)
     pool, failed, began = WorkerPool(options.timeout), 0, time.monotonic()
     try:
         for name, case in cases:

@@ -1,4 +1,4 @@
-"""A case of the fuzzer: a random small run, which may move on its way.
+"""A case of the fuzzer: a small random run, which may move to another layout while it trains.
 
 A case follows from its seed and the schema of a run's settings.
 """
@@ -12,17 +12,22 @@ from dataclasses import asdict, dataclass
 from gridformer.config import RunConfig
 from tests.support.fuzz.drawing import Sections, draw_run, run_of, shortened
 
-QUICK = 40  # the first so many seeds are those of `make test`, and of few processes
-LARGEST, USUAL, FEW = 16, 8, 4  # processes: of one case in eight, of the others, of quick ones
-# What a run may change on its way without a change of its numbers.
+QUICK = 40  # the seeds below this are those of `make test`, and use few processes
+LARGEST, USUAL, FEW = 16, 8, 4  # processes: of one case in eight, of the others, and of quick ones
+# Settings that a run may change when it moves without changing its numbers.
 METHODS = {"recompute", "update", "offload", "loss_chunk_tokens", "sanity_checks"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """run: sections of settings; what is missing is a default, or fixed in drawing.py. batch: how
-    much is padded, and how many targets do not count. stop: steps before a move to `moved`, which
-    are sections that differ; 0 for none."""
+    """A run and the batches it trains on.
+
+    Attributes:
+        run: Sections of settings; missing ones are defaults, or fixed in drawing.py.
+        batch: How much is padded, and how many targets do not count.
+        stop: The number of steps before the run moves to `moved`; 0 if it does not move.
+        moved: The sections that differ after the move.
+    """
 
     run: Sections
     batch: dict[str, float]
@@ -32,7 +37,7 @@ class Case:
 
     @property
     def legs(self) -> list[RunConfig]:
-        """The run; or what it is before it moves, and after."""
+        """Return the run, or the runs before and after the move."""
         first = run_of(self.run)
         return [first, run_of(self.after)] if self.stop else [first]
 
@@ -47,7 +52,7 @@ class Case:
         return max(leg.layout.n_processes for leg in self.legs)
 
     def text(self) -> str:
-        """One line, which `--case` reads."""
+        """Return the case on one line, which `--case` reads."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -56,13 +61,13 @@ class Case:
 
 
 def case_of(seed: int) -> Case:
-    """The same for the same seed, and the same schema of settings."""
+    """Return the case of a seed; it depends only on the seed and the schema of settings."""
     chooser = random.Random(f"case {seed}")
     quick = seed < QUICK
     most = FEW if quick else USUAL if seed % 8 else LARGEST
 
     def suits(run: RunConfig) -> bool:
-        """Not too many processes; and a grid of one device shows little, so it is rare."""
+        """Accept runs of few enough processes, and grids of one device only rarely."""
         layout = run.layout
         cut = layout.rows * layout.cols * layout.branches > 1
         if layout.scheme == "single":
@@ -82,7 +87,7 @@ def case_of(seed: int) -> Case:
 
 
 def _n_messages(run: RunConfig) -> int:
-    """In proportion to those of a step: what takes the time of tiny models."""
+    """Estimate the number of messages in a step, which dominate the time of tiny models."""
     layout, train = run.layout, run.train
     tokens = train.global_batch * run.seq_len // layout.micro_batches
     chunks = -(-tokens // train.loss_chunk_tokens) if train.loss_chunk_tokens else 1
@@ -90,7 +95,7 @@ def _n_messages(run: RunConfig) -> int:
 
 
 def _moved(run: Sections, seed: str, most: int) -> Sections:
-    """Another layout and other methods for the same run."""
+    """Draw another layout and other methods for the same run."""
 
     def may_change(key: str) -> bool:
         section, name = key.split(".")

@@ -1,4 +1,4 @@
-"""Whether a case trains exactly as one device, and the shortest case that fails likewise."""
+"""Checks that a case trains exactly as one device, and shrinks a failing case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tests.support.multirank.pool import RankFailed, WorkerPool
 
 
 class CaseFailed(AssertionError):  # noqa: N818 - reads as a sentence in pytest.raises
-    """A case that failed, hung or is not exact. kind: which of these, to tell failures apart."""
+    """A case that failed, hung or is not exact.
+
+    `kind` says which of these happened, so that failures can be told apart.
+    """
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
@@ -26,9 +29,13 @@ class CaseFailed(AssertionError):  # noqa: N818 - reads as a sentence in pytest.
 
 
 def check_case(pool: WorkerPool, case: Case, folder: Path, how: str = "") -> float:
-    """Train a case, and compare it with one device: returns the largest difference.
+    """Train a case, compare it with one device and return the largest difference.
 
-    how: the command that runs it again. Raises CaseFailed, with the case on one line.
+    Args:
+        how: The command that runs the case again, for the message.
+
+    Raises:
+        CaseFailed: The case failed; the message holds the case on one line.
     """
     again = how or f"python -m tests.support.fuzz --case '{case.text()}'"
     header = f"to run it again: {again}\nthe case: {case.text()}\n"
@@ -52,14 +59,14 @@ def check_case(pool: WorkerPool, case: Case, folder: Path, how: str = "") -> flo
 
 
 def _kind(text: str) -> str:
-    """`hang`, or the exception, of what the pool says."""
+    """Return `hang`, or the exception's name, from the pool's message."""
     if "did not finish within" in text:
         return "hang"
     return text.strip().splitlines()[-1][:100]
 
 
 def shrunk(pool: WorkerPool, case: Case, kind: str) -> Case:
-    """A case of fewer settings that fails in the same way: each is left out in turn."""
+    """Leave out each setting in turn, and return a smaller case that fails in the same way."""
 
     def still(smaller: Case) -> bool:
         try:
@@ -85,7 +92,7 @@ def shrunk(pool: WorkerPool, case: Case, kind: str) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Cases with one setting less, or one that is smaller."""
+    """Yield cases with one setting fewer, or with a smaller value for one."""
     if case.stop:
         yield Case(case.run, case.batch, case.steps, 0, {})
         yield Case(case.after, case.batch, case.steps, 0, {})

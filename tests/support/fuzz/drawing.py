@@ -1,10 +1,10 @@
 """Random valid runs, drawn from the schema of a run's own settings.
 
-Every setting is drawn by its type: a choice of its words, on or off, a number. So an option that
-is added to the schema is drawn from then on, without a change here. What the schema refuses, or
-`gridformer.parallel.validation`, is mended: by a change that the broken rule proposes, or by
-drawing one of the settings again that the refusal names. Each setting has random numbers of its
-own, so that a new one does not change what is drawn for the others.
+Every setting is drawn by its type: one of its words, on or off, or a number. So an option that is
+added to the schema is drawn from then on without a change here. If the schema or
+`gridformer.parallel.validation` refuses a run, it is repaired: by a change that the broken rule
+proposes, or by drawing one of the settings that the message names again. Each setting has its own
+random numbers, so that a new setting does not change what is drawn for the others.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SECTIONS: dict[str, type[Config]] = {
     "train": TrainConfig,
 }
 
-# What does not change a step, or belongs to other tests: where data lies, what is written when,
-# the machine, and compilation, which takes longer than all else together.
+# Settings that do not change a step or belong to other tests: where data lies, when what is
+# written, the machine, and compilation, which would take longer than everything else together.
 FIXED: dict[str, Any] = {
     "model.name": "fuzz",
     "data.path": ".",
     "data.task": "auto",
-    "train.steps": 4,  # of the learning rate's schedule
+    "train.steps": 4,  # for the learning rate's schedule
     "train.memory_gib": 0.0,
     "train.device": "cpu",
     "train.compile": False,
@@ -50,8 +50,8 @@ FIXED: dict[str, Any] = {
     "train.trace_step": 0,
     "train.timeout_s": 600.0,
 }
-# Numbers: values that suit tiny models on few processes, the usual ones several times. Of numbers
-# that are not named here: the default and what comes after it.
+# Numbers that suit tiny models on few processes; usual ones appear several times. For numbers that
+# are not named here, the default and the next larger one are drawn.
 NUMBERS: dict[str, tuple[float, ...]] = {
     "model.n_layers": (1, 1, 2, 2, 3),
     "model.n_decoder_layers": (0, 1, 2, 3),
@@ -88,25 +88,28 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "train.weight_decay": (0.0, 0.1, 1.0),
     "train.beta1": (0.0, 0.9, 0.9),
     "train.beta2": (0.0, 0.95, 0.95, 0.999),
-    # Above rounding's noise in gradients that are zero, which AdamW would blow up to full steps.
+    # Larger than the rounding noise in zero gradients, which AdamW would scale up to full steps.
     "train.adam_eps": (1e-4, 1e-5),
-    "train.clip_norm": (0.0, 1e-4, 1e-2, 0.1, 1.0),  # the smaller ones bind
+    "train.clip_norm": (0.0, 1e-4, 1e-2, 0.1, 1.0),  # the smaller ones clip
 }
-# Words that are not drawn as often as the others.
+# Words that are drawn less often than the others.
 WORDS: dict[str, tuple[str, ...]] = {
     "layout.scheme": ("single", *("megatron",) * 2, *("optimus",) * 3, *("subgraph",) * 3),
     "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
 }
 
 
-# Drawn once for a seed. If refusals could change these too, most runs would end up on a grid.
+# Drawn once for each seed. If refusals could change these too, most runs would end up on a grid.
 LEADING = ("model.family", "layout.scheme")
 
 
 class Chooser:
-    """Draws settings. changeable: `section.key` of what may be drawn; all, unless told.
+    """Draws settings.
 
-    Of the drawn settings one in sixteen is held, so that a refusal must be mended elsewhere.
+    One in sixteen of the drawn settings is fixed, so that a refusal must be repaired elsewhere.
+
+    Args:
+        changeable: Whether a `section.key` may be drawn; all by default.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class Chooser:
         }
 
     def stream(self, key: str) -> random.Random:
-        """Random numbers of this key alone."""
+        """Return the random numbers of this key."""
         if key not in self._streams:
             attempt = 0 if key in LEADING else self.attempt
             self._streams[key] = random.Random(f"{self.seed} {attempt} {key}")
@@ -137,8 +140,10 @@ class Chooser:
         return self.stream(key).choice(values_of(key, self.keys[key]))
 
     def mend(self, sections: Sections) -> bool | None:
-        """Change settings so that one reason less may stand against a run. None: there is none;
-        False: none can be changed."""
+        """Change settings so that one reason fewer stands against a run.
+
+        Returns None if there is no such reason, and False if nothing can be changed.
+        """
         against = refusals(sections)
         if not against:
             return None
@@ -160,7 +165,7 @@ class Chooser:
 
 
 def values_of(key: str, field: FieldInfo) -> tuple[Any, ...]:
-    """What a setting may be drawn as."""
+    """Return the values that may be drawn for a setting."""
     if key in WORDS:
         return WORDS[key]
     if key in NUMBERS:
@@ -186,9 +191,12 @@ def draw_run(
     changeable: Callable[[str], bool] = lambda key: True,
     suits: Callable[[RunConfig], bool] = lambda run: True,
 ) -> Sections:
-    """A valid run: each setting that is changeable, and of the others what is given.
+    """Draw a valid run: changeable settings at random, and the others from `given`.
 
-    suits: whether a valid run will do. The same seed gives the same run.
+    The same seed gives the same run.
+
+    Args:
+        suits: Whether a valid run is acceptable.
     """
     for attempt in range(1000):
         chooser = Chooser(seed, attempt, changeable)
@@ -203,7 +211,7 @@ def draw_run(
 
 
 def _is_small(sections: Sections) -> bool:
-    """Whether no number was mended to far more than it may be drawn as."""
+    """Return whether no repair raised a number far above what may be drawn."""
     return all(
         sections[section].get(name, 0) <= 2 * max(numbers)
         for (section, name), numbers in ((key.split("."), n) for key, n in NUMBERS.items())
@@ -211,7 +219,7 @@ def _is_small(sections: Sections) -> bool:
 
 
 def _mended(sections: Sections, chooser: Chooser) -> RunConfig | None:
-    """The run that sections describe once they are changed so that it is valid, if it can be."""
+    """Repair sections until they form a valid run; return None if that fails."""
     for _ in range(40):
         changed = chooser.mend(sections)
         if changed is None:
@@ -222,7 +230,7 @@ def _mended(sections: Sections, chooser: Chooser) -> RunConfig | None:
 
 
 def run_of(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """Raises ValidationError if that is no run."""
+    """Return the run; raises ValidationError if the sections form no valid run."""
     filled: Sections = {name: dict(sections.get(name, {})) for name in SECTIONS}
     for key, value in FIXED.items():
         section, name = key.split(".")
@@ -232,14 +240,14 @@ def run_of(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a run is refused: the settings that the sentence names, and changes that may mend it."""
+    """Why a run is refused: the settings that the message names, and changes that may repair it."""
 
     keys: list[str]
     changes: Iterable[Mapping[str, Any]] = ()
 
 
 def refusals(sections: Mapping[str, Mapping[str, Any]]) -> list[Refusal]:
-    """All reasons against a run; none if it is valid."""
+    """Return all reasons against a run; none if it is valid."""
     try:
         run = run_of(sections)
     except ValidationError as error:
@@ -251,7 +259,7 @@ def refusals(sections: Mapping[str, Mapping[str, Any]]) -> list[Refusal]:
 
 
 def _of_schema(where: list[str], message: str) -> Refusal:
-    """What a section says of its own settings, or the run of several sections'."""
+    """Convert a schema error, of one section or of the whole run, into a refusal."""
     section = where[0] if where else ""
     keys = [".".join(where), *_settings_in(message, section)]
     alone = re.findall(r"([a-z_]+)=[^;]*: leave it out", message)
@@ -259,7 +267,7 @@ def _of_schema(where: list[str], message: str) -> Refusal:
 
 
 def _settings_in(sentence: str, section: str = "") -> list[str]:
-    """Those that a sentence names, with their section or as `section`'s."""
+    """Return the settings that a sentence names, with their section or as `section`'s."""
     words = re.findall(r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)?", sentence)
     keys = [word if "." in word else f"{section}.{word}" for word in words]
     return [key for key in keys if _is_setting(key)]
@@ -271,7 +279,7 @@ def _is_setting(key: str) -> bool:
 
 
 def _set(sections: Sections, changes: Mapping[str, Any]) -> None:
-    """Change settings; None leaves one out."""
+    """Change settings; None removes one."""
     for key, value in changes.items():
         section, name = key.split(".")
         if value is None:
@@ -281,7 +289,7 @@ def _set(sections: Sections, changes: Mapping[str, Any]) -> None:
 
 
 def shortened(sections: Mapping[str, Mapping[str, Any]]) -> Sections:
-    """Without what is a default or fixed anyway."""
+    """Leave out what is a default or fixed anyway."""
     found: Sections = {}
     for section, schema in SECTIONS.items():
         for key, value in sections.get(section, {}).items():

@@ -1,4 +1,4 @@
-"""What one rank does with a case of the fuzzer: train it, and compare it with one device."""
+"""The work of one rank on a case of the fuzzer: train it, and compare it with one device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from tests.support.multirank.exactness import (
 from tests.support.multirank.pool import group_cache
 
 Found = dict[str, float]
-# Largest differences; `loose`: of the first loss in few bits. The others are relative in float64.
+# Largest allowed differences. `loose` is for the first loss in half precision and float32; the
+# others are relative, in float64.
 LIMIT = {"init": 0.0, "loss": 1e-9, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-8}
 LIMIT |= {"eval": 1e-9, "loose": 1.0}
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
@@ -40,7 +41,7 @@ CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 
 @dataclass(frozen=True)
 class Reference:
-    """One device's. gradients: of the first batch."""
+    """Results of one device; the gradients are those of the first batch."""
 
     initial: Tensors
     gradients: Tensors
@@ -51,7 +52,7 @@ class Reference:
 
 
 def train(text: str, number: int, folder: str) -> Found:
-    """One leg of a case: from the start or a checkpoint in `folder`, to the end or to one."""
+    """Train one leg of a case, from the start or from a checkpoint in `folder`."""
     torch.set_num_threads(1)
     case = Case.read(text)
     run = case.legs[number]
@@ -70,7 +71,7 @@ def train(text: str, number: int, folder: str) -> Found:
     found = {"init": distance(model, values(model), want.initial)}
     if number:
         checkpoint.load(_only_checkpoint(Path(folder)), model, stepper.updates, axes)
-    elif not stepper.updates.in_backward:  # which leaves none
+    elif not stepper.updates.in_backward:  # an update in the backward pass leaves no gradients
         largest = max(float(grad.abs().max()) for grad in want.gradients.values())
         mine = batch_gradients(stepper, reads[0])
         found["gradient"] = distance(model, mine, want.gradients, largest * 1e-3)
@@ -85,7 +86,7 @@ def train(text: str, number: int, folder: str) -> Found:
     if end < case.steps:
         checkpoint.save(Path(folder), end, 0, run, model, stepper.updates, axes)
         return found
-    # Of what is zero but for rounding, relative to the length of a step.
+    # Differences of values that are zero except for rounding, relative to the length of a step.
     found["parameter"] = distance(model, values(model), want.trained, run.train.lr)
     found["eval"] = _relative(stepper.evaluate(reads[::2]).loss, want.evaluated)
     return found
@@ -94,7 +95,7 @@ def train(text: str, number: int, folder: str) -> Found:
 def _only_train(
     case: Case, run: RunConfig, stepper: Stepper, reads: list[ReadRows], number: int, folder: Path
 ) -> Found:
-    """In few bits: losses are numbers, and the first is close to one device's."""
+    """Check in low precision that losses are finite and that the first is close to one device's."""
     axes, found = stepper.axes, {"loose": 0.0}
     first, end = (case.stop, case.steps) if number else (0, case.stop or case.steps)
     if number:
@@ -125,7 +126,7 @@ def _only_checkpoint(folder: Path) -> Path:
 
 
 def _axes_of(run: RunConfig, block: object) -> Axes:
-    """Of a layout on this group's processes, made once."""
+    """Return the axes of a layout on this group's processes, made once."""
     key = ("fuzz", run.layout.model_dump_json(), str(block))
     if key not in group_cache():
         group_cache()[key] = build_axes(run.layout, "cpu", block)  # type: ignore[arg-type]
@@ -134,7 +135,7 @@ def _axes_of(run: RunConfig, block: object) -> Axes:
 
 
 def _alone(run: RunConfig) -> Stepper:
-    """One device, without any method."""
+    """Return a stepper for one device without memory-saving methods."""
     settings = without_methods(run.train)
     whole = build_parallel(run.model, LayoutConfig(), Axes(), settings.seed, CPU, settings.dtype)
     return Stepper(whole, settings, Axes())
@@ -159,7 +160,7 @@ def _one_device(text: str) -> Reference:
 
 
 def _first_loss(text: str) -> float:
-    """Of one device, in float64."""
+    """Return one device's first loss, in float64."""
     case = Case.read(text)
     run = case.legs[0]
     exact = run.train.model_copy(update={"dtype": "float64"})
@@ -168,7 +169,7 @@ def _first_loss(text: str) -> float:
 
 
 def _relative(got: float, want: float) -> float:
-    """1 where one of them is no number."""
+    """Return the relative difference, or 1 if one of the two is NaN."""
     difference = abs(got - want) / max(abs(want), 1e-6)
     return difference if math.isfinite(difference) else 1.0
 
@@ -181,7 +182,7 @@ def reads_of(case: Case, run: RunConfig) -> list[ReadRows]:
 
 
 def batch_of(case: Case, run: RunConfig, step: int) -> Batch:
-    """A random batch: of the lengths of the run, with what its family reads."""
+    """Draw a random batch of the run's lengths with what its family reads."""
     model, rows, generator = run.model, run.train.global_batch, torch.Generator()
     generator.manual_seed(step + 1)
 
@@ -192,7 +193,7 @@ def batch_of(case: Case, run: RunConfig, step: int) -> Batch:
         return torch.rand(shape, generator=generator) < chance
 
     def lengths(n: int) -> Tensor:
-        """True for the first tokens of each row: all of them, unless it is padded."""
+        """Return True for the first tokens of each row; for all of them if nothing is padded."""
         padded = chances(case.batch["padded"], rows, 1)
         until = torch.where(padded, 1 + numbers(n, rows, 1), n)
         return torch.arange(n) < until

@@ -1,4 +1,5 @@
-"""What the workers of test_launch.py run; each writes files named after its rank."""
+"""The entrypoints that the workers of test_launch.py run; each writes files named after its
+rank."""
 
 import os
 import signal
@@ -15,7 +16,7 @@ from gridformer.utils.errors import ConfigError
 
 
 def note(folder: Path, name: str, text: str = "") -> None:
-    """A file that has its text from the moment when it is there."""
+    """Write a file that has its full text from the moment it exists."""
     path = folder / f"{name}{os.environ.get('RANK', '0')}"
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text)
@@ -23,7 +24,7 @@ def note(folder: Path, name: str, text: str = "") -> None:
 
 
 def sums(folder: Path, n: int) -> None:
-    """The plain case: a collective, and what each worker sees."""
+    """Run a collective, and write what each worker sees."""
     world = init_world("auto", n, 600.0)
     x = torch.ones(1)
     if n > 1:
@@ -34,7 +35,7 @@ def sums(folder: Path, n: int) -> None:
 
 
 def steps(folder: Path, n: int) -> None:
-    """A training loop: runs until it is told to stop, then saves."""
+    """Run a training loop until told to stop, then save."""
     stop = stopping.install()
     init_world("cpu", n, 600.0)
     note(folder, "store", os.environ.get(STORE_FILE, ""))
@@ -62,7 +63,7 @@ def one_long_step(folder: Path, n: int) -> None:
 
 
 def one_raises(folder: Path, n: int) -> None:
-    """Of the others, one is in a collective and one does not notice anything."""
+    """One rank raises; of the others, one is in a collective and one notices nothing."""
     init_world("cpu", n, 600.0)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -85,7 +86,7 @@ def config_error(folder: Path, n: int) -> None:
 
 
 def fails_in_the_first_attempt(folder: Path, n: int) -> None:
-    """For torchrun --max-restarts: the second attempt must not meet the first one's addresses."""
+    """For torchrun --max-restarts: the second attempt must not find the first one's addresses."""
     init_world("cpu", n, 600.0)
     dist.barrier()
     if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -1,7 +1,8 @@
 """A command line that launches one of entrypoints.py, for tests of `launch`.
 
-python -m tests.support.launch.main NAME N_PROCESSES FOLDER     (or MODULE:NAME,
-of a module of this package)
+    python -m tests.support.launch.main NAME N_PROCESSES FOLDER
+
+NAME may also be MODULE:NAME, with a module of this package.
 """
 
 import sys
@@ -14,7 +15,7 @@ from gridformer.utils.errors import UserError
 from gridformer.utils.forkserver import warm_up
 from tests.support.launch.named import run_named
 
-forkserver.PRELOAD.remove("torch._dynamo")  # seconds, and nothing is trained here
+forkserver.PRELOAD.remove("torch._dynamo")  # its import takes seconds, and nothing is trained here
 forkserver.PRELOAD.remove("torch.distributed.checkpoint")
 
 

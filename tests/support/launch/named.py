@@ -1,4 +1,5 @@
-"""An entrypoint that is named by its module, so that the launcher need not import it, nor torch."""
+"""Runs an entrypoint given by its module's name, so that the launcher does not import it or
+torch."""
 
 import importlib
 from pathlib import Path

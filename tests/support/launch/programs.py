@@ -1,6 +1,6 @@
-"""Programs that launch one of entrypoints.py, watched from outside: for tests of `launch`.
+"""Programs that launch one of entrypoints.py and are watched from outside, for tests of `launch`.
 
-What they wait for takes seconds at most; the limits are far longer, for machines that others use.
+They wait for seconds at most; the limits are far longer, because others may use the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 class Start(Protocol):
-    """`start("steps", 2)` runs an entrypoint of entrypoints.py in a session of its own."""
+    """`start("steps", 2)` runs an entrypoint of entrypoints.py in its own session."""
 
     def __call__(
         self, name: str, n: int, *before: str, env: dict[str, str] | None = None
@@ -30,7 +30,7 @@ class Start(Protocol):
 
 @contextmanager
 def starting(folder: Path) -> Iterator[Start]:
-    """What is started inside the block writes its files to `folder`, and ends with the block."""
+    """Programs started inside the block write their files to `folder` and end with the block."""
     started = []
 
     def start(
@@ -43,7 +43,7 @@ def starting(folder: Path) -> Iterator[Start]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a process group of its own, as a terminal makes one
+            start_new_session=True,  # a process group of its own, as under a terminal
         )
         started.append(process)
         return process
@@ -56,7 +56,7 @@ def starting(folder: Path) -> Iterator[Start]:
 
 
 def wait_for(folder: Path, names: list[str], process: subprocess.Popen[str]) -> list[str]:
-    """The texts of files that workers write, once all are there."""
+    """Return the texts of files that workers write, once all of them exist."""
     deadline = time.monotonic() + LIMIT_S
     while not all((folder / name).exists() for name in names):
         assert process.poll() is None, process.communicate()
@@ -66,13 +66,14 @@ def wait_for(folder: Path, names: list[str], process: subprocess.Popen[str]) -> 
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit code, output, error output."""
+    """Return the exit code, standard output and standard error."""
     out, err = process.communicate(timeout=LIMIT_S)
     return process.returncode, out, err
 
 
 def assert_gone(pids: list[str]) -> None:
-    """Long before what they are doing (600 s) would end by itself, however busy the machine is."""
+    """Check that processes end long before their work (600 s) would, however busy the machine
+    is."""
     deadline = time.monotonic() + LIMIT_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "workers are still there"

@@ -24,7 +24,7 @@ from tests.support.launch.entrypoints import note
 
 
 def one_fails_in_training(folder: Path, n: int) -> None:
-    """As a run trains. Leaving a group waits for peers in a collective, as NCCL's does."""
+    """Fail in a training run. Leaving a group waits for peers in a collective, as NCCL does."""
 
     class Failing:
         def __init__(self, plan: Plan, world: World) -> None:
@@ -35,7 +35,7 @@ def one_fails_in_training(folder: Path, n: int) -> None:
             dist.barrier()
             if self.rank == 1:
                 raise ValueError("the root cause")
-            if self.rank == 2:  # a stage of a pipeline
+            if self.rank == 2:  # one stage of a pipeline
                 work = dist.irecv(torch.empty(1), group_src=1)
                 assert work is not None
                 work.wait()

@@ -1,4 +1,4 @@
-"""Cases of tests/multirank/test_gradcheck.py: each autograd pair of collectives, alone."""
+"""Cases of tests/multirank/test_gradcheck.py: each autograd pair of collectives by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.multirank.cutting import Case, Dims, cut, join
 ROW, COL = "row", "col"
 CaseMaker = Callable[[Axes], Case]
 
-# A whole tensor [r, c, ...] here is one variable a device: each holds [1, 1, ...] of it.
+# A whole tensor [r, c, ...] here is one variable per device: each holds [1, 1, ...] of it.
 EACH: Dims = (ROW, COL)
 
 
@@ -24,17 +24,17 @@ def _other(name: str) -> str:
 
 
 def _over(name: str) -> int:
-    """The dimension of [r, c, ...] along which the axis `name` lies."""
+    """Return the dimension of [r, c, ...] that the axis `name` shards."""
     return 0 if name == ROW else 1
 
 
 def _held_alike(x: Tensor, name: str, axes: Axes) -> Tensor:
-    """[n, 2, 3] cut over the other axis only, as this device's [1, 1, 2, 3]."""
+    """Return [n, 2, 3], sharded over the other axis only, as this device's [1, 1, 2, 3]."""
     return cut(x, (_other(name), None, None), axes).unsqueeze(0)
 
 
 def identity_allreduce(name: str, axes: Axes) -> Case:
-    """One variable a group in, used in as many ways as there are devices."""
+    """Use one variable per group in as many ways as there are devices."""
 
     def on_grid(x: Tensor) -> Tensor:
         mine = autograd.identity_allreduce(_held_alike(x, name, axes), axes[name])
@@ -48,7 +48,7 @@ def identity_allreduce(name: str, axes: Axes) -> Case:
 
 
 def allreduce_identity(name: str, axes: Axes) -> Case:
-    """One variable a device in, their sum out: one variable a group."""
+    """Sum one variable per device to one variable per group."""
 
     def on_grid(x: Tensor) -> Tensor:
         total = autograd.allreduce_identity(cut(x, (*EACH, None, None), axes), axes[name])
@@ -60,7 +60,7 @@ def allreduce_identity(name: str, axes: Axes) -> Case:
 
 
 def allgather_reducescatter(name: str, dim: int, axes: Axes) -> Case:
-    """Blocks in; out the whole, used in as many ways as there are devices."""
+    """Gather blocks to the whole, and use it in as many ways as there are devices."""
     size = axes[name].size
     shape = [2, 3, 2]
     shape[dim] *= size
@@ -79,7 +79,7 @@ def allgather_reducescatter(name: str, dim: int, axes: Axes) -> Case:
 
 
 def reducescatter_allgather(name: str, dim: int, axes: Axes) -> Case:
-    """One variable a device in, blocks of their sum out."""
+    """Reduce-scatter one variable per device to blocks of their sum."""
     shape = [2, 3, 2]
     shape[dim] *= axes[name].size
     dims: list[str | None] = [_other(name), None, None, None]
@@ -95,7 +95,7 @@ def reducescatter_allgather(name: str, dim: int, axes: Axes) -> Case:
 
 
 def broadcast_reduce(name: str, root: int, axes: Axes) -> Case:
-    """The root's variable out on every device, used differently on each."""
+    """Broadcast the root's variable, and use it differently on each device."""
 
     def on_grid(x: Tensor) -> Tensor:
         mine = autograd.broadcast_reduce(cut(x, (*EACH, None, None), axes), axes[name], root)
@@ -108,7 +108,7 @@ def broadcast_reduce(name: str, root: int, axes: Axes) -> Case:
 
 
 def reduce_broadcast(name: str, root: int, axes: Axes) -> Case:
-    """The sum of the devices' variables out on the root, zeros elsewhere."""
+    """Reduce the devices' variables to the root; the others get zeros."""
 
     def on_grid(x: Tensor) -> Tensor:
         mine = autograd.reduce_broadcast(cut(x, (*EACH, None, None), axes), axes[name], root)

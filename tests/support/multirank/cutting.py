@@ -1,14 +1,15 @@
-"""Cut whole tensors into blocks and join them again, as two transposed autograd functions.
+"""Shards whole tensors into blocks and joins them again, as two transposed autograd functions.
 
-With them a test can take what a grid of devices computes together for one function of whole
-tensors, which every rank evaluates alike: `join(op(cut(whole)))`. That function is what gradcheck
-checks and what is compared with the plain computation. Nothing here uses gridformer's collectives.
+With them a test can treat what a grid of devices computes together as one function of whole
+tensors, which every rank evaluates in the same way: `join(op(cut(whole)))`. That function is what
+gradcheck checks and what is compared with the plain computation. Nothing here uses gridformer's
+collectives.
 
-`dims` says how a tensor lies: for each dimension the axis that cuts it ("row", "col"), or None.
-Along an axis that `dims` does not name every device holds the same block, and that block counts as
-one variable (see gridformer.comm.autograd): `cut` then expects the same gradient on every device of
-the axis, and `join` hands each of them the same gradient. A test that means one variable a device
-says so with a dimension of the axis's size, cut by it.
+`dims` says how a tensor is sharded: for each dimension, the axis that shards it ("row", "col") or
+None. Along an axis that `dims` does not name, every device holds the same block, and that block
+counts as one variable (see gridformer.comm.autograd): `cut` then expects the same gradient on every
+device of the axis, and `join` hands each of them the same gradient. A test that means one variable
+per device says so with a dimension of the axis's size that the axis shards.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Dims = tuple[str | None, ...]
 
 
 def grid_axes(rows: int, cols: int) -> Axes:
-    """The axes of a grid that spans the worker's whole default group, made once a group."""
+    """Return the axes of a grid that spans the worker's default group, made once per group."""
     key = ("grid", rows, cols)
     if key not in group_cache():
         layout = LayoutConfig(scheme="optimus", rows=rows, cols=cols)
@@ -40,13 +41,14 @@ def grid_axes(rows: int, cols: int) -> Axes:
 
 
 def cut(whole: Tensor, dims: Dims, axes: Axes) -> Tensor:
-    """This device's block. Backward puts the devices' gradients together again."""
+    """Return this device's block. Backward joins the devices' gradients."""
     block: Tensor = _Cut.apply(whole, dims, axes)
     return block
 
 
 def join(block: Tensor, dims: Dims, axes: Axes) -> Tensor:
-    """The whole tensor, on every device. Backward takes this device's block of the gradient."""
+    """Return the whole tensor on every device. Backward takes this device's block of the
+    gradient."""
     whole: Tensor = _Join.apply(block, dims, axes)
     return whole
 
@@ -61,14 +63,14 @@ class Case:
 
 
 def check(case: Case) -> None:
-    """Compare the two ways, and the grid's gradient with finite differences. On every rank."""
+    """Compare both ways, and the grid's gradient with finite differences, on every rank."""
     generator = torch.Generator().manual_seed(3)
     inputs = [
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         for shape in case.shapes
     ]
     torch.testing.assert_close(case.on_grid(*inputs), case.plain(*inputs), rtol=1e-12, atol=1e-12)
-    # The whole Jacobian of small cases on 2x2; its product with random vectors elsewhere.
+    # Check the whole Jacobian in small cases on 2x2, and its product with random vectors elsewhere.
     whole = dist.get_world_size() == 4 and sum(x.numel() for x in inputs) <= 36
     torch.autograd.gradcheck(case.on_grid, inputs, fast_mode=not whole)
 
@@ -108,7 +110,7 @@ def _block(shape: torch.Size, dims: Dims, axes: Axes) -> tuple[slice, ...]:
 
 
 def _assemble(block: Tensor, dims: Dims, axes: Axes) -> Tensor:
-    """The whole tensor from the blocks of the devices at index 0 of every axis not in `dims`."""
+    """Return the whole tensor from the blocks of devices at index 0 of every axis not in `dims`."""
     sizes = [n * (axes[name].size if name else 1) for n, name in zip(block.shape, dims)]
     whole = block.new_zeros(sizes)
     here = _block(whole.shape, dims, axes)

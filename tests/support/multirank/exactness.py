@@ -1,4 +1,4 @@
-"""What one rank does to compare a layout with one device: used by several test modules."""
+"""The work of one rank to compare a layout with one device, used by several test modules."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ from tests.support.multirank.pool import WorkerPool, group_cache
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
-# The gradient of the keys' bias is zero in exact arithmetic (softmax does not see it): in float32
-# it is rounding noise, which AdamW with its usual eps scales up to full steps. An eps above the
-# noise keeps comparing parameters meaningful in float32; in float64 noise is far below it.
+# The gradient of the keys' bias is zero in exact arithmetic, because softmax does not depend on it.
+# In float32 it is rounding noise, which AdamW with its usual eps scales up to full steps. An eps
+# above the noise keeps the comparison of parameters meaningful in float32; in float64 the noise is
+# far below it.
 TRAIN = {"global_batch": 24, "clip_norm": 0.05, "lr": 1e-3, "weight_decay": 0.1, "adam_eps": 1e-4}
-# Small, with dropout wherever it can be.
+# Small, with dropout wherever it is possible.
 EVERYTHING = {"dropout": 0.2, "attention_dropout": 0.1, "max_seq_len": 12, "n_layers": 1}
 IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
 
@@ -45,7 +46,7 @@ Found = TypeVar("Found")
 
 
 def tiny(**changes: Any) -> ModelConfig:
-    """A GPT-2 that every grid of the tests divides: n and h by 1, 2, 3, 4, 6, 12; v by none."""
+    """Return a GPT-2 whose n and h divide by 1, 2, 3, 4, 6 and 12, and whose v divides by none."""
     values = {
         "n_layers": 2,
         "hidden_size": 48,
@@ -63,13 +64,14 @@ def batch_of(step: int, config: ModelConfig, rows: int) -> Tensor:
 
 
 def batches_of(step: int, config: ModelConfig, rows: int) -> Batch:
-    """A batch of a family, with padding, and with targets that do not count, where it has them."""
+    """Return a family's batch with padding, and with targets that do not count where it has
+    them."""
     whole = batch_of(step, config, rows)
     batch = next_words(whole)
     s, generator = config.max_seq_len, torch.Generator().manual_seed(2000 + step)
 
     def lengths(n: int) -> Tensor:
-        """True for a random number of first tokens of each row."""
+        """Return True for a random number of first tokens in each row."""
         return torch.arange(n) < torch.randint(1, n + 1, (rows, 1), generator=generator)
 
     if config.family == "bert":
@@ -89,7 +91,7 @@ def batches_of(step: int, config: ModelConfig, rows: int) -> Batch:
 
 
 def axes_of(layout: LayoutConfig) -> Axes:
-    """The axes of a layout over the worker's whole default group, made once a group."""
+    """Return the axes of a layout over the worker's default group, made once per group."""
     key = ("axes", layout.model_dump_json())
     if key not in group_cache():
         group_cache()[key] = build_axes(layout, "cpu")
@@ -100,9 +102,9 @@ def axes_of(layout: LayoutConfig) -> Axes:
 def compare(
     layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any], n_steps: int = 5
 ) -> dict[str, float]:
-    """The largest relative differences to one device: loss, gradients, parameters, norm.
+    """Return the largest relative differences to one device: loss, gradients, parameters, norm.
 
-    Relative to the largest element of the whole tensor of the reference.
+    They are relative to the largest element of the reference's whole tensor.
     """
     torch.set_num_threads(1)
     config, settings, plan = tiny(**model), TrainConfig(**train), LayoutConfig(**layout)
@@ -115,7 +117,7 @@ def compare(
     stepper = Stepper(cut, settings, axes, plan)
     _check_decay(stepper)
     reads = _reads(config, settings, n_steps)
-    if not stepper.updates.in_backward:  # which leaves none
+    if not stepper.updates.in_backward:  # an update in the backward pass leaves no gradients
         worst["grad"] = distance(cut, batch_gradients(stepper, reads[0]), want.gradients)
     for step, read in enumerate(reads):
         got = stepper(step, read)
@@ -133,7 +135,7 @@ def values(model: Model) -> Tensors:
 
 
 def gradients(model: Model) -> Tensors:
-    """Of what this rank owns; the others' are undefined once they are reduced."""
+    """Return the gradients that this rank owns; the others are undefined after they are reduced."""
     found = {}
     for name, parameter in owned(model):
         assert parameter.grad is not None, name
@@ -143,14 +145,14 @@ def gradients(model: Model) -> Tensors:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """How x lies in memory. Where it is one wide, a stride says nothing."""
+    """Return the strides of x; along a dimension of size 1 they mean nothing."""
     return [stride for stride, size in zip(x.stride(), x.shape) if size > 1]
 
 
 def distance(model: Model, got: Tensors, want: Tensors, least: float = 0.0) -> float:
-    """Of this device's blocks in `got` from those of the whole tensors in `want`.
+    """Return the distance of this device's blocks in `got` from those of the whole tensors `want`.
 
-    Relative to the largest element of the whole tensor, or to `least` where that is larger.
+    It is relative to the largest element of the whole tensor, or to `least` if that is larger.
     """
     worst = 0.0
     parameters = dict(model.named_parameters())
@@ -167,24 +169,24 @@ def distance(model: Model, got: Tensors, want: Tensors, least: float = 0.0) -> f
 
 
 def _shard_of(parameter: torch.nn.Parameter, block: Tensor) -> ParamShard:
-    """Where a block lies: all that a device has of a parameter, or this replica's part of it."""
+    """Return where a block lies: all that a device has of a parameter, or this replica's shard."""
     part = replica_part(parameter)
     is_part = part is not None and part.shape == block.shape
     return shard_of(part if is_part else parameter)  # type: ignore[arg-type]
 
 
 def without_methods(settings: TrainConfig) -> TrainConfig:
-    """Without any method that saves memory."""
+    """Return the settings without any memory-saving method."""
     plain: dict[str, Any] = {"recompute": "none", "update": "after_backward", "offload": "none"}
     return settings.model_copy(update={**plain, "loss_chunk_tokens": 0})
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """What one device makes of a model, its batches and settings."""
+    """What one device computes from a model, its batches and settings."""
 
     initial: Tensors
-    gradients: Tensors  # of the first batch
+    gradients: Tensors  # those of the first batch
     trained: Tensors
     losses: list[float]
     norms: list[float]
@@ -195,8 +197,10 @@ _computed: dict[Any, Any] = {}
 
 
 def computed_once(compute: Callable[..., Found], *args: Any) -> Found:
-    """What rank 0 computes, on all ranks. They see the same few models and settings again and
-    again, and remember."""
+    """Compute something on rank 0, broadcast it to all ranks and cache it there.
+
+    Tests use the same few models and settings again and again.
+    """
     key = (compute.__module__, compute.__name__, *args)
     if not dist.is_initialized():
         if key not in _computed:
@@ -240,7 +244,7 @@ def _reads(config: ModelConfig, settings: TrainConfig, n_steps: int) -> list[Rea
 
 
 def batch_gradients(stepper: Stepper, read: ReadRows) -> Tensors:
-    """Gradients of the sum of losses, before clipping, through the production passes."""
+    """Return the gradients of the sum of losses, before clipping, by the production passes."""
     model = stepper.model
     model.train()
     clear_gradients(model)
@@ -255,7 +259,8 @@ def batch_gradients(stepper: Stepper, read: ReadRows) -> Tensors:
 
 
 def _check_decay(stepper: Stepper) -> None:
-    """Of what a rank owns, biases and norms never decay, all else does; each is updated once."""
+    """Check what decays (all but biases and norms) and that each owned parameter is updated
+    once."""
     decays = {
         id(parameter): group["weight_decay"]
         for group in stepper.updates.param_groups
@@ -272,7 +277,7 @@ def _check_decay(stepper: Stepper) -> None:
 def assert_equal_one_device(
     pool: WorkerPool, layout: Layout, model: dict[str, Any], train: dict[str, Any]
 ) -> None:
-    """Three steps under these settings, in float64."""
+    """Train three steps under these settings in float64, and compare with one device."""
     n = LayoutConfig(**layout).n_processes
     for rank, worst in enumerate(pool.run(n, compare, layout, model, train, 3)):
         wrong = {k: v for k, v in worst.items() if not v <= TOLERANCE["float64"]}

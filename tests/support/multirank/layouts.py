@@ -1,4 +1,4 @@
-"""Layouts of the tests of several ranks, as a run file has them, and their names."""
+"""Layouts for multi-rank tests, written as in a run file, and their names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def name_of(layout: Layout) -> str:
     return f"{layout['scheme']}{sequence}-{grid}-dp{layout.get('dp', 1)}{how}"
 
 
-# Every kind of SUPER's sections, with common layers everywhere or on the first sub-grid.
+# Every kind of SUPER section, with common layers everywhere or on the first sub-grid.
 KINDS: list[Layout] = [
     {"common": common, "attention": attention, "feed_forward": feed_forward}
     for common in ("all", "first")
@@ -51,7 +51,8 @@ def subgraph(branches: int, dp: int = 1, **how: Any) -> Layout:
 
 
 def short(case: Any) -> str:
-    """`4x2-first-outside` of a layout, `micro_batches_3` of settings."""
+    """Return a short name such as `4x2-first-outside` for a layout, `micro_batches_3` for
+    settings."""
     if not isinstance(case, dict):
         return str(case)
     if "scheme" not in case:
@@ -61,7 +62,8 @@ def short(case: Any) -> str:
 
 
 def in_branches(name: str, layout: Layout) -> bool:
-    """Whether a parameter is cut over branches. What closes a section has a common bias."""
+    """Return whether a parameter is sharded over branches; biases that close a section are
+    common."""
     parts: tuple[str, ...] = ()
     if layout.get("attention", "inside") == "inside":
         parts += ("attention.qkv.", "attention.out.weight")

@@ -1,7 +1,7 @@
-"""The exactness matrix: models x schemes x pipeline stages x modes of replicas x dropout.
+"""The exactness matrix: models x schemes x pipeline stages x replica modes x dropout.
 
-`CELLS` are all combinations, on 1 to 16 processes; `quick` chooses some of them so that every two
-values meet that can. `write` makes the table in docs/results/exactness.md.
+`CELLS` are all combinations, on 1 to 16 processes; `quick` chooses some of them so that every
+possible pair of values occurs. `write` makes the table in docs/results/exactness.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 from tests.support.multirank.exactness import TRAIN, tiny
 
-LARGEST = 8  # processes of a layout whose grid is the larger of two
+LARGEST = 8  # the most processes of a layout whose grid is the larger of two
 
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"family": "gpt2", "n_labels": 3},
@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "T5": {"family": "t5", "relative_buckets": 8, "relative_max_distance": 16},
     "Transformer": {"family": "transformer", "label_smoothing": 0.1},
 }
-# Each on the first of its grids where that takes at most 8 processes, else on the second.
+# Each scheme uses the first of its grids if that takes at most 8 processes, else the second.
 SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
     "Megatron": ({"scheme": "megatron", "cols": 2},) * 2,
@@ -43,14 +43,14 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "D&SP": ({"scheme": "subgraph", "branches": 2},) * 2,
     "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
 }
-ADDED = ("Megatron 2-D",)  # to the schemes with which the quick cells were chosen first
+ADDED = ("Megatron 2-D",)  # schemes added after the quick cells were chosen
 PIPELINES = (1, 2, 4)
 REPLICAS = ("none", "replicate", "zero1", "fsdp")
 DROPOUT = (False, True)
 
 
 class Cell(NamedTuple):
-    """One combination. replicas: the mode of two of them, or `none`."""
+    """One combination. `replicas` is the mode of two replicas, or `none`."""
 
     model: str
     scheme: str
@@ -75,7 +75,9 @@ class Cell(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """In a pipeline three layers, so that four stages are of unequal size."""
+        """Return the model; in a pipeline it has three layers, so that four stages are of unequal
+        size.
+        """
         p = {"dropout": 0.1, "attention_dropout": 0.1} if self.dropout else {}
         n_layers = 3 if self.pp > 1 else 2
         return {"n_layers": n_layers, "max_seq_len": 12, **p, **MODELS[self.model]}
@@ -93,16 +95,18 @@ CELLS = [
 
 
 def quick(cells: Iterable[Cell] = CELLS) -> set[Cell]:
-    """Few cells in which any two values of two dimensions meet: greedily, those that show most
-    pairs that none before has shown for the time that they take. Cells of a scheme that was added
-    later come on top, so that those chosen before stay."""
+    """Choose few cells in which every pair of values of two dimensions occurs.
+
+    The choice is greedy: it takes the cells with the most new pairs for their time. Cells of a
+    scheme that was added later come on top, so that the earlier choice stays.
+    """
     rest = list(cells)
     chosen = _chosen([cell for cell in rest if cell.scheme not in ADDED], set())
     return _chosen(rest, chosen)
 
 
 def _chosen(cells: list[Cell], before: set[Cell]) -> set[Cell]:
-    """These cells, and others in which the pairs meet that do not yet."""
+    """Return these cells, and others that contain the remaining pairs."""
     chosen = {*before}
     missing = {pair for cell in cells for pair in _pairs(cell)}
     missing -= {pair for cell in chosen for pair in _pairs(cell)}
@@ -119,8 +123,10 @@ def _pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
 
 
 def _time(cell: Cell) -> float:
-    """In units of what the first process adds to it; two stacks add twice that. Messages of many
-    processes take two cores longer than their number says."""
+    """Estimate a cell's time in units of what the first process adds; two stacks count twice.
+
+    With many processes, messages on two cores take longer than their number suggests.
+    """
     stacks = 2 if cell.model in ("T5", "Transformer") else 1
     n = LayoutConfig(**cell.layout).n_processes
     return 5 + stacks * (n + n * n / 8)
@@ -135,7 +141,7 @@ def n_of(cell: Cell) -> int:
 
 
 def refusal(cell: Cell) -> str:
-    """What `gridformer train` says of a combination before it starts, if it is refused."""
+    """Return why `gridformer train` would refuse a combination, or an empty string."""
     run = RunConfig.model_validate(
         {
             "model": tiny(**cell.config),
@@ -152,7 +158,8 @@ def refusal(cell: Cell) -> str:
 
 
 def remember(path: Path, worst: Mapping[Cell | str, float]) -> dict[Cell | str, float]:
-    """Add what was found to what the file at `path` has of sessions before; returns all of it."""
+    """Add the results to those of earlier sessions in the file at `path`, and return all of
+    them."""
     lines = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     found = {Cell(*key) if isinstance(key, list) else key: value for key, value in lines}
     found = {key: value for key, value in found.items() if key in CELLS or isinstance(key, str)}
@@ -169,8 +176,11 @@ def write(
     others: Mapping[str, float],
     how: str,
 ) -> None:
-    """The table: a row a model and scheme, a column a pipeline and mode; the larger of the two
-    relative differences without and with dropout. others: of a ResNeXt, by layout."""
+    """Write the table with a row for each model and scheme and a column for each pipeline and mode.
+
+    Each entry is the larger of the relative differences without and with dropout. `others` holds
+    the results of a ResNeXt, by layout.
+    """
     columns = [*itertools.product(PIPELINES, REPLICAS)]
     if not all(cell in worst or cell in refused for cell in CELLS):
         how += " A dash is a cell that has not been run."

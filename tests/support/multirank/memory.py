@@ -1,4 +1,4 @@
-"""Runs whose estimated memory is compared with what torch's allocator hands out."""
+"""Compares a run's estimated memory with what torch's allocator hands out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def a_run(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) 
 
 
 def measured(run: RunConfig) -> tuple[int, int]:
-    """On one rank."""
+    """Return the measured bytes of one rank."""
     torch.set_num_threads(1)
     return measure_rank(run, n_steps=2)
 
@@ -41,7 +41,10 @@ def measured(run: RunConfig) -> tuple[int, int]:
 def agrees_of(
     pool: WorkerPool, run: RunConfig, measuring: Callable[..., tuple[int, int]], *args: Any
 ) -> None:
-    """Held longer by chance, on a busy machine, is not each time: of five one must agree."""
+    """Check that one of five attempts agrees with the estimate.
+
+    On a busy machine tensors may be held longer by chance, but not every time.
+    """
     check(run)
     told = {rank: estimate_rank(run, rank).peak for rank in largest_ranks(run)}
     found = []

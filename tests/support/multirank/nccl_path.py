@@ -1,4 +1,4 @@
-"""What `gridformer.comm` does over NCCL, done over gloo: run a test's function through `on_nccl`.
+"""Runs what `gridformer.comm` does over NCCL on gloo: pass a test's function to `on_nccl`.
 
     pool.run(4, on_nccl, what_one_rank_does, "an argument")
 
@@ -17,6 +17,6 @@ Result = TypeVar("Result")
 
 
 def on_nccl(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """The function's result, while every group is taken for one of NCCL's."""
+    """Return the function's result, computed while every group is taken for an NCCL group."""
     with patch.object(groups, "over_nccl", return_value=True):
         return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Networks with branch sections, and what one rank does to compare them with one process."""
+"""Networks with branch sections, and the work of one rank to compare them with one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gridformer.parallel.branches import parallelize_branches
 
 
 class TwoTowers(nn.Module):
-    """Two towers of unequal width and depth on slices of the input, joined, then a common head."""
+    """Two towers of unequal width and depth on slices of the input, joined by a common head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Path(nn.Module):
 
 
 class Nested(nn.Module):
-    """Sections of different numbers of branches: one after the other, and one inside another."""
+    """Sections with different numbers of branches, in sequence and nested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def batch(name: str, n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(name: str, how: dict[str, Any], sizes: list[int]) -> dict[str, float]:
-    """The largest differences from one process over some steps of SGD."""
+    """Return the largest differences from one process over some steps of SGD."""
     torch.set_num_threads(1)
     want = build(name)
     placed = parallelize_branches(build(name), **how)

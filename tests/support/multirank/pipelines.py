@@ -1,4 +1,4 @@
-"""What one rank does to compare a pipeline with one device: every family, with all it can have."""
+"""The work of one rank to compare a pipeline with one device, for every family and its options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ SETTINGS = TrainConfig(
 
 
 def family(name: Family, **changes: Any) -> ModelConfig:
-    """Four layers a stack, or three and five: no number of stages divides all of them."""
+    """Return a model of four layers per stack, or three and five, so that no stage count divides
+    all.
+    """
     layers = {"n_layers": 3, "n_decoder_layers": 5} if name in ("t5", "transformer") else {}
     own: dict[Family, dict[str, Any]] = {
         "gpt2": {"n_labels": 3},
@@ -54,7 +56,9 @@ def family(name: Family, **changes: Any) -> ModelConfig:
 
 
 def batch_of(config: ModelConfig, step: int, rows: int = ROWS) -> Batch:
-    """Every key that the family reads, with padding and with targets that do not count."""
+    """Return a batch with every key that the family reads, with padding and targets that do not
+    count.
+    """
     generator = torch.Generator().manual_seed(100 + step)
 
     def draw(high: int, *shape: int) -> torch.Tensor:
@@ -93,7 +97,7 @@ def stepper_of(
 
 
 def compare(layout: Layout, config: ModelConfig, n_steps: int = 3) -> dict[str, float]:
-    """The largest relative differences to one device, see exactness.compare."""
+    """Return the largest relative differences to one device; see exactness.compare."""
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
     want = computed_once(_one_device, config.model_dump_json(), n_steps)
@@ -117,7 +121,7 @@ def compare(layout: Layout, config: ModelConfig, n_steps: int = 3) -> dict[str, 
 
 
 def first_gradients(stepper: Stepper, read: ReadRows) -> Tensors:
-    """Gradients of the sum of losses, before clipping, through the passes of production."""
+    """Return the gradients of the sum of losses, before clipping, by the production passes."""
     model = stepper.model
     model.train()
     model.zero_grad()

@@ -1,12 +1,12 @@
 """A pool of persistent worker processes for tests that need several ranks.
 
-Starting Python and importing torch costs seconds a process, so the processes are forked from a
+Starting Python and importing torch takes seconds per process, so the processes are forked from a
 server that has torch loaded, and are kept between tests together with their process group. A test
-writes what one rank does as a function at the top level of its module and calls
+defines what one rank does as a function at the top level of its module and calls
 
     results = pool.run(4, what_one_rank_does, "an argument", option=True)
 
-A failure (exception, dead worker, timeout) raises `RankFailed` in the test and discards the
+A failure (an exception, a dead worker, a timeout) raises `RankFailed` in the test and discards the
 processes, since the peers may be stuck in a collective; the next call starts new ones.
 """
 
@@ -39,15 +39,16 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 MAX_RANKS = 16
-# Calls, times ranks, for which one process group serves. Every subgroup that tests make of it has
-# threads on every rank: after hundreds of layouts 16 processes had 5,000, and were slowed tenfold.
+# Calls times ranks for which one process group is used. Every subgroup that tests make from it has
+# threads on every rank: after hundreds of layouts 16 processes had 5,000 threads and ran ten times
+# slower.
 GROUP_SERVES = 96
-# What every worker would import by itself.
+# Modules that every worker would otherwise import by itself.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.support.multirank.preload"]
 
 
 class RankFailed(Exception):  # noqa: N818 - reads as a sentence in pytest.raises
-    """A rank raised, died or hung. `rank` says which; the text holds its traceback."""
+    """A rank raised, died or hung. `rank` says which one; the text holds its traceback."""
 
     def __init__(self, rank: int, text: str) -> None:
         self.rank = rank
@@ -60,7 +61,7 @@ _group_cache: dict[Any, Any] = {}
 
 
 def group_cache() -> dict[Any, Any]:
-    """For use inside a worker: a dictionary that lives as long as the default process group.
+    """Return a dictionary inside a worker that lives as long as the default process group.
 
     Keep device meshes and subgroups here: creating them costs more than most tests.
     """
@@ -77,16 +78,16 @@ def _join_group(group: _Group, rank: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _group_cache.clear()
-    gc.collect()  # a group that lies in a reference cycle keeps its threads
+    gc.collect()  # a group in a reference cycle would keep its threads
     store = dist.FileStore(group.store, group.size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=group.size)
 
 
 class _OnOneDevice(dist.ProcessGroupGloo):
-    """All groups of a process share one thread that looks for messages.
+    """Groups whose processes each use one shared thread to look for messages.
 
-    By default each has its own, which wakes up every 10 ms: after 40 layouts, while nothing ran,
-    that took 28% of two cores (AMD EPYC), and shared 1%.
+    By default each group has its own thread, which wakes up every 10 ms: after 40 layouts, these
+    threads took 28% of two cores while nothing ran (AMD EPYC), against 1% for a shared one.
     """
 
     device: ClassVar[Any] = None
@@ -111,13 +112,14 @@ def _die_with_parent() -> None:
 def _work(rank: int, pipe: Connection, stack_file: str) -> None:
     """Serve one pipe: receive (sys.path, group, function, arguments), answer (ok, value)."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then stops us
+    # Ctrl-C is for pytest, which then stops the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         # Hostnames often do not resolve on laptops and in containers; loopback always works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.distributed_c10d.ProcessGroupGloo = _OnOneDevice  # type: ignore[misc]
-    gc.freeze()  # what is imported by now stays: collecting need not look at it
+    gc.freeze()  # imported objects stay alive, so the garbage collector can skip them
     stack = open(stack_file, "w")  # noqa: SIM115 - must stay open as long as the process lives
     faulthandler.register(signal.SIGUSR1, stack)
     joined: _Group | None = None
@@ -128,7 +130,7 @@ def _work(rank: int, pipe: Connection, stack_file: str) -> None:
             return
         try:
             path, group, body = pickle.loads(request)
-            sys.path[:] = path  # before the function is unpickled: its module is found by name
+            sys.path[:] = path  # must precede unpickling, which finds the function's module by name
             if group != joined:
                 _join_group(group, rank)
                 joined = group
@@ -153,7 +155,11 @@ class _Worker:
 
 
 class WorkerPool:
-    """See the module's text. `timeout_s` bounds one call of `run`; see also `limit`."""
+    """Persistent workers; see the module's docstring.
+
+    Args:
+        timeout_s: Seconds that one call of `run` may take; see also `limit`.
+    """
 
     def __init__(self, timeout_s: float = 120.0) -> None:
         self.timeout_s = timeout_s
@@ -176,12 +182,13 @@ class WorkerPool:
         DTensors.
 
         Raises:
-            RankFailed: a rank raised (the text is its traceback), died, or all did not finish
-                within `timeout_s`.
+            RankFailed: A rank raised (the text is its traceback), died, or did not finish within
+                `timeout_s`.
         """
         if not 1 <= world_size <= MAX_RANKS:
             raise ValueError(f"world_size={world_size}: the pool has 1 to {MAX_RANKS} ranks")
-        body = pickle.dumps((fn, args, kwargs))  # fails here, not in a worker, if not picklable
+        # raises here, not in a worker, if something cannot be pickled
+        body = pickle.dumps((fn, args, kwargs))
         self._grow(world_size)
         request = pickle.dumps((sys.path, self._group_of(world_size), body))
         workers = self._workers[:world_size]
@@ -192,13 +199,14 @@ class WorkerPool:
                 except OSError:
                     raise _died(rank, worker) from None
             return self._collect(workers)
-        except BaseException:  # KeyboardInterrupt too: the workers are in the middle of something
+        # including KeyboardInterrupt: the workers are in the middle of a call
+        except BaseException:
             self.discard()
             raise
 
     @contextlib.contextmanager
     def limit(self, timeout_s: float) -> Iterator[None]:
-        """Another timeout for the calls inside a `with` block."""
+        """Use another timeout for the calls inside a `with` block."""
         before, self.timeout_s = self.timeout_s, timeout_s
         try:
             yield
@@ -222,12 +230,12 @@ class WorkerPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def pids(self) -> list[int]:
-        """Process ids of the workers by rank."""
+        """Return the workers' process ids by rank."""
         return [worker.process.pid or 0 for worker in self._workers]
 
     def _grow(self, n: int) -> None:
         dead = [w for w in self._workers if not w.process.is_alive()]
-        if dead:  # killed between two tests
+        if dead:  # workers killed between two tests
             self.discard()
         for rank in range(len(self._workers), n):
             ours, theirs = self._context.Pipe()
@@ -270,7 +278,8 @@ class WorkerPool:
     def _receive(
         waiting: dict[int, _Worker], timeout_s: float, results: dict[int, Any]
     ) -> dict[int, RankFailed]:
-        """Wait for the first news of some ranks; fills `results` and returns failures by rank."""
+        """Wait for the next message from some ranks; fill `results`, and return failures by
+        rank."""
         failures = {}
         ready = wait(
             [w.pipe for w in waiting.values()] + [w.process.sentinel for w in waiting.values()],

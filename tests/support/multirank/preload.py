@@ -1,6 +1,6 @@
-"""Imported by the server from which workers are forked: what each of them would import by itself.
+"""Imported by the server that workers are forked from, so that workers need not import it again.
 
-A mistake in the package must fail the tests that meet it, not the server.
+A mistake in the package must fail the tests that use it, not the server.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What ranks do in whole runs: the production trainer, stopped and gone on with; what it wrote."""
+"""Whole runs on several ranks: the production trainer, stopped and resumed, and its output."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def plan_of(data: Path, out: Path, layout: dict[str, Any], **train: Any) -> Plan
 
 
 def train(plan: Plan) -> None:
-    """What one rank does: the production trainer on the pool's process group."""
+    """Run the production trainer on the pool's process group; the work of one rank."""
     world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"), "gloo", "test")
     Trainer(plan, world).fit()
 
@@ -71,14 +71,14 @@ def losses(out: Path) -> dict[int, tuple[float, float]]:
 
 
 def tokens(out: Path) -> list[int]:
-    """Read since the run began: of each step, and as the last checkpoint has it."""
+    """Return the tokens read since the run began, at each step and in the last checkpoint."""
     last = checkpoint.latest(out)
     assert last is not None
     return [*(m["tokens"] for m in read_metrics(out)), checkpoint.read_manifest(last).tokens]
 
 
 def assert_same_run(whole: Path, moved: Path) -> None:
-    """All steps of a run that moved between layouts have the losses of one that did not."""
+    """Check that a run which moved between layouts has the same losses as one which did not."""
     want, got = losses(whole), losses(moved)
     assert list(got) == list(range(1, STEPS + 1))
     for step in want:
@@ -89,14 +89,14 @@ def assert_same_run(whole: Path, moved: Path) -> None:
 
 
 def start_from(finished: Path, out: Path) -> None:
-    """A run directory as it was after MIDDLE steps."""
+    """Create a run directory as it was after MIDDLE steps."""
     name = f"step-{MIDDLE:08d}"
     shutil.copytree(finished / "checkpoints" / name, out / "checkpoints" / name)
     shutil.copy(finished / "metrics.jsonl", out)
 
 
 def stored(out: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Every block of the last checkpoint: parameters and moments, by name and offset."""
+    """Return every block of the last checkpoint, parameters and moments, by name and offset."""
     blocks = {}
     for path in (out / f"checkpoints/step-{STEPS:08d}").glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

@@ -1,7 +1,7 @@
-"""What one layer of a layout sends, counted: shared by the tests of volumes.
+"""Counts what one layer of a layout sends, for the tests of volumes.
 
-Models of two and of one layer are run; their difference is one layer, without what the embedding,
-the last norm, the head and the loss move.
+Models of two layers and of one are run; their difference is one layer, without the traffic of the
+embedding, the last norm, the head and the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gridformer.parallel.auto.cost import Choices, Traffic
 from gridformer.parallel.tensor.linear import weights_kept
 from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
 
-B = 12  # sequences, divides over 1, 2, 3 and 4
+B = 12  # sequences; divisible by 1, 2, 3 and 4
 CONFIG = tiny()
 S, H, V = CONFIG.max_seq_len, CONFIG.hidden_size, CONFIG.vocab_size
 BSH = B * S * H
@@ -31,7 +31,9 @@ LAYER = ("qkv", "out", "up", "down")
 
 @dataclass
 class Volume:
-    """Of one rank and one pass: elements by label, messages by label and kind, elements by axis."""
+    """Traffic of one rank and one pass: elements by label, messages by label and kind, elements by
+    axis.
+    """
 
     moved: dict[str, Fraction]
     count: dict[str, Counter[str]]
@@ -65,16 +67,16 @@ class Volume:
 
 
 def volume_of(recorder: Recorder, label: str = "") -> Volume:
-    """Of all records, or those of one label."""
+    """Return the volume of all records, or of those with one label."""
     return Volume.of(Recorder([r for r in recorder.records if r.label == label or not label]))
 
 
 def passes(layout: LayoutConfig, config: ModelConfig) -> tuple[Recorder, Recorder]:
-    """Forward and backward of one micro-batch of B sequences on one rank."""
+    """Run forward and backward of one micro-batch of B sequences on one rank."""
     return _passes(layout.model_dump_json(), config.model_dump_json())
 
 
-@cache  # by a worker: what travels is the same every time
+@cache  # cached by each worker, since the traffic is the same every time
 def _passes(layout_json: str, config_json: str) -> tuple[Recorder, Recorder]:
     torch.set_num_threads(1)
     layout = LayoutConfig.model_validate_json(layout_json)
@@ -92,7 +94,7 @@ def _passes(layout_json: str, config_json: str) -> tuple[Recorder, Recorder]:
 
 
 def one_layer(layout: dict[str, Any], label: str = "") -> tuple[Volume, Volume]:
-    """Forward and backward; `label` narrows it to messages of one purpose."""
+    """Return one layer's forward and backward volumes; `label` selects messages of one purpose."""
     plan = LayoutConfig(**layout)
     two, one = (passes(plan, tiny(n_layers=n)) for n in (2, 1))
     forward, backward = (volume_of(a, label).minus(volume_of(b, label)) for a, b in zip(two, one))
@@ -100,7 +102,7 @@ def one_layer(layout: dict[str, Any], label: str = "") -> tuple[Volume, Volume]:
 
 
 def optimus(grid: tuple[int, int], **how: str) -> dict[str, Any]:
-    """A layout that leaves nothing to `auto` but what is asked for."""
+    """Return a layout that leaves nothing to `auto` except what is asked for."""
     rows, cols = grid
     fixed = {"schedule": "gather", "keep_gathered": "none"}
     return {"scheme": "optimus", "rows": rows, "cols": cols, **fixed, **how}
@@ -111,7 +113,7 @@ def short(layout: dict[str, Any]) -> str:
 
 
 def predicted(choices: Choices, first: bool = True) -> tuple[Traffic, Traffic]:
-    """What a layer's products are said to send, forward and backward."""
+    """Return the predicted forward and backward traffic of one layer's products."""
     nothing = Traffic(0, 0, 0)
     layer = [choices[name] for name in LAYER]
     forward = sum((choices.forward(choice, first) for choice in layer), nothing)
@@ -119,7 +121,7 @@ def predicted(choices: Choices, first: bool = True) -> tuple[Traffic, Traffic]:
 
 
 def agrees(counted: Volume, said: Traffic) -> None:
-    """Elements along rows and down columns, and messages, of volumes of products alone."""
+    """Check the elements over rows and columns and the messages of products."""
     for axis, moved in (("col", said.col), ("row", said.row)):
         assert math.isclose(counted.by_axis.get(axis, 0), moved, rel_tol=1e-9), axis
     assert counted.by_axis.keys() <= {"col", "row"}

@@ -1,4 +1,4 @@
-"""Hugging Face's BERT with random weights, and ours with the same."""
+"""Hugging Face's BERT with random weights, and our BERT with the same weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Names of theirs to ours; their matrices are [out, in]."""
+    """Convert their names to ours; their matrices are [out, in]."""
     theirs = {
         "tokens.weight": "bert.embeddings.word_embeddings.weight",
         "positions.weight": "bert.embeddings.position_embeddings.weight",

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 with random weights, and ours with the same."""
+"""Hugging Face's GPT-2 with random weights, and our GPT-2 with the same weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Names of Hugging Face's to ours; the columns of qkv go from [3, n, d] to [n, 3, d]."""
+    """Convert Hugging Face's names to ours; the columns of qkv go from [3, n, d] to [n, 3, d]."""
     h, n = config.hidden_size, config.n_heads
     ours = {
         "tokens.weight": state["transformer.wte.weight"],

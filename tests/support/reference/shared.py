@@ -1,10 +1,11 @@
-"""What comparisons with Hugging Face's models share."""
+"""Helpers for comparisons with Hugging Face's models."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing is downloaded
+# must be set before transformers is imported; nothing is downloaded
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from typing import Any
 
@@ -25,7 +26,7 @@ LEAVES = ("weight", "bias")
 
 
 def randomize(model: Any, dtype: torch.dtype, spread: float = 0.2) -> Any:
-    """Random weights of a spread that makes every part matter; biases and norms included."""
+    """Draw weights, biases and norms with a spread that makes every part matter."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -36,7 +37,7 @@ def randomize(model: Any, dtype: torch.dtype, spread: float = 0.2) -> Any:
 
 
 def plain(config: ModelConfig, dtype: torch.dtype, state: dict[str, Tensor]) -> Model:
-    """Our model of a config with these weights."""
+    """Return our model of a config with these weights."""
     name = str(dtype).removeprefix("torch.")
     ours = build_parallel(config, LayoutConfig(), Axes(), 0, torch.device("cpu"), name).eval()
     ours.load_state_dict(state, strict=True)
@@ -44,8 +45,10 @@ def plain(config: ModelConfig, dtype: torch.dtype, state: dict[str, Tensor]) -> 
 
 
 def together(parts: list[Tensor], d: int) -> Tensor:
-    """Matrices [n d, h] of q, k, v as torch.nn.Linear holds them (or their biases), as one of ours:
-    columns [n, parts, d]."""
+    """Join q, k, v matrices [n d, h] of torch.nn.Linear, or their biases, into one of our matrices.
+
+    Its columns are ordered [n, parts, d].
+    """
     by_head = torch.stack([part.t().unflatten(-1, (-1, d)) for part in parts], -2)
     return by_head.flatten(-3)
 
@@ -55,12 +58,12 @@ def tokens_of(v: int, b: int, s: int, seed: int = 1) -> Tensor:
 
 
 def lengths_mask(lengths: list[int], s: int) -> Tensor:
-    """True for the first tokens of each row."""
+    """Return True for the first tokens of each row."""
     return torch.arange(s) < torch.tensor(lengths)[:, None]
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:
-    """To 1e-5 of the largest element (float64: 1e-10)."""
+    """Compare to 1e-5 of the largest element (1e-10 in float64)."""
     assert got.shape == want.shape
     assert got.dtype == want.dtype
     difference = float((got - want).detach().abs().max() / want.detach().abs().max())

@@ -1,4 +1,4 @@
-"""Hugging Face's T5 with random weights, and ours with the same."""
+"""Hugging Face's T5 with random weights, and our T5 with the same weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Names of theirs to ours; their matrices are [out, in]."""
+    """Convert their names to ours; their matrices are [out, in]."""
     ours = {"tokens.weight": state["shared.weight"]}
     for stack, n in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers)):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"

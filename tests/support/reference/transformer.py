@@ -1,4 +1,4 @@
-"""Our Transformer with random weights, and torch.nn.Transformer with the same."""
+"""Our Transformer with random weights, and torch.nn.Transformer with the same weights."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def model_of(**changes: Any) -> Transformer:
 
 
 def torchs(ours: Transformer) -> nn.Transformer:
-    """torch.nn.Transformer with our weights; it has q, k, v side by side, and norms of its own at
-    the ends, which are left out."""
+    """Return torch.nn.Transformer with our weights.
+
+    It stores q, k and v side by side, and its own norms at the ends are left out.
+    """
     config = ours.config
     h, d = config.hidden_size, config.head_width
     theirs = nn.Transformer(
