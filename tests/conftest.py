@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-pytest.register_assert_rewrite("tests.support")  # an assert there says what differed, too
+# so that a failing assert there shows the values, too
+pytest.register_assert_rewrite("tests.support")
 
 from tests.support.launch.programs import Start, starting  # noqa: E402
 from tests.support.multirank.pool import WorkerPool  # noqa: E402
 
-# `make test` tries the same examples each time: what passed once goes on passing. `make test-all`
-# looks for others. No deadlines, which fail by chance where others use the machine too.
+# `make test` tries the same examples each time, so what passed once keeps passing; `make test-all`
+# tries new ones. There are no deadlines, which would fail by chance on a busy machine.
 settings.register_profile("same", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("fresh", deadline=None, print_blob=True)
 
@@ -37,7 +38,10 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("steps", 2)` runs one of support/launch/entrypoints.py; its files: `tmp_path`."""
+    """Return a `start`; `start("steps", 2)` runs an entrypoint of support/launch/entrypoints.py.
+
+    Its files are in `tmp_path`.
+    """
     with starting(tmp_path) as started:
         yield started
 

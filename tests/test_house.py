@@ -1,4 +1,4 @@
-"""How tests are laid out: what they share stands in tests/support, and none imports another."""
+"""The layout of tests: shared code is in tests/support, and no test imports another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 
 
 def imported(file: Path) -> set[str]:
-    """Modules that a file imports, at its top or later; of `from a import b` both a and a.b."""
+    """Return the modules that a file imports anywhere; for `from a import b`, both a and a.b."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""benchmarks.gpu in its CPU form: the code that a GPU will run, on tiny models."""
+"""benchmarks.gpu in its CPU form: the code that a GPU would run, on tiny models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU_FORM = ["--device", "cpu", "--quick"]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from more, and wait for each other on a busy machine."""
+    """Use one thread: tiny tensors gain nothing from more, which wait for each other under load."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +49,7 @@ def run(*words: str, expect: int = 0) -> str:
 
 
 def cells(markdown: str, first: str) -> list[str]:
-    """The cells of the table row that begins with `first`."""
+    """Return the cells of the table row that begins with `first`."""
     row = next(line for line in markdown.splitlines() if line.startswith(f"| {first} |"))
     return [cell.strip() for cell in row.strip("|").split("|")]
 
@@ -75,7 +75,7 @@ def test_ceiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     "hf_compile", full_unless(lambda how: how == "blocks", ["blocks", "whole"])
 )
 def test_single(hf_compile: str) -> None:
-    """Both sides, eager and compiled; their losses agree."""
+    """Both sides run eager and compiled, and their losses agree."""
     pytest.importorskip("transformers")
     options = ["--backend", "aot_eager", "--hf-compile", hf_compile, "--attention", "flash"]
     out = run("single", *options)
@@ -238,7 +238,7 @@ def test_disagreement_is_shouted() -> None:
 
 @pytest.mark.parametrize(("how", "n_graphs"), [("blocks", 2), ("whole", 1)])
 def test_all_of_hugging_face_is_compiled(how: sides.HFCompile, n_graphs: int) -> None:
-    """One graph serves all blocks: no layer is left as it was for too many recompilations."""
+    """One graph serves all blocks: no layer stays uncompiled because of too many recompilations."""
     pytest.importorskip("transformers")
     torch._dynamo.reset()
     counters.clear()
@@ -254,8 +254,10 @@ def test_all_of_hugging_face_is_compiled(how: sides.HFCompile, n_graphs: int) ->
 
 @pytest.mark.parametrize("name", gpu.MODELS)
 def test_flops_are_those_of_the_paper(name: str) -> None:
-    """Narayanan et al. 2021, equation 3, has four passes of the layers, one of them recomputation,
-    and three of the logits."""
+    """Check the FLOPs against Narayanan et al. 2021, equation 3.
+
+    The equation has four passes of the layers, one of them recomputation, and three of the logits.
+    """
     config, b, s = ModelConfig(**shipped_model(name)), 4, 1024
     h, l, v = config.hidden_size, config.n_layers, config.vocab_size  # noqa: E741
     paper = 96 * b * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
@@ -318,7 +320,7 @@ def test_what_goes_wrong_on_a_rank_is_reported(how: str, said: str) -> None:
     assert len(row) == 2 + 2 * len(numerics.COMPARED)
 
 
-@pytest.mark.full  # it is what test_what_goes_wrong_on_a_rank_is_reported shows of other ends
+@pytest.mark.full  # test_what_goes_wrong_on_a_rank_is_reported shows the same for other failures
 def test_a_rank_that_hangs_is_given_up() -> None:
     answers = numerics.run_ranks(3, one_rank_goes_wrong, ("hangs",), 6.0)
     assert answers[2]["error"] == "no answer within 6 s"

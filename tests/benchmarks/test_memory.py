@@ -1,4 +1,4 @@
-"""The benchmark of memory: limits that are limits, and its report on known numbers."""
+"""The memory benchmark: the limits it finds, and its report on known numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of schemes: its counters on known cases, its checks, and a tiny run of it all."""
+"""The benchmark of schemes: its counters on known cases, its checks, and a tiny complete run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_live_memory_with_recomputation(recompute: bool) -> None:
 
 
 def test_live_memory_follows_resizing() -> None:
-    """FSDP2 frees and allocates parameters so."""
+    """FSDP2 frees and allocates parameters by resizing."""
     x, y = torch.ones(1000), torch.ones(10)
     with live_memory.LiveMemory([x, y]) as memory:
         x.untyped_storage().resize_(0)
@@ -95,7 +95,7 @@ def test_live_memory_follows_resizing() -> None:
 
 
 def test_a_layer_keeps_sixteen_activations() -> None:
-    """One process keeps 16bsh a layer; with recomputation its input alone (docs/concepts)."""
+    """One process keeps 16bsh per layer; with recomputation, only its input (docs/concepts)."""
     size, problem = ONE.size, variants.make_problem(ONE.size)
     bsh = 4 * size.b * size.s * size.h * size.layers
     parameters = live_memory.n_bytes(problem.weights.values())
@@ -109,7 +109,7 @@ def test_a_layer_keeps_sixteen_activations() -> None:
 
 
 class WithWorkspace(nn.Module):
-    """Doubles; keeps a copy of its input for itself, in memory that it never gives back."""
+    """Doubles its input, and keeps a copy in memory that it never frees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class WithWorkspace(nn.Module):
 def test_workspace_is_not_what_is_kept() -> None:
     built = variants.gridformer_variants(1)[0].build(ONE, variants.make_problem(ONE.size))
     built.stack = WithWorkspace()
-    built.finish = lambda: None  # what it does is for the stack that was there
+    built.finish = lambda: None  # the replaced `finish` belongs to the previous stack
     live = measure_live(built)
     x = live_memory.n_bytes([built.x])
     assert live == Live(0, 0, kept=x, workspace=x, peak=5 * x), "x, g, y, dx, buffer"
@@ -135,7 +135,9 @@ def test_workspace_is_not_what_is_kept() -> None:
 
 
 def both_counts() -> tuple[comm.Recorder, traffic.Traffic]:
-    """gridformer's recorder and the counter of torch's collectives, on the same messages."""
+    """Count the same messages with gridformer's recorder and with the counter of torch's
+    collectives.
+    """
     axis = Axis("world", dist.get_world_size(), dist.get_rank(), None)
     x = torch.ones(8, 6)
     with comm.record() as recorder, traffic.torch_traffic() as counted:
@@ -151,7 +153,7 @@ def both_counts() -> tuple[comm.Recorder, traffic.Traffic]:
 def test_torch_counter_agrees_with_our_recorder(pool: WorkerPool) -> None:
     for recorder, counted in pool.run(4, both_counts):
         assert counted.elements == recorder.moved()
-        # Of other kinds, maybe: on gloo some are done by an all-to-all.
+        # The kinds may differ: on gloo some collectives are done by an all-to-all.
         assert sum(counted.count.values()) == len(recorder.records) == 5
 
 
@@ -170,7 +172,7 @@ def torch_counts() -> traffic.Traffic:
 
 
 def test_torchs_collectives_are_counted(pool: WorkerPool) -> None:
-    """48 elements: all-reduced, gathered from four ranks, reduce-scattered, exchanged."""
+    """48 elements are all-reduced, gathered from four ranks, reduce-scattered and exchanged."""
     for counted in pool.run(4, torch_counts):
         kinds = Counter(all_reduce=1, all_gather=2, reduce_scatter=2, all_to_all=2)
         assert counted.count == kinds
@@ -244,7 +246,7 @@ def test_every_variant_fits_every_shape() -> None:
     assert obstacles["optimus-auto"] == []
 
 
-# --------------------------------------------------------------------------- the whole
+# --------------------------------------------------------------------------- complete runs
 
 
 SOME = "megatron-sp,optimus-pipelined,optimus-gather-parts,optimus-auto,torch-tp-sp,fsdp-tp"
@@ -315,7 +317,7 @@ def test_file_of_results(tmp_path: Path) -> None:
     assert results.read(out) == {}
     results.append(out, a_group())
     with out.open("a") as file:
-        file.write('{"key": "tiny/4/ke')  # killed while it wrote
+        file.write('{"key": "tiny/4/ke')  # killed while writing
     results.append(out, a_group(rounds=7))
     (found,) = results.read(out).values()
     assert found.rounds == 7, "the newest line of a group counts"
@@ -336,7 +338,7 @@ def test_report() -> None:
 
 
 def test_weights_are_those_of_torchs_modules() -> None:
-    """Names and shapes, so that every gradient is compared."""
+    """Names and shapes match, so that every gradient is compared."""
     weights = variants.make_problem(ONE.size).weights
     built = torch_variants.torch_variants(1)[0].build(ONE, variants.make_problem(ONE.size))
     names = {n.removeprefix("blocks.") for n, _ in built.stack.named_parameters()}

@@ -1,4 +1,4 @@
-"""The benchmark of sub-graphs: a tiny run of it, its cases, its report on known numbers."""
+"""The benchmark of sub-graphs: a tiny run, its cases, and its report on known numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def measured(case: Case, dp: float, other: float) -> dict[str, Any]:
-    """What a case's line holds; data parallelism takes `dp` seconds, the others `other`."""
+    """Return a case's line, in which data parallelism takes `dp` seconds and the others `other`."""
     rows = [
         {
             "name": variant.name,
@@ -69,7 +69,7 @@ def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
 
 
 def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its losses are compared within; a second call measures nothing again."""
+    """The run itself compares its losses; a second call measures nothing again."""
     out = tmp_path / "found.jsonl"
     command = [sys.executable, "-m", "benchmarks.subgraph", "--quick", "--processes", "2"]
     command += ["--heads", "8", "--out", str(out)]
@@ -80,7 +80,7 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for values in subgraph.read(out).values():
         rows = {row["name"]: row for row in values["rows"]}
         assert all(len(row["seconds"]) == 2 for row in rows.values())
-        # Whatever is branched is held once instead of twice, in parameters, gradients and moments.
+        # Branched modules are held once instead of twice: parameters, gradients and moments.
         assert rows["dsp-2"]["states"] < 0.52 * rows["dp"]["states"]
         # The paper's branches have no parameters: its projections are common layers.
         assert rows["paper-2"]["states"] == rows["dp"]["states"]

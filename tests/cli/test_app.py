@@ -1,4 +1,4 @@
-"""The command line as a whole: quick help, errors without tracebacks."""
+"""The command line as a whole: fast help, and errors without tracebacks."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The demo's three parts, on a small run of one process; `make demo` is the same on four."""
+"""The demo's three parts on a small run of one process; `make demo` does the same on four."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_from_nothing_to_a_summary(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(demo, "warm_up", lambda *modules: None)  # there are no workers to come
+    # no workers follow that it could help
+    monkeypatch.setattr(demo, "warm_up", lambda *modules: None)
     corpus = tmp_path / "corpus.py"
     corpus.write_text("\n\n".join(f"def read_{i}(self):\n    return {i}" for i in range(300)))
     monkeypatch.setattr(demo, "CORPUS", str(corpus))
@@ -48,7 +49,7 @@ def test_from_nothing_to_a_summary(
         assert word in text
     assert "gridformer generate" in text
     assert "layout.scheme=megatron" in text
-    demo.run_demo(out, run_file)  # again: nothing is prepared or trained anew
+    demo.run_demo(out, run_file)  # on a second call, nothing is prepared or trained again
     assert "3 of 3 steps" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, real signals, real files."""
+"""The command line as a user meets it, with real processes, signals and files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def wait_for_step(out: Path, step: int) -> None:
 
 
 def wait_until_nobody_is_left(session: int) -> None:
-    """The fork server ends when it sees that the command has ended, a moment later."""
+    """The fork server ends a moment after the command, once it notices that the command has
+    ended."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
@@ -104,13 +105,13 @@ def test_a_run_leaves_all_it_promises(run_file: Path, tmp_path: Path) -> None:
     assert "--beams is for t5 and transformer" in refused.stderr
 
 
-FEWER = "layout.rows=1"  # two processes: what a signal does to more is tested in test_launch.py
+FEWER = "layout.rows=1"  # two processes; test_launch.py tests what a signal does to more
 LONGER = (FEWER, "train.steps=30", "train.save_every=0", "train.eval_every=0")
 
 
 @pytest.fixture(scope="module")
 def not_stopped(run_file: Path) -> list[float]:
-    """The losses of a run that nobody stops."""
+    """Return the losses of a run that nobody stops."""
     out = run_file.parent / "whole"
     assert gridformer("train", run_file, *LONGER, "--out", out).returncode == 0
     return losses(out)
@@ -179,7 +180,7 @@ def test_a_killed_worker_ends_the_run(run_file: Path, tmp_path: Path) -> None:
 
 
 def worker_of(session: int) -> int:
-    """The process of the session that was started last: a worker, in the middle of training."""
+    """Return the session's most recently started process, a worker that is training."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         fields = stat.read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Configs: what they refuse and what they say then, overrides, and the words they say it with."""
+"""Configs: what they refuse and with which messages, and overrides."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def problem(raw: dict[str, Any], *overrides: str) -> str:
     return only
 
 
-# --------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_configs_are_frozen() -> None:
     ("override", "section", "key", "value"),
     [
         ("train.steps=7", "train", "steps", 7),
-        ("train.lr=1e-3", "train", "lr", 1e-3),  # which YAML itself takes for a word
+        ("train.lr=1e-3", "train", "lr", 1e-3),  # YAML itself reads this as a string
         ("train.lr=1", "train", "lr", 1.0),
         ("train.dtype=bfloat16", "train", "dtype", "bfloat16"),
         ("train.sanity_checks=true", "train", "sanity_checks", True),
@@ -210,7 +210,7 @@ def test_override_that_is_wrong(override: str, text: str) -> None:
     ],
 )
 def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(override: str, text: str) -> None:
-    """And the other way round: an argument beside a file's mistake is not to blame."""
+    """Conversely, a mistake in the file is not blamed on an argument."""
     assert problem(BASE, "train.steps=5", override, "model.dropout=0.1").startswith(text)
     key, _, value = override.partition("=")
     section, _, name = key.partition(".")
@@ -265,7 +265,7 @@ def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:
 
 
 def test_runs_of_before_keep_their_micro_batches() -> None:
-    """They were in the section train; what a run directory of then holds is still read."""
+    """Micro-batches used to be in the section `train`; old run directories are still read."""
     run = parse_run({**BASE, "train": {"global_batch": 8, "micro_batches": 4}})
     assert run.layout.micro_batches == 4
     assert parse_run({**BASE, "layout": {"dp": 2}}, ["train.micro_batches=2"]).layout.dp == 2

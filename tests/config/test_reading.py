@@ -1,4 +1,4 @@
-"""Run files and models as they ship, files that are no run files, and the YAML round trip."""
+"""Shipped run files and models, files that are no run files, and the YAML round trip."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_shipped_run_files_work_as_they_are(path: Path) -> None:
         layout.check(run)
 
 
-SIZES = {  # specification, section 1: N, h, n, and the parameters where a paper counts them
-    "gpt-110m": (12, 768, 12, 116_536_320),  # Hugging Face's OpenAIGPT, and a last norm
+SIZES = {  # published N, h and n, and parameters where a paper counts them
+    "gpt-110m": (12, 768, 12, 116_536_320),  # as in Hugging Face's OpenAIGPT, plus a last norm
     "gpt2-124m": (12, 768, 12, 124_439_808),
     "gpt2-355m": (24, 1024, 16, 354_823_168),
     "gpt2-774m": (36, 1280, 20, 774_030_080),
@@ -63,7 +63,7 @@ SIZES = {  # specification, section 1: N, h, n, and the parameters where a paper
     "t5-small": (6, 512, 8, 60_506_624),  # as Hugging Face counts them
     "t5-base": (12, 768, 12, 222_903_552),
     "t5-large": (24, 1024, 16, 737_668_096),
-    "t5-large-mod": (24, 1024, 32, 737_669_120),  # biases of scores for 16 heads more
+    "t5-large-mod": (24, 1024, 32, 737_669_120),  # bias tables for 16 more heads
     "transformer-base": (6, 512, 8, 65e6),
     "transformer-big": (6, 1024, 16, 213e6),
 }
@@ -75,7 +75,7 @@ def test_shipped_models_have_the_sizes_of_their_names(name: str) -> None:
     layout.check(run)
     model = run.model
     assert model.name == name
-    if not model.vocab_size:  # the data's
+    if not model.vocab_size:  # the vocabulary comes from the data
         model = model.model_copy(update={"vocab_size": 512})
     with torch.device("meta"):
         n_parameters = sum(p.numel() for p in build_model(model).parameters())
@@ -152,12 +152,12 @@ RUNS = st.builds(
 
 @given(run=RUNS)
 def test_yaml_round_trip(run: RunConfig) -> None:
-    """What a run directory keeps is read back as the same run, to the last bit."""
+    """A run is read back from its run directory unchanged, to the last bit."""
     assert parse_run(yaml.safe_load(run.to_yaml())) == run
 
 
 def test_yaml_holds_every_key() -> None:
-    """Resolved: defaults of a later version do not change an old run."""
+    """The file holds resolved values: a later version's defaults do not change an old run."""
     raw = yaml.safe_load(parse_run(BASE).to_yaml())
     assert raw.keys() == RunConfig.model_fields.keys()
     for section in ("model", "layout", "data", "train"):

@@ -1,6 +1,7 @@
-"""Commands, run files and Python in README and docs are accepted; none is run here.
+"""Commands, run files and Python in README and docs are accepted; nothing is run here.
 
-test_readme.py runs README's. The how-tos train for minutes, so a test can only parse theirs.
+test_readme.py runs README's commands. The how-tos train for minutes, so their commands are only
+parsed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gridformer.config import parse_run
 from gridformer.utils.errors import ConfigError
 from tests.support.fenced import PAGES, ROOT, check_arguments, commands, fences, words_of
 
-# The run file that readers are told to save, by README.
+# README tells readers to save this run file.
 MINE = next(fence.text for fence in fences(ROOT / "README.md") if fence.language == "yaml")
 
 
@@ -27,7 +28,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(command: str) -> list[str]:
-    """What gridformer is given, whatever launches it."""
+    """Return gridformer's arguments, whatever launches it."""
     words = words_of(command)
     return words[words.index("gridformer") + 1 :]
 
@@ -36,7 +37,7 @@ def arguments(command: str) -> list[str]:
 def test_commands_are_accepted(page: Path) -> None:
     for command in commands(page):
         if "gridformer" not in words_of(command):
-            continue  # torchrun with a script of the reader's
+            continue  # torchrun with the reader's own script
         try:
             check_arguments(arguments(command))
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Links of README and docs lead somewhere, and paths and tests that they name exist."""
+"""Links in README and docs lead somewhere, and the paths and tests they name exist."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tests.support.fenced import PAGES, ROOT
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _CODE = re.compile(r"`([\w./-]+)`")
-# The first part of a path from the root of the repository.
+# The first part of a path from the repository's root.
 _FOLDERS = ("benchmarks/", "configs/", "docs/", "examples/", "src/", "tests/")
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it: lower case, no punctuation, hyphens for spaces."""
+    """Return a heading's anchor as GitHub makes it: lower case, no punctuation, hyphens for
+    spaces."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -44,7 +45,8 @@ def test_named_paths_exist(page: Path) -> None:
 
 
 def test_every_module_of_the_map_exists() -> None:
-    """docs/architecture.md: the packages, what is in `parallel`, and the reading order."""
+    """Check docs/architecture.md: the packages, the contents of `parallel`, and the reading
+    order."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     source = ROOT / "src/gridformer"
     packages, parallel, reading = (
@@ -72,7 +74,7 @@ def test_every_module_of_the_map_exists() -> None:
 
 
 def test_every_seam_is_in_the_models() -> None:
-    """The names in docs/architecture.md's list of places where a scheme takes hold of a model."""
+    """Check docs/architecture.md's list of places where a scheme takes hold of a model."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     seams = text[text.index("## Seams") : text.index("## Where to add")]
     files = (ROOT / "src/gridformer/models").rglob("*.py")

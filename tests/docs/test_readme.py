@@ -1,8 +1,8 @@
 """Every command in README works as typed, on the demo's data, after the set-up commands.
 
-Commands run one after the other, as a reader types them, in a copy of what they read. Two things
-are changed: training takes a few steps instead of what is typed, and the demo's data are prepared
-from a part of the standard library's sources. A command of a new kind fails until it is added here.
+The commands run one after the other, as a reader types them, in a copy of what they read. Two
+things are changed: training takes fewer steps than typed, and the demo's data are prepared from
+part of the standard library's sources. A command of a new kind fails until it is added here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOT_RUN = {
     "pip install torch==2.13.0 && pip install .": "it installs",
     "gridformer demo": "tests/cli/test_demo.py runs it on a smaller corpus",
 }
-# They join machines that are not here, so only their arguments are checked.
+# These join machines that do not exist here, so only their arguments are checked.
 OTHER_MACHINES = ("torchrun ", "srun ")
 
 
@@ -51,14 +51,14 @@ TRANSCRIPTS = [f.text for f in FENCES if f.language == "console"]
 
 
 def fewer_steps(command: str) -> str:
-    """The same command with a hundredth of the steps that are typed, or else 2 steps."""
+    """Return the same command with a hundredth of its steps, or with 2 steps."""
     command = re.sub(r"(?<=train.trace_step=)\d+", "2", command)
     steps = re.search(r"train\.steps=(\d+)", command)
     return f"{command} train.steps={int(steps[1]) // 100 if steps else 2} train.eval_batches=1"
 
 
 def in_shell(command: str) -> Done:
-    """The command as a shell runs it, with this environment's programs on PATH."""
+    """Run the command as a shell would, with this environment's programs on PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command, shell=True, capture_output=True, text=True, env={**os.environ, "PATH": path}
@@ -68,7 +68,7 @@ def in_shell(command: str) -> Done:
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A catalogue of translated messages, which not every machine has."""
+    """A catalog of translated messages, which not every machine has."""
     catalogue = polib.POFile()
     for number in range(100):
         english = f"Cannot open the file number {number}"
@@ -81,7 +81,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def checkout(tmp_path_factory: pytest.TempPathFactory, messages: Path) -> Iterator[None]:
-    """What README's commands read, where `make demo` leaves it; the current folder is changed."""
+    """Change into a folder with what README's commands read, where `make demo` leaves it."""
     here = tmp_path_factory.mktemp("checkout")
     shutil.copy(README, here)
     shutil.copytree(ROOT / "docs", here / "docs")
@@ -89,7 +89,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, messages: Path) -> Iterat
     sources = sorted(Path(get_path("stdlib")).glob("[a-d]*.py"))
     with contextlib.chdir(here), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gettext, "system_folders", lambda language: [messages])
-        patch.setattr(budget, "SEARCH_S", 1e9)  # answers do not depend on the machine's load
+        patch.setattr(budget, "SEARCH_S", 1e9)  # answers must not depend on the machine's load
         corpus = open_sources([str(path) for path in sources])
         prepare_corpus(corpus, Path("data/python-stdlib"), vocab_size=512)
         one_process = "layout.scheme=single layout.rows=1 layout.cols=1"
@@ -100,7 +100,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, messages: Path) -> Iterat
 
 
 def typed_run_file() -> str:
-    """The first run file in README, which it tells to save as mine.yaml."""
+    """Return the first run file in README, which it tells readers to save as mine.yaml."""
     first = next(fence for fence in FENCES if fence.language == "yaml")
     assert "`mine.yaml`" in README.read_text(encoding="utf-8").splitlines()[first.line - 4]
     return first.text
@@ -119,7 +119,7 @@ def test_commands_work_in_this_order(command: str) -> None:
     assert words[0] == "gridformer", "a new kind of command: say in this file how it is tested"
     if words[1] == "train" and "--explain" not in words:
         command = fewer_steps(command)
-    # A process of its own takes seconds to import torch, so one that does not need it stands for
+    # A process takes seconds to import torch, so one command that does not need torch represents
     # all; tests/cli/test_train.py starts others as a user does.
     alone = command.startswith("gridformer prepare docs/")
     done = in_shell(command) if alone else gridformer_here(*words_of(command)[1:])
@@ -135,7 +135,7 @@ def test_refusals_are_what_readme_prints(transcript: str) -> None:
 
 
 def test_every_block_is_one_that_is_tested() -> None:
-    """Each has a language, and those of another one need a test of their own."""
+    """Every block names its language; blocks in another language need their own test."""
     assert {fence.language for fence in FENCES} == {"bash", "console", "yaml", "python"}
     assert all(command.startswith("$ gridformer ") for command in TRANSCRIPTS)
     assert set(NOT_RUN) <= set(COMMANDS), "README has lost a command that is named here"

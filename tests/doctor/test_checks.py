@@ -1,4 +1,5 @@
-"""`gridformer doctor`: good machines pass, faults are named with a remedy, hangs are bounded."""
+"""`gridformer doctor`: good machines pass, faults are named with a remedy, and hangs are
+bounded."""
 
 import json
 import os
@@ -26,7 +27,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 
 
 def test_this_machine() -> None:
-    """The whole examination, with two processes that really connect."""
+    """Run the whole examination, with two processes that really connect."""
     findings = list(doctor.examine(2, timeout_s=120.0))
     assert "bad" not in levels(findings), findings
     text = "\n".join(f.text for f in findings)
@@ -117,7 +118,7 @@ GOOD = {"why": "2 processes over gloo", "wrong": [], "small_s": 0.001, "big_s": 
 
 
 def answering(**changes: object) -> str:
-    """A program that answers as the probe would, without starting anything."""
+    """Return a program that answers as the probe would, without starting anything."""
     return f"import sys; open(sys.argv[3], 'w').write({json.dumps({**GOOD, **changes})!r})"
 
 

@@ -16,15 +16,17 @@ from tests.support.reference.shared import plain, tokens_of
 from tests.support.reference.t5 import config_of, from_hugging_face, hugging_face
 
 V, END = 23, 1
-# Sources, by seed and length, whose search comes close to no other: with weights that are off by
-# 3e-4 it finds the same, and Hugging Face's float32 sums of logarithms are off by 1e-6.
+# Sources, by seed and length, for which no two candidates are nearly equal: weights changed by 3e-4
+# give the same result, and Hugging Face's float32 sums of logarithms are off by only 1e-6.
 SOURCES = [(0, 3), (1, 3), (3, 3), (2, 9), (4, 9), (6, 9), (7, 9), (8, 9)]
 
 
 @pytest.fixture(scope="module")
 def models() -> tuple[T5, Any]:
-    """Weights are drawn, not trained, and float64: what is found must not hang on how a processor
-    rounds. The end's logits are larger than others, so that targets end early or late."""
+    """Build untrained float64 models, so that results do not depend on how a processor rounds.
+
+    The end token's logits are larger than others, so that targets end early or late.
+    """
     config = config_of(vocab_size=V, n_decoder_layers=2)
     theirs = hugging_face(config, torch.float64)
     with torch.no_grad():
@@ -59,7 +61,7 @@ def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penal
 def test_targets_are_short_and_long_and_no_choice_is_close(
     models: tuple[T5, Any], beams: int, penalty: float
 ) -> None:
-    """Or the comparison above would say little, or hang on rounding."""
+    """Otherwise the comparison above would say little or depend on rounding."""
     ours, _ = models
     off = copy.deepcopy(ours)
     generator = torch.Generator().manual_seed(3)
@@ -78,7 +80,7 @@ def test_targets_are_short_and_long_and_no_choice_is_close(
 
 
 def test_beams_take_their_keys_and_values_along() -> None:
-    """In search all beams read one source, whose rows are alike: so it is looked at here."""
+    """Test reordering directly: in a search all beams read one source, whose rows are equal."""
     cache, numbers = KVCache(), torch.arange(3.0).view(3, 1, 1, 1)
     cache.append(numbers, 10 + numbers)
     cache.source = 20 + numbers, 30 + numbers

@@ -1,7 +1,7 @@
-"""What is asked of a model that fills in blanks or translates, and what it may never say.
+"""Prompts for models that fill in blanks or translate, and which tokens they must never produce.
 
-The models are scripted: in each place they find special tokens likeliest, then the word that is
-wanted. So an answer with a special token, or of another place, is seen.
+The models are scripted: in each place they rank special tokens highest, and then the wanted word.
+So an answer that contains a special token, or another place's word, is noticed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from gridformer.models import BERT, EncoderDecoder
 from gridformer.utils.errors import UserError
 from tests.support.data import sentences
 
-# Its vocabulary has 300 words at most, of which the end of text is one; other special ids follow.
+# The tokenizer's vocabulary has at most 300 words, including the end of text; other special ids
+# follow.
 TOKENIZER = Tokenizer.train(sentences(50), 300)
-SPACE = 16  # ids that the models have behind all special ones
+SPACE = 16  # ids that the models have after all special ones
 GREEDY, BEAMS = Search(beams=1, max_tokens=12), Search(beams=3, max_tokens=12)
 
 
 def one(text: str) -> int:
-    """The id of a text of one token."""
+    """Return the id of a text that is one token."""
     (found,) = TOKENIZER.encode(text)
     return found
 
@@ -39,7 +40,7 @@ FOX, OVER, DOGS = one("fox"), one(" over"), one(" dogs")
 
 
 def ranked(order: Sequence[int], v: int) -> Tensor:
-    """Logits [v] by which each id of `order` is likelier than the next, and those than all else."""
+    """Return logits [v] that rank the ids of `order` first, in that order."""
     logits = torch.full((v,), -50.0)
     logits[list(order)] = 50.0 - 2.0 * torch.arange(len(order))
     return logits
@@ -49,7 +50,7 @@ def ranked(order: Sequence[int], v: int) -> Tensor:
 
 
 class ScriptedBERT(nn.Module):
-    """After the number of [MASK] seen so far: the special ids, then that one's word."""
+    """Ranks the special ids first, then the word for the number of [MASK] seen so far."""
 
     def __init__(self, special: SpecialIds, words: Sequence[int]) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def test_berts_blanks_hold_words_and_each_its_own(text: str, words: list[int]) -
 
 
 def test_special_tokens_within_the_vocabulary_are_no_words_either() -> None:
-    """Of a tokenizer that has its own [MASK], [CLS], [SEP] and [PAD], and one more."""
+    """Use a tokenizer that has its own [MASK], [CLS], [SEP] and [PAD], and one more."""
     import tokenizers
 
     vocabulary = {word: i for i, word in enumerate(("unknown", "fox", "dogs"))}
@@ -120,7 +121,7 @@ def test_a_prompt_that_is_too_long_for_bert_is_refused() -> None:
 
 
 class ScriptedDecoder(nn.Module):
-    """In each place what may never be said, then the script's token; behind it the end."""
+    """In each place, ranks forbidden tokens first, then the script's token, and at last the end."""
 
     def __init__(self, special: SpecialIds, bad: Sequence[int], script: Sequence[int]) -> None:
         super().__init__()
@@ -148,7 +149,8 @@ def t5(task: Task) -> SpecialIds:
 
 @pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_t5s_blanks_hold_words_and_each_its_own(how: Search) -> None:
-    """Padding and ids behind the vocabulary are never said, sentinels are: they part the spans."""
+    """Padding and ids beyond the vocabulary are never produced; sentinels are, between the
+    spans."""
     special = t5("spans")
     first, second, third = special.sentinels[:3]
     script = [first, FOX, DOGS, second, OVER, third]

@@ -1,4 +1,4 @@
-"""Sampling from GPT-2: words are chosen as Hugging Face chooses them, caches change nothing."""
+"""Sampling from GPT-2: words are chosen as Hugging Face chooses them, and caches change nothing."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ GREEDY = Sampling(temperature=0.0)
 
 @pytest.mark.parametrize(("window", "n_prompt"), [(8, 3), (7, 7), (5, 12), (2, 1), (1, 1)])
 def test_a_text_longer_than_the_context_is_that_without_caches(window: int, n_prompt: int) -> None:
-    """Hugging Face's model reads, for each token anew, what is left of the context: all of it, and
-    when it is full, its second half. (Kept caches, or positions, would give other logits.)"""
+    """Compare with Hugging Face's model, which reads the remaining context anew for each token.
+
+    The whole context remains until it is full, and then its second half. (If caches or positions
+    were kept, the logits would differ.)
+    """
     ours, theirs = pair(torch.float64, n_layers=2, max_seq_len=window)
     prompt = tokens_of(211, 1, n_prompt)[0].tolist()
     found = list(sample(ours, prompt, 4 * window + 3, GREEDY, 211))
@@ -69,7 +72,9 @@ N_DRAWS = 4000
     ids=str,
 )
 def test_words_are_chosen_as_often_as_hugging_face_would(sampling: Sampling) -> None:
-    """Its three warpers, one after the other, say how likely each word is; to 5 deviations."""
+    """Hugging Face's three warpers in sequence give each word's probability; compare to 5
+    deviations.
+    """
     chain = [transformers.TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_k:
         chain.append(transformers.TopKLogitsWarper(sampling.top_k))
@@ -86,12 +91,11 @@ def test_words_are_chosen_as_often_as_hugging_face_would(sampling: Sampling) -> 
     assert bool(((found - want).abs() <= 5 * deviation).all()), (found, want)
 
 
-# --------------------------------------------------------------------------- what is streamed
+# --------------------------------------------------------------------------- streaming
 
 
 class Scripted(nn.Module):
-    """Stands for a GPT-2 that, after n tokens, finds each token of `orders[n]` likelier than the
-    next; it notes what it was asked."""
+    """A GPT-2 that, after n tokens, ranks tokens by `orders[n]`, and records its inputs."""
 
     def __init__(self, orders: Sequence[Sequence[int]], v: int) -> None:
         super().__init__()
@@ -113,7 +117,7 @@ def scripted(*orders: Sequence[int], v: int = 400) -> GPT2:
 
 
 def test_words_beyond_the_vocabulary_are_never_chosen() -> None:
-    """A padded vocabulary's, or special ids that the tokenizer cannot spell."""
+    """Those ids pad the vocabulary, or are special ids that the tokenizer cannot spell."""
     assert list(sample(scripted((390, 5), (399, 300, 7)), [1], 2, GREEDY, 300)) == [5, 7]
 
 
@@ -134,7 +138,7 @@ def test_a_seed_decides_what_is_drawn() -> None:
 
 
 def test_a_stream_ends_with_the_text(token_folder: Path) -> None:
-    """The end-of-text token is not shown, and nothing after it is asked for."""
+    """The end-of-text token is not shown, and nothing after it is computed."""
     tokenizer = TokenFolder.open(token_folder).tokenizer
     a, b = tokenizer.encode("line")[0], tokenizer.encode("7")[0]
     model = scripted((a,), (b,), (tokenizer.eos_id,), (a,))
@@ -144,7 +148,9 @@ def test_a_stream_ends_with_the_text(token_folder: Path) -> None:
 
 
 def test_a_character_comes_out_when_it_is_complete(token_folder: Path) -> None:
-    """Of a vocabulary without it, its bytes are tokens; a text cut within one shows so."""
+    """If a character is not in the vocabulary, its bytes are tokens; incomplete bytes are not
+    shown.
+    """
     tokenizer = TokenFolder.open(token_folder).tokenizer
     euro, x = tokenizer.encode("€"), tokenizer.encode("x")[0]
     assert len(euro) > 1
@@ -160,7 +166,9 @@ def test_a_character_comes_out_when_it_is_complete(token_folder: Path) -> None:
 
 
 def test_a_loaded_model_drops_nothing(token_folder: Path, tmp_path: Path) -> None:
-    """Trained with dropout, it generates without: its logits are those of a model that has none."""
+    """A model trained with dropout generates without it: its logits equal those of one without
+    dropout.
+    """
     model = {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 8, "vocab_size": 301}
     rates = {"dropout": 0.5, "attention_dropout": 0.5}
     sections = {"data": {"path": str(token_folder)}, "train": {"dtype": "float64", "seed": 3}}

@@ -1,4 +1,4 @@
-"""Options of `gridformer generate` that a model does not look at are refused, no others."""
+"""`gridformer generate` refuses exactly the options that a model does not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples: their losses fall, and are those of one process on any others."""
+"""The examples: their losses fall, and any number of processes gives one process's losses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Learned = tuple[list[float], float]
 
 
 def quietly(train: Callable[..., Learned], *args: Any) -> tuple[list[float], float, str]:
-    """What a rank learned, and what it printed."""
+    """Return what a rank learned, and what it printed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         losses, score = train(*args)
     return losses, score, printed.getvalue()
 
 
 def run(pool: WorkerPool, n: int, train: Callable[..., Learned], *args: Any) -> tuple[Any, ...]:
-    """What rank 0 has; the others have the same, and print nothing."""
+    """Return rank 0's result; the others have the same and print nothing."""
     first, *others = pool.run(n, quietly, train, *args)
     for losses, score, printed in others:
         assert (losses, score, printed) == (first[0], first[1], "")
@@ -37,7 +37,7 @@ def run(pool: WorkerPool, n: int, train: Callable[..., Learned], *args: Any) -> 
 
 
 def test_digits_on_any_processes(pool: WorkerPool) -> None:
-    """200 images for training: 6 batches of 32 and one of 8, twice."""
+    """200 images for training make 6 batches of 32 and one of 8, over two epochs."""
     images, labels = (x[:560] for x in resnext_digits.digits())
     train = resnext_digits.train
     losses, score, _ = run(pool, 1, train, images, labels, 1, "all", 2)
@@ -56,7 +56,7 @@ def test_towers_on_any_processes(pool: WorkerPool) -> None:
         found = run(pool, n, two_towers.train, two_towers.sub_grids(n), 1)
         assert found[0] == pytest.approx(losses, rel=1e-9)
         assert found[1] == pytest.approx(error, rel=1e-9)
-    # On the last, LPT shares the paths of widths 48, 8, 32, 16, 24 evenly.
+    # With the last choice, LPT divides the paths of widths 48, 8, 32, 16 and 24 evenly.
     assert "ranks 0, 2: branch 0 (67%)\n" in found[2]
     assert "rank 0: branches 0, 3 (50%)\n  rank 2: branches 1, 2, 4 (50%)\n" in found[2]
 
@@ -88,7 +88,7 @@ def test_from_the_command_line(command: str, score: str, enough: tuple[float, fl
 
 
 def test_the_script_of_the_how_to_is_complete(tmp_path: Path) -> None:
-    """Saved as it stands and run, on the processes that it says and on one: the same losses."""
+    """The script, saved and run as printed, has the same losses on its processes and on one."""
     text = (ROOT / "docs" / "how-to" / "branches.md").read_text(encoding="utf-8")
     (script,) = (s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "launch(" in s)
     found = []

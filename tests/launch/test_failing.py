@@ -1,7 +1,7 @@
-"""A rank fails while its peers are inside a collective: it reports first, and all come to an end.
+"""A rank fails while its peers are inside a collective: it reports first, and all processes end.
 
-That a peer's broken connection is not taken for the cause, and that nothing waits before the
-report. What the ranks wait for takes 600 s, far longer than any limit here.
+A peer's broken connection must not be taken for the cause, and nothing may delay the report. What
+the ranks wait for takes 600 s, far longer than any limit here.
 """
 
 import json
@@ -50,7 +50,7 @@ def test_a_rank_that_fails_reports_to_torchrun(start: Start, tmp_path: Path) -> 
 
 
 def test_giving_up_nccl_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for a destroy, nor for an abort that hangs."""
+    """It waits neither for a destroy nor for an abort that hangs."""
     called = []
     never = threading.Event()
 
@@ -132,7 +132,7 @@ def test_what_explains_the_end_of_a_run() -> None:
     raised = Failure(1, 101, 1, {"time": 3.0, "caused_by_peer": False})
     earlier = Failure(2, 102, 1, {"time": 2.0, "caused_by_peer": False})
     killed = Failure(3, 103, -signal.SIGKILL, {})
-    aborted = Failure(4, 104, -signal.SIGABRT, {})  # by NCCL's watchdog
+    aborted = Failure(4, 104, -signal.SIGABRT, {})  # aborted by NCCL's watchdog
     stopped = Failure(5, 105, 128 + signal.SIGTERM, {})
 
     def first(*failures: Failure) -> Failure:

@@ -1,4 +1,4 @@
-"""Nobody outside can reach a local run: what listens, where its processes meet, what is read."""
+"""A local run cannot be reached from outside: its sockets, its meeting place, and what it reads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.launch.programs import Start, finish, wait_for
 pytestmark = pytest.mark.skipif(
     not Path("/proc/net/tcp").exists(), reason="sockets are found in /proc, which Linux has"
 )
-LISTENS = "0A"  # of a state in /proc/net/tcp
-ACCEPTS = 0x10000  # of flags in /proc/net/unix
+LISTENS = "0A"  # a state in /proc/net/tcp
+ACCEPTS = 0x10000  # a flag in /proc/net/unix
 
 
 class Leaves:
-    """An object whose pickle makes a folder when it is read."""
+    """An object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ def test_a_local_run_is_reached_from_nowhere(start: Start, tmp_path: Path) -> No
     assert len(listening) >= 2, "gloo listens in each worker"
     for address, port in listening:
         assert ip_address(address).is_loopback, f"{address}:{port} can be reached from outside"
-    # Where the machine's own name means 127.0.0.1 gloo would choose that by itself, elsewhere not.
+    # gloo chooses loopback by itself only if the machine's own name means 127.0.0.1.
     for name in ("gloo0", "gloo1", "nccl0", "nccl1"):
         assert (tmp_path / name).read_text() == "lo", name
     for path in unix_sockets(sockets):
@@ -59,9 +59,9 @@ def test_a_local_run_is_reached_from_nowhere(start: Start, tmp_path: Path) -> No
     for (address, port), raw, kept in zip(listening, traces[::2], traces[1::2]):
         send(address, port, pickle.dumps(Leaves(raw)))
         where = (port, f"gridformer-{process.pid}", pickle.dumps(Leaves(kept)))
-        # torch waits without a limit for the answer of something that is not a store.
+        # torch waits without a limit for an answer from something that is not a store.
         threading.Thread(target=set_in_store, args=where, daemon=True).start()
-    time.sleep(6.0)  # torch's elastic agent reads what lies in its store every 5 s
+    time.sleep(6.0)  # torch's elastic agent reads its store every 5 s
     assert not any(trace.exists() for trace in traces), "a pickle from outside has been read"
     os.kill(process.pid, signal.SIGTERM)
     code, _, err = finish(process)
@@ -73,19 +73,19 @@ def is_private(folder: Path) -> bool:
 
 
 def sockets_of(session: int) -> Iterator[str]:
-    """Inodes of all sockets of all processes of a session."""
+    """Yield the inodes of all sockets of all processes of a session."""
     for stat_file in Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(stat_file.read_text().rpartition(")")[2].split()[3]) != session:
                 continue
             links = [os.readlink(fd) for fd in stat_file.with_name("fd").iterdir()]
-        except OSError:  # has ended
+        except OSError:  # the process has ended
             continue
         yield from (link[len("socket:[") : -1] for link in links if link.startswith("socket:["))
 
 
 def listening_at(inodes: set[str]) -> Iterator[tuple[str, int]]:
-    """Address and port of those TCP sockets that listen."""
+    """Yield address and port of those TCP sockets that listen."""
     for name in ("tcp", "tcp6"):
         for line in Path("/proc/net", name).read_text().splitlines()[1:]:
             fields = line.split()
@@ -96,7 +96,7 @@ def listening_at(inodes: set[str]) -> Iterator[tuple[str, int]]:
 
 
 def unix_sockets(inodes: set[str]) -> Iterator[str]:
-    """Paths of those Unix sockets that listen; abstract ones begin with @."""
+    """Yield paths of those Unix sockets that listen; abstract ones begin with @."""
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *path = line.split()
         if int(flags, 16) & ACCEPTS and inode in inodes:
@@ -109,7 +109,7 @@ def send(address: str, port: int, message: bytes) -> None:
 
 
 def set_in_store(port: int, run: str, message: bytes) -> None:
-    """As another process that knows torch would, if a store of torch's listens there."""
+    """Write to torch's store, if one listens there, as another process that knows torch would."""
     try:
         limit = timedelta(seconds=60)
         store = dist.TCPStore(

@@ -1,4 +1,4 @@
-"""Estimates by formula lie near what the real code is estimated to hold, and bounds are bounds."""
+"""Estimates by formula are close to those from the real code, and the bounds hold."""
 
 from __future__ import annotations
 

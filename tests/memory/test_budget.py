@@ -32,7 +32,7 @@ WIDE = {"hidden_size": 96, "n_layers": 4}
 
 @pytest.fixture(autouse=True)
 def _no_hurry() -> Iterator[None]:
-    """What is found must not depend on how fast the machine is."""
+    """Remove time limits: results must not depend on how fast the machine is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fits, "SEARCH_S", 1e6)
         yield
@@ -73,8 +73,9 @@ def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_stage_of_a_pipeline_fits_with_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputing empties the first stage, which held the most, and leaves the last its logits:
-    then that one holds the most."""
+    """Recomputing empties the first stage, which held the most; then the last one with its logits
+    does.
+    """
     stages, model = {"pp": 2, "micro_batches": 4}, {"n_layers": 4, "hidden_size": 96}
     run = a_run(stages, {**model, "vocab_size": 3000}, {"loss_chunk_tokens": 0})
     again = changed(run, {"train.recompute": "full"})
@@ -120,7 +121,7 @@ def test_a_refusal_says_what_there_is_and_what_fits(monkeypatch: pytest.MonkeyPa
 def test_what_can_never_fit_is_refused_at_once(
     layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the parameters alone: no step is run on any setting."""
+    """They are refused by their parameters alone: no step is run on any setting."""
     run = a_run(layout, WIDE, {})
     monkeypatch.setattr(fits, "estimate_ranks", lambda *_: pytest.fail("a step was run"))
     told: list[str] = []
@@ -134,7 +135,7 @@ def test_what_can_never_fit_is_refused_at_once(
 
 
 def test_the_number_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the search gives up in time."""
+    """The search also gives up in time."""
     run = a_run({}, WIDE, {"loss_chunk_tokens": 0})
     size, told = peak(run), []
     monkeypatch.setattr(fits, "room_of", lambda run: Room(round(0.8 * size), "the room is small"))
@@ -201,7 +202,8 @@ def test_train_refuses_before_any_process_starts(
 def test_a_plan_decides_once(
     token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though it is also estimated what the run holds: the bound says more than there is room."""
+    """Decisions are made once, although memory is estimated as well (the bound exceeds the
+    room)."""
     path = tmp_path / "mine.yaml"
     decided: list[Choices] = []
     sections: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Estimating without measuring: what stands for what, and what may be left out."""
+"""Estimates without measuring: whom a rank represents, and what may be left out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_account_adds_up() -> None:
     v, s, h, n = 89, 24, 48, run.model.n_layers
     parameters = v * h + s * h + 2 * h + n * (12 * h * h + 13 * h)
     assert breakdown.by_kind["parameters"] == 4 * parameters
-    counters = breakdown.by_kind["optimizer"] - 8 * parameters  # one a tensor
+    counters = breakdown.by_kind["optimizer"] - 8 * parameters  # one per tensor
     assert 0 < counters < 4 * 100
     assert breakdown.between == breakdown.by_kind["parameters"] + breakdown.by_kind["optimizer"]
     line = breakdown.timeline
@@ -111,7 +111,7 @@ def test_4096_ranks_are_estimated_on_one() -> None:
     breakdown = estimate_rank(run, 4095)
     assert breakdown.rank == 4095
     states = sum(breakdown.timeline.bytes_of[kind][-1] for kind in STATES)
-    per_rank = 16 * (4 * 12 * run.model.hidden_size**2) / 64  # 4 layers a stage
+    per_rank = 16 * (4 * 12 * run.model.hidden_size**2) / 64  # 4 layers per stage
     assert per_rank < states < 1.5 * per_rank
     assert time.monotonic() - began < 250, "nothing of it is allocated"
 
@@ -140,7 +140,7 @@ def test_the_bound_is_one(model: dict[str, Any], batch: int, dtype: str) -> None
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Text, and labeled documents."""
+    """Folders with text and with labeled documents."""
     root = tmp_path_factory.mktemp("kinds")
     for label in ("good", "bad"):
         (root / "text" / label).mkdir(parents=True)

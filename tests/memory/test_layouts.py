@@ -1,4 +1,4 @@
-"""`gridformer layouts`: nothing is left out, what is listed works, what does not has a reason."""
+"""`gridformer layouts`: the list is complete, what it lists works, and the rest has a reason."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_candidates_of_four_processes() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "transformer"])
 def test_what_is_listed_works_as_it_is_written(family: str) -> None:
-    """The settings of a line, as overrides of a run file, pass all checks; those of the others
-    fail, with the reason that is given."""
+    """A listed line's settings pass all checks as overrides; the others fail with the given
+    reason."""
     model = {**MODEL, "family": family}
     found = list_layouts(model, 8)
     assert any(one.problems for one in found)
@@ -84,7 +84,7 @@ def test_a_batch_may_be_what_does_not_fit() -> None:
 
 
 def test_one_reason_for_all_that_fail_alike() -> None:
-    """Every layout that does not work is counted once, and every size of it is named."""
+    """Every layout that does not work is counted once, and all of its sizes are named."""
     found = list_layouts(MODEL, 20)
     failing = [one for one in found if one.problems]
     said = reasons(found)

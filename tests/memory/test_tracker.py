@@ -1,4 +1,4 @@
-"""The log of live bytes: what counts, once, and until when."""
+"""The log of live bytes: what is counted, that it counts once, and until when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of the mesh on nodes: what the formula says enters a node is what rings bring into it."""
+"""Blocks of the mesh on nodes: the formula for bytes into a node agrees with simulated rings."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def grid(n_rows: int, n_cols: int) -> Sizes:
 
 
 def lines(ranks: Tensor, axis: int) -> list[list[int]]:
-    """The ranks of every group of an axis, by coordinate."""
+    """Return the ranks of every group of an axis, by coordinate."""
     by_line: list[list[int]] = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
     return by_line
 
 
 def simulated(ranks: Tensor, traffic: Traffic, devices_per_node: int) -> list[Traffic]:
-    """Bytes that enter each node, edge by edge of every group's ring in rank order, by axis."""
+    """Return the bytes into each node by axis, edge by edge of every group's ring in rank order."""
     n_nodes = math.ceil(ranks.numel() / devices_per_node)
     entered = [dict.fromkeys(MESH_AXES, 0) for _ in range(n_nodes)]
     for number, axis in enumerate(MESH_AXES):
@@ -60,7 +60,7 @@ def simulated(ranks: Tensor, traffic: Traffic, devices_per_node: int) -> list[Tr
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Sizes, Traffic, int]:
-    """A mesh, its traffic, and a number of devices a node that divides it or holds all of it."""
+    """Draw a mesh, its traffic, and a node size that divides the mesh or holds all of it."""
     size = st.sampled_from([1, 1, 2, 3, 4, 5, 6, 8])
     sizes: Sizes = draw(st.tuples(st.integers(1, 3), st.integers(1, 4), size, size))
     n = math.prod(sizes)
@@ -131,7 +131,7 @@ def test_the_best_lets_in_the_fewest_bytes(case: tuple[Sizes, Traffic, int]) -> 
 
 
 def partitions(devices: tuple[int, ...], k: int) -> Iterator[list[set[int]]]:
-    """Every way to put devices on nodes of k each."""
+    """Yield every way to put devices on nodes of k each."""
     if not devices:
         yield []
         return
@@ -155,12 +155,13 @@ def partitions(devices: tuple[int, ...], k: int) -> Iterator[list[set[int]]]:
     ],
 )
 def test_no_other_way_to_fill_nodes_is_better(sizes: Sizes, k: int) -> None:
-    """Not even one that is no block, with rings that visit a node's members one after the other."""
+    """Placements that are no block, whose rings visit a node's members in sequence, are no
+    better."""
     ranks = rank_grid(sizes, None)
     groups = [[set(line) for line in lines(ranks, axis)] for axis in range(4)]
     amounts = (0, 1, 2, 3, 5)
     fewest = dict.fromkeys(itertools.product(amounts, repeat=2), math.inf)
-    # Two axes carry the two amounts; a third, dp or pp, as much as the rows.
+    # Two axes carry the two amounts; a third, dp or pp, carries as much as the rows.
     for nodes in partitions(tuple(range(math.prod(sizes))), k):
         entered = [
             [sum(1 for line in lines_ if line & node and not line <= node) for lines_ in groups]
@@ -182,7 +183,8 @@ def best(sizes: Sizes, devices_per_node: int, **traffic: int) -> Candidate:
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_square_grid_is_bunched(n: int) -> None:
-    """Xu et al. 2021, figure 8: 4 devices a node hold 2x2; 2 of them share the cable, not 4."""
+    """In Xu et al. 2021, figure 8, nodes of 4 devices hold 2x2; 2 of them share the cable, not
+    4."""
     found = search(grid(n, n), {"row": 100, "col": 100}, 4)
     assert found[0].block == NodeBlock(row=2, col=2)
     assert found[0].bytes_in == {"pp": 0, "dp": 0, "row": 200, "col": 200}
@@ -200,7 +202,7 @@ def test_strips_when_one_axis_dominates() -> None:
 
 
 def test_eight_devices_a_node() -> None:
-    """2x4 and 4x2 let in the same: the longer rows are closer to plain order."""
+    """2x4 and 4x2 let in equally many bytes; 2x4's longer rows are closer to plain order."""
     found = search(grid(16, 16), {"row": 100, "col": 100}, 8)
     assert [c.block for c in found[:2]] == [NodeBlock(row=2, col=4), NodeBlock(row=4, col=2)]
     assert [c.total for c in found] == [600, 600, 900, 900]
@@ -208,7 +210,9 @@ def test_eight_devices_a_node() -> None:
 
 
 def test_tensor_parallel_ranks_inside_a_node() -> None:
-    """Narayanan et al. 2021: they move the most; then replicas, pipeline stages outermost."""
+    """Tensor-parallel ranks move the most, then replicas; stages are outermost (Narayanan et al.
+    2021).
+    """
     moved = {"pp": 2, "dp": 10, "col": 100}
     assert best((2, 4, 1, 8), 8, **moved).block == NodeBlock(col=8)
     assert best((2, 4, 1, 4), 8, **moved).block == NodeBlock(dp=2, col=4)
@@ -227,7 +231,7 @@ def test_plain_order_where_all_is_equal() -> None:
 
 
 def test_plain_order_is_kept_where_it_beats_every_block() -> None:
-    """Rows of 5 on nodes of 4: the only block is a whole column, and it cuts every row."""
+    """With rows of 5 on nodes of 4, the only block is a whole column, and it splits every row."""
     found = search(grid(4, 5), {"row": 1, "col": 100}, 4)
     assert [c.block for c in found] == [None, NodeBlock(row=4)]
     assert [c.total for c in found] == [204, 400]
@@ -285,7 +289,7 @@ def plan(n_rows: int, n_cols: int, dp: int, devices_per_node: int) -> LayoutConf
 
 
 def of_nodes(layout: LayoutConfig) -> list[Problem]:
-    """What is wrong with a layout's nodes, whatever else is wrong."""
+    """Return the problems of a layout's nodes only."""
     run = {"model": {"n_layers": 1, "hidden_size": 8, "n_heads": 2}, "data": {"path": "x"}}
     found = problems(RunConfig.model_validate({**run, "layout": layout}))
     return [problem for problem in found if problem.rule == "devices_per_node"]

@@ -1,4 +1,4 @@
-"""Attention of all families: the fused kernel always, and no scores kept where it needs no bias."""
+"""Attention of all families uses the fused kernel, and no scores are kept if it needs no bias."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def batch_of(model: Model, padded: bool) -> Batch:
 
 
 def calls_of(model: Model, batch: Batch) -> list[dict[str, Any]]:
-    """How the fused kernel was called in one forward pass."""
+    """Return how the fused kernel was called in one forward pass."""
     calls = []
     fused = F.scaled_dot_product_attention
 
@@ -66,8 +66,10 @@ def calls_of(model: Model, batch: Batch) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fused_kernel_is_always_called(family: str, training: bool, padded: bool) -> None:
-    """Causal, padded, both, with a relative bias, to a source; in evaluation in spite of dropout of
-    probabilities. Layers of a stack share what is added to their scores."""
+    """Cover causal, padded, both, a relative bias, and cross-attention; evaluation ignores dropout.
+
+    Layers of a stack share what is added to their scores.
+    """
     model = build(family, dropout=0.1, attention_dropout=0.0 if training else 0.1)
     model.train(training)
     with patch.object(_Heads, "_unfused", side_effect=AssertionError):
@@ -102,13 +104,13 @@ def test_dropout_of_probabilities_takes_the_unfused_path() -> None:
         ("bert", False, 0),
         ("bert", True, 0),
         ("transformer", False, 0),
-        # A mask of both is one of s x s numbers for all layers.
+        # A mask that is causal and padded is one tensor of s x s numbers for all layers.
         ("gpt2", True, 1),
         ("transformer", True, 1),
     ],
 )
 def test_no_layer_keeps_scores(family: str, padded: bool, n: int) -> None:
-    """Of s x s numbers, or s x S to a source, whatever else they are."""
+    """No kept tensor has s x s elements, or s x S in cross-attention."""
     model = build(family)
     kept: dict[int, Tensor] = {}
 

@@ -30,7 +30,8 @@ from tests.support.reference.shared import (
     ids=str,
 )
 def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    """Of words, and of the pair of sentences; with padding, and sentence B of any length."""
+    """Compare logits of words and of the sentence pair, with padding and sentence B of any
+    length."""
     ours, theirs = pair(dtype, **changes)
     tokens = tokens_of(V, 3, S)
     segments = (~lengths_mask([9, 24, 1], S)).long()
@@ -46,7 +47,7 @@ def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
 
 @DTYPES
 def test_losses_and_gradients(dtype: torch.dtype) -> None:
-    """Their loss is the sum of the two means, their next sentence's label 0 is our 1."""
+    """Hugging Face's loss is the sum of the two means; its next-sentence label 0 is our 1."""
     ours, theirs = pair(dtype)
     tokens, segments = tokens_of(V, 4, S), (~lengths_mask([9, 24, 1, 12], S)).long()
     targets = torch.where(torch.rand(4, S) < 0.15, tokens_of(V, 4, S, seed=2), IGNORE)
@@ -68,7 +69,7 @@ def test_losses_and_gradients(dtype: torch.dtype) -> None:
     expected = from_hugging_face(grads, ours.config)
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
-        if name.endswith("qkv.bias"):  # the keys' is rounding noise about zero
+        if name.endswith("qkv.bias"):  # the keys' part is rounding noise around zero
             continue
         assert_close(parameter.grad, expected[name])
 
@@ -79,7 +80,8 @@ def test_parameters_are_counted_alike() -> None:
 
 
 def test_pre_norm_puts_a_norm_before_each_sub_layer_and_one_at_the_end() -> None:
-    """Megatron's arrangement: x + f(norm(x)), no norm of the embedding, one before the head."""
+    """Megatron's arrangement is x + f(norm(x)), no norm of the embedding, and one before the
+    head."""
     ours = plain(
         config := config_of(norm_position="pre"),
         torch.float64,
@@ -98,7 +100,7 @@ def test_pre_norm_puts_a_norm_before_each_sub_layer_and_one_at_the_end() -> None
 
 
 def plain_state(config: ModelConfig) -> dict[str, Tensor]:
-    """Random weights for every parameter of a model."""
+    """Return random weights for every parameter of a model."""
     from gridformer.models import build_model
 
     model = build_model(config).double()

@@ -1,4 +1,4 @@
-"""A loss over parts of the tokens: the same numbers, without the logits of all."""
+"""A loss over chunks of the tokens gives the same numbers without holding all logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ H = 6
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from more."""
+    """Use one thread: tiny tensors gain nothing from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,7 +57,7 @@ def in_chunks(
 def loss_of(
     tokens: int, x: Tensor, targets: Tensor, head: Head, smoothing: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """The loss, and 3 times its gradients."""
+    """Return the loss, and 3 times its gradients."""
     x = x.detach().clone().requires_grad_()
     loss = CrossEntropy(smoothing).train()
     parameters: list[Tensor] = [*head.parameters()]
@@ -82,7 +82,7 @@ def data(b: int, s: int, v: int, ignored: float) -> tuple[Tensor, Tensor]:
     ignored=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_parts_add_up(b: int, s: int, tokens: int, smoothing: float, ignored: float) -> None:
-    """Loss and gradients, whatever does not divide; also where no target of a part counts."""
+    """Loss and gradients agree for indivisible sizes and for chunks where no target counts."""
     head = Head(11, torch.float64)
     x, targets = data(b, s, 11, ignored)
     want, gradients = loss_of(0, x, targets, head, smoothing)
@@ -96,8 +96,11 @@ def test_parts_add_up(b: int, s: int, tokens: int, smoothing: float, ignored: fl
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
 def test_parts_add_up_in_bfloat16(parameters: torch.dtype) -> None:
-    """Activations in bfloat16: of gradients no more is lost than without parts, against float64.
-    Where parameters are in bfloat16, too, hundreds of parts are added up in float32."""
+    """With bfloat16 activations, chunks lose no more of the gradients than one piece, against
+    float64.
+
+    If parameters are in bfloat16 too, hundreds of chunks are accumulated in float32.
+    """
     head = Head(11, parameters)
     x, targets = data(4, 128, 11, 0.1)
     _, right = loss_of(0, x, targets, copy.deepcopy(head).double(), 0.0)
@@ -113,15 +116,19 @@ def test_parts_add_up_in_bfloat16(parameters: torch.dtype) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_logits_exist_for_one_part_at_a_time(training: bool) -> None:
-    """Counted in bytes. With the whole loss they and what is made of them are several times b s v
-    elements; in parts nothing is larger than a part's logits, and few of them live together."""
+    """Count bytes: in chunks, nothing is larger than a chunk's logits, and few of them live at
+    once.
+
+    The whole loss needs the logits and what is made of them, several times b s v elements.
+    """
     b, s, v, tokens = 4, 64, 500, 32
     head, (x, targets) = Head(v, torch.float32), data(b, s, v, 0.2)
     x = x.float().requires_grad_()
-    part, rest = tokens * v * 4, 3 * v * H * 4  # the table's gradient: its sum, a part's, made
+    # the table's gradient: its sum, a chunk's, and one being made
+    part, rest = tokens * v * 4, 3 * v * H * 4
 
     def run(tokens: int) -> tuple[int, int]:
-        """The peak above the start, and the largest storage, in bytes."""
+        """Return the peak above the start, and the largest storage, in bytes."""
         with MemoryTracker() as tracker, torch.set_grad_enabled(training):
             tracker.mark([x, targets, *head.parameters()], "before")
             before = tracker.live()

@@ -20,7 +20,7 @@ from tests.support.reference.shared import DTYPES, assert_close, tokens_of
     ids=str,
 )
 def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    """Attention's scale, the tanh form of GELU and the norm's epsilon are GPT-2's."""
+    """The attention scale, the tanh form of GELU and the norm's epsilon are GPT-2's."""
     ours, theirs = pair(dtype, **changes)
     for s in (1, 7, 32):
         tokens = tokens_of(V, 3, s)
@@ -30,7 +30,9 @@ def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
 
 @DTYPES
 def test_loss(dtype: torch.dtype) -> None:
-    """The sum over the targets that count; theirs is the mean, of targets that it shifts itself."""
+    """Ours is the sum over targets that count; theirs is the mean over targets that it shifts
+    itself.
+    """
     ours, theirs = pair(dtype)
     tokens = tokens_of(V, 3, 20)
     labels = tokens.clone()
@@ -79,7 +81,7 @@ def test_parameters_are_counted_alike(dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_cached_forward_is_the_whole_forward(dtype: torch.dtype, pieces: list[int]) -> None:
-    """Tokens fed one by one, or a prompt first, give the logits of all of them at once."""
+    """Tokens fed one by one, or after a prompt, give the logits of all of them at once."""
     ours, _ = pair(dtype)
     tokens = tokens_of(V, 2, 12)
     caches = [KVCache() for _ in ours.layers]
@@ -92,8 +94,10 @@ def test_cached_forward_is_the_whole_forward(dtype: torch.dtype, pieces: list[in
 
 
 def test_greedy_tokens() -> None:
-    """The most likely words, one after another with our cache, are those of model.generate: in
-    float64, so that no word hangs on how a processor rounds."""
+    """Greedy decoding with our cache gives the words of model.generate.
+
+    It uses float64, so that no word depends on how a processor rounds.
+    """
     ours, theirs = pair(torch.float64)
     prompt = tokens_of(V, 2, 5)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How wide weights are drawn at first: as Hugging Face and torch draw them."""
+"""The spread of initial weights equals Hugging Face's and torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODULES: dict[str, Any] = {"gpt2": gpt2, "bert": bert, "t5": t5}
 
 
 def config_of(family: str, **changes: Any) -> ModelConfig:
-    """Widths that differ tell one rule from another."""
+    """Return a config whose different widths tell one rule from another."""
     values = {"n_layers": 2, "hidden_size": 96, "n_heads": 3, "ffn_size": 700, "vocab_size": 300}
     return ModelConfig(**{**values, "family": family, "max_seq_len": 90, **changes})
 
@@ -29,7 +29,7 @@ def values(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def parts_of(name: str, value: Tensor, d: int) -> dict[str, Tensor]:
-    """A matrix; where one makes q, k and v, or k and v, each of them: columns are [n, parts, d]."""
+    """Return a matrix, or its q, k and v parts; fused columns are ordered [n, parts, d]."""
     n = 3 if name.endswith("attention.qkv.weight") else 2 if name.endswith("kv.weight") else 1
     if n == 1:
         return {name: value}
@@ -39,7 +39,7 @@ def parts_of(name: str, value: Tensor, d: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", MODULES)
 def test_spreads_are_those_of_hugging_face(family: str) -> None:
-    """Of freshly built models, matrix by matrix: both are drawn, and differ by chance alone."""
+    """Freshly built models differ only by chance, matrix by matrix, since both are drawn."""
     config = config_of(family, head_dim=64 if family == "t5" else 0)
     torch.manual_seed(1)
     theirs = MODULES[family].hugging_face(config, torch.float32)
@@ -57,8 +57,10 @@ def test_spreads_are_those_of_hugging_face(family: str) -> None:
 
 
 def test_the_transformers_matrices_are_xaviers() -> None:
-    """Each of q, k, v and the others as torch's own xavier_normal_ draws it; the table, which is
-    read times h^1/2 and makes logits, has 1 / h as its variance."""
+    """q, k, v and the other matrices have the spread of torch's own xavier_normal_.
+
+    The table has variance 1 / h, because it is multiplied by h^1/2 when read and also makes logits.
+    """
     config = config_of("transformer", head_dim=64)
     torch.manual_seed(1)
     for name, value in values(config).items():

@@ -20,7 +20,9 @@ S = 12
 
 
 def labeled(family: str) -> tuple[Model, Any]:
-    """Ours with a branch of labels, its weights random; theirs, which has none."""
+    """Return our model with a branch for labels and random weights, and theirs, which has no
+    branch.
+    """
     module: Any = {"gpt2": gpt2, "bert": bert}[family]
     size: dict[str, Any] = {"n_layers": 2, "hidden_size": 48, "n_heads": 4, "vocab_size": 211}
     if family == "bert":
@@ -41,7 +43,7 @@ def labeled(family: str) -> tuple[Model, Any]:
 
 
 def hidden_of(theirs: Any, tokens: Tensor, valid: Tensor) -> Tensor:
-    """Theirs, behind the last norm."""
+    """Return their hidden states after the last norm."""
     base = theirs.transformer if hasattr(theirs, "transformer") else theirs.bert
     hidden: Tensor = base(tokens, attention_mask=valid.long()).last_hidden_state
     return hidden
@@ -49,8 +51,11 @@ def hidden_of(theirs: Any, tokens: Tensor, valid: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_a_chosen_token_of_a_padded_document_is_classified(family: str) -> None:
-    """Words' logits where text is real: no padding is seen and, by GPT-2, nothing that comes later.
-    Labels: the hidden vector at `at`, a product, tanh, another product."""
+    """Compare words' logits where text is real, and the labels' logits.
+
+    Padding has no effect and, in GPT-2, neither do later tokens. Labels come from the hidden vector
+    at `at` by a product, tanh and another product.
+    """
     ours, theirs = labeled(family)
     tokens, valid = tokens_of(211, 4, S), lengths_mask([12, 7, 1, 5], S)
     at = torch.tensor([11, 3, 0, 4])
@@ -92,7 +97,7 @@ def test_losses_of_labels_and_words_are_sums_over_those_that_count(family: str) 
 
 
 def test_smoothing_and_labels_do_not_mix() -> None:
-    """The share of label smoothing is of words; a branch's labels are taken as they are."""
+    """Label smoothing applies to words; a branch's labels are used as they are."""
     ours, _ = labeled("gpt2")
     ours.loss.smoothing = 0.1
     batch = {"tokens": tokens_of(211, 2, S), "at": torch.tensor([3, 11])}

@@ -1,4 +1,4 @@
-"""A product in another precision than its weight's: the same numbers, and no copy kept."""
+"""A product in another precision than its weight's gives the same numbers and keeps no copy."""
 
 from __future__ import annotations
 

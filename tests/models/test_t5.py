@@ -16,7 +16,7 @@ from tests.support.reference.shared import (
 )
 from tests.support.reference.t5 import V, from_hugging_face, pair
 
-# Theirs takes sums of squares and softmax in float32 whatever its type, so float32 is compared.
+# Theirs computes sums of squares and softmax in float32 for any type, so float32 is compared.
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 
 

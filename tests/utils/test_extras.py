@@ -1,4 +1,4 @@
-"""A package that one command needs is named, with what to install, where it is missing."""
+"""If a package that one command needs is missing, the error names it and what to install."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_sources(package: str, source: str, extra: str, monkeypatch: pytest.Monk
 
 
 def test_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything else is done: what is asked for may take minutes."""
+    """The check comes first, because the requested work may take minutes."""
     monkeypatch.setitem(sys.modules, "plotly", None)
     done = gridformer_here("memory", "no-such-run", "--html", "page.html")
     assert done.returncode == 2
@@ -32,7 +32,7 @@ def test_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_else_loads_them() -> None:
-    """A run, and text of one's own, need none of the extras."""
+    """A run, and the user's own text, need none of the extras."""
     program = (
         "import sys\n"
         "sys.modules |= dict.fromkeys(('datasets', 'plotly', 'polib'))\n"

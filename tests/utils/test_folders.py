@@ -1,4 +1,4 @@
-"""A folder is there whole or not at all, and what it replaces stays until then."""
+"""A folder is written completely or not at all, and what it replaces stays until then."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def grid(key: int = KEY, n: int = N) -> Tensor:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """In standard deviations of what independent numbers would show."""
+    """Return the correlation in standard deviations of independent numbers."""
     x, y = x.double().flatten(), y.double().flatten()
     x, y = x - x.mean(), y - y.mean()
     r = (x @ y) / (x.norm() * y.norm())
@@ -34,7 +34,7 @@ def correlation(x: Tensor, y: Tensor) -> float:
 
 
 def test_normal_moments() -> None:
-    """Within about four standard errors of what 2^20 normal numbers would have."""
+    """Moments are within about four standard errors of 2^20 normal numbers' moments."""
     x = grid().flatten()
     assert abs(float(x.mean())) < 4 / N
     assert abs(float(x.std()) - 1) < 3 / N
@@ -43,7 +43,9 @@ def test_normal_moments() -> None:
 
 
 def test_normal_tails() -> None:
-    """As many beyond 1, 2 and 3 deviations as there should be, on both sides; none beyond 4.2."""
+    """Numbers beyond 1, 2 and 3 deviations are as frequent as expected on both sides; none exceeds
+    4.2.
+    """
     x = grid().flatten()
     for limit in (1.0, 2.0, 3.0):
         p = math.erfc(limit / math.sqrt(2)) / 2
@@ -56,7 +58,7 @@ def test_normal_tails() -> None:
 
 @pytest.mark.parametrize("key", [0, KEY, rng.key("another"), 2**64 - 1])
 def test_normal_distribution_function(key: int) -> None:
-    """Kolmogorov and Smirnov's distance, and along single rows and columns too."""
+    """Test the Kolmogorov-Smirnov distance of all numbers and of single rows and columns."""
     x = grid(key)
     columns = rng.normal(key, torch.arange(4), torch.arange(1 << 18))
     for sample in (x.flatten(), *columns, *columns.reshape(-1, 4).t()):
@@ -95,7 +97,7 @@ def test_no_correlation_of_a_tensor_with_its_transpose() -> None:
 
 
 def test_sums_of_rows_and_columns_vary_as_they_should() -> None:
-    """Rows hashed alike would make some sums too equal, or too far apart."""
+    """If rows were hashed alike, some sums would be too equal or too far apart."""
     x = grid()
     for sums in (x.sum(0), x.sum(1)):
         assert abs(float(sums.var()) / N - 1) < 5 * math.sqrt(2 / N)
@@ -125,7 +127,7 @@ def test_words_of_a_key_do_not_run_together() -> None:
     assert rng.key(1, "a") == rng.key("1", "a")
 
 
-# --------------------------------------------------------------------------- how a tensor is cut
+# --------------------------------------------------------------------------- blocks of a tensor
 
 index = st.integers(0, 2**62 - 2048) | st.integers(0, 5000) | st.integers(2**32 - 60, 2**32 + 60)
 start_and_length = st.tuples(st.integers(0, 40), st.integers(1, 40))
@@ -142,7 +144,7 @@ start_and_length = st.tuples(st.integers(0, 40), st.integers(1, 40))
 def test_a_block_is_a_slice_of_the_whole(
     key: int, first: tuple[int, int], rows: tuple[int, int], cols: tuple[int, int], p: float
 ) -> None:
-    """Bit by bit, wherever it begins and however many elements it has."""
+    """A block equals the slice bit by bit, wherever it begins and however many elements it has."""
     all_rows, all_cols = (torch.arange(f, f + 80) for f in first)
     here = slice(rows[0], sum(rows)), slice(cols[0], sum(cols))
     mine = all_rows[here[0]], all_cols[here[1]]
@@ -156,7 +158,7 @@ def test_a_block_is_a_slice_of_the_whole(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("n", [1, 7, 1001, 32_769])
 def test_length_and_threads_do_not_matter(threads: int, n: int) -> None:
-    """Long tensors are computed by several threads and by vector instructions, short ones not."""
+    """Long tensors use several threads and vector instructions; short ones do not."""
     want = rng.normal(KEY, torch.tensor([5]), torch.arange(40_000))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -178,7 +180,7 @@ def test_shape_of_rows_is_kept() -> None:
 
 
 def test_large_indices_are_all_different() -> None:
-    """Nothing is cut off at 2^31, 2^32 or above; and rows are not columns."""
+    """Nothing is cut off at 2^31, 2^32 or above, and rows and columns differ."""
     big = torch.tensor(NEAR_2_32)
     words = rng.bits(KEY, big, big)
     assert len(words.unique()) == words.numel()
@@ -210,7 +212,7 @@ def test_share_that_is_kept(p: float) -> None:
     assert mask.dtype == torch.bool
     assert abs(float(mask.double().mean()) - (1 - p)) <= 4 * math.sqrt(p * (1 - p)) / N
     if p in (0.1, 0.5, 0.9):
-        for axis in (0, 1):  # in no row or column much more or less than in another
+        for axis in (0, 1):  # no row or column keeps much more or less than another
             share = mask.double().mean(axis)
             assert float((share - (1 - p)).abs().max()) < 5 * math.sqrt(p * (1 - p) / N)
 
@@ -224,7 +226,7 @@ def dropped(seed: int = 1, step: int = 2, site: str = "layers.0", sample: int = 
     "other", [{"seed": 2}, {"step": 3}, {"site": "layers.1"}, {"sample": 2}], ids=str
 )
 def test_masks_differ(other: dict[str, int | str]) -> None:
-    """Between seeds, steps, places in the model and samples: half of the elements agree."""
+    """Masks differ between seeds, steps, sites and samples: half of the elements agree."""
     agree = float((dropped() == dropped(**other)).double().mean())  # type: ignore[arg-type]
     assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(2 * 32 * 64)
     assert torch.equal(dropped(), dropped())
@@ -252,7 +254,7 @@ COLS = torch.tensor([0, 1, 767, 2**33])
 
 
 def test_pinned_integers() -> None:
-    """Written down on the day the stream was settled: a change here changes every run's weights."""
+    """Written down when the stream was settled: a change here would change every run's weights."""
     assert KEY == 15567143903604414384
     assert rng.key(1234, 7, "layers.0.dropout1") == 4122628815156774282
     assert rng.bits(KEY, ROWS, COLS).tolist() == [

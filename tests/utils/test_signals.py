@@ -1,4 +1,4 @@
-"""The flag that stop signals raise, and the process that does not look at it."""
+"""The flag that stop signals raise, and processes that do not look at it."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ time.sleep(600)
 
 
 def test_more_signals_give_no_more_time() -> None:
-    """The grace is counted from the first signal, and that one's number is the exit code's."""
+    """The grace period counts from the first signal, whose number also sets the exit code."""
     done = subprocess.run(
         [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=150, check=False
     )

@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait, in the processes that the command line starts."""
+"""How OpenMP's threads wait in the processes that the command line starts."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.launch.programs import Start, finish
 
-# torch's builds for Linux use GNU's OpenMP, which says how its threads will wait as it is loaded.
+# torch's Linux builds use GNU's OpenMP, which decides at load time how its threads will wait.
 TELL = {"OMP_DISPLAY_ENV": "true"}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="another OpenMP")
 

@@ -32,8 +32,8 @@ from tests.support.multirank.exactness import (
 from tests.support.multirank.pool import group_cache
 
 Found = dict[str, float]
-# Largest allowed differences. `loose` is for the first loss in half precision and float32; the
-# others are relative, in float64.
+# Largest allowed relative differences in float64. `loose` is that of the first loss in another
+# type, as a multiple of CLOSE.
 LIMIT = {"init": 0.0, "loss": 1e-9, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-8}
 LIMIT |= {"eval": 1e-9, "loose": 1.0}
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
