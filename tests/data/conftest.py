@@ -1,4 +1,6 @@
-"""Settings of the libraries under the data tests: no network, no writing outside of pytest's."""
+"""Settings of the libraries under the data tests: no network, and no writing outside pytest's
+folders.
+"""
 
 import os
 
@@ -11,7 +13,7 @@ from tests.support.data import labeled_source, listed, pairs_source, sentences
 
 @pytest.fixture(scope="session", autouse=True)
 def offline(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Set before the first test imports `datasets`, which reads these once."""
+    """Set these before the first test imports `datasets`, which reads them only once."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,4 +1,4 @@
-"""Runs fitted to folders, and what is said where they do not fit."""
+"""Runs are resolved against folders, and messages say why a run does not suit a folder."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_resolving_again_changes_nothing(text_folder: TokenFolder) -> None:
 
 def test_long_sources_get_more_sentinels(text_folder: TokenFolder) -> None:
     run = a_run(text_folder, "t5", model__max_seq_len=2400)
-    # A window of 2666 tokens, 400 of them noise, in 133 spans.
+    # A window of 2666 tokens has 400 noise tokens in 133 spans.
     assert special_ids(run, text_folder.tokenizer).vocab_size == 301 + 133
 
 
@@ -74,7 +74,7 @@ def test_labels(text_folder: TokenFolder, labeled_folder: TokenFolder) -> None:
     assert "use model.sentence_pair=false" in said
     run = a_run(labeled_folder, "gpt2", model__n_labels=12)
     assert resolve(run, labeled_folder).model.n_labels == 12
-    # Labels need not be learned.
+    # The labels need not be used.
     assert resolve(a_run(labeled_folder, "bert"), labeled_folder).data.task == "masked"
 
 
@@ -109,4 +109,4 @@ def test_too_little_text_is_said_before_the_run(text_folder: TokenFolder) -> Non
     assert "model.vocab_size=5" in said
     said = problems(text_folder, "gpt2", model__max_seq_len=10**6)
     assert "hold no sample of data.seq_len=1000000" in said
-    assert len(said.splitlines()) == 2  # both splits
+    assert len(said.splitlines()) == 2  # one line for each split

@@ -1,4 +1,4 @@
-"""Opening token folders, and the sentence for each way in which one can be wrong."""
+"""Opening token folders, and the message for each way in which one can be damaged."""
 
 import json
 import shutil

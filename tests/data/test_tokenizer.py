@@ -1,4 +1,4 @@
-"""Training, loading and the round trip of any text."""
+"""Training and loading tokenizers, and the round trip of any text."""
 
 import json
 from pathlib import Path

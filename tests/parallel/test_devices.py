@@ -1,7 +1,7 @@
-"""No rank mixes devices where its tensors lie on a GPU: see tests/support/fake_gpu.py.
+"""No rank mixes devices when its tensors are on a GPU; see tests/support/fake_gpu.py.
 
-Every scheme, pipelines, modes of replicas and methods that save memory; of D&SP-cSub both kinds of
-sub-grids, whose messages also have to come in one order.
+The cases cover every scheme, pipelines, replica modes and memory-saving methods. D&SP-cSub is
+checked on both kinds of sub-grids, whose messages must also come in one order.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Case(NamedTuple):
         layout = {**SCHEMES[self.scheme], **PIPELINES[self.pipeline], **REPLICAS[self.replicas]}
         model: dict[str, Any] = {"n_layers": 4 if self.pipeline == 2 else 2, "max_seq_len": 8}
         model |= MODELS[self.model]
-        if self.method == "plain":  # of a fake step most operations are those of masks
+        if self.method == "plain":  # masks make up most operations of a fake step
             model |= {"dropout": 0.1, "attention_dropout": 0.1}
         return a_run(layout, model, {"global_batch": 8, **METHODS[self.method]})
 
@@ -118,7 +118,7 @@ QUICK = {
     Case("Optimus, panels", 1, 0, "float16", "GPT-2"),
     Case("single", 1, 3, "selective, bfloat16", "GPT-2"),
 }
-# Of all cases, which are 2,880, as many as any two values meet in, and more.
+# A selection of the 2,880 cases in which every pair of values occurs, and a few more.
 CHOSEN = sorted(QUICK | set(random.Random(0).sample(CASES, 250)))
 
 
@@ -129,8 +129,11 @@ def gpu() -> Iterator[InProcess]:
 
 
 def ranks_of(case: Case) -> list[list[int]]:
-    """Ranks to look at; those in one list have to send alike. The last of a scheme has what is
-    least usual; in D&SP-cSub the first and the last sub-grid are different, on every stage."""
+    """Return lists of ranks to check; the ranks of one list must send the same messages.
+
+    A scheme's last rank is the most unusual; in D&SP-cSub the first and last sub-grids differ, on
+    every stage.
+    """
     layout = case.run.layout
     if layout.common == "first":
         return [stage[0].tolist() for stage in mesh_ranks(layout)]
@@ -142,9 +145,11 @@ def ranks_of(case: Case) -> list[list[int]]:
     "case", full_unless(QUICK.__contains__, CHOSEN), ids=lambda case: case.title
 )
 def test_a_step_mixes_no_devices(gpu: InProcess, case: Case) -> None:
-    """An optimizer step and an evaluation. Every message comes from one thread: torch would go back
-    through a GPU's tensors and through those on the meta device in two. The host waits for the
-    device once, when all products of the step have been launched."""
+    """Run an optimizer step and an evaluation, in which one thread sends every message.
+
+    With both GPU and meta tensors in the graph, torch would run backward in two threads. The host
+    waits for the device once, after all products of the step have been launched.
+    """
     try:
         check(case.run)
     except ConfigError:
@@ -161,7 +166,7 @@ def test_a_step_mixes_no_devices(gpu: InProcess, case: Case) -> None:
 
 
 def network_step(name: str, rank: int, how: dict[str, Any]) -> Step:
-    """A training step of one of two ranks that share a network's branches."""
+    """Return a training step of one of two ranks that share a network's branches."""
     watch = Watch()
     with playing(rank, 2), fake_tensors(), watch, record() as recorder:
         with fake_gpu():
@@ -208,10 +213,11 @@ def send(device: str) -> None:
 
 
 def test_what_a_gpu_refuses_is_refused(gpu: InProcess) -> None:
-    """A number on the meta device and one on the GPU; a message from the host's memory."""
+    """Mixing a meta number with GPU tensors is refused, and so is a message from the host's
+    memory."""
     with pytest.raises(RuntimeError, match="two devices, meta and fakegpu:0"):
         gpu(mix, "meta")
-    gpu(mix, "cpu")  # a number of the host's may meet a GPU's tensors
+    gpu(mix, "cpu")  # a number in the host's memory may be combined with GPU tensors
     with pytest.raises(RuntimeError, match="a tensor on cpu is handed to NCCL"):
         gpu(send, "cpu")
     gpu(send, f"{NAME}:0")

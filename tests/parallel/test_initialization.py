@@ -1,5 +1,6 @@
-"""First values of parameters: a function of the seed and the name, of the right spread, and alike
-in every layout."""
+"""Initial values of parameters depend only on seed and name, have the right spread, and are the
+same in every layout.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def values(
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_block_is_cut_from_the_same_model(layout: LayoutConfig, dtype: str) -> None:
-    """Bit by bit; what pads it is zero."""
+    """Blocks are equal bit by bit, and padding is zero."""
     whole = values(dtype=dtype)
     seen = set()
     for axes in ranks(layout.rows, layout.cols):
@@ -49,7 +50,7 @@ def test_every_block_is_cut_from_the_same_model(layout: LayoutConfig, dtype: str
 
 
 def test_transposed_blocks_are_stored_column_by_column() -> None:
-    """The same values, laid out for products that read them so: Wᵀ's block is contiguous."""
+    """The values are the same, stored for products that read Wᵀ: its block is contiguous."""
     axes = next(ranks(2, 3))
 
     def block(transposed: bool) -> nn.Parameter:
@@ -98,7 +99,7 @@ def test_weights_whose_input_stays_are_transposed(
 
 
 def test_nothing_but_seed_and_name_matters() -> None:
-    """Another depth or vocabulary, and torch's own random state, change no value that remains."""
+    """Another depth or vocabulary, or torch's own random state, changes no remaining value."""
     torch.manual_seed(5)
     first = values()
     torch.manual_seed(6)
@@ -130,7 +131,7 @@ def test_seeds_differ() -> None:
 
 
 def test_names_differ() -> None:
-    """No two matrices of a model begin alike or are correlated."""
+    """No two matrices of a model begin with the same values or are correlated."""
     matrices = [v[:25, :48].flatten() for v in values().values() if v.dim() == 2]
     assert len(matrices) == 10
     r = torch.corrcoef(torch.stack(matrices)) - torch.eye(len(matrices))
@@ -139,7 +140,8 @@ def test_names_differ() -> None:
 
 @pytest.mark.parametrize(("n_layers", "init_std"), [(1, 0.02), (8, 0.02), (2, 0.1)])
 def test_spread(n_layers: int, init_std: float) -> None:
-    """0.02 unless told; projections into the residual stream 1/sqrt(2 N) of that."""
+    """The spread is 0.02 by default; projections into the residual stream have 1/sqrt(2 N) of
+    it."""
     config = CONFIG.model_copy(update={"n_layers": n_layers, "init_std": init_std})
     for name, value in values(config).items():
         if value.dim() == 1:
@@ -171,7 +173,7 @@ def test_filling_in_chunks_changes_nothing() -> None:
 def test_any_spread_of_vectors_and_matrices(
     shape: tuple[int, ...], cut: tuple[str | None, ...]
 ) -> None:
-    """Means and spreads that GPT-2 does not use, cut in blocks that do not divide."""
+    """Test means and spreads that GPT-2 does not use, in blocks that do not divide evenly."""
 
     def filled(axes: Axes, cut: tuple[str | None, ...]) -> nn.Parameter:
         module = nn.Module()

@@ -1,4 +1,4 @@
-"""Any run at all: every refusal says what would work, and that works."""
+"""For any run, every refusal offers changes, and those changes work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.offers import changed, rules, run_of
 
 @st.composite
 def runs(draw: st.DrawFn) -> RunConfig:
-    """Small and awkward numbers, most of which do not fit."""
+    """Draw small and awkward numbers, most of which do not fit."""
     heads, width = draw(st.integers(1, 16)), draw(st.integers(1, 8))
     families: list[Family] = ["gpt2", "gpt2", "bert", "t5", "transformer"]
     family = draw(st.sampled_from(families))
@@ -62,14 +62,14 @@ def runs(draw: st.DrawFn) -> RunConfig:
 
 
 def narrow_heads(n_heads: int, rows: int, cols: int) -> RunConfig:
-    """Heads of one element each, which together are as wide as the rest of the model."""
+    """Return a run with heads of one element each, together as wide as the rest of the model."""
     model = {"model.hidden_size": n_heads, "model.n_heads": n_heads, "model.head_dim": 1}
     layout = {"layout.scheme": "optimus", "layout.rows": rows, "layout.cols": cols}
     return run_of(**model, **layout)
 
 
 def mends_and_breaks_nothing(run: RunConfig) -> None:
-    """Every offer of every problem, taken alone: its rule holds, and no other is newly broken."""
+    """Each offer of every problem, applied alone, satisfies its rule and breaks no other rule."""
     found = problems(run)
     before = {problem.rule for problem in found}
     assert len(before) == len(found)
@@ -102,7 +102,7 @@ def test_every_offer_of_many_runs(run: RunConfig) -> None:
 @settings(max_examples=40)
 @given(run=runs())
 def test_following_the_first_offers_leads_to_a_run_that_fits(run: RunConfig) -> None:
-    """Each takes a problem away, so there are no more steps than problems."""
+    """Each offer removes a problem, so there are no more steps than problems."""
     for _ in problems(run):
         found = problems(run)
         if found:
@@ -111,8 +111,8 @@ def test_following_the_first_offers_leads_to_a_run_that_fits(run: RunConfig) -> 
 
 
 def test_changes_are_combined_where_one_alone_does_not_suffice() -> None:
-    """No number of branches but 1 divides heads, feed-forward and samples; and of one sub-grid
-    there is nothing that dp_mode could share out."""
+    """Only 1 branch divides heads, feed-forward and samples, and then dp_mode has nothing to
+    shard."""
     layout = {"layout.scheme": "subgraph", "layout.branches": 5, "layout.dp_mode": "zero1"}
     run = run_of(**layout, **{"train.global_batch": 25})
     by_rule = {problem.rule: problem for problem in problems(run)}
@@ -124,7 +124,7 @@ def test_changes_are_combined_where_one_alone_does_not_suffice() -> None:
 @settings(max_examples=200)
 @given(run=runs())
 def test_what_passes_really_divides(run: RunConfig) -> None:
-    """The rules restated: every cut of every tensor is even."""
+    """Restate the rules: every tensor is sharded evenly."""
     if rules(run):
         return
     plan, model = run.layout, run.model
@@ -139,7 +139,7 @@ def test_what_passes_really_divides(run: RunConfig) -> None:
     assert plan.scheme != "subgraph" or plan.cols == 1
     assert model.n_heads % plan.cols == 0
     pair = model.family == "bert" and model.sentence_pair
-    pooled = pair or model.n_labels > 0  # whose pooler is cut over columns
+    pooled = pair or model.n_labels > 0  # the pooler is sharded over columns
     if plan.scheme == "optimus" or pooled:
         assert model.hidden_size % plan.cols == 0
     assert model.ffn_size % plan.cols == 0

@@ -1,4 +1,4 @@
-"""Panels of bfloat16 are accumulated in float32: a product of many is as good as one of all."""
+"""Panels of bfloat16 are accumulated in float32: many panels are as accurate as one product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N_PANELS = 16
 
 
 def panels_of(size: int, along_rows: Operand, down_columns: Operand) -> Iterator[Arrived]:
-    """The panels of both operands, all of which are on this device."""
+    """Yield the panels of both operands, all of which are on this device."""
     width = size // N_PANELS
     for start in range(0, size, width):
         part = slice(start, start + width)
@@ -46,7 +46,7 @@ def test_many_panels_are_as_accurate_as_one(schedule: type[Broadcast], dtype: to
 
 
 def test_float32_is_added_to_in_place() -> None:
-    """A result that is wide enough is not copied."""
+    """A result in a wide enough type is not copied."""
     a, b = torch.randn(4, 64), torch.randn(64, 8)
     summa, seen = Broadcast(Axes()), []
 

@@ -1,4 +1,5 @@
-"""Blocks of parameters: all ranks' together are the global tensor, once, and nothing but zeros."""
+"""The blocks of all ranks together are the global tensor, each element once, and padding is
+zero."""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ def placed(shape: tuple[int, ...], placement: ParamPlacement, axes: Axes) -> nn.
 
 
 def numbered(shape: tuple[int, ...]) -> Tensor:
-    """1, 2, 3 ...: no two elements alike, none zero."""
+    """Return 1, 2, 3 ...: all elements differ, and none is zero."""
     return torch.arange(1, math.prod(shape) + 1).reshape(shape)
 
 
 def tile(whole: Tensor, held: list[tuple[ParamShard, torch.Size]]) -> Tensor:
-    """How many of the given blocks hold each element of `whole`, their values checked."""
+    """Check the blocks' values, and return how many blocks hold each element of `whole`."""
     times = torch.zeros_like(whole)
     for shard, shape in held:
         local = shard.block_of(whole, shape)
@@ -53,7 +54,7 @@ def tile(whole: Tensor, held: list[tuple[ParamShard, torch.Size]]) -> Tensor:
         if part.numel():
             assert torch.equal(part, whole[here])
             times[here] += 1
-        part.zero_()  # a view: what is left is padding
+        part.zero_()  # `part` is a view: what is left of the block is padding
         assert not local.any(), "padding is not zero"
     return times
 
@@ -71,7 +72,7 @@ def test_blocks_tile_the_whole(
     grid: tuple[int, int],
     pads: tuple[bool, bool],
 ) -> None:
-    """Every element once for each rank of the axes that do not cut, whatever the sizes."""
+    """Each rank of the axes that do not shard holds every element once, for any sizes."""
     rows, cols = grid
     pad = tuple(math.lcm(rows, cols) if each else 0 for each in pads)
     placement = ParamPlacement(cut=cut, pad=pad)
@@ -142,7 +143,7 @@ def test_a_plain_parameter_is_whole_and_owned() -> None:
 
 
 def shards_of(layout: LayoutConfig, vocab_size: int, max_seq_len: int) -> list[Model]:
-    """The model as each device of the grid holds it, unallocated."""
+    """Return the model as each device of the grid holds it, without allocation."""
     config = ModelConfig(
         n_layers=1, hidden_size=12, n_heads=12, vocab_size=vocab_size, max_seq_len=max_seq_len
     )
@@ -178,7 +179,8 @@ def test_vocabulary_is_padded_as_the_layout_says(layout: LayoutConfig) -> None:
         table = model.get_parameter("tokens.weight")
         multiple = vocabulary_multiple(axes)
         assert multiple == math.lcm(layout.rows, layout.cols)
-        # Over columns, so that logits lie where the head's product leaves them; or the paper's way.
+        # The columns shard the vocabulary, so that logits stay where the head computes them; the
+        # paper's placement uses the rows.
         cuts = layout.rows if layout.stationary == "input" else layout.cols
         assert table.shape[0] * cuts == -(-89 // multiple) * multiple
 

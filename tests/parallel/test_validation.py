@@ -1,4 +1,4 @@
-"""What a layout asks of a model and a batch, rule by rule."""
+"""The rules that a layout imposes on a model and a batch, one by one."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_one_rule_broken(changes: dict[str, Any], text: str) -> None:
 
 
 def test_all_problems_at_once() -> None:
-    """Those of the shape, of the model, of the batch and of the sequence."""
+    """Report the problems of the shape, the model, the batch and the sequence together."""
     changes = {
         **{"layout.scheme": "megatron", "layout.rows": 2, "layout.cols": 5, "layout.pp": 9},
         **{"layout.dp": 7, "layout.sequence_parallel": True, "data.seq_len": 99},
@@ -228,7 +228,8 @@ def test_all_problems_at_once() -> None:
 
 
 def test_a_first_sub_grid_alone_shares_no_samples_over_branches() -> None:
-    """What the feed-forward's cut and the samples' ask for is asked of layouts that have them."""
+    """Rules about the feed-forward's shards and the samples apply only to layouts that have
+    them."""
     odd = {"layout.scheme": "subgraph", "layout.branches": 4, "train.global_batch": 7}
     assert rules(run_of(**odd)) == {"batch"}
     assert problems(run_of(**odd, **{"layout.common": "first"})) == []
@@ -239,7 +240,7 @@ def test_a_first_sub_grid_alone_shares_no_samples_over_branches() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_a_scheme_does_not_cut_need_not_divide(scheme: str) -> None:
-    """One replica on one device takes anything; rows matter to Optimus alone."""
+    """One replica on one device accepts anything; rows only matter to Optimus."""
     odd = {"model.hidden_size": 35, "model.n_heads": 5, "model.ffn_size": 11}
     odd |= {"data.seq_len": 23, "train.global_batch": 7}
     assert problems(run_of(**odd, **{"layout.scheme": scheme})) == []
@@ -247,13 +248,15 @@ def test_what_a_scheme_does_not_cut_need_not_divide(scheme: str) -> None:
 
 
 def pooled(**changes: Any) -> RunConfig:
-    """Heads and feed-forward divide over 4 columns, the pooler, as wide as the model, does not."""
+    """Return a run in which 4 columns divide heads and feed-forward but not the pooler's width
+    h."""
     model = {"model.hidden_size": 30, "model.n_heads": 4, "model.head_dim": 6, "model.ffn_size": 64}
     return run_of(**model, **{"layout.scheme": "megatron", "layout.cols": 4}, **changes)
 
 
 def test_a_pooler_is_cut_over_columns() -> None:
-    """BERT's, which tells sentence pairs, and that of labels; without either nothing cuts h."""
+    """BERT's pooler for sentence pairs and the labels' pooler shard h; without either nothing
+    does."""
     assert rules(pooled()) == set()
     assert rules(pooled(**{"model.n_labels": 3})) == {"cols cuts model.hidden_size"}
     bert = {"model.family": "bert"}
@@ -285,26 +288,29 @@ COMPILED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 
 @pytest.mark.parametrize(("changes", "offers"), COMPILED)
 def test_what_cannot_be_compiled(changes: dict[str, Any], offers: list[dict[str, Any]]) -> None:
-    """Blocks that communicate, and parameters that are gathered block by block."""
+    """Blocks that communicate, and parameters that are gathered block by block, cannot be
+    compiled."""
     assert problems(run_of(**changes)) == []
     (problem,) = problems(run_of(**changes, **{"train.compile": True}))
     assert [*problem.offers] == offers
 
 
 def test_what_can_be_compiled() -> None:
-    """Replicas, and grids of one device."""
+    """Replicas and grids of one device can be compiled."""
     for fitting in ({}, {"layout.dp": 4}, {"layout.scheme": "optimus"}):
         assert problems(run_of(**fitting, **{"train.compile": True})) == []
 
 
 def test_axes_of_one_process() -> None:
-    """Nothing is initialized for it."""
+    """No process group is initialized."""
     axes = build_axes(LayoutConfig(), "cpu")
     assert [axes[name].size for name in ("pp", "dp", "row", "col", "world")] == [1] * 5
 
 
 def test_schemes_are_read_without_torch() -> None:
-    """Validation runs in the command line, where importing torch takes longer than all else."""
+    """Validation runs in the command line, where importing torch would take longer than anything
+    else.
+    """
     code = "import sys, gridformer.memory.layouts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -316,7 +322,7 @@ def test_every_name_of_a_scheme_has_a_spec() -> None:
 
 
 def test_nobody_but_their_specs_compares_names_of_schemes() -> None:
-    """Who needs to know something of a scheme asks its spec."""
+    """Other code asks the spec if it needs to know something about a scheme."""
     for path in Path(gridformer.__file__).parent.rglob("*.py"):
         found = re.findall(r"scheme (?:==|in|!=)|match .*scheme", path.read_text())
         assert not found, path

@@ -1,10 +1,10 @@
-"""Whole training steps against Hugging Face's models trained by plain torch, dropout included.
+"""Whole training steps against Hugging Face's models trained by plain torch, with dropout.
 
-Layouts are compared with one device elsewhere, which cannot see what is wrong on all of them. Here
-the reference is other people's code: their model, torch's AdamW, `clip_grad_norm_` and a schedule
-from torch. Their dropout modules apply masks that are made from the documented formula
-(`Masked`), so a mask at another place, of another step or unscaled is seen. In float64 where
-theirs allows it: there rounding is far below what is compared.
+Other tests compare layouts with one device, which cannot reveal what is wrong on all of them. Here
+the reference is other people's code: their model, torch's AdamW, `clip_grad_norm_` and a torch
+schedule. Their dropout modules apply masks made from the documented formula (`Masked`), so a mask
+at another place, of another step, or without scaling is noticed. The comparison uses float64 where
+their model allows it, because rounding is then far below the differences of interest.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ RATES = {"dropout": DROPOUT, "attention_dropout": ATTENTION_DROPOUT}
 
 
 class Masked(nn.Module):
-    """Their dropout: elements stay where the hash of (seed, step, site, global index) is large
-    enough, and are divided by the share that stays."""
+    """Their dropout: an element is kept if the hash of (seed, step, site, global index) is large
+    enough.
+
+    Kept elements are divided by the probability of being kept.
+    """
 
     def __init__(self, site: str, p: float, now: SimpleNamespace) -> None:
         super().__init__()
         self.site, self.p, self.now = site, p, now
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h], or probabilities [b, n, s, S]."""
+        """Mask [b, s, h], or probabilities [b, n, s, S]."""
         if not self.training:
             return x
         b, *between, columns = x.shape
@@ -60,7 +63,8 @@ class Masked(nn.Module):
 
 @contextmanager
 def their_probabilities_are_masked(sites: dict[nn.Module, Masked]) -> Iterator[None]:
-    """Their attention drops with a function, which is told apart by the module that calls it."""
+    """Make their attention, which drops with a function, use the mask of the module that calls
+    it."""
     calling: list[nn.Module] = []
     handles = []
     for module in sites:
@@ -97,8 +101,7 @@ TRAIN: dict[str, Any] = {
 
 
 def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """TRAIN's, by torch: the first step has half of the rate, the third all of it, the last one
-    the least."""
+    """Return TRAIN's schedule, built by torch: warm-up from half of the rate, then a cosine."""
     from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
     warm = LinearLR(optimizer, 0.5, 1.0, total_iters=1)
@@ -141,7 +144,7 @@ def probabilities_of_gpt2(theirs: Any, now: SimpleNamespace) -> dict[nn.Module, 
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> None:
-    """Losses, norms, learning rates and, after a whole schedule, every parameter."""
+    """Compare losses, norms, learning rates and, after a whole schedule, every parameter."""
     rates = RATES if dropout else {}
     same, theirs = gpt2.pair(torch.float64, n_layers=2, max_seq_len=12, **rates)
     ours = build_parallel(same.config, LayoutConfig(), Axes(), SEED, torch.device("cpu"), "float64")
@@ -159,7 +162,7 @@ def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> No
         windows = tokens_of(211, 4, 13, seed=100 + step)
         batch = next_words(windows)
         batch["targets"] = batch["targets"].clone()
-        batch["targets"][step % 4, 2 + step :] = IGNORE  # more in one row than in another
+        batch["targets"][step % 4, 2 + step :] = IGNORE  # another number in each row
         now.step = step
         optimizer.zero_grad()
         with their_probabilities_are_masked(probabilities):
@@ -177,7 +180,7 @@ def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> No
     assert clipped, "the test must clip"
     expected = gpt2.from_hugging_face(theirs.state_dict(), ours.config)
     for name, parameter in ours.named_parameters():
-        if name.endswith("qkv.bias"):  # the keys' gradient is rounding noise about zero
+        if name.endswith("qkv.bias"):  # the keys' gradient is rounding noise around zero
             continue
         difference = float((parameter - expected[name]).detach().abs().max())
         assert difference < 1e-9 * float(expected[name].abs().max()), name
@@ -187,7 +190,8 @@ def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> No
 
 
 def gradients_of(ours: Model, batch: Batch, step: int, first_sample: int) -> dict[str, Tensor]:
-    """Of the losses' sums, in training, of a micro-batch that begins at `first_sample`."""
+    """Return gradients of the summed losses, in training, of a micro-batch from `first_sample`
+    on."""
     ours.train()
     ours.clock.seed, ours.clock.step = SEED, step
     ours.clock.first_sample = first_sample
@@ -198,7 +202,7 @@ def gradients_of(ours: Model, batch: Batch, step: int, first_sample: int) -> dic
 
 
 def assert_alike(got: dict[str, Tensor], want: dict[str, Tensor], limit: float) -> None:
-    """The keys' bias has no gradient but rounding noise."""
+    """Compare gradients, except those of the keys' bias, which are only rounding noise."""
     assert got.keys() == want.keys()
     for name, value in got.items():
         scale = float(want[name].abs().max())
@@ -247,8 +251,10 @@ def test_berts_masks_are_where_the_formula_says() -> None:
 
 
 def test_t5s_masks_are_where_the_formula_says() -> None:
-    """Theirs also drops within the feed-forward and at a stack's end: these are switched off. It
-    takes softmax and sums of squares in float32 whatever its type."""
+    """T5 also drops within the feed-forward and at a stack's end, which is switched off here.
+
+    It computes softmax and sums of squares in float32 whatever its type.
+    """
     config = t5.config_of(**RATES)
     theirs = t5.hugging_face(config, torch.float32)
     theirs.set_attn_implementation("eager")
@@ -289,8 +295,10 @@ def test_t5s_masks_are_where_the_formula_says() -> None:
 
 
 class FirstOf(nn.Module):
-    """Their stacks drop with one module before the first layer and after the last: the first
-    alone is meant."""
+    """Masks only the first use of a module.
+
+    Their stacks use one module before the first layer and after the last.
+    """
 
     def __init__(self, dropout: nn.Module) -> None:
         super().__init__()
@@ -304,7 +312,9 @@ class FirstOf(nn.Module):
 
 @pytest.mark.parametrize("position", ["post", "pre"])
 def test_the_transformers_masks_are_where_the_formula_says(position: str) -> None:
-    """torch.nn.Transformer; its attention cannot be told which probabilities to drop."""
+    """Compare with torch.nn.Transformer, whose attention cannot be told which probabilities to
+    drop.
+    """
     ours = transformer.model_of(norm_position=position, dropout=DROPOUT)
     theirs = transformer.torchs(ours).train()
     now = SimpleNamespace(step=3, first_sample=2)
@@ -344,12 +354,14 @@ def test_the_transformers_masks_are_where_the_formula_says(position: str) -> Non
     assert_alike({name: got[name] for name in want}, want, 1e-9)
 
 
-# --------------------------------------------------------------------------- what is minimized
+# --------------------------------------------------------------------------- losses
 
 
 def test_several_losses_are_added_each_as_a_mean() -> None:
-    """BERT's two: the reference is autograd on the sum of the two means, over two micro-batches in
-    which words are hidden unevenly. What is reported is the same sum and its parts."""
+    """The reference is autograd on the sum of BERT's two means, over two uneven micro-batches.
+
+    The number of hidden words differs between them. The step reports the same sum and its parts.
+    """
     config = bert.config_of(n_layers=1)
     theirs = bert.hugging_face(config, torch.float64)
     state = bert.from_hugging_face(theirs.state_dict(), config)
@@ -372,7 +384,7 @@ def test_several_losses_are_added_each_as_a_mean() -> None:
 
 
 def test_an_evaluation_is_a_mean_over_all_targets_without_dropout() -> None:
-    """Over several batches with different numbers of targets; Hugging Face's model, in eval."""
+    """Compare with Hugging Face's model in eval, on batches with different numbers of targets."""
     ours, theirs = gpt2.pair(torch.float64, n_layers=1, max_seq_len=12, **RATES)
     batches = []
     for number, counted in enumerate(([12, 12], [1, 2], [5, 0])):

@@ -1,4 +1,4 @@
-"""Checkpoints that must not be loaded are refused by file name, and nothing is executed."""
+"""Checkpoints that must not be loaded are refused by file name, and no code in them is executed."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_latest_ignores_what_is_not_complete(saved: Path) -> None:
 
 
 def test_latest_is_of_the_most_steps_whenever_it_was_written(saved: Path) -> None:
-    """A copy of a folder, or one that was touched, is no later checkpoint."""
+    """A copied or touched folder is not a later checkpoint."""
     parent = saved.parent
     saved.rename(parent / "step-00000010")
     shutil.copytree(parent / "step-00000010", parent / "step-00000009")
@@ -185,7 +185,8 @@ def test_latest_is_of_the_most_steps_whenever_it_was_written(saved: Path) -> Non
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
-    """As a resumed run may: one whole folder is left, with what was saved last."""
+    """A resumed run may save a step again: one complete folder is left, with what was saved
+    last."""
     run = a_run()
     model, stepper = a_model(run, seed=1)
     stepper(0, lambda rows: next_words(torch.arange(10).view(2, 5)[rows]))
@@ -199,7 +200,7 @@ def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert bool((other.get_parameter("tokens.weight") == 0.25).all())
 
 
-# What a run that goes on must have in common with the one before, and what may be another.
+# Settings that a resumed run must share with the earlier run, and settings that may differ.
 SAME: dict[str, Any] = {
     "model.family": "bert",
     "model.n_layers": 2,
@@ -245,7 +246,7 @@ def changed(run: RunConfig, key: str, value: Any) -> RunConfig:
 
 @pytest.mark.parametrize("key", SAME)
 def test_another_run_is_refused(saved: Path, key: str) -> None:
-    """Each setting by itself, with both its values and what to do."""
+    """Each setting is refused by itself, and the message has both values and a remedy."""
     run, manifest = a_run(), checkpoint.read_manifest(saved)
     checkpoint.check_same_run(manifest, run, saved)
     section, name = key.split(".")

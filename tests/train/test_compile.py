@@ -37,7 +37,7 @@ ON: dict[str, Any] = {"compile": True, "device": "cpu"}
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Nothing compiled yet; one thread, since tiny tensors gain nothing from more."""
+    """Clear compiled code, and use one thread, since tiny tensors gain nothing from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
@@ -67,15 +67,17 @@ def train(
     dtype: Any = "float32",
     **methods: Any,
 ) -> tuple[list[StepResult], float, Model]:
-    """Some steps of two micro-batches and an evaluation; not compiled if `backend` is empty.
+    """Run some steps of two micro-batches and an evaluation; not compiled if `backend` is empty.
 
-    methods: that save memory, of TrainConfig.
+    Args:
+        methods: Settings of TrainConfig that save memory.
     """
     layout, axes = layout or LayoutConfig(), axes or Axes()
     model = build_parallel(config, layout, axes, 3, CPU, dtype)
     if backend:
         compile_model(model, backend)
-    # The keys' biases have gradients of rounding error only; a large epsilon keeps Adam from them.
+    # The keys' biases have gradients of rounding error only; a large epsilon keeps Adam from
+    # scaling them up.
     settings = TrainConfig(global_batch=4, dtype=dtype, lr=1e-2, adam_eps=1e-3, **methods)
     layout = layout.model_copy(update={"micro_batches": 2})
     stepper = Stepper(model, settings, axes, layout)
@@ -105,8 +107,10 @@ def graphs() -> int:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU backend compiles C++ with g++")
 @pytest.mark.timeout(600)
 def test_compiled_steps_are_the_same_steps() -> None:
-    """With the real compiler: losses, norms and weights of 3 steps, and one compilation each of
-    the block, the head and the loss, however many layers there are."""
+    """With the real compiler, losses, norms and weights of 3 steps are the same.
+
+    The block, the head and the loss compile once each, however many layers there are.
+    """
     want = train(tiny(), "")
     counters.clear()
     got = train(tiny(), "inductor")
@@ -147,7 +151,7 @@ def test_dropout_compiles_once_and_keeps_its_masks(changes: dict[str, float]) ->
 def test_blocks_that_are_computed_again_compile(
     recompute: str, changes: dict[str, float], dtype: str
 ) -> None:
-    """With the loss in parts; and nothing is compiled anew after the first step."""
+    """The loss is chunked, and nothing is compiled again after the first step."""
     config, seen = tiny(**changes), []
     for n_steps in (1, 3):
         torch._dynamo.reset()
@@ -180,7 +184,7 @@ def test_replicas_may_be_compiled(pool: WorkerPool) -> None:
 
 
 def compare_replicas() -> float:
-    """On each of two ranks: the largest relative difference of losses to one device's."""
+    """Return the largest relative difference of losses to one device's, on each of two ranks."""
     torch.set_num_threads(1)
     layout = LayoutConfig(dp=2)
     config = tiny(dropout=0.1)

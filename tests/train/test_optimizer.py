@@ -40,7 +40,7 @@ def norm_of(unit: UpdateUnit) -> float:
 
 
 def assert_same(a: Stepper, b: Stepper) -> None:
-    """To the bit, moments too."""
+    """Check equality to the bit, including moments."""
     for one, other in zip(a.model.parameters(), b.model.parameters(), strict=True):
         assert torch.equal(one, other)
         left, right = a.updates.state[one], b.updates.state[other]
@@ -49,13 +49,15 @@ def assert_same(a: Stepper, b: Stepper) -> None:
 
 
 def test_a_unit_is_clipped_by_its_own_norm() -> None:
-    """A layer's matrices each, and all else; those with a smaller norm are left alone."""
+    """Each layer's matrices are one unit and the rest another; units with a smaller norm are not
+    clipped.
+    """
     free = stepper(clip_norm=0.0, clip_by="layer")
     total = step(free, 0)
     norms = [norm_of(unit) for unit in free.updates.units]
     assert len(norms) == 3 + 1
     assert math.hypot(*norms) == pytest.approx(total, rel=1e-6)
-    clip = sorted(norms)[1]  # two are above it
+    clip = sorted(norms)[1]  # two norms are larger
     device = stepper(clip_norm=clip, clip_by="layer")
     assert step(device, 0) == pytest.approx(total, rel=1e-6), "what is reported is not clipped"
     for unit, norm in zip(device.updates.units, norms):
@@ -67,7 +69,7 @@ def test_a_unit_is_clipped_by_its_own_norm() -> None:
 
 
 def test_in_backward_is_the_same_to_the_bit() -> None:
-    """One device, float32: the same operations, at another time."""
+    """One device in float32 runs the same operations, only at another time."""
     a, b = (
         stepper(clip_norm=0.05, clip_by="layer", update=u)
         for u in ("after_backward", "in_backward")
@@ -91,7 +93,7 @@ def test_a_diverged_step_in_backward_says_that_layers_were_updated(clip: dict[st
 
 
 def test_layers_below_a_gradient_that_is_not_finite_stay_as_they_are() -> None:
-    """Where layers are clipped: their norm is looked at before they are updated."""
+    """If layers are clipped, their norm is checked before they are updated."""
     device = stepper(update="in_backward", clip_by="layer")
     step(device, 0)
     middle = device.model.get_parameter("layers.1.mlp.up.weight")
@@ -127,7 +129,7 @@ def raw() -> dict[str, Any]:
 
 
 def test_offloaded_moments_are_copied_there_and_back() -> None:
-    """The copies are what AdamW sees; the memory that keeps them is the same one all along."""
+    """AdamW sees the copies; the memory that keeps the moments stays the same throughout."""
     device = stepper(offload="optimizer", clip_norm=0.05)
     homes = {
         id(p): [s[name].data_ptr() for name in MOMENTS] for p, s in device.updates.state.items()

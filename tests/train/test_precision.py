@@ -1,4 +1,4 @@
-"""float16 on one device: the loss scale, skipped steps, and what no scale can mend."""
+"""float16 on one device: the loss scale, skipped steps, and overflows that no scale can fix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stepper(dtype: str = "float16", **train: Any) -> Stepper:
 
 
 def step(device: Stepper, number: int, poison: float = 1.0) -> StepResult:
-    """poison: one gradient is multiplied with it."""
+    """Run a step; one gradient is multiplied by `poison`."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, 11, (2, 5), generator=generator)
     weight = device.model.get_parameter("layers.1.mlp.up.weight")
@@ -43,7 +43,7 @@ def step(device: Stepper, number: int, poison: float = 1.0) -> StepResult:
 
 
 def everything(device: Stepper) -> list[Tensor]:
-    """Parameters and the optimizer's state, copied."""
+    """Return copies of the parameters and the optimizer's state."""
     states = [state[key] for state in device.updates.state.values() for key in sorted(state)]
     return [tensor.detach().clone() for tensor in (*device.model.parameters(), *states)]
 
@@ -105,7 +105,7 @@ def test_an_overflow_skips_the_step(poison: float) -> None:
 
 
 def test_a_real_overflow_is_found_and_mended() -> None:
-    """A scale at which gradients leave float16: steps are skipped until they fit."""
+    """At a scale where gradients exceed float16, steps are skipped until they fit."""
     device = stepper()
     device.scale.scale = 2.0**30
     n_skipped = 0
@@ -124,7 +124,7 @@ def test_good_steps_double_the_scale() -> None:
 
 
 def test_the_scale_changes_no_update() -> None:
-    """What is updated from is not scaled, but clipped; a power of two rounds nothing."""
+    """Updates use unscaled but clipped gradients; a power of two causes no rounding."""
     found, norms = [], []
     for dtype, scale in (("float32", 1.0), ("float16", 2.0**8), ("float16", 2.0**12)):
         device = stepper(dtype)
@@ -141,10 +141,10 @@ def test_the_scale_changes_no_update() -> None:
 
 @pytest.mark.parametrize("clip_by", ["layer", "global"])
 def test_each_unit_is_clipped_by_its_norm_without_the_scale(clip_by: str) -> None:
-    """The reference is a loop by hand over the scaled gradients: torch's own clipping and AdamW.
+    """The reference is a manual loop over the scaled gradients, with torch's clipping and AdamW.
 
-    Some layers' norms are above the bound and others below. AdamW forgets how large a gradient was,
-    its moments do not.
+    Some layers' norms are above the bound and others below. AdamW's update hides how large a
+    gradient was, but its moments do not.
     """
     device = stepper(clip_norm=0.9, clip_by=clip_by)
     device.scale.scale = 2.0**7
@@ -194,7 +194,7 @@ def test_each_unit_is_clipped_by_its_norm_without_the_scale(clip_by: str) -> Non
 
 @contextmanager
 def _told_of_gradients(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
-    """Copies of the gradients that a backward pass leaves, by parameter."""
+    """Copy the gradients that a backward pass leaves, by parameter."""
 
     def remember(name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -224,11 +224,11 @@ def test_an_overflow_at_scale_one_ends_the_run() -> None:
 
 
 def test_a_forward_pass_that_overflows_ends_the_run() -> None:
-    """The scale is applied behind it and cannot mend it."""
+    """The scale is applied after the forward pass and cannot fix it."""
     device = stepper()
     step(device, 0)
     with torch.no_grad():
-        device.model.get_parameter("norm.weight").mul_(2.0**20)  # float32 holds it
+        device.model.get_parameter("norm.weight").mul_(2.0**20)  # float32 can hold it
     before = everything(device)
     with pytest.raises(DivergedError, match=r"the loss is nan .*use train\.dtype=bfloat16"):
         step(device, 1)
@@ -238,7 +238,7 @@ def test_a_forward_pass_that_overflows_ends_the_run() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_stays_float32(dtype: str) -> None:
-    """Parameters, gradients and moments; activations and logits are not."""
+    """Parameters, gradients and moments stay float32; activations and logits do not."""
     device = stepper(dtype)
     seen = {}
     for name in ("layers.0", "layers.0.norm1", "head"):

@@ -1,4 +1,4 @@
-"""The step's own arithmetic: learning rate, which rows a device reads, divergence."""
+"""The step's own arithmetic: learning rate, the rows that a device reads, and divergence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def stepper(axes: Axes | None = None, micro_batches: int = 1, **train: Any) -> S
 
 
 def test_the_norm_of_a_large_gradient_is_accurate() -> None:
-    """A float32 sum taken one by one is 4e-4 off at this size, and so depends on the layout."""
+    """A float32 sum of one element at a time is off by 4e-4 at this size, so it depends on the
+    layout.
+    """
     parameter = torch.nn.Parameter(torch.empty(1600, 6400))
     parameter.grad = torch.rand(1600, 6400, generator=torch.Generator().manual_seed(1))
     model = torch.nn.Module()
@@ -78,14 +80,16 @@ def test_a_diverged_step_changes_nothing(poison: float) -> None:
 
 
 def test_each_step_has_masks_of_its_own() -> None:
-    """Same weights, same batch: another step drops other elements, the same step the same ones."""
+    """With the same weights and batch, another step drops other elements, and the same step the
+    same.
+    """
     tokens = torch.randint(0, 11, (2, 5))
 
     def loss_at(step: int, dropout: float) -> float:
         config = MODEL.model_copy(update={"dropout": dropout})
         model = build_parallel(config, LayoutConfig(), Axes(), 1, CPU)
         stepper = Stepper(model, TrainConfig(global_batch=2), Axes())
-        with torch.no_grad():  # larger weights, so that what is dropped is seen in the loss
+        with torch.no_grad():  # larger weights, so that dropped elements show in the loss
             model.get_parameter("tokens.weight").mul_(20)
         return stepper(step, lambda rows: next_words(tokens[rows])).loss
 

@@ -1,4 +1,4 @@
-"""One rank is told to stop: all stop after the same step, with one checkpoint."""
+"""If one rank is told to stop, all stop after the same step, with one checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.multirank.pool import WorkerPool
 
 
 def train(folder: Path, out: Path, told: int) -> tuple[int, bool]:
-    """On one rank of two: the steps done, and whether this rank itself was told to stop."""
+    """On one of two ranks, return the steps done, and whether this rank itself was told to stop."""
     sections: dict[str, Any] = {
         "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
         "data": {"path": str(folder)},

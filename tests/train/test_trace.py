@@ -1,4 +1,4 @@
-"""A step's timeline: passes, collectives with axis and bytes, and that it is a Chrome trace."""
+"""A step's timeline: passes, collectives with axis and bytes, in the format of a Chrome trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def of_kind(trace: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("host", "start"), [("a", 1_000_000.0), ("b", 0.0)])
 def test_clocks_of_one_machine_are_one(host: str, start: float) -> None:
-    """Another machine's starts at the barrier."""
+    """Another machine's clock starts at the barrier."""
     event = Event("forward", 0, 2, 11.0, 11.5)
     trace = merged([part("a", 10.0, [event], []), part(host, 11.0, [event], [])])
     first, second = of_kind(trace, name="forward 2")
@@ -38,7 +38,7 @@ def test_clocks_of_one_machine_are_one(host: str, start: float) -> None:
 
 
 def traced(plan: Any) -> dict[str, float]:
-    """What this rank sent over each axis in the step that is traced, by the recorder."""
+    """Return what this rank sent over each axis in the traced step, by the recorder."""
     seen: list[Record] = []
     with record() as recorder:
         train(plan)
@@ -79,7 +79,7 @@ def test_a_step_of_all_processes(
         assert axes >= ({"row", "pp", "world"} if pp > 1 else {"col", "dp", "world"})
         for axis in axes - {"world"}:
             there = sum(e["args"]["bytes"] for e in began.values() if e["args"]["axis"] == axis)
-            least = 0 if axis == "grid" else 1  # who has the owner's place receives nothing
+            least = 0 if axis == "grid" else 1  # a rank in the owner's place receives nothing
             assert least <= there <= sent[rank][axis] / 2, "one of two steps"
     assert all(e["ts"] >= -1e6 and e.get("dur", 0) >= 0 for e in trace["traceEvents"] if "ts" in e)
 

@@ -1,4 +1,4 @@
-"""What a run says of itself, recounted from its files: which text it is judged by, and metrics."""
+"""What a run reports, computed again from its files: the validation text, and metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_of(data: Path, **train: Any) -> RunConfig:
             "max_seq_len": SEQ,
             "vocab_size": 301,
             "dropout": 0.3,
-            "init_std": 0.5,  # so that different texts have different losses from the first
+            "init_std": 0.5,  # different texts have different losses from the first step
         },
         "data": {"path": str(data), "seq_len": SEQ},
         "train": {"steps": STEPS, "eval_every": 0, "dtype": "float64", "seed": 3, **train},
@@ -48,7 +48,7 @@ def fit(plan: Plan) -> None:
 
 
 def windows_of(file: Path) -> torch.Tensor:
-    """All samples of a token file, [n, SEQ + 1], in the order in which they lie."""
+    """Return all samples of a token file, [n, SEQ + 1], in file order."""
     ids = np.fromfile(file, dtype=np.uint16).astype(np.int64)
     n = (len(ids) - 1) // SEQ
     return torch.from_numpy(np.stack([ids[i * SEQ : (i + 1) * SEQ + 1] for i in range(n)]))
@@ -57,9 +57,11 @@ def windows_of(file: Path) -> torch.Tensor:
 def test_a_run_is_judged_by_all_of_the_text_that_is_held_out(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
-    """An evaluation of as many rows as val.bin has windows reads each once, in whatever order: so
-    val_loss is the mean over that file, read here with numpy. Rows of a batch are few, so that
-    there are several batches."""
+    """val_loss is the mean over val.bin, which is read here with numpy.
+
+    An evaluation of as many rows as val.bin has windows reads each window once, in any order.
+    Batches have few rows, so that there are several.
+    """
     windows = windows_of(token_folder / "val.bin")
     rows = next(rows for rows in (7, 5, 3, 2, 1) if len(windows) % rows == 0)
     n_batches = len(windows) // rows
@@ -98,12 +100,12 @@ def test_the_texts_that_are_trained_on_and_judged_by_have_no_document_in_common(
 def test_metrics_are_of_their_own_step(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
-    """Learning rate by its formula; tokens add up, and their speed is that of one step."""
+    """The learning rate follows its formula; tokens add up, and tokens/s are those of one step."""
     run = run_of(token_folder, global_batch=2, eval_batches=1, lr=0.01, warmup_steps=2)
     pool.run(1, fit, Plan(run, tmp_path, None, 0, decide_run(run)))
     first, *lines = read_metrics(tmp_path)
     assert (first["step"], first["tokens"]) == (0, 0)
-    # Warm-up: half, whole. Then a cosine's start, and its end: a tenth.
+    # Warm-up: half, then the full rate. Then a cosine's start and its end, a tenth.
     assert [line["lr"] for line in lines] == pytest.approx([0.005, 0.01, 0.01, 0.001])
     for number, line in enumerate(lines, start=1):
         assert line["step"] == number

@@ -1,4 +1,4 @@
-"""Catalogs of messages as sources: where they are looked for, what is read, whose they are."""
+"""Message catalogs as sources: where they are searched for, what is read, and their licenses."""
 
 import importlib.machinery
 from collections import Counter
@@ -16,7 +16,7 @@ from tests.support.data import texts
 
 
 def write(path: Path, *pairs: tuple[str, str], **metadata: str) -> Path:
-    """A catalog, compiled if the path says so."""
+    """Write a catalog, compiled if the path has that suffix."""
     po = polib.POFile()
     po.header = "This file is distributed under the same license as the Example package."
     po.metadata = {"Content-Type": "text/plain; charset=UTF-8", **metadata}

@@ -1,4 +1,4 @@
-"""What of a catalog becomes pairs."""
+"""Which messages of a catalog become pairs."""
 
 from collections import Counter
 from pathlib import Path
@@ -70,11 +70,11 @@ def test_plural_formulas_are_never_run(tmp_path: Path) -> None:
     [
         ("_Save the file", "Datei _speichern", ("Save the file", "Datei speichern")),
         ("E&xit now", "&Beenden", ("Exit now", "Beenden")),
-        # The same word on both sides is no shortcut.
+        # A word that is the same on both sides is no shortcut.
         ("set my_name now", "jetzt my_name setzen", ("set my_name now", "jetzt my_name setzen")),
         ("our R&D unit", "unsere R&D", ("our R&D unit", "unsere R&D")),
         ("this &amp; that", "dies &amp; das", ("this &amp; that", "dies &amp; das")),
-        # Nor are several, one alone, or two kinds.
+        # Nor are several shortcuts, a single one, or two kinds.
         ("_a and _b", "_c und _d", ("_a and _b", "_c und _d")),
         ("_Open", "Öffnen", ("_Open", "Öffnen")),
         ("_Open", "&Laden", ("_Open", "&Laden")),

@@ -128,7 +128,7 @@ def test_documents_are_consumed_lazily(tmp_path: Path, monkeypatch: pytest.Monke
     folder = prepare_corpus([source], tmp_path / "t", tokenizer=TOKENIZER, on_progress=watch)
     assert folder.train.n_documents + folder.val.n_documents == 3000
     assert reported == given_out
-    assert max(ahead) < 1200  # characters read, but not yet written: one batch
+    assert max(ahead) < 1200  # characters read but not yet written: one batch
 
 
 def test_the_sample_stops_at_its_limit_and_is_fair() -> None:
@@ -153,7 +153,7 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     assert seen[-1].tokens == folder.train.n_tokens + folder.val.n_tokens
 
 
-# --------------------------------------------------------------------------- what cannot be done
+# --------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]])
@@ -171,7 +171,7 @@ def test_fractions(tmp_path: Path, fraction: float) -> None:
 
 
 class Stop(BaseException):
-    """As KeyboardInterrupt, but one that pytest does not take for itself."""
+    """Like KeyboardInterrupt, but pytest does not treat it as its own."""
 
 
 def interrupted() -> ListSource:
@@ -188,7 +188,7 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(Stop):
         prepare_corpus([interrupted()], out, tokenizer=TOKENIZER)
     assert list(tmp_path.iterdir()) == []
-    # The folder that was to be replaced is still whole.
+    # The folder that was to be replaced is still intact.
     kept = prepare_corpus([listed(*sentences(9))], out, tokenizer=TOKENIZER)
     with pytest.raises(Stop):
         prepare_corpus([interrupted()], out, tokenizer=TOKENIZER, overwrite=True)
@@ -228,7 +228,7 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
 
 def test_existing_folders_need_overwrite(tmp_path: Path) -> None:
     out = tmp_path / "t"
-    out.mkdir()  # an empty one does not
+    out.mkdir()  # an empty folder does not need it
     prepare_corpus([listed(*sentences(9))], out, tokenizer=TOKENIZER)
     with pytest.raises(UserError, match="add --overwrite"):
         prepare_corpus([listed(*sentences(5))], out, tokenizer=TOKENIZER)
@@ -296,7 +296,7 @@ def test_pairs(tmp_path: Path) -> None:
     texts = list(source.documents())
     assert sorted(found) == sorted(zip(texts[::2], texts[1::2]))
     assert folder.index.sources[0].documents == 80
-    # The tokenizer has seen both.
+    # The tokenizer was trained on both texts.
     assert len(folder.tokenizer.encode("QUICK")) < 5
     assert len(folder.tokenizer.encode("quick")) < 5
 
@@ -331,7 +331,7 @@ def test_same_bytes_of_other_kinds(tmp_path: Path, make: Callable[[int], ListSou
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    # A folder of any kind may take its place.
+    # A folder of any kind may replace it.
     prepare_corpus([listed(*sentences(20))], tmp_path / "a", vocab_size=300, overwrite=True)
     assert TokenFolder.open(tmp_path / "a").train.labels is None
     assert len(list((tmp_path / "a").iterdir())) == 6

@@ -1,4 +1,4 @@
-"""`gridformer prepare` as it is typed."""
+"""`gridformer prepare` as a user types it."""
 
 import json
 import shlex
@@ -17,10 +17,10 @@ from tests.support.data import documents, sentences
 
 
 def run(*arguments: str | Path) -> str:
-    """The output of the command; its errors are raised."""
+    """Return the command's output; its errors are raised."""
     app = typer.Typer()
     app.command("prepare", no_args_is_help=True)(prepare)
-    app.command("other")(lambda: None)  # so that `prepare` is a subcommand here too
+    app.command("other")(lambda: None)  # makes `prepare` a subcommand here too
     words = ["prepare", *map(str, arguments)]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -83,7 +83,7 @@ def test_errors_reach_the_one_place_that_prints_them(tmp_path: Path) -> None:
 
 
 def test_python_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two modules of it, for speed; tests/data/prepare/test_sources.py lists all of them."""
+    """Two modules are prepared, for speed; tests/data/prepare/test_sources.py lists all of them."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     (tmp_path / "lib" / "json").mkdir(parents=True)
     for name in ("os.py", "json/decoder.py"):

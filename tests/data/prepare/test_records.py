@@ -1,4 +1,4 @@
-"""Pairs and labels out of records and folders."""
+"""Pairs and labels from records and folders."""
 
 import json
 from collections import Counter
@@ -120,7 +120,7 @@ def test_plain_text_has_neither(tmp_path: Path) -> None:
         texts(open_sources([path], label_key="label"))
     with pytest.raises(DataError, match=r"pairs are read from the records of \.jsonl"):
         texts(open_sources([path], pair_keys=("en", "de")))
-    # From folders only records are taken.
+    # Only records are read from folders.
     lines(tmp_path / "b.jsonl", PAIRS)
     assert len(texts(open_sources([str(tmp_path)], pair_keys=("en", "de")))) == 4
 

@@ -1,4 +1,4 @@
-"""Every kind of SOURCE, and what is said where there is none."""
+"""Every kind of SOURCE, and the messages where there is none."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from tests.support.data import texts
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A folder with files that are wanted and files that are not."""
+    """A folder with wanted and unwanted files."""
     root = tmp_path / "tree"
     for name, text in {
         "b.txt": "bee",
@@ -90,7 +90,7 @@ def test_binary_files_are_skipped_and_counted(tmp_path: Path) -> None:
     chunk = files._CHUNK
     (tmp_path / "a.txt").write_bytes(b"ok")
     (tmp_path / "b.txt").write_bytes(b"\0")
-    # The first chunk looks like text; nothing of the file may come out all the same.
+    # The first chunk looks like text, but nothing of the file may be read.
     (tmp_path / "c.txt").write_bytes(b"x" * chunk + b"\0")
     skipped: Counter[str] = Counter()
     (source,) = open_sources([str(tmp_path)])
@@ -99,7 +99,7 @@ def test_binary_files_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 def test_long_files_come_in_pieces_and_characters_stay_whole(tmp_path: Path) -> None:
-    text = "é" * (files._CHUNK + 1)  # two bytes each: a chunk's end falls inside of one
+    text = "é" * (files._CHUNK + 1)  # two bytes each: a chunk ends inside a character
     path = tmp_path / "t.txt"
     path.write_text("a" + text, encoding="utf-8")
     (source,) = open_sources([str(path)])
@@ -242,7 +242,7 @@ def test_streamed_by_name(tmp_path: Path) -> None:
 def test_names_and_configurations(
     monkeypatch: pytest.MonkeyPatch, name: str, exists: Any, calls: list[Any]
 ) -> None:
-    """The network is not asked here: a stand-in knows one data set and records the questions."""
+    """Do not use the network: a stand-in knows one data set and records the calls."""
     import datasets
 
     asked: list[Any] = []

@@ -1,4 +1,4 @@
-"""Which documents are held out, and that none is lost or torn on the way."""
+"""Which documents are held out, and that none is lost or split on the way."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ fractions = st.floats(0.001, 0.999)
 def write(
     folder: Path, documents: list[list[int]], seed: int, fraction: float
 ) -> dict[str, list[list[int]]]:
-    """Write documents, each in two parts; the split documents as they are read back."""
+    """Write documents in two parts each, and return the split documents as read back."""
     with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction) as writer:
         for document in documents:
             writer.append(document[:3], ends=False)
@@ -85,7 +85,7 @@ def test_long_moves_go_block_by_block(tmp_path: Path, monkeypatch: pytest.Monkey
     documents = [[i % 9] * length for i, length in enumerate([100, 40, 60, 80])]
     seed = next(s for s in range(99) if all(split_of(s, d, 0.01) == "train" for d in range(4)))
     got = write(tmp_path, documents, seed, 0.01)
-    # The shortest is nearest to a hundredth of all tokens.
+    # The shortest document is nearest to a hundredth of all tokens.
     assert got["val"] == [[*documents[1], EOS]]
     assert got["train"] == [[*documents[i], EOS] for i in (0, 2, 3)]
 
@@ -94,7 +94,7 @@ def test_the_share_is_about_the_fraction() -> None:
     for seed in range(5):
         held_out = sum(split_of(seed, number, 0.1) == "val" for number in range(10_000))
         assert abs(held_out - 1000) < 5 * 30
-    # A corpus prepared again, by any version, must hold out the same documents.
+    # If a corpus is prepared again, by any version, the same documents must be held out.
     held_out_numbers = [n for n in range(150) if split_of(1234, n, 0.05) == "val"]
     assert held_out_numbers == [4, 41, 51, 53, 69, 118, 142, 144, 148]
 

@@ -11,7 +11,7 @@ from tests.support.data import sentences
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
 chunks = st.lists(st.text(max_size=30), max_size=20)
-# Words shorter than any limit below, so that a seam is always in reach.
+# Words shorter than any limit below, so that a seam is always within reach.
 prose = st.lists(
     st.sampled_from(
         ["fox", "don't", "42", "::", "ü", " ", "  ", "\n", "\r\n", "\t", "\xa0", "\x1c"]

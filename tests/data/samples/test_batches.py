@@ -1,4 +1,4 @@
-"""Batches of every task: their keys, and that only seed, step and row decide what is in them."""
+"""Batches of every task: their keys, and that they depend only on seed, step and row."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ Opened = tuple[RunConfig, TokenFolder]
 def opened(
     text_folder: TokenFolder, pairs_folder: TokenFolder, labeled_folder: TokenFolder
 ) -> dict[str, Opened]:
-    """A resolved run and its folder for each of KINDS."""
+    """Return a resolved run and its folder for each of KINDS."""
     out = {}
     for kind, (family, values) in KINDS.items():
         folder = text_folder
@@ -85,7 +85,7 @@ def test_keys_shapes_and_types(opened: dict[str, Opened], kind: str) -> None:
             assert 0 <= batch[key].min() <= batch[key].max() < run.model.vocab_size
     said = batch["targets"][batch["targets"] != -100]
     assert 0 <= said.min() <= said.max() < run.model.vocab_size
-    # Every row has something to say.
+    # Every row has at least one target.
     assert ((batch["targets"] != -100).sum(axis=1) >= 1).all()
 
 
@@ -102,7 +102,7 @@ def test_rows_alone_are_rows_of_the_whole(
     whole = opened_batches(opened[kind], split, seed=seed, global_batch=size).batch(step)
     cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=3)))
     parts = [
-        # Opened anew for each: what one process reads does not depend on the others.
+        # Each is opened anew: what one process reads does not depend on the others.
         opened_batches(opened[kind], split, seed=seed, global_batch=size).batch(step, slice(a, b))
         for a, b in zip([0, *cuts], [*cuts, size])
     ]
@@ -120,7 +120,7 @@ def test_steps_do_not_depend_on_what_was_read(opened: dict[str, Opened], kind: s
 
 
 def test_a_language_model_is_asked_for_the_next_token() -> None:
-    """The split counts up."""
+    """The split's tokens count up."""
     batch = CausalBatches(BatchSampler(counting_split(101), 10, 8, seed=1)).batch(3)
     assert np.array_equal(batch["targets"], batch["tokens"] + 1)
     assert np.array_equal(batch["tokens"] - batch["tokens"][:, :1], np.tile(np.arange(10), (8, 1)))
@@ -128,7 +128,7 @@ def test_a_language_model_is_asked_for_the_next_token() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_split_is_read_from_its_own_file(opened: dict[str, Opened], kind: str) -> None:
-    """With the tokens of the other split blanked out, what is read stays the same."""
+    """If the other split's tokens are blanked out, what is read stays the same."""
     run, folder = opened[kind]
     for name in ("train", "val"):
         want = opened_batches(opened[kind], name).batch(0)
@@ -155,7 +155,7 @@ def test_masks_of_the_next_epoch_are_others(opened: dict[str, Opened]) -> None:
 def test_validation_draws_other_numbers_than_training(
     opened: dict[str, Opened], tmp_path: Path
 ) -> None:
-    """On the same split, that is: were it the same text, the masks would still differ."""
+    """On the same split, so that only the random numbers could make the masks differ."""
     run, folder = opened["masked"]
     twice = TokenFolder(folder.path, folder.index, folder.train, folder.train)
     train, val = (open_batches(run, twice, split).batch(0) for split in ("train", "val"))

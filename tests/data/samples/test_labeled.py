@@ -1,4 +1,4 @@
-"""Labeled documents for both families."""
+"""Samples of labeled documents, for both families."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def text_of(folder: TokenFolder, number: int) -> list[int]:
 
 
 def the_label(folder: TokenFolder, number: int) -> str:
-    """A document's first word, which is its label."""
+    """Return a document's first word, which is its label."""
     return folder.tokenizer.decode(text_of(folder, number)).split()[0]
 
 

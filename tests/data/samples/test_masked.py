@@ -1,4 +1,4 @@
-"""Masked words: how many, as what, and which sentence follows."""
+"""Masked words: how many are hidden, what replaces them, and which sentence follows."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_rates() -> None:
         assert not np.isin(other, [7, 9]).any()
         counts["random"] += len(other)
     shares = {name: count / hidden_in_all for name, count in counts.items()}
-    # Four standard deviations of a share of 7600 words.
+    # Four standard deviations of a fraction of 7600 words.
     assert shares == pytest.approx({"mask": 0.8, "same": 0.1, "random": 0.1}, abs=0.02)
 
 
@@ -64,7 +64,9 @@ def test_at_least_one_and_never_a_special_one(ids: list[int], seed: int) -> None
 
 
 def test_every_word_is_hidden_as_often_as_any_other() -> None:
-    """The first and the last, too; 30 words among two ends of texts, of which 5 are hidden."""
+    """The first and last words are included: 30 words, of which 5 are hidden, between two ends of
+    texts.
+    """
     row = np.concatenate([[7], np.arange(100, 130), [7]])
     draw, n_draws = np.random.default_rng(0), 3000
     masking = Masking(SPECIAL)
@@ -76,7 +78,7 @@ def test_every_word_is_hidden_as_often_as_any_other() -> None:
 
 
 def test_every_ordinary_word_stands_in_for_a_hidden_one() -> None:
-    """Of a vocabulary of 8 words and two special tokens, the first and the last, too."""
+    """With 8 words and two special tokens, the first and last words are drawn, too."""
     special = replace(SPECIAL, eos=3, ordinary_size=10, mask=10, not_words=frozenset({3, 6}))
     draw, masking = np.random.default_rng(0), Masking(special)
     read = [masking.hide(np.full(100, 5), draw)[0] for _ in range(200)]
@@ -84,7 +86,7 @@ def test_every_ordinary_word_stands_in_for_a_hidden_one() -> None:
 
 
 def original(sample: dict[str, np.ndarray]) -> np.ndarray:
-    """The tokens as they were before words were hidden."""
+    """Return the tokens before words were hidden."""
     return np.where(sample["targets"] != IGNORE, sample["targets"], sample["tokens"])
 
 
@@ -107,7 +109,7 @@ def test_sentences(seq_len: int, n_windows: int, rest: int, seed: int) -> None:
     assert last == seq_len - 1
     a, b = ids[1:first], ids[first + 1 : last]
     assert min(len(a), len(b)) >= 1
-    # The split counts up, so a token says where it was read.
+    # The split counts up, so a token shows where it was read.
     assert np.array_equal(a, number * n_text + np.arange(len(a)))
     assert np.array_equal(b, b[0] + np.arange(len(b)))
     if sample["pair"]:
@@ -120,8 +122,10 @@ def test_sentences(seq_len: int, n_windows: int, rest: int, seed: int) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_sentences_from_elsewhere_come_from_everywhere_else(number: int) -> None:
-    """For each length of B, every place that the sample's own 5 tokens do not touch is drawn, the
-    very first and the very last, too: the places are counted one by one."""
+    """For each length of B, every place that does not touch the sample's own 5 tokens is drawn.
+
+    The very first and last places are included; the test counts the places one by one.
+    """
     n_text, n_tokens = 5, 22
     split = replace(counting_split(n_tokens), vocab_size=N)
     samples = MaskedSamples(split, n_text + 3, SPECIAL, sentence_pair=True)

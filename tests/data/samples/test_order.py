@@ -1,4 +1,5 @@
-"""Random numbers belong to a place of the global batches; test_sampler.py has the order itself."""
+"""Random numbers belong to a place in the global batches; test_sampler.py tests the order
+itself."""
 
 import numpy as np
 
@@ -16,7 +17,8 @@ def test_random_numbers_are_of_a_place() -> None:
     assert len({tuple(place) for place in places}) == 20
     assert numbers(2, 1, "b") != numbers(2, 1)
     assert numbers(2, 1, order=Order(50, 4, seed=4)) != numbers(2, 1)
-    # The place counts samples, so batches of another size draw the same in another arrangement.
+    # The place counts samples, so batches of another size use the same numbers in another
+    # arrangement.
     assert numbers(1, 2, order=Order(50, 8, seed=3)) == numbers(2, 2)
 
 

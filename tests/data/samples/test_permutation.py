@@ -1,4 +1,4 @@
-"""The table-free shuffle."""
+"""The shuffle that needs no table."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,8 @@ def test_each_position_alone_as_in_the_whole(n: int, seed: int) -> None:
 def test_shuffles() -> None:
     n, epochs = 50, 4000
     images = np.stack([permute(np.arange(n), n, 7, epoch) for epoch in range(epochs)])
-    # Where position 0 goes, and whether neighbors stay in order, over many epochs: within five
-    # standard deviations of a fair shuffle.
+    # Over many epochs, the place of position 0, and whether neighbors stay in order, are within
+    # five standard deviations of a fair shuffle.
     counts = np.bincount(images[:, 0], minlength=n)
     assert np.abs(counts - epochs / n).max() < 5 * np.sqrt(epochs / n)
     rises = (images[:, :-1] < images[:, 1:]).mean(axis=0)
@@ -54,7 +54,7 @@ def test_small_domains_reach_every_order(n: int) -> None:
 
 
 def test_the_order_of_the_data_never_changes() -> None:
-    """A resumed run of an older version must read on in the same order: these are its numbers."""
+    """A resumed run of an older version must continue in the same order: these are its numbers."""
     assert permute(np.arange(10), 10, 1234, 0).tolist() == [0, 4, 3, 8, 2, 9, 6, 1, 5, 7]
     large = permute(np.array([0, 1, 10**12 - 1]), 10**12, 1234, 5)
     assert large.tolist() == [146823573688, 840210480741, 208747988]

@@ -1,4 +1,4 @@
-"""Batches: what they hold, and that nothing but (seed, step) decides it."""
+"""Batches: what they contain, and that only (seed, step) decides it."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ def test_rows_are_windows_with_their_targets(
     assert batch.dtype == np.int64
     assert np.array_equal(batch[:, 0], sampler.indices(step) * seq_len)
     assert np.array_equal(batch, batch[:, :1] + np.arange(seq_len + 1))
-    # The last sample has its last target, and one more sample would not.
+    # The last sample has its last target, and no further sample would fit.
     assert sampler.n_samples * seq_len + 1 <= n_tokens < (sampler.n_samples + 1) * seq_len + 1
 
 
@@ -56,7 +56,7 @@ def test_any_cut_into_rows_gives_the_same_batch(
     whole = BatchSampler(counting_split(n_tokens), seq_len, global_batch, 5).batch(step)
     cuts = sorted(data.draw(st.lists(st.integers(0, global_batch), max_size=4)))
     parts = [
-        # A sampler of its own for each: what one process reads does not depend on the others.
+        # Each has its own sampler: what one process reads does not depend on the others.
         BatchSampler(counting_split(n_tokens), seq_len, global_batch, 5).batch(step, slice(a, b))
         for a, b in zip([0, *cuts], [*cuts, global_batch])
     ]
@@ -89,7 +89,7 @@ def test_seeds_and_epochs_shuffle_differently() -> None:
 
 
 class Recorder:
-    """Tokens that remember what was read of them."""
+    """Tokens that record which of them were read."""
 
     def __init__(self, tokens: np.ndarray[Any, Any]) -> None:
         self.tokens = tokens

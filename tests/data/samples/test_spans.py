@@ -1,4 +1,4 @@
-"""Masked spans: lengths are fixed, and source and target together are the text."""
+"""Masked spans: lengths are fixed, and source and target together make up the text."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ SPECIAL = SpecialIds(
 
 
 def reassembled(source: np.ndarray, target: np.ndarray) -> list[int]:
-    """The text: each sentinel of the source replaced by what follows it in the target."""
+    """Return the text: each sentinel in the source is replaced by what follows it in the target."""
     spans: dict[int, list[int]] = {}
     for token in target[:-1].tolist():
         if token > N:
@@ -93,8 +93,11 @@ def test_span_lengths_vary() -> None:
 
 
 def test_every_way_of_cutting_is_equally_likely() -> None:
-    """A window of 40 tokens: 34 are kept in 2 stretches, 6 are noise in 2 spans, both at least 1
-    long. All ways are counted, the first and the last, too."""
+    """In a window of 40 tokens, 34 are kept in 2 stretches and 6 are noise in 2 spans, all
+    non-empty.
+
+    The test counts all ways of splitting them, including the first and the last.
+    """
     draw, n_draws = np.random.default_rng(0), 6000
     assert noise_of(40) == (6, 2)
     kept, noise = np.zeros(34), np.zeros(6)

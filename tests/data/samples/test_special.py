@@ -1,4 +1,4 @@
-"""Special ids: the tokenizer's own where it has them, new ones behind its vocabulary."""
+"""Special ids: the tokenizer's own if it has them, and otherwise new ones after its vocabulary."""
 
 import tokenizers
 from tokenizers import models
@@ -11,7 +11,7 @@ BYTES = Tokenizer.train(sentences(50), 300)
 
 
 def words(*special: str) -> Tokenizer:
-    """Ten words, then special tokens."""
+    """Return a tokenizer with ten words, followed by special tokens."""
     backend = tokenizers.Tokenizer(
         models.WordLevel({f"w{i}": i for i in range(10)}, unk_token="w0")
     )
@@ -61,7 +61,7 @@ def test_sentinels() -> None:
     assert ids.vocab_size == 401
     many = SpecialIds.of("t5", "spans", BYTES, n_sentinels=150)
     assert len(set(many.sentinels)) == 150
-    # T5's own lie backwards; what is missing comes behind.
+    # T5's own sentinels are in reverse order; missing ones follow the vocabulary.
     own = SpecialIds.of("t5", "spans", words("</s>", "<pad>", "<extra_id_1>", "<extra_id_0>"))
     assert own.sentinels[:3] == (13, 12, 14)
     assert own.vocab_size == 14 + 98

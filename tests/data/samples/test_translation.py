@@ -1,4 +1,4 @@
-"""Pairs: both texts whole, ended and padded, or left out."""
+"""Pairs: both texts are whole, ended and padded, or the pair is left out."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_a_sample_is_a_pair(pairs_folder: TokenFolder, special: SpecialIds) -> N
         assert sample["tokens"][0] == special.start
         assert np.array_equal(sample["tokens"][1 : len(target)], target[:-1])
         assert (sample["tokens"][~said] == special.pad).all()
-        # What is real comes first.
+        # Real tokens come first.
         assert (np.diff(said.astype(int)) <= 0).all()
         assert (np.diff(sample["source_valid"].astype(int)) <= 0).all()
 
@@ -47,7 +47,7 @@ def test_long_pairs_are_left_out_and_counted(
     assert samples.n_samples == (lengths[:, 1] <= limit).sum()
     assert samples.n_left_out == len(lengths) - samples.n_samples > 0
     full = [(samples.sample(i, DRAW)["targets"] != IGNORE).all() for i in range(samples.n_samples)]
-    assert any(full)  # those of exactly that length
+    assert any(full)  # includes pairs of exactly that length
 
 
 def test_none_fits(pairs_folder: TokenFolder, special: SpecialIds) -> None:

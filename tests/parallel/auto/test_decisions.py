@@ -1,4 +1,4 @@
-"""What `auto` comes to in a run, and what `gridformer train --explain` says of it."""
+"""What `auto` decides for a run, and what `gridformer train --explain` says about it."""
 
 from __future__ import annotations
 
@@ -37,18 +37,22 @@ GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
 
 
 def test_traffic_is_that_of_the_choices() -> None:
-    """Bytes over rows and columns by the specification's formula; dp reduces every gradient."""
+    """Bytes over rows and columns by docs/concepts/placement.md's formula; dp reduces every
+    gradient.
+    """
     run = run_of({**GRID, "dp": 2, "keep_gathered": "none", "schedule": "broadcast"})
     traffic = decide_run(run).traffic
     tokens, h, v, n = 16 * 128 / 2, 512, 2048, 4
-    assert traffic["col"] == 3 * tokens * (4 * h * n + h) / 4 * 4  # forward and twice it backward
+    # forward, and twice as much backward
+    assert traffic["col"] == 3 * tokens * (4 * h * n + h) / 4 * 4
     assert traffic["row"] == 3 * (12 * h * h * n + v * h) / 4 * 4
-    assert traffic["dp"] == (12 * h * h * n + v * h) / 4 * 4  # 2 (dp - 1) / dp of what one owns
+    # 2 (dp - 1) / dp of what one device owns
+    assert traffic["dp"] == (12 * h * h * n + v * h) / 4 * 4
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_replicas_that_share_out_what_they_hold(micro_batches: int) -> None:
-    """A layer's weights are gathered twice a micro-batch, the table once; both are summed once."""
+    """Layers are gathered twice per micro-batch, the table once; both gradients are summed once."""
     grid = {**GRID, "dp": 2, "micro_batches": micro_batches, "keep_gathered": "none"}
     whole, zero1, fsdp = (
         decide_run(run_of({**grid, "dp_mode": mode})) for mode in ("replicate", "zero1", "fsdp")
@@ -68,9 +72,9 @@ def test_types_and_micro_batches_count() -> None:
     cut = decide_run(run_of({**GRID, "keep_gathered": "none", "micro_batches": 4})).traffic
     assert half["col"] == whole["col"] / 2
     assert cut["col"] == whole["col"]  # the same tokens
-    assert cut["row"] == 4 * whole["row"]  # weights anew for each
+    assert cut["row"] == 4 * whole["row"]  # weights again for each micro-batch
     kept = decide_run(run_of({**GRID, "keep_gathered": "weights", "micro_batches": 4})).traffic
-    assert kept["row"] == whole["row"] * (1 + 4) / 3  # once, and a gradient for each
+    assert kept["row"] == whole["row"] * (1 + 4) / 3  # once, and a gradient for each micro-batch
 
 
 def test_explanation_names_every_product_and_reason() -> None:
@@ -109,7 +113,7 @@ def test_every_column_has_a_name_and_fits(layout: dict[str, Any], width: int) ->
 
 
 def test_stages_share_the_traffic_and_have_their_own() -> None:
-    """Between stages go activations one way and gradients the other; columns share one tensor."""
+    """Activations travel one way and gradients the other; columns share one tensor."""
     whole = decide_run(run_of({"scheme": "megatron", "cols": 2})).traffic
     run = run_of({"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 4})
     traffic = decide_run(run).traffic
@@ -123,14 +127,14 @@ def test_stages_share_the_traffic_and_have_their_own() -> None:
 def test_one_device_says_so() -> None:
     text = said(run_of({"dp": 2}))
     assert "One device holds the whole model: no product sends anything" in text
-    assert "gradients" in text  # of the two replicas
+    assert "gradients" in text  # those of the two replicas
     stages = said(run_of({"pp": 2, "micro_batches": 2}))
     assert "One device holds a whole pipeline stage: no product" in stages
 
 
 @pytest.mark.parametrize("overrides", [[], ["layout.scheme=megatron", "layout.rows=1"]])
 def test_command(overrides: list[str], token_folder: Path, tmp_path: Path) -> None:
-    """It starts nothing, writes nothing, and refuses what does not fit."""
+    """The command starts and writes nothing, and refuses what does not fit."""
     sections = {
         "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
         "data": {"path": str(token_folder)},

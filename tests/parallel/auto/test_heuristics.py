@@ -1,4 +1,4 @@
-"""What `auto` decides, and why; tests/multirank/test_volumes.py counts what choices predict."""
+"""What `auto` decides, and why; tests/multirank/test_volumes.py checks the predicted volumes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def kept_bytes(choices: Choices) -> float:
 
 
 def moved(choices: Choices) -> float:
-    """Elements a device receives in a step for all products."""
+    """Return the elements that a device receives in a step for all products."""
     steps = [choices.step(choice) for choice in choices.products.values()]
     return sum(step.col + step.row for step in steps)
 
 
-# Any model whose dimensions divide over any grid of 1 to 6 by 1 to 6 devices, and a layout for it.
+# Any model whose dimensions divide over any grid from 1x1 to 6x6, and a layout for it.
 MODELS = st.builds(
     lambda n, h, f, v, labels: ModelConfig(
         n_layers=n,
@@ -90,11 +90,11 @@ BOTH_WAYS = st.builds(
 LAYOUTS = st.builds(lambda grid, how: optimus(*grid, **how), GRIDS, HOW) | ONE_ROW | BOTH_WAYS
 
 
-# --------------------------------------------------------------------------- what travels
+# --------------------------------------------------------------------------- traffic
 
 
 def test_of_a_usual_model_bsh_travels_four_times() -> None:
-    """The head's input too: logits are left where they are computed."""
+    """The head's input counts too: logits stay where they are computed."""
     chosen = decide(SMALL, optimus(2, 3), Work(tokens=600))
     want = {"qkv": "output", "out": "input", "up": "output", "down": "input", "head": "output"}
     assert stays(chosen) == want
@@ -114,7 +114,7 @@ def test_the_narrower_activation_travels_whichever_it_is() -> None:
 def test_megatron_cuts_what_opens_by_columns_and_what_closes_by_rows(
     model: ModelConfig, layout: LayoutConfig
 ) -> None:
-    """Whatever is narrower: the two ends of a section are not for choice."""
+    """This holds whatever is narrower: the two boundaries of a section are fixed."""
     want = {"qkv": "output", "out": "input", "up": "output", "down": "input", "head": "output"}
     chosen = stays(decide(model, layout))
     assert {name: chosen[name] for name in want} == want
@@ -124,7 +124,9 @@ def test_megatron_cuts_what_opens_by_columns_and_what_closes_by_rows(
 def test_auto_never_moves_more_than_the_paper(
     model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]
 ) -> None:
-    """Which broadcasts every product's input, and every weight; and twice that backward."""
+    """The paper broadcasts every product's input and every weight, and moves twice that in
+    backward.
+    """
     rows, cols = grid
     chosen = decide(model, optimus(rows, cols, **{**how, "stationary": "auto"}), work)
     for choice in chosen.products.values():
@@ -166,7 +168,7 @@ def test_one_device_sends_nothing() -> None:
 
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
 def test_a_step_is_its_micro_batches(model: ModelConfig, layout: LayoutConfig, work: Work) -> None:
-    """And weights that are kept come in the first one alone."""
+    """Kept weights travel only in the first micro-batch."""
     chosen = decide(model, layout, work)
     for choice in chosen.products.values():
         first, later = chosen.forward(choice), chosen.forward(choice, first=False)
@@ -191,7 +193,7 @@ def test_small_operands_are_gathered() -> None:
 
 
 def test_huge_operands_travel_panel_by_panel() -> None:
-    """On many rows a gathered weight is many times what a device holds itself."""
+    """With many rows a gathered weight is many times what a device holds itself."""
     model = GPT3.model_copy(update={"n_layers": 1, "vocab_size": 1_000_000})
     chosen = decide(model, optimus(64, 2), Work(tokens=64 * 2048, itemsize=2))
     large = {name for name, c in chosen.products.items() if c.schedule == "pipelined"}
@@ -247,7 +249,7 @@ def test_the_papers_largest_run_is_gathered_in_parts() -> None:
     assert some["up"].n_chunks == 1, "terms of its weight's gradient take more than 96 MiB"
 
 
-# --------------------------------------------------------------------------- what is kept
+# --------------------------------------------------------------------------- kept operands
 
 
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
@@ -310,19 +312,19 @@ def test_keeping_more_moves_less_and_costs_more(
 
 
 def test_many_micro_batches_are_what_weights_are_kept_for() -> None:
-    """Activations of a micro-batch are few, weights come again for each of them."""
+    """A micro-batch has few activations, but weights travel again for each micro-batch."""
     one, many = (
         decide(SMALL, optimus(4, 1, keep_gathered="weights"), Work(128, micro_batches=m))
         for m in (1, 8)
     )
     none = decide(SMALL, optimus(4, 1, keep_gathered="none"), Work(128, micro_batches=8))
     layer = sum(p.n_in * p.n_out * p.count for p in products_of(SMALL))
-    assert moved(one) == pytest.approx(3 / 4 * layer * 2)  # forward, and the gradient's sum
+    assert moved(one) == pytest.approx(3 / 4 * layer * 2)  # forward, and the sum of the gradient
     assert moved(many) == pytest.approx(3 / 4 * layer * (1 + 8))
     assert moved(none) == pytest.approx(3 / 4 * layer * 8 * 3)
 
 
-# --------------------------------------------------------------------------- wishes and reasons
+# --------------------------------------------------------------------------- settings and reasons
 
 
 @given(model=MODELS, grid=GRIDS, work=WORKS, how=HOW)
@@ -379,7 +381,7 @@ def test_work_is_one_sequence_a_row_unless_told() -> None:
 
 
 def test_products_of_a_model() -> None:
-    """Their elements are the model's matrices; each by the name of its module."""
+    """The elements are those of the model's matrices, each under its module's name."""
     model = ModelConfig(n_layers=3, hidden_size=8, n_heads=2, vocab_size=11, n_labels=2)
     sizes = {p.name: (p.n_in, p.n_out, p.count) for p in products_of(model)}
     assert sizes == {

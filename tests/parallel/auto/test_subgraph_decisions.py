@@ -1,4 +1,4 @@
-"""What `train --explain` says of a run under sub-graph parallelism."""
+"""What `train --explain` says about a run under sub-graph parallelism."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def said(run: RunConfig) -> str:
     return console.export_text()
 
 
-# n = 8 processes in g sub-grids, k a node; messages of one split by section 4's table.
+# n = 8 processes in g sub-grids, k per node; messages of one split by docs/concepts/subgraph.md.
 MESSAGES = [
     ("contiguous", 2, 2, 8, 8),
     ("contiguous", 2, 4, 8, 8),
@@ -58,7 +58,7 @@ def test_messages_within_nodes_and_between_them_are_named(
 
 
 def test_nothing_is_said_of_nodes_that_are_not_known() -> None:
-    """Nor is a block of a grid, which there is not, placed on those that are."""
+    """No grid block is placed on known nodes either, since there is no grid."""
     assert "order:" not in said(run_of({"branches": 4}))
     run = run_of({"branches": 4, "devices_per_node": 2})
     assert decide_run(run).candidates == []
@@ -78,7 +78,7 @@ def test_nothing_is_said_of_nodes_that_are_not_known() -> None:
 def test_what_is_branched_is_named_with_its_share(
     layout: dict[str, Any], words: str, inside: int
 ) -> None:
-    """Of 12 h² a layer and v h of the embedding."""
+    """These are shares of 12 h² per layer and v h of the embedding."""
     run = run_of({"branches": 2, "dp": 2, **layout})
     h, n, v = 512, 4, 2048
     share = inside * h * h * n / (12 * h * h * n + v * h)
@@ -89,8 +89,10 @@ def test_what_is_branched_is_named_with_its_share(
 
 
 def test_traffic_is_the_specifications() -> None:
-    """Two splits and two sums a layer of (g-1)/g T h, once more each backward; gradients of the
-    branches over n/g processes, of common layers over n."""
+    """Each layer has two splits and two sums of (g-1)/g T h, and backward moves as much again.
+
+    Gradients of branches are summed over n/g processes, those of common layers over n.
+    """
     tokens, h, v, n, g, dp = 16 * 128 / 2, 512, 2048, 4, 4, 2
     layout = {"branches": g, "dp": dp, "keep_gathered": "inputs"}
     traffic = decide_run(run_of(layout)).traffic
@@ -122,7 +124,10 @@ def test_numbers_in_the_explanation_are_the_choices() -> None:
 
 @pytest.mark.parametrize("common", ["all", "first"])
 def test_projections_outside_the_branches_send_slices_and_results(common: str) -> None:
-    """3 h and h a token, there and back: from each process what it does not keep itself."""
+    """Slices take 3 h and results h elements per token, in forward and in backward.
+
+    Each process sends what it does not keep itself.
+    """
     g, h, n = 4, 512, 4
     layout = {"branches": g, "attention": "outside", "feed_forward": "common", "common": common}
     run = run_of(layout)
@@ -137,7 +142,7 @@ def test_projections_outside_the_branches_send_slices_and_results(common: str) -
 
 @pytest.mark.parametrize(("keep", "kept"), [("inputs", True), ("none", False), ("auto", True)])
 def test_inputs_of_branches_are_kept_unless_told_otherwise(keep: str, kept: bool) -> None:
-    """As in the paper, whose branches hold what they were given."""
+    """As in the paper, branches keep their inputs."""
     run = run_of({"branches": 2, "dp": 2, "keep_gathered": keep})
     choices = decide_run(run).choices
     assert [choices[name].keep_input for name in ("qkv", "up")] == [kept, kept]

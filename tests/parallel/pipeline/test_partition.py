@@ -1,4 +1,4 @@
-"""Where models are cut into stages, and what each rank then holds."""
+"""How models are divided into stages, and what each rank then holds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def every_cut(n: int, n_stages: int) -> list[list[range]]:
     costs=st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9), stages=st.integers(1, 9)
 )
 def test_no_cut_has_a_smaller_largest_stage(costs: list[float], stages: int) -> None:
-    """And of those that have as small a one, none has a smaller sum of squares."""
+    """Among the cuts with as small a largest stage, none has a smaller sum of squares."""
     if stages > len(costs):
         with pytest.raises(ValueError, match="cannot form"):
             partition(costs, stages)
@@ -54,7 +54,7 @@ def test_no_cut_has_a_smaller_largest_stage(costs: list[float], stages: int) -> 
 
 
 def test_costs_are_the_operations_of_a_forward_pass() -> None:
-    """Two sequences of 8 tokens, 12 of their sources."""
+    """The batch has two sequences of 8 tokens and sources of 12."""
     work = Work(tokens=16, source=24, sequences=2)
     h, f, v = 32, 128, 64
     feed_forward, projections = 4 * h * f, 8 * h * h
@@ -63,7 +63,8 @@ def test_costs_are_the_operations_of_a_forward_pass() -> None:
         t5 = link_costs(build_model(model_of("t5", n_decoder_layers=2)), work)
         bert = link_costs(build_model(model_of("bert")), work)
     layer = 16 * (feed_forward + projections + 4 * 8 * h)
-    assert gpt2 == [0, *[layer] * 4, 2 * 16 * h * v + 2 * 2 * h * h]  # the pooler's sequences
+    # the pooler reads one token per sequence
+    assert gpt2 == [0, *[layer] * 4, 2 * 16 * h * v + 2 * 2 * h * h]
     assert bert == [0, *[layer] * 4, 2 * 16 * (h * v + h * h) + 2 * 2 * h * h]
     encoder = 24 * (feed_forward + projections + 4 * 12 * h)
     crossed = 16 * (4 * h * h + 4 * 12 * h) + 24 * 4 * h * h
@@ -88,7 +89,8 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("pp", "k"), [(3, 1), (3, 2)])
 def test_ranks_hold_their_stages_and_nothing_else(family: Family, pp: int, k: int) -> None:
-    """Under their usual names; what several hold says so, alike on all of them."""
+    """Parameters keep their usual names; those held by several stages are marked so on all of
+    them."""
     config = model_of(family)
     layout = LayoutConfig(pp=pp, stages_per_rank=k, micro_batches=pp)
     whole = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"))

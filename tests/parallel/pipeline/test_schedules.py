@@ -1,4 +1,4 @@
-"""Orders of micro-batches: torch's, without its processes; and what they come to in time."""
+"""Orders of micro-batches equal torch's, and their simulated time equals the formulas."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_orders_are_those_of_torch(case: Case) -> None:
-    """But for torch's list of the last rank's 1F1B, which is no order: its micro-batches are
-    counted from 1, beyond the last one. (What its schedule runs is not read from that list.)"""
+    """Torch's list for the last rank's 1F1B is left out, because it is wrong.
+
+    That list counts micro-batches from 1, beyond the last one; torch's schedule does not use it.
+    """
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     order, pp, k, m = case
@@ -50,7 +52,7 @@ def test_orders_are_those_of_torch(case: Case) -> None:
 
 
 def simulated(case: Case, forward: float = 1.0, backward: float = 2.0) -> list[list[Event]]:
-    """Every rank takes its next action when what that reads is there; messages take no time."""
+    """Each rank runs its next action once its input is there; messages take no time."""
     order, pp, k, m = case
     orders = actions_of(order, pp, k, m)
     done: dict[Action, float] = {}
@@ -76,7 +78,9 @@ def simulated(case: Case, forward: float = 1.0, backward: float = 2.0) -> list[l
 
 @pytest.mark.parametrize("case", CASES)
 def test_idle_time_is_that_of_the_paper(case: Case) -> None:
-    """(pp-1)/m of the ideal time, and 1/k of it with k stages a rank (Narayanan et al. 2021)."""
+    """Idle time is (pp-1)/m of the ideal time, divided by k with k stages per rank (Narayanan et
+    al. 2021).
+    """
     _, pp, k, m = case
     assert idle_fraction(simulated(case)) == pytest.approx((pp - 1) / (k * m))
 
@@ -116,16 +120,16 @@ def test_every_order_ends_and_its_messages_match(
                 sent = [message for message, to in plans[peer].sends.values() if to == rank]
                 assert [*messages] == sent, "in the order in which they are sent"
             for message, through in plan.taken.items():
-                sender = plans[message.stage % pp]  # this rank
+                sender = plans[message.stage % pp]  # this rank is the sender
                 assert sender is plan
-                for mine in through:  # read by the peer before it sent the message
+                for mine in through:  # the peer reads these before it sends the message
                     peer_plan = plans[mine.stage % pp]
                     made = next(a for a, (b, _) in peer_plan.sends.items() if b == message)
                     assert peer_plan.actions.index(mine) <= peer_plan.actions.index(made)
 
 
 def test_1f1b_has_no_more_under_way_than_stages() -> None:
-    """GPipe keeps what all micro-batches made, 1F1B of pp at most: its reason to be."""
+    """GPipe keeps the activations of all micro-batches, 1F1B those of pp at most."""
     for order, most in (("gpipe", 12), ("1f1b", 4)):
         for rank, actions in enumerate(actions_of(order, 4, 1, 12)):
             under_way = [1 if action.kind == "forward" else -1 for action in actions]

@@ -1,4 +1,4 @@
-"""The panels of a dimension that is cut over rows in one operand and over columns in the other."""
+"""The panels of a dimension that rows shard in one operand and columns shard in the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_panels_are_the_common_refinement(rows: int, cols: int, per_block: int) 
         ):
             block = size // blocks
             assert 0 <= owner < blocks
-            # In order, without gaps, and within one block of each of the two cuts.
+            # Panels are in order, without gaps, and each lies within one block of both operands.
             assert (owner * block + where.start, owner * block + where.stop) == (start, stop)
             assert 0 <= where.start < where.stop <= block
         covered = stop
@@ -47,7 +47,7 @@ def test_every_block_is_made_of_whole_panels(rows: int, cols: int) -> None:
 
 
 def test_panels_of_2x3() -> None:
-    """Written out: 12 columns, cut at 6 by the rows and at 4 and 8 by the columns."""
+    """12 columns are cut at 6 by the rows, and at 4 and 8 by the columns."""
     assert list(panels(12, 2, 3)) == [
         Panel(0, 4, row=0, col=0, in_row=slice(0, 4), in_col=slice(0, 4)),
         Panel(4, 6, row=0, col=1, in_row=slice(4, 6), in_col=slice(0, 2)),
@@ -58,7 +58,7 @@ def test_panels_of_2x3() -> None:
 
 @given(n=SIZES, per_block=st.integers(1, 5))
 def test_a_square_grid_has_one_panel_a_rank(n: int, per_block: int) -> None:
-    """As in the paper: panel l is block l of both."""
+    """As in the paper, panel l is block l of both operands."""
     for index, panel in enumerate(panels(n * per_block, n, n)):
         assert panel.row == panel.col == index
         assert panel.in_row == panel.in_col == slice(0, per_block)
