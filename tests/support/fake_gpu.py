@@ -119,8 +119,7 @@ class Step:
 
 
 class Watch(TorchDispatchMode):
-    """Refuses to send tensors that are not on the GPU, as NCCL does, and records sending
-    threads."""
+    """Refuses to send tensors that are not on the GPU, as NCCL does; records threads and reads."""
 
     def __init__(self) -> None:
         super().__init__()
