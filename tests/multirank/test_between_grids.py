@@ -1,4 +1,4 @@
-"""Samples between grids: any grid of processes to any other and back, and what a section sends."""
+"""Samples move between any grids of processes and back; what a section sends is counted."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gridformer.parallel.branches.section import Columns, Section
 from tests.support.multirank.exactness import CPU
 from tests.support.multirank.pool import WorkerPool
 
-# --------------------------------------------------------------------------- between grids
+# --------------------------------------------------------------------------- redistribution
 
 
 def sent_around(
     source: list[int], grids: list[list[int]], n_samples: int, sliced: bool
 ) -> dict[str, Any]:
-    """Numbered samples go to the sub-grids and come back; what this rank saw, and what it sent."""
+    """Send numbered samples to the sub-grids and back; return what this rank saw and sent."""
     rank, size = dist.get_rank(), dist.get_world_size()
     parts = tuple(Grid(tuple(ranks)) for ranks in grids)
     section = Section(Grid(tuple(source)), parts, rank, Axis("world", size, rank), CPU)
@@ -46,7 +46,7 @@ def sent_around(
 
 @st.composite
 def grids(draw: st.DrawFn, n: int) -> tuple[list[int], list[list[int]]]:
-    """Some of n ranks as the source, all of them as sub-grids, in any order."""
+    """Draw some of n ranks as the source and all of them as sub-grids, in any order."""
     ranks = draw(st.permutations(range(n)))
     cuts = sorted(draw(st.sets(st.integers(1, n - 1), max_size=n - 1)))
     parts = [[*ranks[a:b]] for a, b in zip([0, *cuts], [*cuts, n])]
@@ -59,7 +59,7 @@ def grids(draw: st.DrawFn, n: int) -> tuple[list[int], list[list[int]]]:
 def test_redistribution_between_any_grids(
     pool: WorkerPool, data: st.DataObject, n_samples: int, sliced: bool
 ) -> None:
-    """Every sample arrives where it belongs, comes back, and nothing travels twice."""
+    """Every sample arrives where it belongs and comes back, and nothing travels twice."""
     n = 6
     source, parts = data.draw(grids(n))
     width = 2 * len(parts) if sliced else 3
@@ -86,11 +86,11 @@ def test_redistribution_between_any_grids(
         assert results[rank]["moved"] == max(sent, received)
 
 
-# --------------------------------------------------------------------------- what is sent
+# --------------------------------------------------------------------------- volumes
 
 
 def segmented(g: int, order: str, first: bool, sliced: bool) -> list[dict[str, Any]]:
-    """Elements, kinds and targets of a section's four collectives on this rank."""
+    """Return elements, kinds and targets of a section's four collectives on this rank."""
     n, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -100,7 +100,7 @@ def segmented(g: int, order: str, first: bool, sliced: bool) -> list[dict[str, A
     placed: Placed = parallelize_branches(net, g, common, order)  # type: ignore[arg-type]
     x = torch.ones(4 * n, 5, 2 * g)
     local = placed.local(x).requires_grad_()
-    placed.model(local)  # asks for widths once
+    placed.model(local)  # computes the widths, once
     found = []
     with comm.record() as record:
         y = placed.model(local)
@@ -118,7 +118,7 @@ def segmented(g: int, order: str, first: bool, sliced: bool) -> list[dict[str, A
 def test_segmented_collectives_send_the_least(
     pool: WorkerPool, n: int, g: int, first: bool, sliced: bool
 ) -> None:
-    """Elements of each of the four, as specification section 4 has them."""
+    """Each of the four collectives moves the elements that docs/concepts/subgraph.md states."""
     results = pool.run(n, segmented, g, "topology", first, sliced)
     m = n // g
     every = 4 * n * 5 * 2 * g  # elements of the whole batch
@@ -129,9 +129,10 @@ def test_segmented_collectives_send_the_least(
         ops = ["all_to_all"] * 4 if sliced else None
         ops = ops or ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
     for rank, found in enumerate(results):
-        # Backward, sum comes first: its partner is split.
+        # Backward runs the sum's half first: its partner is the split.
         assert [record["op"] for record in found] == ops
-        mine = every // (m if first else n)  # of the common part on a process that holds it
+        # this process's part of the common part, if it holds one
+        mine = every // (m if first else n)
         root = first and rank % g == 0
         if first and sliced:
             want = mine * (g - 1) // g if root else mine // g
@@ -147,7 +148,7 @@ def test_segmented_collectives_send_the_least(
 @pytest.mark.parametrize("order", ["topology", "contiguous"])
 @pytest.mark.parametrize(("n", "g"), [(4, 2), (8, 2), (8, 4), (12, 3), (12, 6), (16, 4)])
 def test_messages_between_nodes(pool: WorkerPool, n: int, g: int, order: str) -> None:
-    """Counted from the split that really ran, for every number of processes a node."""
+    """Count the split that really ran, for every number of processes per node."""
     results = pool.run(n, segmented, g, order, False, False)
     for k in range(1, n + 1):
         within = between = 0
@@ -160,8 +161,11 @@ def test_messages_between_nodes(pool: WorkerPool, n: int, g: int, order: str) ->
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
 def test_the_table_of_messages(a: int, b: int, c: int) -> None:
-    """Specification, section 4: for any n, g and k where k divides n and one of k and a group's
-    span (topology-aware: g; contiguous: n/g) divides the other."""
+    """The message counts of docs/concepts/subgraph.md hold for any n, g and k that fit.
+
+    k must divide n, and one of k and a group's span (topology-aware: g; contiguous: n/g) must
+    divide the other.
+    """
     for g, m, k in ((a, b * c, a), (a * b, c, a), (a, b * c, a * b), (a, b * c, b), (a, b, b * a)):
         n = g * m
         if n % k:

@@ -1,5 +1,7 @@
-"""Networks with branch sections on sub-grids: outputs, every gradient and training are those of one
-process, for any grids and any number of samples."""
+"""Networks with branch sections on sub-grids train exactly as one process.
+
+Outputs and every gradient are compared, for any grids and any number of samples.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,14 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     ids=lambda value: "".join(str(value).split()),
 )
 def test_equals_one_process(pool: WorkerPool, n: int, name: str, how: dict[str, Any]) -> None:
-    """A batch that divides, two that do not, and one that leaves processes without samples."""
+    """The batches: one that divides, two that do not, and one that leaves processes without
+    samples.
+    """
     check(pool, n, name, how, [12 if n != 5 else 10, 7, 13, 3])
 
 
 def test_a_branch_is_held_by_its_sub_grid_alone(pool: WorkerPool) -> None:
-    """Memory of branch sections is exactly 1/g; the common layers' is one copy each, or none."""
+    """Branch sections take exactly 1/g of the memory; common layers are held once or not at all."""
     whole_net = build("resnext")
     common = sum(p.numel() for name, p in whole_net.named_parameters() if "branches" not in name)
     inside = sum(p.numel() for p in whole_net.parameters()) - common
@@ -73,7 +77,7 @@ def test_a_branch_is_held_by_its_sub_grid_alone(pool: WorkerPool) -> None:
 
 
 def alive_after_placing(g: int) -> list[bool]:
-    """Of each path of a block, whether its weights are still in memory."""
+    """Return for each path of a block whether its weights are still in memory."""
     net = build("resnext")
     weights = [weakref.ref(path.conv.weight) for path in net.blocks[0].paths.branches.values()]  # type: ignore[union-attr,index]
     placed = parallelize_branches(net, g)
@@ -124,7 +128,7 @@ def test_lpt_gives_every_branch_away_and_every_sub_grid_some(
     held = assign(costs, sizes)
     assert sorted(branch for branches in held for branch in branches) == [*range(len(costs))]
     assert all(held)
-    if len(set(sizes)) == 1:  # Graham's bound, with the best bounded below
+    if len(set(sizes)) == 1:  # Graham's bound, with the optimum bounded from below
         work = [sum(costs[branch] for branch in branches) for branches in held]
         assert max(work) <= sum(costs) / len(sizes) + max(costs) + 1e-9
 
@@ -192,7 +196,9 @@ def test_weights_shared_by_different_processes_are_refused(
 
 
 def clipped(how: dict[str, Any]) -> tuple[float, float, float]:
-    """Norms before clipping, of many processes and of one, and the worst difference after it."""
+    """Return the norms before clipping on many processes and on one, and the worst difference
+    after.
+    """
     want, placed = build("nested"), parallelize_branches(build("nested"), **how)
     x, y = batch("nested", 12, 0)
     F.cross_entropy(want(x), y, reduction="sum").backward()
@@ -222,7 +228,7 @@ def forgot_local() -> None:
     placed = parallelize_branches(build("towers"), g=2)
     x, _ = batch("towers", 8, 0)
     placed.local(x)
-    placed.model(x)  # all of it instead of this process's
+    placed.model(x)  # all of the batch instead of this process's samples
 
 
 def test_a_batch_that_was_not_shared_out_is_refused(pool: WorkerPool) -> None:

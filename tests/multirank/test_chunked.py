@@ -1,6 +1,6 @@
-"""Activations that are gathered in parts: the same numbers and volumes, and less memory.
+"""Activations gathered in chunks give the same numbers and volumes, with less memory.
 
-Models of tests are far too small for it, so here a part is a few hundred bytes.
+The models in tests are far too small to be chunked, so here a chunk is a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEPS = 2
 
 @contextmanager
 def in_three() -> Iterator[None]:
-    """All that travels whole does so in three parts."""
+    """Everything that travels whole travels in three chunks."""
 
     def cut(found: Choices, _: LayoutConfig) -> Choices:
         three = {
@@ -61,7 +61,7 @@ def in_three() -> Iterator[None]:
 
 @contextmanager
 def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
-    """Whatever is decided here, parts are of so many bytes. Yields what was."""
+    """Make all decisions inside use chunks of so many bytes; yields the choices they return."""
     decided: list[Choices] = []
     real = rules._at_once
 
@@ -206,7 +206,7 @@ def test_estimated_is_measured_and_less(pool: WorkerPool, layout: dict[str, Any]
 
 
 def test_some_parts_hold_what_all_do() -> None:
-    """What is estimated, for which middle parts are left out."""
+    """Estimates leave middle chunks out."""
     run = a_run({**GRID, "keep_gathered": "none"}, {"n_layers": 1}, {"recompute": "full"})
     with parts_of(5_000) as decided:
         some = estimate_rank(run, 0)
@@ -241,7 +241,7 @@ def weight_gradient(dtype: str, n_bytes: int) -> torch.Tensor:
 
 
 def test_parts_are_added_up_as_one_product_would(pool: WorkerPool) -> None:
-    """In bfloat16 not in that type: a sum of many parts would lose what one product keeps."""
+    """In bfloat16, a sum of many chunks in that type would lose what one product keeps."""
     want = pool.run(4, weight_gradient, "float32", 1 << 30)
     for n_bytes in (100, 1 << 30):
         got = pool.run(4, weight_gradient, "bfloat16", n_bytes)
@@ -253,7 +253,7 @@ def test_parts_are_added_up_as_one_product_would(pool: WorkerPool) -> None:
 
 
 def test_estimated_of_a_large_run() -> None:
-    """The paper's largest run: what is gathered no longer counts for much."""
+    """In the paper's largest run, gathered activations are only a small part of memory."""
     run = RunConfig(
         model=ModelConfig(
             n_layers=1, hidden_size=8192, n_heads=64, vocab_size=50304, max_seq_len=512

@@ -1,4 +1,4 @@
-"""A loss in parts where logits are cut: their bytes, and what travels for all parts."""
+"""A chunked loss with sharded logits: the bytes it holds, and the traffic of all chunks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]]]:
-    """Of one rank's loss and its backward pass: the largest tensor it makes, and the most that it
-    holds at a time more than before, in bytes; elements that travel, by axis and collective."""
+    """Measure one rank's loss and backward pass.
+
+    Returns the largest tensor it makes and its peak increase, both in bytes, and the elements moved
+    by axis and collective.
+    """
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
@@ -61,16 +64,20 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
     "name", full_unless(lambda name: name not in ("pipelined", "gather, weights kept"), LAYOUTS)
 )
 def test_a_rank_holds_few_parts_of_its_logits(pool: WorkerPool, name: str) -> None:
-    """Where a rank has v/c columns of b s / r tokens' logits (or terms of all v), in parts the
-    largest tensor is a part's, and three of them are more than what there is at a time besides the
-    table: gathered, a part's gradient, their sum, on its way."""
+    """The largest tensor is a chunk's logits, and three of them exceed everything held besides the
+    table.
+
+    A rank has v/c columns of the logits of b s / r tokens (or partial sums of all v). The table may
+    exist gathered, as a chunk's gradient, as their sum, and in flight.
+    """
     tokens, layout = 64, LAYOUTS[name]
     rows, cols = layout.get("rows", 1), layout["cols"]
     columns = V if "input" in name else V // cols
     table, x = V * H // cols * 4, B * S * H // rows * 4
     for largest, peak, _ in pool.run(4, loss, layout, 0):
         assert largest == B * S // rows * columns * 4
-        assert peak >= 1.5 * largest  # and its gradient; what was there before may have gone
+        # the logits and their gradient; earlier tensors may have been freed
+        assert peak >= 1.5 * largest
     for largest, peak, _ in pool.run(4, loss, layout, tokens):
         part = tokens * columns * 4
         assert largest == part
@@ -80,8 +87,10 @@ def test_a_rank_holds_few_parts_of_its_logits(pool: WorkerPool, name: str) -> No
 
 @pytest.mark.parametrize("name", ["sequence", "gather", "gather, input stays"])
 def test_the_table_travels_once_for_all_parts(pool: WorkerPool, name: str) -> None:
-    """It is gathered once and its gradient summed once, without parts it is gathered again for
-    the gradient of what the head reads."""
+    """The table is gathered once and its gradient is summed once.
+
+    Without chunks, it is gathered again for the gradient of the head's input.
+    """
     layout = LAYOUTS[name]
     block = V * H // 4 if layout["scheme"] == "optimus" else 0
     whole, some, many = (pool.run(4, loss, layout, tokens) for tokens in (0, 64, 16))

@@ -1,6 +1,6 @@
-"""Every collective on both of its ways, gloo's and NCCL's, for tensors however they lie in memory.
+"""Every collective on both of its paths, gloo's and NCCL's, for tensors of any memory layout.
 
-NCCL's way is run over gloo, see tests/support/multirank/nccl_path.py.
+NCCL's path runs over gloo; see tests/support/multirank/nccl_path.py.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def transposed(*shape: int) -> Tensor:
 
 
 def with_gaps(*shape: int) -> Tensor:
-    """A part of a wider tensor."""
+    """Return a part of a wider tensor."""
     return contiguous(*shape[:-1], shape[-1] + 2)[..., 1:-1]
 
 
 def second_innermost(*shape: int) -> Tensor:
-    """As torch's channels_last, which it passes on to what it joins of such tensors."""
+    """Return torch's channels_last layout, which torch.cat passes on to its results."""
     return contiguous(*shape[:1], *shape[2:], shape[1]).movedim(-1, 1)
 
 
@@ -50,12 +50,13 @@ LIES = [contiguous, transposed, with_gaps, second_innermost]
 
 
 def shapes(n: int) -> list[tuple[int, ...]]:
-    """For n ranks; where a dimension of n is cut, a device has a width of 1."""
+    """Return shapes for n ranks; where n ranks shard a dimension of n, a device has a width of
+    1."""
     return [(6, n), (n, 1), (n, 6), (2, 6, n), (6, 2, 1), (2, n, 3, 6)]
 
 
 def everyones(n: int, make: Callable[..., Tensor], *shape: int) -> list[Tensor]:
-    """What each rank has, known to all."""
+    """Return what each rank has; every rank knows all of it."""
     torch.manual_seed(sum(shape))
     return [make(*shape) for _ in range(n)]
 
@@ -64,7 +65,7 @@ Collective = tuple[str, Callable[[], Tensor | Pending], Tensor]
 
 
 def of_any_tensor(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
-    """Every collective of one tensor that lies anyhow, and what it is to give here."""
+    """Yield every collective that takes one tensor of any layout, with the result expected here."""
     here, n, mine = axis.index, axis.size, xs[axis.index]
     total = torch.stack(xs).sum(0)
     for start, reduce in ((False, comm.all_reduce), (True, comm.start_all_reduce)):
@@ -88,7 +89,7 @@ def of_any_tensor(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
 
 
 def of_contiguous_ones(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
-    """Those in place, which ask for contiguous memory."""
+    """Yield the in-place collectives, which require contiguous memory."""
     mine, total = xs[axis.index], torch.stack(xs).sum(0)
     for root in range(axis.size):
         for broadcast in (comm.broadcast, comm.start_broadcast):
@@ -96,7 +97,7 @@ def of_contiguous_ones(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
         for reduce in (comm.reduce, comm.start_reduce):
             if axis.index == root:
                 yield f"reduce {root}", partial(reduce, mine.clone(), axis, root), total
-            else:  # undefined there
+            else:  # undefined on the other ranks
                 meta = total.to("meta")
                 yield f"reduce {root}", partial(_forgotten, reduce, mine.clone(), axis, root), meta
 
@@ -107,11 +108,11 @@ def _forgotten(reduce: Callable[..., Tensor | Pending], *args: Any) -> Tensor:
 
 
 def of_pieces(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
-    """Collectives whose messages differ: pieces of each rank's tensor, of unequal width."""
+    """Yield collectives of unequal messages, which are pieces of each rank's tensor."""
     here, n = axis.index, axis.size
 
     def piece(source: int, target: int) -> Tensor:
-        """Every second one is transposed, once more."""
+        """Return a piece; every second one is transposed once more."""
         x = xs[source].narrow(-1, 0, min(target + 1, xs[source].shape[-1]))
         return x.transpose(0, -1) if (source + target) % 2 else x
 
@@ -145,7 +146,7 @@ def of_pieces(axis: Axis, xs: list[Tensor]) -> Iterator[Collective]:
 
 
 def all_collectives() -> int:
-    """Each with its result; how many they were."""
+    """Check the result of each collective; return their number."""
     n_done = 0
     axis = grid_axes(1, dist.get_world_size()).col
     for make, shape in itertools.product(LIES, shapes(axis.size)):
@@ -174,7 +175,7 @@ def test_a_collective_serves_any_tensor(pool: WorkerPool, n: int, way: str) -> N
 
 
 def called(function: Callable[[], None]) -> tuple[bool, bool, bool]:
-    """Whether a function calls torch's all-gather, its reduce-scatter, and its all-to-all."""
+    """Return whether a function calls torch's all-gather, its reduce-scatter and its all-to-all."""
     with (
         patch.object(collectives, "_all_gather", wraps=collectives._all_gather) as gathered,
         patch.object(collectives, "_reduce_scatter", wraps=collectives._reduce_scatter) as cut,
@@ -196,7 +197,7 @@ def test_the_two_ways_differ(pool: WorkerPool) -> None:
 
 
 def started_at_once() -> None:
-    """Several collectives under way together, waited for in another order."""
+    """Start several collectives together, and wait for them in another order."""
     axis = grid_axes(1, dist.get_world_size()).col
     xs = everyones(axis.size, transposed, 6, 6)
     under_way = []
@@ -239,7 +240,9 @@ NARROW: list[dict[str, Any]] = [
     ids=lambda layout: "-".join(map(str, layout.values())),
 )
 def test_a_device_may_hold_one_column(pool: WorkerPool, layout: dict[str, Any], way: str) -> None:
-    """Of the feed-forward's weights, and of its activations; its copies are compared, too."""
+    """A device may hold one column of the feed-forward's weights and activations; copies are
+    checked.
+    """
     narrow = {"ffn_size": 2, "n_layers": 1, "max_seq_len": 12}
     arguments = (compare, layout, narrow, {**TRAIN, "dtype": "float64"}, 2)
     n = LayoutConfig(**layout).n_processes
@@ -251,7 +254,8 @@ def test_a_device_may_hold_one_column(pool: WorkerPool, layout: dict[str, Any], 
 @pytest.mark.parametrize("make", [transposed, with_gaps, contiguous])
 @pytest.mark.parametrize("shape", [(5, 1), (1, 5), (5, 3)])
 def test_a_checksum_is_of_values_alone(make: Callable[..., Tensor], shape: tuple[int, int]) -> None:
-    """However they lie in memory: columns of one element have strides that torch does not see."""
+    """The checksum ignores memory layout: columns of one element have strides that torch
+    ignores."""
     x = make(*shape)
     same = torch.tensor(x.tolist(), dtype=x.dtype)
     assert _checksum(x) == _checksum(same)
@@ -260,7 +264,8 @@ def test_a_checksum_is_of_values_alone(make: Callable[..., Tensor], shape: tuple
 
 
 def broadcast_of_a_kept_tensor() -> tuple[int, bool]:
-    """How often the root's tensor counts as changed, where a backend writes it on the root, too."""
+    """Return how often the root's tensor counts as changed if a backend also writes it on the
+    root."""
     axis = Axis("world", 2, dist.get_rank(), dist.group.WORLD)
     x = contiguous(3, 4)
     before, send = x._version, dist.broadcast

@@ -1,4 +1,4 @@
-"""Replicas that share out optimizer state (zero1), or parameters too (fsdp): as one device."""
+"""Replicas that shard optimizer state (zero1), or parameters too (fsdp), train as one device."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def title(layout: Layout) -> str:
 
 
 def quick(layout: Layout) -> bool:
-    """Every mode and scheme once, on as few processes as serve."""
+    """Each mode and each scheme occurs once, on as few processes as possible."""
     schemes = {"fsdp": (THREE, FIRST), "zero1": (THREE, SUPER)}
     micro_batches = {"fsdp": 3, "zero1": 1}
     mode = layout["dp_mode"]
@@ -96,7 +96,7 @@ def quick(layout: Layout) -> bool:
 
 @pytest.mark.parametrize("layout", full_unless(quick, CASES), ids=title)
 def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
-    """Loss, gradient norm, every gradient, weights after some steps, with dropout."""
+    """Compare loss, gradient norm, every gradient, and weights after some steps, with dropout."""
     n = LayoutConfig(**layout).n_processes
     for rank, worst in enumerate(pool.run(n, compare, layout, MODEL, TRAIN, 3)):
         assert worst["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
@@ -121,7 +121,9 @@ FAMILY_CASES = [
     ids="-".join,
 )
 def test_every_family_equals_one_device(pool: WorkerPool, case: tuple[str, str, str]) -> None:
-    """Two stacks, tables of scores' biases, several losses, heads with parameters of their own."""
+    """Cover two stacks, tables of score biases, several losses, and heads with their own
+    parameters.
+    """
     family, below, mode = case
     layout = {**BELOW[below], "dp_mode": mode, "micro_batches": 3}
     model = {**MODEL, **FAMILIES[family]}
@@ -132,7 +134,7 @@ def test_every_family_equals_one_device(pool: WorkerPool, case: tuple[str, str, 
 
 @pytest.mark.parametrize("mode", ["zero1", "fsdp"])
 def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, mode: str) -> None:
-    """What is cast of a weight is made anew of what has been gathered."""
+    """Casts of a weight are made again after every gather."""
     layout = {**SINGLE, "dp_mode": mode}
     for worst in pool.run(2, compare, layout, MODEL, {**TRAIN, "dtype": "bfloat16"}, 3):
         assert worst["init"] == 0.0
@@ -140,7 +142,7 @@ def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, mode: str) -> None
         assert worst["norm"] < 2e-2
 
 
-# --------------------------------------------------------------------------- what is held
+# --------------------------------------------------------------------------- memory
 
 
 def settings_of(layout: Layout, n_layers: int, **model: Any) -> tuple[Model, Axes, Stepper]:
@@ -158,9 +160,11 @@ def read_of(model: Model, step: int) -> ReadRows:
 
 @dataclass
 class Memory:
-    """Elements that a device holds: of each kind between steps, and the most within one.
+    """Elements that a device holds, of each kind between steps, and the most within one step.
 
-    share: of this replica if every tensor is cut by rows; layers: whole at once within a step.
+    Attributes:
+        share: This replica's share if every tensor is sharded by rows.
+        layers: Layers that are whole at the same time within a step.
     """
 
     whole: int
@@ -208,7 +212,7 @@ def memory_of(layout: Layout, model: dict[str, Any]) -> Memory:
 
 
 def in_memory(tensor: Tensor) -> int:
-    """Elements that lie in a tensor's memory."""
+    """Return the number of elements in a tensor's memory."""
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
@@ -236,7 +240,8 @@ HELD_CASES = [
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> None:
-    """Optimizer state and gradients, or all, 1/d: to the element, from the real tensors."""
+    """Optimizer state and gradients, or everything, take exactly 1/d, counted on the real
+    tensors."""
     name, mode, micro_batches = case
     layout, model = HELD[name]
     plan = LayoutConfig(**layout, dp_mode=mode, micro_batches=micro_batches)  # type: ignore[arg-type]
@@ -255,13 +260,14 @@ def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> No
         assert {one.share for one in held} <= {one.whole // 2 for one in held}
 
 
-# --------------------------------------------------------------------------- what travels
+# --------------------------------------------------------------------------- volumes
 
 
 @dataclass
 class Traffic:
-    """Of one rank: elements and kinds of collectives by label, and sizes of what is cut: elements
-    of a replica's share, in layers and outside."""
+    """Traffic of one rank: elements and kinds of collectives by label, and the elements of a
+    replica's share, in layers and outside them.
+    """
 
     moved: dict[str, float]
     kinds: dict[str, set[str]]
@@ -298,9 +304,11 @@ VOLUMES = {
 
 @pytest.mark.parametrize("case", full_unless(lambda case: case in [*VOLUMES][:2], VOLUMES))
 def test_volumes(pool: WorkerPool, case: str) -> None:
-    """Elements a rank moves in a step, P parameters over d replicas: (d-1)/d P of gradients, once
-    whatever the micro-batches, and (d-1)/d P of parameters, which is an all-reduce. Under fsdp
-    those of layers come twice a micro-batch: 3 (d-1)/d P in all where nothing lies outside them."""
+    """A step of P parameters over d replicas moves (d-1)/d P each of gradients and of parameters.
+
+    That is an all-reduce, whatever the number of micro-batches. Under fsdp, layers are gathered
+    twice per micro-batch: 3 (d-1)/d P in all if nothing is outside the layers.
+    """
     layout, model, micro_batches = VOLUMES[case]
     d = layout["dp"]
     for mode in ("zero1", "fsdp"):
@@ -313,12 +321,16 @@ def test_volumes(pool: WorkerPool, case: str) -> None:
             assert one.kinds == {"gradients": {"reduce_scatter"}, "parameters": {"all_gather"}}
 
 
-# --------------------------------------------------------------------------- when
+# --------------------------------------------------------------------------- overlap
 
 
 def sent_when(layout: Layout) -> tuple[list[int], int, dict[str, list[int]]]:
-    """Sums of gradients on their way when the first layer's gradient came, by micro-batch, and all
-    of a step; gathers that were started when each layer computed, forward and backward."""
+    """Record what is in flight during a step.
+
+    Returns, by micro-batch, the gradient sums in flight when the first layer's gradient came; the
+    number in the whole step; and the gathers that had started when each layer computed, forward and
+    backward.
+    """
     built, _, stepper = settings_of(layout, 3)
     early: list[int] = []
     gathers: dict[str, list[int]] = {"forward": [], "backward": []}
@@ -344,13 +356,14 @@ def sent_when(layout: Layout) -> tuple[list[int], int, dict[str, list[int]]]:
 def test_messages_travel_while_layers_compute(
     pool: WorkerPool, mode: str, micro_batches: int
 ) -> None:
-    """Gradients in the last backward pass; the next layer's parameters, forward and backward."""
+    """Gradients travel in the last backward pass; the next layer's parameters in every pass."""
     layout = {**SINGLE, "dp_mode": mode, "micro_batches": micro_batches}
     for early, total, gathers in pool.run(2, sent_when, layout):
         assert early[:-1] == [0] * (micro_batches - 1)
         assert 1 <= early[-1] < total
         if mode == "fsdp":
-            # One for all outside layers; before a layer computes, its own and the next one's.
+            # One gather for all outside layers; before a layer computes, its own and the next
+            # layer's.
             assert gathers["forward"][:3] == [3, 4, 4]
             assert gathers["backward"][:3] == [6, 7, 7]
 
@@ -374,7 +387,7 @@ def test_parameters_that_are_not_gathered_are_not_read(pool: WorkerPool) -> None
 
 
 def diverging(layout: Layout) -> list[bool]:
-    """Whether a step that diverges on one rank changes anything that is stored, on this one."""
+    """Return whether a step that diverges on one rank changes anything stored on this one."""
     built, axes, stepper = settings_of(layout, 1)
     stepper(0, read_of(built, 0))
     before = [stored(p).detach().clone() for p in built.parameters()]
@@ -392,16 +405,17 @@ def test_a_diverging_step_updates_nothing(pool: WorkerPool, mode: str) -> None:
         assert all(same)
 
 
-# --------------------------------------------------------------------------- computed again
+# --------------------------------------------------------------------------- recomputation
 
 
 def computed_again(layout: Layout, inside: bool) -> float:
-    """How far gradients are off where layers are computed again in the backward pass."""
+    """Return how far gradients are off if layers are recomputed in the backward pass."""
     found = []
     for again in (False, True):
         built, _, stepper = settings_of(layout, 3)
         for layer in [m for m in built.modules() if isinstance(m, Layer)] if again else []:
-            name = "forward" if inside else "_call_impl"  # without the hooks around it, or with
+            # without the hooks around it, or with them
+            name = "forward" if inside else "_call_impl"
             plain = getattr(layer, name)
             setattr(layer, name, partial(checkpoint, plain, use_reentrant=False))
         stepper(0, read_of(built, 0))
@@ -415,6 +429,6 @@ def computed_again(layout: Layout, inside: bool) -> float:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_layers_may_be_computed_again(pool: WorkerPool, inside: bool) -> None:
-    """torch.utils.checkpoint around a layer or its forward: gathered once for both."""
+    """Parameters are gathered once for torch.utils.checkpoint around a layer or its forward."""
     layout = {**SINGLE, "dp_mode": "fsdp", "micro_batches": 3}
     assert pool.run(2, computed_again, layout, inside) == [0.0, 0.0]

@@ -1,4 +1,5 @@
-"""Checkpoints of replicas that share out what they hold: to and from any other layout."""
+"""Checkpoints of sharded replicas can be resumed under any other layout, and the other way
+round."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_same_layout_is_bit_exact(
 
 
 def test_a_part_is_written_once(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
-    """By the replica that updates it: all elements of all tensors, none of them twice."""
+    """The replica that updates a block writes it: all elements of all tensors, none of them
+    twice."""
     sizes = []
     for mode in MODES:
         layout = {"scheme": "single", "dp": 3, "dp_mode": mode}
@@ -87,7 +89,7 @@ def test_a_part_is_written_once(pool: WorkerPool, token_folder: Path, tmp_path: 
 
 
 def pairs(n: int) -> list[tuple[Layout, Layout]]:
-    """The first three go once round the modes."""
+    """Return pairs of layouts; the first three pairs visit every mode."""
     single, three, grid = SHAPES[0], SHAPES[1], SHAPES[4]
     found = [
         ({**three, "dp_mode": "zero1"}, {**single, "dp_mode": "fsdp"}),

@@ -1,4 +1,4 @@
-"""Every layout trains exactly as one device: loss, every gradient, parameters after some steps.
+"""Every layout trains exactly as one device: loss, every gradient, and parameters after some steps.
 
 `compare` also checks that initial weights do not depend on the layout, and which weights decay.
 """
@@ -28,7 +28,7 @@ from tests.support.multirank.pool import WorkerPool
 
 
 def by_size(layouts: list[Layout]) -> list[Layout]:
-    """Process groups are made anew whenever their size changes, so not too often."""
+    """Sort layouts by size: process groups are rebuilt whenever their size changes."""
     return sorted(layouts, key=n_of)
 
 
@@ -56,7 +56,7 @@ KEPT = by_size(
     + [{**SEQUENCE, "keep_gathered": keep} for keep in ("none", "inputs")]
     + [{**WEIGHTS_TOO, "keep_gathered": keep} for keep in ("none", "inputs", "weights", "all")]
 )
-# `output` in which a product's operands are others than with `auto`; what is kept is the same.
+# `output` where it makes a product's operands differ from `auto`'s; what is kept is the same.
 KEPT_ALSO = [layout for layout in KEPT if layout["cols"] == 2] + [
     {**TWO_BY_THREE, "schedule": "gather", "stationary": "output", "keep_gathered": keep}
     for keep in ("none", "weights")
@@ -110,7 +110,7 @@ def test_equals_one_device_in_float32(pool: WorkerPool, layout: Layout) -> None:
     ids=name_of,
 )
 def test_dropout_masks_do_not_depend_on_the_layout(pool: WorkerPool, layout: Layout) -> None:
-    """Nor is the same mask used twice on a grid: that would be another mask than one device's."""
+    """Using one mask twice on a grid would differ from one device's masks."""
     check(pool, layout, {"dropout": 0.2, "attention_dropout": 0.1}, dtype="float64")
 
 
@@ -132,7 +132,7 @@ def test_accumulating_micro_batches_changes_nothing(pool: WorkerPool, layout: La
 
 
 def on_three_columns(layout: Layout) -> bool:
-    """One stationary choice a schedule, another for each."""
+    """Each schedule has one stationary choice, and another has another."""
     each = (("broadcast", "input"), ("pipelined", "output"), ("gather", "auto"))
     one = (layout["schedule"], layout["stationary"]) in each
     return (layout["rows"], layout["cols"]) == (2, 3) and one
@@ -147,7 +147,7 @@ def test_schedules_and_stationary_operands(pool: WorkerPool, layout: Layout) -> 
     "layout", full_unless(lambda layout: layout not in KEPT_ALSO, KEPT), ids=name_of
 )
 def test_kept_operands(pool: WorkerPool, layout: Layout) -> None:
-    """A weight that was kept into the next step would show in its loss."""
+    """A weight that was kept into the next step would show in the next step's loss."""
     settings = {"global_batch": 36, "dtype": "float64"}
     check(pool, {**layout, "micro_batches": 3}, EVERYTHING, n_steps=2, **settings)
 
@@ -171,7 +171,8 @@ def test_schedules_in_float32(pool: WorkerPool, layout: Layout) -> None:
 def test_feed_forward_no_wider_than_the_model(
     pool: WorkerPool, layout: Layout, ffn_size: int
 ) -> None:
-    """And a vocabulary that is smaller: what is narrower is not what it usually is."""
+    """With such sizes, or a smaller vocabulary, another activation than usual is the narrower
+    one."""
     model = {"ffn_size": ffn_size, "vocab_size": 13, "n_layers": 1, "max_seq_len": 12}
     check(pool, layout, model, n_steps=2, dtype="float64")
 
@@ -189,14 +190,16 @@ WIDTHS = by_size(
     "layout", full_unless(lambda layout: "rows" not in layout, WIDTHS), ids=name_of
 )
 def test_a_width_that_the_columns_do_not_divide(pool: WorkerPool, layout: Layout) -> None:
-    """Heads may have a width of their own, and the model's need not divide then: between sections
-    every device holds all of it."""
+    """Heads may have their own width, and then the model's width need not divide.
+
+    Between sections every device then holds all of it.
+    """
     model = {"hidden_size": 10, "n_heads": 4, "head_dim": 3, "n_layers": 1, "max_seq_len": 12}
     check(pool, layout, model, n_steps=2, dtype="float64")
 
 
 def with_one_copy_changed(layout: Layout, name: str, rank: int) -> str:
-    """What the sanity check says on this rank."""
+    """Return what the sanity check says on this rank."""
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     model = build_parallel(tiny(), plan, axes, 1, CPU)
@@ -219,7 +222,7 @@ def with_one_copy_changed(layout: Layout, name: str, rank: int) -> str:
     ],
 )
 def test_unequal_copies_are_found(pool: WorkerPool, layout: Layout, name: str, axis: str) -> None:
-    """A norm that a product computes has a copy on every device of the grid."""
+    """If a product computes a norm, every device of the grid has a copy of it."""
     for sentence in pool.run(4, with_one_copy_changed, layout, name, 3):
         assert sentence == f"copies over axis {axis} differ: {name}"
 
@@ -233,7 +236,8 @@ def test_unequal_copies_are_found(pool: WorkerPool, layout: Layout, name: str, a
     ids=name_of,
 )
 def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, layout: Layout) -> None:
-    """Rounding to 8 bits happens in other places, so only loss and norm are held, and loosely."""
+    """Rounding to 8 bits happens in other places, so only loss and norm are compared, and
+    loosely."""
     n = LayoutConfig(**layout).n_processes
     for worst in pool.run(n, compare, layout, {}, {**TRAIN, "dtype": "bfloat16"}, 3):
         assert worst["init"] == 0.0

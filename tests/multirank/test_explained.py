@@ -1,8 +1,8 @@
-"""What `--explain` says that a device moves in a step, held to the recorder, with recomputation.
+"""The bytes per step that `--explain` states agree with the recorder, with recomputation.
 
-Steps of models of two layers and of one are run; their difference is one layer, without what the
-embedding, the head and the loss move. Compared are the messages of products, and those by which
-recomputation comes by its inputs; norms and copies of vectors, which are small, are not counted.
+Models of two layers and of one are run; their difference is one layer, without the traffic of the
+embedding, the head and the loss. The comparison covers the messages of products, and those that
+give recomputation its inputs; norms and copies of vectors are small and are not counted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def run_of(layout: Layout, family: str, recompute: str, n_layers: int) -> RunCon
 
 
 def moved(run: RunConfig) -> tuple[float, float]:
-    """Bytes that this rank receives for products in one step: of activations, and of weights."""
+    """Return the bytes that this rank receives for products in one step: activations, and
+    weights."""
     torch.set_num_threads(1)
     axes, layout = axes_of(run.layout), run.layout
     choices = decide_run(run).choices

@@ -1,6 +1,6 @@
 """BERT, T5 and the Transformer train exactly as on one device, under every scheme.
 
-Padding, targets that do not count, two losses and a source are in every batch; dropout is on.
+Every batch has padding, targets that do not count, two losses and a source; dropout is on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def quick(case: tuple[str, str]) -> bool:
-    """What the exactness matrix has not: other variants of models, and of layouts."""
+    """Quick cases are variants of models and layouts that the exactness matrix does not have."""
     model, layout = case
     return (
         (model in ("bert-pre", "t5-wide", "transformer-pre") and layout == "optimus-2x2")

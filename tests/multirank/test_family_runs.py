@@ -29,7 +29,7 @@ OTHERS = ["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "n
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Running text, pairs, and labeled documents, a few hundred of each."""
+    """Prepare folders of running text, pairs, and labeled documents, a few hundred of each."""
     root = tmp_path_factory.mktemp("folders")
     records = []
     for i in range(400):
@@ -104,7 +104,7 @@ def test_from_text_to_text(
         "train": TRAIN,
     }
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(sections))  # JSON is YAML
+    file.write_text(json.dumps(sections))  # JSON is also YAML
     plan = plan_run(file, out=out)
     assert plan.n_processes == 2
     pool.run(2, train, plan)
@@ -117,7 +117,7 @@ def test_from_text_to_text(
     trained = load_model(out, torch.device("cpu"))
     prompt = PROMPTS.get(name, "one two three")
     said = "".join(answer(trained, prompt, Sampling(0.0), Search(2, max_tokens=8)))
-    # Whether a translation that was learned in 30 steps is empty hangs on a processor's rounding.
+    # Whether a translation learned in 30 steps is empty depends on a processor's rounding.
     assert said or run["kind"] == "pairs"
     if "___" in prompt:
         assert "___" not in said

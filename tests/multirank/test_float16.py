@@ -1,4 +1,5 @@
-"""float16 on every layout: an overflow on one rank skips the step on all, and runs go on."""
+"""float16 on every layout: an overflow on one rank skips the step on all ranks, and runs
+continue."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ LAYOUTS: dict[str, Layout] = {
     "pipeline": {"pp": 2, "micro_batches": 2},
     "pipeline of grids": {"scheme": "optimus", "rows": 2, "cols": 1, "pp": 2, "micro_batches": 2},
 }
-# Bytes of a number in a message, by its label: docs/reference/precision.md. Of products,
-# activations and weights are float16, and what is looked up in the table of tokens is float32.
+# Bytes of a number in a message, by its label (docs/reference/precision.md). Activations and
+# weights of products are float16; rows looked up in the table of tokens are float32.
 WIDTHS = {
     "product": {2, 4},
     "pipeline": {2},
@@ -65,7 +66,7 @@ WIDTHS = {
     "copies": {4},
     "metrics": {8},
 }
-# The same in another order or grid.
+# The same layouts with another rank order or grid.
 MORE = ("sequence parallel", "optimus, broadcast", "pipeline of grids")
 
 
@@ -75,7 +76,7 @@ def n_of(layout: Layout) -> int:
 
 @contextmanager
 def overflowing(model: Model, rank: int) -> Iterator[None]:
-    """One element of one gradient is infinite, on one rank alone."""
+    """Make one element of one gradient infinite, on one rank only."""
     layers = [module for module in model.modules() if isinstance(module, Layer)]
     weight = layers[0].mlp.up.weight
 
@@ -90,13 +91,15 @@ def overflowing(model: Model, rank: int) -> Iterator[None]:
         handle.remove()
 
 
-# --------------------------------------------------------------------------- one step is skipped
+# --------------------------------------------------------------------------- skipped steps
 
 
 @dataclass
 class Skipping:
-    """Of one rank, for three steps, of which the second overflows on one rank: what was said; what
-    changed; by label the sizes of messages' elements in bytes."""
+    """Three steps of one rank, of which the second overflows on one rank.
+
+    It holds the steps' results, what changed, and the element sizes of messages in bytes, by label.
+    """
 
     skipped: list[bool]
     finite: list[bool]
@@ -137,8 +140,10 @@ def skip_a_step(layout: Layout, rank: int) -> Skipping:
 
 @pytest.mark.parametrize("name", full_unless(lambda name: name not in MORE, LAYOUTS))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, name: str) -> None:
-    """Parameters and moments stay as they are to the bit, the scale halves, and the next step goes
-    on; the optimizer counts updates."""
+    """Parameters and moments stay the same to the bit, the scale halves, and the next step runs.
+
+    The optimizer counts only updates.
+    """
     n = n_of(LAYOUTS[name])
     for found in pool.run(n, skip_a_step, LAYOUTS[name], n - 1):
         assert found.skipped == [False, True, False]
@@ -151,13 +156,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, name: s
         assert 2 in found.itemsizes.get("product", {2}), "activations"
 
 
-# --------------------------------------------------------------------------- rows at once
+# --------------------------------------------------------------------------- rows summed together
 
-N_EQUAL = 8  # sequences, all the same: a sum over them is eight times one of them
+N_EQUAL = 8  # sequences, all equal: a sum over them is eight times one of them
 
 
 def largest_scale(layout: Layout) -> int:
-    """The largest power of two by which a step's loss can be scaled without an overflow."""
+    """Return the largest power of two that scales a step's loss without an overflow."""
     torch.set_num_threads(1)
     plan, config = LayoutConfig(**layout), tiny(max_seq_len=4)
     axes = axes_of(plan)
@@ -173,9 +178,11 @@ def largest_scale(layout: Layout) -> int:
 
 
 def test_what_is_summed_in_half_decides_what_overflows(pool: WorkerPool) -> None:
-    """The example of docs/reference/precision.md: a product sums the rows that a device has at
-    once, and its result is float16; over micro-batches and replicas gradients are summed in
-    float32."""
+    """Check the example in docs/reference/precision.md.
+
+    A product sums the rows that a device has at once into a float16 result; micro-batches and
+    replicas are summed in float32.
+    """
     (together,) = pool.run(1, largest_scale, {})
     (halves,) = pool.run(1, largest_scale, {"micro_batches": 2})
     (one_by_one,) = pool.run(1, largest_scale, {"micro_batches": N_EQUAL})
@@ -184,7 +191,7 @@ def test_what_is_summed_in_half_decides_what_overflows(pool: WorkerPool) -> None
         assert pool.run(2, largest_scale, layout) == [wanted] * 2
 
 
-# --------------------------------------------------------------------------- as one device
+# --------------------------------------------------------------------------- against one device
 
 
 FAMILY_CASES = [(name, model) for name in LAYOUTS for model in MODELS]
@@ -196,7 +203,7 @@ FAMILY_CASES = [(name, model) for name in LAYOUTS for model in MODELS]
     ids="-".join,
 )
 def test_stays_close_to_one_device(pool: WorkerPool, case: tuple[str, str]) -> None:
-    """Which computes in float16, too."""
+    """The reference device computes in float16, too."""
     name, family = case
     model = {"max_seq_len": 12, "dropout": 0.1, "attention_dropout": 0.1, **MODELS[family]}
     settings = {**TRAIN, "dtype": "float16"}
@@ -206,11 +213,14 @@ def test_stays_close_to_one_device(pool: WorkerPool, case: tuple[str, str]) -> N
         assert worst["norm"] < 1e-2
 
 
-# --------------------------------------------------------------------------- a run
+# --------------------------------------------------------------------------- complete runs
 
 
 def train_with_overflow(plan: Plan, at: int) -> str:
-    """The production trainer; step `at` (from 0) overflows on the last rank. Returns its report."""
+    """Run the production trainer with an overflow on the last rank at step `at` (from 0).
+
+    Returns the trainer's report.
+    """
     original = Trainer._step
 
     def step(trainer: Trainer, number: int) -> Any:
@@ -226,8 +236,11 @@ def train_with_overflow(plan: Plan, at: int) -> str:
 def test_a_skipped_step_is_told_and_outlasts_a_checkpoint(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
-    """In metrics.jsonl and on the terminal. A run that goes on under the same layout does so to
-    the bit; under another one scale and counts are the same."""
+    """A skipped step is reported in metrics.jsonl and on the terminal.
+
+    A resumed run is exact to the bit under the same layout; under another one, the scale and the
+    counts are the same.
+    """
     layout: Layout = {"dp": 2, "dp_mode": "zero1"}
     whole, resumed, moved = (tmp_path / name for name in ("whole", "resumed", "moved"))
     said, *_ = pool.run(
@@ -265,7 +278,7 @@ def test_a_skipped_step_is_told_and_outlasts_a_checkpoint(
 
 
 def told(out: Path) -> dict[int, tuple[float, float]]:
-    """Of each step that was not skipped, loss and norm."""
+    """Return loss and norm of each step that was not skipped."""
     return {
         line["step"]: (line["loss"], line["grad_norm"])
         for line in read_metrics(out)
@@ -276,7 +289,7 @@ def told(out: Path) -> dict[int, tuple[float, float]]:
 def test_another_type_goes_on_from_float16(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
-    """Its loss is not scaled, and steps that were skipped are not counted as updates."""
+    """The other type's loss is not scaled, and skipped steps do not count as updates."""
     plan = plan_of(token_folder, tmp_path, {"dp": 2}, dtype="float16", save_every=0, steps=MIDDLE)
     pool.run(2, train_with_overflow, plan, 1)
     pool.run(2, train, plan_of(token_folder, tmp_path, {"dp": 2}, dtype="float32"))

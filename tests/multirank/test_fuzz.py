@@ -1,8 +1,8 @@
-"""Random models, layouts and methods together train as one device: tests/support/fuzz.
+"""Random models, layouts and methods train together as one device; see tests/support/fuzz.
 
-`make test` runs the cases of the first seeds, `make test-all` as many again as it is told with
-`--fuzz-cases`, of seeds that nobody has tried. A failure prints the case on one line, and the
-command that runs it again.
+`make test` runs the cases of the first seeds. `make test-all` also runs as many cases with new
+seeds as `--fuzz-cases` says. A failure prints the case on one line, and the command that runs it
+again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.support.fuzz.drawing import Chooser, refusals, run_of, values_of
 from tests.support.multirank.exactness import without_methods
 from tests.support.multirank.pool import RankFailed, WorkerPool
 
-# Seconds: a leg of a case that takes longer hangs. It takes one, but on a machine that others use,
-# too, 16 processes have been seen to take a minute.
+# Seconds after which a leg of a case counts as hung. It usually takes one, but with 16 processes on
+# a shared machine a minute has been seen.
 LONGEST = 240.0
 of_two_legs = pytest.mark.timeout(3 * LONGEST)
 
 
 def by_size(seeds: list[int]) -> list[tuple[int, Case]]:
-    """Seeds and their cases; process groups are made anew whenever their size changes."""
+    """Sort seeds and cases by size: process groups are rebuilt whenever their size changes."""
     cases = [(seed, case_of(seed)) for seed in seeds]
     return sorted(cases, key=lambda named: named[1].n_processes)
 
@@ -47,7 +47,7 @@ def quick() -> list[tuple[int, Case]]:
 
 @pytest.fixture(scope="module")
 def fresh(request: pytest.FixtureRequest) -> list[tuple[int, Case]]:
-    """Cases of other seeds each time, unless `--fuzz-seed` says where to begin."""
+    """Return cases with other seeds each time, unless `--fuzz-seed` says where to begin."""
     first = request.config.getoption("--fuzz-seed")
     first = random.SystemRandom().randrange(10**6, 10**9) if first is None else first
     return by_size([first + i for i in range(request.config.getoption("--fuzz-cases"))])
@@ -77,12 +77,14 @@ def test_a_fresh_case_equals_one_device(
     check_seed(pool, seed, case, tmp_path)
 
 
-# --------------------------------------------------------------------------- what is drawn
+# --------------------------------------------------------------------------- coverage
 
 
 def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]]) -> None:
-    """Each word of the settings that matter most; runs that move; networks narrow enough that a
-    device's part is one wide."""
+    """The cases contain each value of the most important settings, and runs that move.
+
+    Some networks are so narrow that a device's shard has a width of one.
+    """
     legs = [leg for _, case in quick for leg in case.legs]
     words: dict[str, type[Any]] = {
         "model.family": ModelConfig,
@@ -115,19 +117,23 @@ def many() -> list[RunConfig]:
 
 @pytest.mark.full
 def test_every_value_of_every_setting_is_drawn(many: list[RunConfig]) -> None:
-    """And is not always changed again by what makes runs valid."""
+    """Values must also survive the changes that make runs valid."""
     missing = []
     for key, field in Chooser("any").keys.items():
         section, name = key.split(".")
         seen = {getattr(getattr(run, section), name) for run in many}
-        resolved = {0, "auto"} if section == "model" else set()  # which come to something else
+        # values that are resolved to something else
+        resolved = {0, "auto"} if section == "model" else set()
         missing += [(key, v) for v in set(values_of(key, field)) - seen - resolved]
     assert not missing
 
 
 def once_hung(run: RunConfig) -> bool:
-    """A combination of five options that a fuzzer found: the first sub-grid alone took part in the
-    norm of a layer that nothing before it needed a gradient of."""
+    """Recognize a combination of five options that the fuzzer once found to hang.
+
+    The first sub-grid alone took part in the norm of a layer whose gradient nothing before it
+    needed.
+    """
     layout, train = run.layout, run.train
     alone = layout.scheme == "subgraph" and layout.common == "first" and layout.branches > 1
     apart = layout.feed_forward == "common" and train.update == "in_backward"
@@ -176,13 +182,13 @@ def test_a_new_option_is_drawn_and_leaves_the_others_as_they_were(
 
 
 def test_what_is_drawn_and_what_is_not_are_settings() -> None:
-    """So that a renamed setting is noticed."""
+    """A renamed setting must be noticed."""
     for key in (*drawing.FIXED, *drawing.NUMBERS, *drawing.WORDS):
         section, name = key.split(".")
         assert name in drawing.SECTIONS[section].model_fields, key
 
 
-# --------------------------------------------------------------------------- what is noticed
+# --------------------------------------------------------------------------- sensitivity
 
 TINY = {"n_layers": 1, "hidden_size": 4, "n_heads": 2, "vocab_size": 7, "max_seq_len": 3}
 SMALL = Case(
@@ -195,7 +201,7 @@ SMALL = Case(
 
 
 def with_a_faster_reference(text: str, folder: str) -> tuple[ranks.Found, ranks.Found]:
-    """What is found as it is, and when one device's learning rate is a millionth higher."""
+    """Return the results as they are, and with one device's learning rate higher by a millionth."""
     found = ranks.train(text, 0, folder)
 
     def faster(train: TrainConfig) -> TrainConfig:
@@ -203,12 +209,12 @@ def with_a_faster_reference(text: str, folder: str) -> tuple[ranks.Found, ranks.
         return settings.model_copy(update={"lr": settings.lr * (1 + 1e-6)})
 
     with patch.object(ranks, "without_methods", faster):
-        other = replace(Case.read(text), steps=3)  # which is not remembered
+        other = replace(Case.read(text), steps=3)  # this case is not cached
         return found, ranks.train(other.text(), 0, folder)
 
 
 def test_another_step_than_one_devices_is_noticed(pool: WorkerPool, tmp_path: Path) -> None:
-    """Parameters differ, and nothing that comes before the first update."""
+    """Parameters differ, and everything before the first update does not."""
     ((found, other),) = pool.run(1, with_a_faster_reference, SMALL.text(), str(tmp_path))
     limit = ranks.LIMIT
     assert all(value <= limit[name] for name, value in found.items())
@@ -217,7 +223,7 @@ def test_another_step_than_one_devices_is_noticed(pool: WorkerPool, tmp_path: Pa
 
 
 class Broken(WorkerPool):
-    """A pool that does not run anything: it answers, or raises."""
+    """A pool that runs nothing: it answers or raises."""
 
     def __init__(self, answer: Any) -> None:
         self.answer, self.timeout_s = answer, 1.0

@@ -1,8 +1,8 @@
-"""Every autograd collective and every 2-D operation, against finite differences on real processes.
+"""Checks autograd collectives and 2-D operations against finite differences on real processes.
 
 Each case is a function of whole tensors, computed by the grid between `cut` and `join`. Its value
-must equal the plain computation's, and its gradient the finite differences' (all ranks perturb the
-same element at the same time).
+must equal the plain computation's, and its gradient must equal the finite differences (all ranks
+perturb the same element at the same time).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ GRIDS = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 4)]
 
 # --------------------------------------------------------------------------- products
 
-# How a product is carried out: a schedule, and what it keeps. Made anew for every evaluation, as a
-# cell that stays open must not see a weight change.
+# How a product is computed: a schedule, and what it keeps. Each evaluation makes it again, because
+# an open prefetcher must not see a weight change.
 How = Callable[[Axes], tuple[summa.Schedule, summa.KeepGathered]]
 
 
@@ -63,12 +63,14 @@ KEEPS: dict[str, How] = {
 
 
 def _bias(bias: Tensor, axes: Axes) -> Tensor:
-    """[r, N] as this device's [N/c]: copies on the rows are one variable each."""
+    """Return [r, N] as this device's [N/c]; each copy on the rows is one variable."""
     return cut(bias, (ROW, COL), axes)[0]
 
 
 def product_ab(how: How, has_bias: bool, sizes: tuple[int, ...], axes: Axes) -> Case:
-    """[b, s, K] times [K, N], b over rows, K of the weight over rows, the rest over columns."""
+    """Multiply [b, s, K] by [K, N]: b and the weight's K are sharded over rows, the rest over
+    columns.
+    """
     b, s, k, n = sizes
 
     def on_grid(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ def product_abt(how: How, has_bias: bool, sizes: tuple[int, ...], axes: Axes) ->
 
 
 def _per_row(bias: tuple[Tensor, ...], b: int) -> Tensor | float:
-    """A bias for each of b sequences, from one for each row of the grid."""
+    """Return a bias for each of b sequences, from one for each row of the grid."""
     if not bias:
         return 0.0
     return bias[0].repeat_interleave(b // len(bias[0]), 0).unsqueeze(1)
@@ -118,7 +120,7 @@ def product_atb(how: How, sizes: tuple[int, ...], axes: Axes) -> Case:
 
 
 def one_operand_wanted(wanted: int, product: Callable[..., Case], how: How, axes: Axes) -> Case:
-    """A product where the other operand needs no gradient, so that its half is left out."""
+    """A product whose other operand needs no gradient, so that its half of backward is skipped."""
     both = product(how, False, (2, 2, 6, 6), axes)
     generator = torch.Generator().manual_seed(4)
     constant = torch.randn(both.shapes[1 - wanted], generator=generator, dtype=torch.float64)
@@ -130,7 +132,7 @@ def one_operand_wanted(wanted: int, product: Callable[..., Case], how: How, axes
 
 
 def normed_ab(how: How, sizes: tuple[int, ...], axes: Axes) -> Case:
-    """LayerNorm, then a product. The norm's parameters are one variable on each device."""
+    """LayerNorm, then a product. Each device's norm parameters are one variable."""
     b, s, k, n = sizes
     rows, cols, eps = axes.row.size, axes.col.size, 1e-1
 
@@ -158,8 +160,10 @@ def normed_ab(how: How, sizes: tuple[int, ...], axes: Axes) -> Case:
 
 
 def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Axes) -> Case:
-    """Rows of a table [v, h], or of one stored [h, v]; tokens differ between the rows, and some
-    words occur twice."""
+    """Look up rows of a table [v, h], or of one stored as [h, v].
+
+    The tokens differ between the rows, and some words occur twice.
+    """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, v, (axes.row.size, n_tokens, 2), generator=generator)
     tokens[:, :, 0] = v - 1
@@ -176,10 +180,10 @@ def lookup(how: How, output_stays: bool, v: int, h: int, n_tokens: int, axes: Ax
     return Case([(h, v)], on_grid, lambda table: F.embedding(tokens, table.t()))
 
 
-# --------------------------------------------------------------------------- Megatron's ends
+# --------------------------------------------------------------------------- Megatron's sections
 
-# On one row of devices: activations between sections are whole on all of them, or cut over s, or
-# over b as with sub-graphs; gathered at once or in parts.
+# On one row of devices, activations between sections are whole on all of them, or sharded over s,
+# or over b as with sub-graphs; they are gathered at once or in chunks.
 BETWEEN: dict[str, Dims] = {
     "replicated": (None, None, None),
     "sequence": (None, COL, None),
@@ -195,7 +199,7 @@ def _one_row(between: str, axes: Axes) -> summa.Gather:
 
 
 def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
-    """C = A B + bias: A whole or cut over s, the columns of B, bias and C are cut."""
+    """C = A B + bias: A is whole or sharded over s; the columns of B, bias and C are sharded."""
     keep = summa.KeepGathered(keep_input)
 
     def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
@@ -210,9 +214,9 @@ def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
 
 
 def section_closes(between: str, axes: Axes) -> Case:
-    """C = A Bᵀ + bias: A and the columns of B are cut, C is whole or cut over s or b.
+    """C = A Bᵀ + bias: A and the columns of B are sharded, C is whole or sharded over s or b.
 
-    The bias is one variable that all devices hold, or one on each, which has seen its part of C.
+    The bias is one variable that all devices hold, or one on each device, which sees its part of C.
     """
     cols, whole = axes.col.size, between == "replicated"
 
@@ -231,7 +235,7 @@ def section_closes(between: str, axes: Axes) -> Case:
 
 
 def section_lookup(between: str, axes: Axes) -> Case:
-    """Rows of a table [h, v] whose words are cut, for tokens that all devices know."""
+    """Look up rows of a table [h, v] with sharded words, for tokens that all devices know."""
     cols = axes.col.size
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 2 * cols, (2, 2 * cols), generator=generator)
@@ -248,7 +252,7 @@ def section_lookup(between: str, axes: Axes) -> Case:
 
 
 def layer_norm(h: int, eps: float, offset: float, axes: Axes) -> Case:
-    """The weights' copies on the rows count as one variable a row: their gradients are partial."""
+    """Each row's copies of the weights count as one variable: their gradients are partial sums."""
     rows, cols = axes.row.size, axes.col.size
     with torch.device("meta"):
         module = GridLayerNorm(LayerNorm(h, eps), axes)
@@ -272,7 +276,7 @@ def layer_norm(h: int, eps: float, offset: float, axes: Axes) -> Case:
 
 
 def cross_entropy(v: int, padded: int, axes: Axes) -> Case:
-    """A row of devices computes the loss of its tokens: one variable that all of them hold."""
+    """A row of devices computes its tokens' loss, which is one variable that all of them hold."""
     rows = axes.row.size
     generator = torch.Generator().manual_seed(2)
     targets = torch.randint(0, v, (rows, 2, 2), generator=generator)
@@ -313,7 +317,8 @@ def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
         makers[f"product_ab-{name}-bias"] = partial(product_ab, how, True, ab)
         if name in SCHEDULES:
             makers[f"product_atb-{name}"] = partial(product_atb, how, atb)
-        if name in SCHEDULES or name == "gather-keep_weight":  # the other keeps change nothing
+        # the other schedules ignore what is kept
+        if name in SCHEDULES or name == "gather-keep_weight":
             makers[f"product_abt-{name}-bias"] = partial(product_abt, how, True, abt)
             makers[f"lookup-output_stays-{name}"] = partial(lookup, how, True, both, 2 * cols, 2)
             makers[f"lookup-input_stays-{name}"] = partial(lookup, how, False, 2 * cols, both, 2)
@@ -323,7 +328,7 @@ def products_of(rows: int, cols: int) -> dict[str, CaseMaker]:
 
 
 def one_wanted() -> dict[str, CaseMaker]:
-    """On 2x3 alone, as it is the same everywhere."""
+    """Return these cases for 2x3 only, since they are the same everywhere."""
     makers: dict[str, CaseMaker] = {}
     for name in ("broadcast", "gather", "gather-parts", "gather-keep_all"):
         how = {**SCHEDULES, **KEEPS}[name]
@@ -335,13 +340,13 @@ def one_wanted() -> dict[str, CaseMaker]:
 
 
 def sections() -> dict[str, CaseMaker]:
-    """Megatron's products, on one row of devices."""
+    """Return Megatron's products, on one row of devices."""
     makers: dict[str, CaseMaker] = {}
     for between in BETWEEN:
         makers[f"section_opens-{between}"] = partial(section_opens, between, False)
         makers[f"section_opens-{between}-keep_input"] = partial(section_opens, between, True)
         makers[f"section_closes-{between}"] = partial(section_closes, between)
-        if not between.startswith("samples"):  # there the embedding is common
+        if not between.startswith("samples"):  # with sharded samples the embedding is common
             makers[f"section_lookup-{between}"] = partial(section_lookup, between)
     return makers
 
@@ -358,7 +363,7 @@ def norm_and_loss_of(rows: int, cols: int) -> dict[str, CaseMaker]:
 
 MAKERS = {(r, c): {**products_of(r, c), **norm_and_loss_of(r, c)} for r, c in GRIDS}
 for r, c in GRIDS:
-    if r * c <= 9:  # they run over one axis, which on 3x4 would be one of these again
+    if r * c <= 9:  # they run over one axis, so 3x4 would only repeat others
         MAKERS[r, c] |= collectives_of(r, c)
 MAKERS[1, 3] |= sections()
 MAKERS[2, 3] |= one_wanted()
@@ -366,7 +371,7 @@ CASES = [(grid, name) for grid, makers in MAKERS.items() for name in makers]
 
 
 def smaller(case: tuple[tuple[int, int], str]) -> bool:
-    """All on 2x3, and on one row what only that has; elsewhere no more than each product once."""
+    """Accept all cases on 2x3, those that only one row has, and elsewhere each product once."""
     grid, name = case
     if grid == (2, 3) or "section" in name:
         return True
@@ -381,7 +386,7 @@ def smaller(case: tuple[tuple[int, int], str]) -> bool:
 
 
 def check_on_rank(grid: tuple[int, int], name: str) -> None:
-    """What one rank does."""
+    """Check a case; the work of one rank."""
     check(MAKERS[grid][name](grid_axes(*grid)))
 
 
@@ -395,7 +400,7 @@ def test_gradients_equal_finite_differences(
     pool.run(math.prod(grid), check_on_rank, grid, name)
 
 
-# --------------------------------------------------------------------------- as over NCCL
+# --------------------------------------------------------------------------- over NCCL's path
 
 
 def makers_on_nccl(rows: int, cols: int) -> dict[str, CaseMaker]:
@@ -428,6 +433,6 @@ def check_on_rank_on_nccl(grid: tuple[int, int], name: str) -> None:
 def test_gradients_over_nccl_equal_finite_differences(
     pool: WorkerPool, case: tuple[tuple[int, int], str]
 ) -> None:
-    """Whole operands and sums come another way there (tests/support/multirank/nccl_path.py)."""
+    """Whole operands and sums take another path there (tests/support/multirank/nccl_path.py)."""
     grid, name = case
     pool.run(math.prod(grid), check_on_rank_on_nccl, grid, name)

@@ -1,4 +1,4 @@
-"""Gradients that are summed over replicas, bucket by bucket, while the backward pass goes on."""
+"""Gradients are summed over replicas bucket by bucket while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = tiny(max_seq_len=8)
 DATA: Layout = {"scheme": "single", "dp": 2}
 SUPER: Layout = {"scheme": "subgraph", "branches": 2, "dp": 2}
 FIRST: Layout = {**SUPER, "common": "first"}
-OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 1, "dp": 2}  # whose copies are partial
+OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 1, "dp": 2}  # its copies are partial
 
 
 def short(layout: Layout) -> str:
@@ -45,17 +45,19 @@ def built(layout: Layout) -> tuple[Model, Axes]:
 
 
 def sample_part(axes: Axes, micro: int = 0) -> Tensor:
-    """This rank's samples of a micro-batch."""
+    """Return this rank's samples of a micro-batch."""
     batch = batch_of(micro, CONFIG, B).chunk(axes.dp.size)[axes.dp.index]
     return batch.chunk(axes.batch.size)[axes.batch.index]
 
 
-# --------------------------------------------------------------------------- in time
+# --------------------------------------------------------------------------- overlap
 
 
 def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int], int]:
-    """Sums that were on their way when the first layer's gradient came, and when the pass ended,
-    for each micro-batch; and all of a step."""
+    """Return the sums in flight when the first layer's gradient came and when the pass ended.
+
+    Both are listed by micro-batch; the last number is that of the whole step.
+    """
     model, axes = built(layout)
     early: list[int] = []
     late: list[int] = []
@@ -86,7 +88,9 @@ def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int],
 def test_sums_begin_before_the_backward_pass_has_ended(
     pool: WorkerPool, layout: Layout, micro_batches: int
 ) -> None:
-    """In the last micro-batch alone, when gradients are whole; all are sent when it ends."""
+    """They start in the last micro-batch only, once gradients are complete; all are sent when it
+    ends.
+    """
     n = LayoutConfig(**layout).n_processes
     for early, (late,), total in pool.run(n, sent_when, layout, micro_batches):
         assert early[:-1] == [0] * (micro_batches - 1)
@@ -94,16 +98,16 @@ def test_sums_begin_before_the_backward_pass_has_ended(
         assert late == total
 
 
-# --------------------------------------------------------------------------- the same sums
+# --------------------------------------------------------------------------- equality
 
 
 def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
-    """Largest differences of gradients from those that are summed after the backward pass."""
+    """Return the largest differences from gradients that are summed after the backward pass."""
     model, axes = built(layout)
     with patch.object(reductions, "_BUCKET_BYTES", bucket_bytes):
         sums = GradientSums.of(model, axes)
         found = []
-        for begun in (None, sums, sums):  # a second time too: nothing is left over
+        for begun in (None, sums, sums):  # twice: nothing may be left over from the first time
             model.train()
             model.zero_grad()
             for micro in range(2):
@@ -126,23 +130,23 @@ def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
 def test_sums_are_those_of_after_the_backward_pass(
     pool: WorkerPool, layout: Layout, bucket_bytes: int
 ) -> None:
-    """Over two micro-batches, the first of which sends nothing."""
+    """Sum over two micro-batches, the first of which sends nothing."""
     n = LayoutConfig(**layout).n_processes
     for differences in pool.run(n, both_ways, layout, bucket_bytes):
         assert differences
         assert max(differences.values()) < 1e-12, differences
 
 
-# --------------------------------------------------------------------------- no gradient
+# --------------------------------------------------------------------------- missing gradients
 
 
 def with_gaps(n_rounds: int) -> list[list[float]]:
-    """Parameter i of rank r gets the gradient 10 r + i, but for some that get none."""
+    """Parameter i of rank r gets the gradient 10 r + i, but some parameters get none."""
     rank, size = dist.get_rank(), dist.get_world_size()
     axis = Axis("dp", size, rank)
     parameters = [nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(7)]
     found = []
-    with patch.object(reductions, "_BUCKET_BYTES", 80):  # two of them
+    with patch.object(reductions, "_BUCKET_BYTES", 80):  # two parameters
         sums = GradientSums([(axis, parameters)], parameters)
         assert sums.parameters == set(parameters)
         for round in range(n_rounds):
@@ -163,7 +167,7 @@ def gets(i: int, rank: int, round: int) -> bool:
 
 
 def test_a_parameter_without_gradient_counts_as_zero(pool: WorkerPool) -> None:
-    """It holds up neither its own bucket nor those after it, whatever the other ranks have."""
+    """It delays neither its own bucket nor later ones, whatever gradients the other ranks have."""
     size, n_rounds = 3, 3
     want = [
         [sum(10.0 * r + i for r in range(size) if gets(i, r, round)) for i in range(7)]
@@ -175,7 +179,7 @@ def test_a_parameter_without_gradient_counts_as_zero(pool: WorkerPool) -> None:
 
 
 def test_one_replica_sums_nothing() -> None:
-    """And no hook is left on its parameters."""
+    """No hook is left on its parameters."""
     parameter = nn.Parameter(torch.ones(3))
     sums = GradientSums([(Axis("dp"), [parameter])], [parameter])
     assert not sums.parameters

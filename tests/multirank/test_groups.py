@@ -1,4 +1,4 @@
-"""Groups of processes: all have the run's timeout, and few calls make them."""
+"""Process groups: all have the run's timeout, and few calls create them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def seconds_of(group: ProcessGroup | None) -> float:
 
 
 def timeouts(layout: Layout) -> dict[str, float]:
-    """In seconds, of every group of a run whose default group has 1234."""
+    """Return the timeout in seconds of every group of a run whose default group has 1234."""
     world = dist.group.WORLD
     assert world is not None
     backend, usual = world._get_backend(torch.device("cpu")), seconds_of(None)
@@ -84,10 +84,12 @@ def test_every_group_has_the_timeout(pool: WorkerPool, layout: Layout, names: se
 
 
 def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str, str | float]:
-    """What comes of a collective over each axis, all at a time, that rank 0 never joins; and how
-    many seconds all of them took."""
+    """Run a collective over each axis at the same time, none of which rank 0 joins.
+
+    Returns each one's outcome, and the seconds that all of them took.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # who left while others still connect would look like a crash
+    dist.barrier()  # leaving while others still connect would look like a crash
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
@@ -100,7 +102,7 @@ def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str
     wires = on_nccl(P2PChannel, axes, ring=False)
     keys = dist.FileStore(f"{store}.keys", size)
     keys.set_timeout(timedelta(seconds=600))
-    if rank == 0:  # which stays, as its peers would see it go
+    if rank == 0:  # rank 0 stays, because its peers would notice its end
         keys.wait([f"ended {peer}" for peer in range(1, size)])
         return {}
     began, found = time.monotonic(), dict[str, str | float]()
@@ -112,7 +114,7 @@ def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str
         try:
             pending.wait()
             found[name] = "done"
-        except RuntimeError:  # timed out, or a peer has and closed the connection
+        except RuntimeError:  # timed out, or a peer has timed out and closed the connection
             found[name] = "raised"
     found["seconds"] = time.monotonic() - began
     keys.set(f"ended {rank}", "")
@@ -132,8 +134,8 @@ def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str
 def test_who_waits_for_an_absent_rank_is_told(
     tmp_path: Path, layout: Layout, names: set[str]
 ) -> None:
-    """On every axis, and not half an hour later."""
-    pool = WorkerPool(600.0)  # its own: the groups are of no use afterwards
+    """The error comes on every axis, and not only after half an hour."""
+    pool = WorkerPool(600.0)  # a pool of its own, because its groups are useless afterwards
     try:
         _, *found = pool.run(8, waited_for_rank_0, layout, tmp_path / "store", 20.0)
     finally:
@@ -150,7 +152,7 @@ def test_who_waits_for_an_absent_rank_is_told(
 
 
 def _along(name: str, layout: Layout, rank: int) -> list[int]:
-    """Of eight ranks, two along each of three axes: those in the group of one."""
+    """Return the group of one rank out of eight, which are two along each of three axes."""
     axes = {
         "optimus": ["pp", "row", "col"],
         "megatron": ["pp", "dp", "col"],
@@ -170,11 +172,11 @@ def _along(name: str, layout: Layout, rank: int) -> list[int]:
     return found
 
 
-# --------------------------------------------------------------------------- how they are made
+# --------------------------------------------------------------------------- creation
 
 
 def split_over_nccl(layout: Layout) -> list[tuple[list[list[int]], float, str]]:
-    """What is split off the default group, where that is NCCL's with its device."""
+    """Return what is split off the default group if it is an NCCL group bound to its device."""
     asked = []
 
     def split_group(
@@ -200,7 +202,9 @@ def split_over_nccl(layout: Layout) -> list[tuple[list[list[int]], float, str]]:
 
 
 def test_lines_of_an_axis_are_split_off_together(pool: WorkerPool) -> None:
-    """One call an axis where NCCL can; for a pipeline's neighbors, one a set that shares none."""
+    """NCCL splits all lines of an axis in one call; a pipeline's neighbors need one per disjoint
+    set.
+    """
     first, *rest = pool.run(8, split_over_nccl, PIPELINE)
     assert all(asked == first for asked in rest), "groups must be asked for in one order"
     assert {seconds for _, seconds, _ in first} == {seconds_of_the_pool()}
@@ -213,7 +217,7 @@ def test_lines_of_an_axis_are_split_off_together(pool: WorkerPool) -> None:
 
 
 def seconds_of_the_pool() -> float:
-    """Torch's own, which the pool does not change."""
+    """Return torch's own timeout, which the pool does not change."""
     return dist.default_pg_timeout.total_seconds()
 
 

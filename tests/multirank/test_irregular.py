@@ -22,14 +22,15 @@ AXES = [(1, 4, COL), (2, 2, ROW), (3, 2, COL)]
 
 
 def piece(source: int, target: int, line: int) -> Tensor:
-    """Of unequal shapes and numbers of dimensions, often empty, not contiguous where it can be."""
+    """Return a piece of unequal shape and dimensions, often empty, and non-contiguous if
+    possible."""
     shape = [(source, target + 1), (2, target, source), (0, 3), (4,)][(source + 2 * target) % 4]
     generator = torch.Generator().manual_seed(100 * line + 10 * source + target)
     return torch.randn(shape[::-1], generator=generator).permute(*range(len(shape) - 1, -1, -1))
 
 
 def line_of(axes: Axes, name: str) -> int:
-    """Which of the parallel groups of an axis this is."""
+    """Return which of an axis's parallel groups this rank is in."""
     return axes.row.index if name == COL else axes.col.index
 
 
@@ -90,7 +91,7 @@ def scattered_and_gathered(rows: int, cols: int, name: str) -> None:
 
 
 def exchanged(rows: int, cols: int, name: str) -> None:
-    """Round about, to oneself and one way only; the last rank has nothing to do with it."""
+    """Messages go in a circle, to oneself and one way only; the last rank takes no part."""
     axes = grid_axes(rows, cols)
     axis, line = axes[name], line_of(axes, name)
     here, n = axis.index, axis.size - 1
@@ -116,12 +117,13 @@ def exchanged(rows: int, cols: int, name: str) -> None:
 def test_pieces_of_any_shape_arrive(
     pool: WorkerPool, rows: int, cols: int, name: str, what: Callable[..., None]
 ) -> None:
-    """Unequal ones, empty ones, of every root, in several groups at once; and are counted."""
+    """Pieces are unequal, sometimes empty, from every root, in several groups at once, and
+    counted."""
     pool.run(rows * cols, what, rows, cols, name)
 
 
 def test_one_rank_keeps_what_it_has() -> None:
-    """Nothing is initialized for it, and nothing is counted."""
+    """One rank initializes nothing, and nothing is counted."""
     axis, x = Axis("col"), torch.arange(3.0)
     with record() as recorder:
         (kept,) = comm.all_to_all([x], [x.shape], axis)
@@ -137,11 +139,11 @@ def test_one_rank_keeps_what_it_has() -> None:
 
 # --------------------------------------------------------------------------- autograd pairs
 
-EACH: Dims = (ROW, COL)  # one variable a device
+EACH: Dims = (ROW, COL)  # one variable per device
 
 
 class _Lent(torch.autograd.Function):
-    """Only the first device's variable is used: x there, on the meta device elsewhere."""
+    """Uses only the first device's variable: x there, on the meta device elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: bool) -> Tensor:
@@ -155,7 +157,7 @@ class _Lent(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """Zeros for what is on the meta device, which it must be everywhere but on the first."""
+    """Returns zeros for meta tensors, which all devices except the first must have."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: bool) -> Tensor:
@@ -173,7 +175,7 @@ def _over(name: str) -> int:
 
 
 def alltoall(name: str, split: int, joined: int, axes: Axes) -> Case:
-    """A tensor that is cut along one dimension is cut along another after."""
+    """Move the sharding of a tensor from one dimension to another."""
     other = COL if name == ROW else ROW
     shape = [2, 3, 2]
     for dim in {split, joined}:
@@ -193,7 +195,7 @@ def alltoall(name: str, split: int, joined: int, axes: Axes) -> Case:
 
 
 def scatter_gather(name: str, dim: int, axes: Axes) -> Case:
-    """The first device's variable in, a part of it out on each."""
+    """Scatter the first device's variable to all devices."""
     axis = axes[name]
     shape = [2, 3, 2]
     shape[dim] *= axis.size
@@ -211,7 +213,7 @@ def scatter_gather(name: str, dim: int, axes: Axes) -> Case:
 
 
 def gather_scatter(name: str, dim: int, axes: Axes) -> Case:
-    """One variable a device in, all of them out on the first."""
+    """Gather one variable per device on the first device."""
     axis = axes[name]
 
     def on_grid(x: Tensor) -> Tensor:
@@ -253,5 +255,7 @@ def pairs_on_rank(rows: int, cols: int, name: str) -> None:
 def test_gradients_equal_finite_differences(
     pool: WorkerPool, rows: int, cols: int, name: str
 ) -> None:
-    """All-to-all, scatter and gather, each with its transpose; nothing but the first counts."""
+    """Check all-to-all, scatter and gather, each with its transpose; only the first device's
+    counts.
+    """
     pool.run(math.prod((rows, cols)), pairs_on_rank, rows, cols, name)
