@@ -1,4 +1,5 @@
-"""What a layer keeps for its backward pass, counted: the table in docs/concepts/placement.md."""
+"""Counts what a layer keeps for its backward pass, and checks docs/concepts/placement.md's
+table."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ Kept = tuple[float, float]
 
 
 def kept(layout: dict[str, Any], n_layers: int) -> Kept:
-    """Elements, of all distinct tensors: those of the size of activations that autograd holds on
-    to, and those of gathered weights."""
+    """Return the elements of distinct tensors that autograd holds: activations, and gathered
+    weights.
+
+    Activations are recognized by their size.
+    """
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
@@ -74,14 +78,14 @@ def optimus(rows: int, cols: int, keep: str = "none", **how: str) -> dict[str, A
 
 SEQUENCE = {"scheme": "megatron", "cols": 4, "sequence_parallel": True}
 
-# Of bsh, on one device. 16: the inputs of both norms (x), their results, q, k, v, the attention's
-# result, and twice the feed-forward's width (before and after the GELU).
+# In units of bsh, on one device. The 16 are: the inputs of both norms (x), their results, q, k, v,
+# the attention's result, and twice the feed-forward's width (before and after the GELU).
 SHARES: dict[str, tuple[dict[str, Any], Fraction]] = {
     "single": ({}, Fraction(16)),
     "megatron": ({"scheme": "megatron", "cols": 4}, 4 + Fraction(12, 4)),
     "sequence": ({**SEQUENCE, "keep_gathered": "none"}, Fraction(16, 4)),
     "sequence-inputs": ({**SEQUENCE, "keep_gathered": "inputs"}, 2 + Fraction(14, 4)),
-    # A norm inside its product keeps nothing but x, and that once.
+    # A norm inside its product keeps only x, and keeps it once.
     "gather-2x2": (optimus(2, 2), Fraction(14, 4)),
     "gather-2x3": (optimus(2, 3), Fraction(14, 6)),
     "gather-4x1": (optimus(4, 1), Fraction(14, 4)),
@@ -89,7 +93,7 @@ SHARES: dict[str, tuple[dict[str, Any], Fraction]] = {
     "gather-2x3-inputs": (optimus(2, 3, "inputs"), Fraction(2, 2) + Fraction(12, 6)),
     "gather-2x3-weights": (optimus(2, 3, "weights"), Fraction(14, 6)),
     "gather-1x4-inputs": (optimus(1, 4, "inputs"), 2 + Fraction(12, 4)),
-    # All four inputs travel, the attention's result is kept by the attention besides.
+    # All four inputs travel, and the attention keeps its own result in addition.
     "gather-output-2x3": (optimus(2, 3, stationary="output"), Fraction(14, 6)),
     "gather-output-2x3-inputs": (
         optimus(2, 3, "inputs", stationary="output"),
@@ -104,7 +108,7 @@ SHARES: dict[str, tuple[dict[str, Any], Fraction]] = {
 
 @pytest.mark.parametrize(("layout", "share"), SHARES.values(), ids=SHARES)
 def test_kept_for_backward(pool: WorkerPool, layout: dict[str, Any], share: Fraction) -> None:
-    """Statistics (a number or two a token and head) come on top of the table's terms."""
+    """Statistics (one or two numbers per token and head) come on top of the table's terms."""
     plan = LayoutConfig(**layout)
     weights = 0.0
     if plan.keep_gathered in ("weights", "all") and plan.schedule == "gather":

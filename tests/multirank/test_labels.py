@@ -1,4 +1,4 @@
-"""The classification branch: a chosen token's hidden vector to a label, on every layout."""
+"""The classification branch, from a chosen token's hidden vector to a label, on every layout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def both_losses(model: Model, batch: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Language model and label losses of some sequences, each a sum; tokens chosen at random."""
+    """Return the sums of language model and label losses of some sequences; tokens are random."""
     generator = torch.Generator().manual_seed(5)
     at = torch.randint(0, CONFIG.max_seq_len, (B,), generator=generator)
     at[0], at[-1] = 0, CONFIG.max_seq_len - 1

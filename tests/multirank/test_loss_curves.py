@@ -1,4 +1,4 @@
-"""On real text, bfloat16 and float16 learn what float32 does: see docs/reference/precision.md."""
+"""On real text, bfloat16 and float16 learn what float32 does; see docs/reference/precision.md."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import train
 
-FULL = 200  # steps; shorter runs have fewer tokens a step, too
+FULL = 200  # steps; shorter runs also have fewer tokens per step
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some of the Python standard library, prepared."""
+    """Prepare part of the Python standard library."""
     from gridformer.data.prepare.prepare import prepare_corpus
     from gridformer.data.prepare.sources import open_sources
 
@@ -37,7 +37,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def curve(
     pool: WorkerPool, text: Path, out: Path, layout: dict[str, Any], dtype: str, steps: int
 ) -> list[dict[str, Any]]:
-    """The metrics of every step of a run."""
+    """Return the metrics of every step of a run."""
     rows = TRAIN["global_batch"] if steps == FULL else 8
     run = parse_run(
         {
@@ -63,7 +63,8 @@ CASES = [("one process", 60), *((layout, FULL) for layout in LAYOUTS)]
 def test_curves_are_close_to_float32s(
     pool: WorkerPool, text: Path, tmp_path: Path, case: tuple[str, int]
 ) -> None:
-    """From the same weights, over the same text; losses are means over 20 steps."""
+    """The runs start from the same weights and read the same text; losses are means over 20
+    steps."""
     layout, steps = LAYOUTS[case[0]], case[1]
     runs = {
         dtype: curve(pool, text, tmp_path / dtype, layout, dtype, steps)

@@ -1,8 +1,8 @@
 """Every combination trains exactly as one device: the exactness matrix.
 
-Its cells are those of tests/support/multirank/matrix.py. Compared are loss, norm, every gradient
-and the parameters after 5 AdamW steps with clipping, in float64. `make test` runs cells in which
-every two values meet, `make test-all` all of them, and writes the table in
+Its cells are those of tests/support/multirank/matrix.py. The tests compare loss, norm, every
+gradient and the parameters after 5 AdamW steps with clipping, in float64. `make test` runs cells in
+which every pair of values occurs; `make test-all` runs all of them, and writes the table in
 docs/results/exactness.md.
 """
 
@@ -32,8 +32,8 @@ from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.networks import compare as compare_network
 from tests.support.multirank.pool import WorkerPool
 
-STEPS = 5  # of the table; without one fewer
-# Also as over NCCL: every value of every dimension.
+STEPS = 5  # steps when the table is written; otherwise one fewer
+# Cells that also run over NCCL's path; every value of every dimension occurs.
 QUICK_ON_NCCL = {
     Cell("GPT-2", "Optimus", 1, "none", True),
     Cell("T5", "Optimus", 2, "none", False),
@@ -49,7 +49,8 @@ QUICK_ON_NCCL = {
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
-    """The largest relative difference of each cell; written down if the session was told to."""
+    """Collect each cell's largest relative difference, and write the table if the session
+    should."""
     worst: dict[Cell | str, float] = {}
     yield worst
     path = request.config.getoption("--exactness-table")
@@ -92,7 +93,7 @@ def test_equals_one_device(
 
 
 def worst_of(ranks: list[dict[str, float]]) -> float:
-    """The largest difference on any rank, all of which must be small."""
+    """Return the largest difference on any rank, after checking that all of them are small."""
     for rank, one in enumerate(ranks):
         assert one["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
         wrong = {k: v for k, v in one.items() if not v <= TOLERANCE["float64"]}
@@ -109,7 +110,7 @@ def worst_of(ranks: list[dict[str, float]]) -> float:
     ids=lambda cell: cell.title,
 )
 def test_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
-    """What differs there is run over gloo, see tests/support/multirank/nccl_path.py."""
+    """NCCL's path runs over gloo; see tests/support/multirank/nccl_path.py."""
     worst_of(pool.run(n_of(cell), on_nccl, compare, cell.layout, cell.config, SETTINGS, 3))
 
 

@@ -1,8 +1,8 @@
-"""What is estimated of a rank's memory is what torch's allocator then hands out to it.
+"""A rank's estimated memory equals what torch's allocator then hands out to it.
 
-Measured are allocations as the allocator counts them, in real processes. Of several steps the one
-with the lowest peak counts: threads of gloo hold tensors a moment longer than those who wait for
-their message, by chance.
+The tests measure allocations as the allocator counts them, in real processes. They use the step
+with the lowest peak, because gloo's threads may by chance hold tensors a moment longer than the
+code that waits for their message.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def agrees(pool: WorkerPool, run: RunConfig) -> None:
     agrees_of(pool, run, measured)
 
 
-# Of the matrix's cells a small one for each scheme.
+# A small cell of the matrix for each scheme.
 SMALL = sorted(quick(), key=lambda cell: (LayoutConfig(**cell.layout).n_processes, cell))
 ONE_STACK = [cell for cell in SMALL if cell.model in ("GPT-2", "BERT")]
 QUICK = {*{c.scheme: c for c in reversed(ONE_STACK)}.values()}
 
 
 def possible(cell: Cell) -> bool:
-    """Some combinations cannot be; tests/multirank/test_matrix.py asserts what is said of them."""
+    """Reject invalid combinations, whose messages tests/multirank/test_matrix.py checks."""
     try:
         check(a_run(cell.layout, cell.config, {}))
     except ValueError:

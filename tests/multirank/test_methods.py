@@ -1,9 +1,9 @@
-"""Methods that save memory change no numbers: every layout with them equals one device without.
+"""Memory-saving methods change no numbers: every layout with them equals one device without them.
 
-Loss, norm, every gradient and the parameters after 2 AdamW steps with clipping, in float64, with
-blocks computed again and losses in parts, over cells of the exactness matrix
-(tests/support/multirank/matrix.py) and what is none of its dimensions: schedules of products and
-pipelines.
+The tests compare loss, norm, every gradient and the parameters after 2 AdamW steps with clipping,
+in float64, with recomputed blocks and chunked losses. They cover cells of the exactness matrix
+(tests/support/multirank/matrix.py), and schedules of products and pipelines, which are not in the
+matrix.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "selective": {"recompute": "selective", "loss_chunk_tokens": 50},
 }
 POSSIBLE = [cell for cell in CELLS if n_of(cell) <= 8 and not refusal(cell)]
-# Of two that show as much, the one with dropout, whose masks must be the same again.
+# Of two equally useful cells, choose the one with dropout, whose masks must be made again.
 SMALL = [cell for cell in POSSIBLE if n_of(cell) <= 4 and cell.pp <= 2]
 TELLING = sorted(SMALL, key=lambda cell: (not cell.dropout, n_of(cell), cell))
-# Each scheme, family, pipeline and mode of replicas at least once.
+# Each scheme, family, pipeline and replica mode occurs at least once.
 QUICK = {
     next(cell for cell in TELLING if cell[:2] == pair)
     for pair in zip(itertools.cycle(MODELS), SCHEMES)
@@ -47,7 +47,7 @@ QUICK |= {
     next(cell for cell in TELLING if cell.replicas == mode and cell.scheme != "single")
     for mode in REPLICAS[1:]
 }
-# Selective: it concerns dropout of probabilities, which no scheme changes.
+# Selective recomputation concerns dropout of probabilities, which no scheme changes.
 CASES = [("full", cell) for cell in POSSIBLE] + [
     ("selective", cell) for cell in POSSIBLE if cell.dropout and n_of(cell) <= 4
 ]
@@ -143,7 +143,7 @@ def test_schedules_equal_one_device_without(pool: WorkerPool, name: str, model: 
 
 
 def test_quick_cells_are_many_enough() -> None:
-    """Every family, scheme, mode of replicas; pipelines; with dropout."""
+    """Every family, scheme and replica mode occurs, and so do pipelines, with dropout."""
     assert {cell.model for cell in QUICK} == {*MODELS}
     assert {cell.scheme for cell in QUICK} == {*SCHEMES}
     assert {cell.pp for cell in QUICK} == {1, 2}

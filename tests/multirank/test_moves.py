@@ -1,7 +1,7 @@
 """Checkpoints move between all cells of the exactness matrix: random pairs, every family.
 
-A run that stopped half way under one layout goes on under another, with the losses that it would
-have had: parameters, the optimizer's state, the position in the data and dropout masks move along.
+A run that stopped halfway under one layout continues under another, with the losses it would have
+had: parameters, optimizer state, the position in the data and dropout masks move along.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRAIN = {
 
 
 def random_pairs(n: int) -> list[tuple[Cell, Cell]]:
-    """Two cells of one model each, models in turn, whatever else they differ in."""
+    """Return pairs of cells of the same model, taking models in turn; all else may differ."""
     chooser = random.Random(5)
     pairs = []
     for number in range(n):
@@ -49,7 +49,7 @@ def random_pairs(n: int) -> list[tuple[Cell, Cell]]:
 
 
 PAIRS = random_pairs(40)
-# Of two families for every run of the tests, on few processes.
+# Pairs of two families on few processes, for every test run.
 SMALLEST = [
     min(
         (pair for pair in PAIRS if pair[0].model == model),
@@ -80,11 +80,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def plan_of(folders: dict[str, Path], cell: Cell, out: Path, tmp_path: Path) -> Plan:
-    # Both cells are of one model: as many layers, also where a cell has no stages.
+    # Both cells have the same number of layers, even if one has no stages.
     model = {**SIZE, **cell.config, "max_seq_len": 16, "n_layers": SIZE["n_layers"]}
-    model.pop("n_labels", None)  # text has none
+    model.pop("n_labels", None)  # text has no labels
     kind = "pairs" if model["family"] == "transformer" else "text"
-    # With t5 both lengths are said, since sequence parallelism cuts both.
+    # T5 needs both lengths, because sequence parallelism shards both.
     lengths = {"seq_len": 16, "source_len": 16} if model["family"] in ("t5", "transformer") else {}
     file = tmp_path / "run.yaml"
     sections = {

@@ -1,4 +1,4 @@
-"""A device mesh whose nodes hold blocks: its groups and indices are those of rank_grid."""
+"""A device mesh whose nodes hold blocks has the groups and indices of rank_grid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACEMENTS: list[tuple[Sizes, NodeBlock]] = [
 
 
 def axes_seen(sizes: Sizes, block: NodeBlock) -> Seen:
-    """Of one rank, by axis: its index, and the ranks that gathering over the axis brings."""
+    """Return one rank's index on each axis, and the ranks that gathering over the axis brings."""
     axes = Axes.of(rank_grid(sizes, block), MESH_AXES, "cpu")
     mine = torch.tensor([dist.get_rank()])
     seen: Seen = {"world": (axes.world.index, list(range(axes.world.size)))}

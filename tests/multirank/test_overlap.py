@@ -1,4 +1,4 @@
-"""What is on its way while a product is multiplied: the order of a schedule's steps on one rank."""
+"""Which messages are in flight during a product: the order of a schedule's steps on one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROW, COL = "row", "col"
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """Events: `send x`, `have x` when its result is waited for, and `multiply`."""
+    """Record events: `send x`, `have x` when its result is waited for, and `multiply`."""
     events: list[str] = []
 
     def starting(real: Callable[..., Pending], what: str) -> Callable[..., Pending]:
@@ -84,7 +84,7 @@ def watched() -> Iterator[list[str]]:
 
 
 def operands(rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """Blocks of two square matrices."""
+    """Return blocks of two square matrices."""
     axes, n = grid_axes(rows, cols), 2 * rows * cols
     mine = (cut(torch.ones(n, n), (ROW, COL), axes).clone().requires_grad_() for _ in range(2))
     a, b = mine
@@ -103,13 +103,13 @@ def panel_by_panel(rows: int, cols: int, schedule: type[summa.Broadcast]) -> lis
 
 
 def one_by_one(n_panels: int, sent: tuple[str, ...], summed: str) -> list[str]:
-    """Nothing is on its way while a panel is multiplied."""
+    """Nothing is in flight while a panel is multiplied."""
     step = [f"{verb} {what}" for what in sent for verb in ("send", "have")] + ["multiply"]
     return (step + [f"{verb} {summed}" for verb in ("send", "have") if summed]) * n_panels
 
 
 def one_ahead(n_panels: int, sent: tuple[str, ...], summed: str) -> list[str]:
-    """The next panel is, and the sum of the one before."""
+    """The next panel and the previous panel's sum are in flight during a product."""
     events: list[str] = []
     for turn in range(n_panels + 1):
         if turn < n_panels:
@@ -156,7 +156,7 @@ def gathering(rows: int, cols: int) -> dict[str, list[str]]:
 
 
 def test_sums_travel_while_the_other_gradient_is_multiplied(pool: WorkerPool) -> None:
-    """Gather: backward both operands are asked for first."""
+    """With gather, backward first starts both operands' gathers."""
     for found in pool.run(6, gathering, 2, 3):
         asked = {"send all_gather row", "send all_gather col"}
         assert set(found["ab"][:2]) == asked
@@ -168,7 +168,7 @@ def test_sums_travel_while_the_other_gradient_is_multiplied(pool: WorkerPool) ->
             "send reduce_scatter col",
             "have reduce_scatter col",
         ]
-        # dA's sum is on its way while dB is multiplied, and both while this rank's part of dB is.
+        # dA's sum is in flight during dB's product, and both sums during this rank's part of dB.
         assert set(found["ab backward"][:2]) == asked
         assert found["ab backward"][2:] == [
             "have all_gather row",
@@ -181,7 +181,7 @@ def test_sums_travel_while_the_other_gradient_is_multiplied(pool: WorkerPool) ->
             "have reduce_scatter row",
             "have reduce_scatter col",
         ]
-        # dB's is while dA is, and while this rank's part of dB is.
+        # dB's sum is in flight during dA's product, and during this rank's part of dB.
         assert set(found["abt backward"][:2]) == asked
         assert found["abt backward"][2:] == [
             "have all_gather col",

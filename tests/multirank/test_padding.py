@@ -1,4 +1,4 @@
-"""A vocabulary that does not divide over the grid: what pads it never counts and never moves."""
+"""If a vocabulary does not divide over the grid, its padding never counts and never moves."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ IDS = [f"{name_of(layout)}-v{v}" for layout, v in CASES]
 SOME = [CASES[i] for i in (2, 5, 6, 8, 10, 12)]
 SOME_CASES = full_unless(SOME.__contains__, CASES, unpack=True)
 N_STEPS = 4
-# Large steps and a strong decay: whatever could move, moves.
+# Large steps and strong weight decay, so that padding would move if it could.
 TRAIN = TrainConfig(global_batch=12, lr=0.05, weight_decay=0.5, clip_norm=0.0, dtype="float64")
 
 
 def overhang(parameter: Tensor) -> Tensor:
-    """1 where a local block is padding."""
+    """Return 1 where a local block is padding."""
     shard = shard_of(parameter)
     mask = torch.ones_like(parameter, dtype=torch.bool)
     shard.valid(mask).zero_()
@@ -73,7 +73,7 @@ def config_of(vocab_size: int) -> ModelConfig:
 
 
 def train_and_look(layout: LayoutConfig, vocab_size: int) -> int:
-    """Train; padding must be exactly zero in values, gradients and moments. How much there is."""
+    """Train, check that padding is zero in values, gradients and moments, and return its size."""
     config = config_of(vocab_size)
     axes = axes_of(layout)
     model = build_parallel(config, layout, axes, 1, CPU, TRAIN.dtype)
@@ -113,7 +113,8 @@ def test_padding_stays_zero(pool: WorkerPool, layout: dict[str, Any], vocab_size
 
 
 def unlikely_words(model: Model, axes: Axes) -> None:
-    """Make every true logit about -1000, so that a padded one (zero) would win by far."""
+    """Make every true logit about -1000, so that a padded one (zero) would be by far the
+    largest."""
     with torch.no_grad():
         table = model.get_parameter("tokens.weight")
         shard_of(table).valid(table).fill_(1.0)
@@ -122,7 +123,7 @@ def unlikely_words(model: Model, axes: Axes) -> None:
 
 
 def compare_losses(layout: LayoutConfig, vocab_size: int) -> tuple[float, float]:
-    """The loss of such a model, on this layout and on one device."""
+    """Return the loss of such a model on this layout and on one device."""
     config = config_of(vocab_size)
     axes = axes_of(layout)
     batch = batch_of(0, config, 12)
@@ -150,7 +151,7 @@ def test_padded_words_never_win(pool: WorkerPool, layout: dict[str, Any], vocab_
 
 
 def loss_and_gradient(cols: int, vocab_size: int, padded: int, dtype: torch.dtype) -> None:
-    """Padded logits are huge or not numbers at all; loss and gradient must not see them."""
+    """Padded logits are huge or NaN; loss and gradient must not depend on them."""
     axes = axes_of(LayoutConfig(scheme="megatron", cols=cols))
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(2, 4, vocab_size, generator=generator)).to(dtype).double()

@@ -1,4 +1,4 @@
-"""Pipelines train exactly as one device: every family, scheme and order of micro-batches."""
+"""Pipelines train exactly as one device, for every family, scheme and order of micro-batches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def case_id(case: Case) -> str:
     return "-".join(words)
 
 
-# What the exactness matrix has not: other orders than 1F1B with as many micro-batches as stages.
+# Cases that the exactness matrix lacks: orders other than 1F1B with pp micro-batches.
 QUICK: list[Case] = [
     (pipe(2, 4, 2), "t5"),
     (pipe(2, 3, pipeline="gpipe"), "transformer"),
@@ -94,7 +94,7 @@ FAMILIES: tuple[Family, ...] = ("gpt2", "bert", "t5", "transformer")
 
 
 def rest() -> list[Case]:
-    """Every scheme with every order and family at least once, as far as 16 ranks go."""
+    """Return every scheme with every order and family at least once, on up to 16 ranks."""
     found: list[Case] = []
     for i, scheme in enumerate(SCHEMES):
         for j, order in enumerate(ORDERS):
@@ -120,7 +120,7 @@ def check(pool: WorkerPool, layout: Layout, name: Family, **model: Any) -> None:
 
 
 def in_bfloat16(layout: Layout, name: Family) -> float:
-    """How far the losses of two steps are from one device's."""
+    """Return how far the losses of two steps are from one device's."""
     plan, config = LayoutConfig(**layout), family(name)
     cut = stepper_of(config, plan, axes_of(plan), "bfloat16")
     whole = stepper_of(config, LayoutConfig(), Axes(), "bfloat16")
@@ -130,12 +130,12 @@ def in_bfloat16(layout: Layout, name: Family) -> float:
 
 @pytest.mark.parametrize("name", full_unless(lambda name: name == "t5", FAMILIES))
 def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, name: Family) -> None:
-    """Activations of 2 bytes travel; sums are rounded in other places."""
+    """Activations of 2 bytes travel, and sums are rounded in other places."""
     layout = pipe(2, 4, 2, scheme="megatron", cols=2)
     assert max(pool.run(4, in_bfloat16, layout, name)) < 1e-2
 
 
 @pytest.mark.parametrize("case", full_unless(QUICK.__contains__, CASES), ids=case_id)
 def test_equals_one_device(pool: WorkerPool, case: Case) -> None:
-    """With dropout everywhere, padding, several losses and uneven stages."""
+    """Cases have dropout everywhere, padding, several losses and uneven stages."""
     check(pool, *case)

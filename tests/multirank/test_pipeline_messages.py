@@ -37,7 +37,8 @@ MEGATRON: Layout = {"scheme": "megatron", "cols": 2}
 
 
 def moved(layout: Layout, config: ModelConfig) -> dict[str, tuple[float, int]]:
-    """Elements and messages between stages in one step, by what was done; and gathered over col."""
+    """Count one step's elements and messages between stages by operation, and the gathers over
+    col."""
     plan = LayoutConfig(**layout)
     stepper = stepper_of(config, plan, axes_of(plan))
     (read,) = reads_of(config, 1)
@@ -66,7 +67,9 @@ def moved(layout: Layout, config: ModelConfig) -> dict[str, tuple[float, int]]:
 def test_a_tensor_crosses_once(
     pool: WorkerPool, layout: Layout, share: int, gathered: bool
 ) -> None:
-    """A device sends its part of it, whatever the scheme; plain Megatron's gather theirs again."""
+    """A device sends its part of the tensor under any scheme; plain Megatron gathers the parts
+    again.
+    """
     m = 3
     layout = {**layout, "pp": 2, "micro_batches": m}
     n = LayoutConfig(**layout).n_processes
@@ -82,7 +85,7 @@ def test_the_first_sub_grid_alone_sends(pool: WorkerPool) -> None:
 
 
 def begins(layout: Layout, config: ModelConfig) -> list[str]:
-    """The first link of each stage."""
+    """Return the first link of each stage."""
     plan = LayoutConfig(**layout)
     model = stepper_of(config, plan, axes_of(plan)).model
     names = [link.name for link in model.links()]
@@ -91,7 +94,9 @@ def begins(layout: Layout, config: ModelConfig) -> list[str]:
 
 @pytest.mark.parametrize("pp", full_unless(lambda pp: pp == 5, [5, 7]))
 def test_memory_rides_along(pool: WorkerPool, pp: int) -> None:
-    """The encoder's result goes through the decoder's stages, and not to a head alone."""
+    """The encoder's result passes through the decoder's stages, but not to a stage with only a
+    head.
+    """
     layout, config = {"pp": pp, "micro_batches": 2}, family("t5", n_layers=1, n_decoder_layers=3)
     config = config.model_copy(update={"vocab_size": 400})  # so that the head is a stage
     first = pool.run(pp, begins, layout, config)[0]
@@ -105,7 +110,7 @@ def test_memory_rides_along(pool: WorkerPool, pp: int) -> None:
         else SOURCES
         for name in first[1:]
     ]
-    # Each is crossed both ways: a rank sends on over one, and back over the other.
+    # Each edge is crossed both ways: a rank sends forward over one, and back over the other.
     sent = [result["send"][0] for result in pool.run(pp, moved, layout, config)]
     assert sent == [a + b for a, b in zip([*borders, 0], [0, *borders])]
 
@@ -134,8 +139,10 @@ def test_unequal_copies_on_stages_are_found(pool: WorkerPool) -> None:
 
 
 def sums_in_backward(layout: Layout) -> tuple[list[str], int]:
-    """Sums over replicas that start before the last backward pass of this rank has ended, and
-    gradients that change after their sum has begun."""
+    """Return what this rank starts before its last backward pass ends: sums over replicas.
+
+    The second result counts gradients that change after their sum has begun.
+    """
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     stepper = stepper_of(family("gpt2", n_labels=0), plan, axes)
@@ -193,7 +200,7 @@ class _Nap(torch.autograd.Function):
 
 
 class Sleeper(Model):
-    """As many links as stages; each sleeps, twice as long backward as forward."""
+    """A model of as many links as stages; each sleeps, twice as long in backward as in forward."""
 
     def __init__(self, config: ModelConfig, seconds: float) -> None:
         super().__init__(config)
@@ -218,7 +225,7 @@ class Sleeper(Model):
 
 
 def events_of(layout: Layout, nap: float) -> list[Event]:
-    """What this rank did in a step whose forward passes sleep `nap` seconds."""
+    """Return what this rank did in a step whose forward passes sleep `nap` seconds."""
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     config = ModelConfig(n_layers=1, hidden_size=4, n_heads=1, vocab_size=2)
@@ -236,8 +243,11 @@ def events_of(layout: Layout, nap: float) -> list[Event]:
 
 @pytest.mark.parametrize(("order", "k"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_idle_time_of_equal_stages(pool: WorkerPool, order: str, k: int) -> None:
-    """(pp-1)/m of the ideal time, 1/k of it interleaved. A busy machine only adds to it, the
-    less the longer the naps: one step of several must come close."""
+    """Idle time is (pp-1)/m of the ideal time, or 1/k of that if interleaved.
+
+    A busy machine only adds to it, and adds less the longer the naps are; one of several steps must
+    be close.
+    """
     m = 4
     layout = {"pp": 2, "micro_batches": m, "pipeline": order, "stages_per_rank": k}
     want = 1 / (k * m)
@@ -247,7 +257,7 @@ def test_idle_time_of_equal_stages(pool: WorkerPool, order: str, k: int) -> None
         if found < 1.3 * want:
             break
     assert found == pytest.approx(want, rel=0.3)
-    # The first rank sends on all it makes, and back what enters its second stage, if any.
+    # The first rank sends on all that it makes, and back what enters its second stage, if any.
     messages = m * (2 * k - 1)
     kinds = Counter(event.kind for event in ranks[0])
     assert kinds == {"forward": k * m, "backward": k * m, "send": messages, "recv": messages}

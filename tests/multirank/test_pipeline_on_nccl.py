@@ -1,7 +1,7 @@
-"""A pipeline's messages as NCCL carries them out: exact, and without waiting in a circle.
+"""A pipeline's messages as NCCL carries them out: exact, and without circular waits.
 
-NCCL's way is run over gloo, see tests/support/multirank/nccl_path.py. gloo cannot show a deadlock
-that NCCL has, so what the ranks did is played again by NCCL's rules.
+NCCL's path runs over gloo; see tests/support/multirank/nccl_path.py. gloo does not show a deadlock
+that NCCL has, so what the ranks did is replayed by NCCL's rules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYOUTS: list[Layout] = [
     {"pp": 2, "stages_per_rank": 2, "micro_batches": 4},
     {"pp": 2, "stages_per_rank": 3, "micro_batches": 4, "dp": 2},
 ]
-N_LAYERS = 8  # stages enough for all
+N_LAYERS = 8  # enough stages for all layouts
 
 
 def name_of(layout: Layout) -> str:
@@ -54,7 +54,7 @@ def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
 
 
 def sent_with_gaps() -> Tensor:
-    """A column of a wider matrix, to the next rank of a ring and back."""
+    """Send a column of a wider matrix to the next rank of a ring, and back."""
     axes = axes_of(LayoutConfig(pp=dist.get_world_size()))
     wires, here, n = P2PChannel(axes, ring=True), axes.pp.index, axes.pp.size
     ahead, back = torch.empty(4), torch.empty(4)
@@ -78,13 +78,17 @@ def test_a_message_may_have_gaps(pool: WorkerPool, way: str) -> None:
         assert torch.equal(back, -column - 10 * ((rank + 1) % 3))
 
 
-# --------------------------------------------------------------------------- who waits for whom
+# --------------------------------------------------------------------------- deadlocks
 
 
 class Event(NamedTuple):
-    """One rank starts a message, or waits for one that it has started, by its number.
+    """One rank starts a message, or waits for one that it has started.
 
-    group: its name, the same on all its members. source, to: indices along pp.
+    Attributes:
+        number: Identifies the message on this rank.
+        group: The group's name, the same on all its members.
+        source: The sender's index along pp.
+        to: The receiver's index along pp.
     """
 
     what: str
@@ -95,7 +99,8 @@ class Event(NamedTuple):
 
 
 def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[int]]]:
-    """What this rank did in a step, and the members of its groups by the ends of their messages."""
+    """Return what this rank did in a step, and its groups' members by the ends of their
+    messages."""
     plan, config = LayoutConfig(**layout), family("gpt2", n_layers=N_LAYERS)
     axes = axes_of(plan)
     stepper = stepper_of(config, plan, axes)
@@ -130,10 +135,10 @@ def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[in
 
 
 def stuck(ranks: Sequence[Sequence[Event]]) -> list[int]:
-    """The ranks that never come to their end, by NCCL's rules.
+    """Return the ranks that never finish by NCCL's rules.
 
-    A rank's messages of a group are carried out one after the other, and one is carried out when
-    both its ends have nothing before it. Who waits for a message does nothing else meanwhile.
+    A rank's messages of one group are carried out in order, and a message is carried out once both
+    its ends have nothing before it. A rank that waits for a message does nothing else meanwhile.
     """
     left = [deque(events) for events in ranks]
     queues: dict[str, list[deque[Event]]] = {}
@@ -161,12 +166,12 @@ def stuck(ranks: Sequence[Sequence[Event]]) -> list[int]:
 
 
 def sharing(events: Sequence[Event], name: Callable[[Event], str]) -> list[Event]:
-    """The same with other groups."""
+    """Return the same events with other groups."""
     return [e if e.what == "wait" else e._replace(group=name(e)) for e in events]
 
 
 def way(event: Event) -> str:
-    """A group of all ranks for each direction."""
+    """Name a group of all ranks for each direction."""
     return "up" if event.to > event.source else "down"
 
 
@@ -176,8 +181,10 @@ def way(event: Event) -> str:
     ids=name_of,
 )
 def test_no_message_waits_in_a_circle(pool: WorkerPool, layout: Layout) -> None:
-    """In a group of two one rank only sends and the other only receives. With groups of all ranks,
-    one for each direction, a receive that is posted early blocks a send."""
+    """In a group of two, one rank only sends and the other only receives.
+
+    With groups of all ranks, one for each direction, a receive that is posted early blocks a send.
+    """
     pp, ring = layout["pp"], "stages_per_rank" in layout
     found = pool.run(pp, on_nccl, recorded, layout)
     ranks: list[list[Event]] = [events for events, _ in found]
@@ -202,7 +209,7 @@ def test_no_message_waits_in_a_circle(pool: WorkerPool, layout: Layout) -> None:
 
 
 def test_a_circle_would_be_found() -> None:
-    """Two ranks that send before they receive, over one group and over two."""
+    """Two ranks send before they receive: this deadlocks over one group, but not over two."""
 
     def both_send(one: str, other: str) -> list[list[Event]]:
         found: list[list[Event]] = []

@@ -1,4 +1,4 @@
-"""Whole runs with pipelines: checkpoints that move between layouts, compiled blocks."""
+"""Complete runs with pipelines: checkpoints that move between layouts, and compiled blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def title(pair: tuple[Layout, Layout]) -> str:
 def test_any_layout_goes_on_from_any_other(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, pair: tuple[Layout, Layout]
 ) -> None:
-    """With dropout and clipping; shared tables are saved once."""
+    """Runs have dropout and clipping; shared tables are saved once."""
     before, after = pair
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     pool.run(n_of(before), train, plan_of(token_folder, whole, before))
@@ -72,7 +72,7 @@ def test_the_same_pipeline_goes_on_bit_by_bit(
 
 
 def moved_through(layouts: list[Layout], name: Any, out: Path) -> float:
-    """How far a model is from itself after its checkpoints went from each layout to the next."""
+    """Return how far a model is from itself after its checkpoints went from layout to layout."""
     config = family(name)
     run = plan_of(out, out, {}).run.model_copy(update={"model": config})
     first = None
@@ -94,7 +94,7 @@ def moved_through(layouts: list[Layout], name: Any, out: Path) -> float:
 
 @pytest.mark.parametrize("name", full_unless(lambda n: n == "t5", ["bert", "t5", "transformer"]))
 def test_every_family_moves(pool: WorkerPool, tmp_path: Path, name: str) -> None:
-    """From four stages to two interleaved ones with replicas, to a grid, and back; bit by bit."""
+    """From four stages to two interleaved ones with replicas, to a grid, and back, bit by bit."""
     layouts = [
         {"pp": 4, "micro_batches": 4},
         {"pp": 2, "dp": 2, "stages_per_rank": 2, "micro_batches": 2},
@@ -116,9 +116,9 @@ def compiled(layout: Layout) -> list[float]:
     return [abs(a / b - 1) for a, b in zip(*found)]
 
 
-@pytest.mark.full  # compiled blocks are tested in tests/train/test_compile.py
+@pytest.mark.full  # tests/train/test_compile.py tests compiled blocks
 def test_blocks_of_stages_can_be_compiled(pool: WorkerPool) -> None:
-    """They hold no messages: these go between links."""
+    """Blocks contain no messages, which go between links."""
     for differences in pool.run(2, compiled, {"pp": 2, "micro_batches": 2}):
         assert max(differences) < 1e-9
 

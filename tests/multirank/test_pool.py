@@ -48,7 +48,7 @@ def count_in_cache() -> int:
 
 
 def make_a_subgroup() -> int:
-    """The number of this rank's threads afterwards."""
+    """Make a subgroup, and return this rank's number of threads afterwards."""
     group = dist.new_group()
     dist.barrier(group)
     return len(os.listdir("/proc/self/task"))
@@ -76,7 +76,7 @@ def test_world_size_changes(pool: WorkerPool) -> None:
 
 
 def test_processes_and_group_are_kept(pool: WorkerPool) -> None:
-    pool.run(1, total, 1.0)  # leave any group of two
+    pool.run(1, total, 1.0)  # replaces any group of two
     first = pool.run(2, threads_and_pid)
     assert first == pool.run(2, threads_and_pid)
     assert [threads for threads, _ in first] == [1, 1]
@@ -88,10 +88,10 @@ def test_processes_and_group_are_kept(pool: WorkerPool) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_worn_group_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of the subgroups that tests made end with it."""
+    """Threads of the subgroups that tests made end with the group."""
     monkeypatch.setattr("tests.support.multirank.pool.GROUP_SERVES", 3 * 3)
     pool.run(2, ranked, "")
-    pool.run(3, total, 1.0)  # another size: a new group
+    pool.run(3, total, 1.0)  # another size makes a new group
     made = [pool.run(3, make_a_subgroup)[0] for _ in range(2)]
     fresh = [pool.run(3, make_a_subgroup)[0] for _ in range(3)]
     assert made[1] > made[0]
@@ -132,7 +132,7 @@ def test_killed_between_tests(pool: WorkerPool) -> None:
 
 
 def kill_and_wait(pid: int) -> None:
-    """Until the process is gone: on a busy machine it lives on for a while."""
+    """Wait until the process is gone; on a busy machine this takes a while."""
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 120
     while Path(f"/proc/{pid}").exists():
@@ -164,7 +164,7 @@ def test_size_out_of_range(pool: WorkerPool) -> None:
 
 
 def test_workers_die_with_the_session(tmp_path: Path) -> None:
-    """Workers hanging in a call end when the process that owns the pool is killed."""
+    """Workers that hang in a call end when the process that owns the pool is killed."""
     script = tmp_path / "owner.py"
     script.write_text(
         textwrap.dedent(

@@ -1,4 +1,4 @@
-"""What recomputation multiplies again, what it keeps, and what it sends, counted."""
+"""Counts what recomputation multiplies again, what it keeps, and what it sends."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def config_of(family: str, **changes: Any) -> ModelConfig:
 def start(
     layout: Layout, config: ModelConfig, recompute: RecomputeMode, dtype: str = "float32"
 ) -> tuple[Model, Batch, LayoutConfig]:
-    """This rank's part of a model, and of a batch of B sequences."""
+    """Return this rank's part of a model, and of a batch of B sequences."""
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
@@ -87,7 +87,7 @@ def loss_of(model: Model, batch: Batch) -> Tensor:
 
 
 class Multiplications(TorchDispatchMode):
-    """Of elements in products of matrices, those inside attention left out."""
+    """Counts the multiplications in matrix products, except those inside attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Multiplications(TorchDispatchMode):
 def multiplied(
     layout: Layout, config: ModelConfig, recompute: RecomputeMode, dtype: str
 ) -> tuple[int, int, int]:
-    """By one rank forward and backward, and how often attention runs in the backward pass."""
+    """Return one rank's counts in forward and backward, and attention's calls in backward."""
     model, batch, _ = start(layout, config, recompute, dtype)
     with weights_kept(model):
         with Multiplications() as forward:
@@ -126,7 +126,9 @@ def layers_of(config: ModelConfig) -> list[Layer]:
 
 
 def products_of(config: ModelConfig) -> tuple[int, int]:
-    """By all ranks in a forward pass: in all blocks, and in the last product of each."""
+    """Return all ranks' counts in a forward pass: all products of the blocks, and each block's
+    last.
+    """
     layers, s = layers_of(config), config.max_seq_len
     tokens = {"tokens": B * s, "source": 2 * B * s}  # as `batches_of` makes them
 
@@ -146,7 +148,7 @@ PRODUCTS = [
 
 
 def quick(case: tuple[str, str, str]) -> bool:
-    """Pre-norm where products are of another kind; post-norm, and casting, on a grid."""
+    """Pre-norm where products are of another kind; post-norm and casting on a grid."""
     scheme, family, dtype = case
     if dtype == "bfloat16" or family == "Transformer":
         return scheme == "gather" and family in ("GPT-2", "Transformer")
@@ -159,8 +161,10 @@ def quick(case: tuple[str, str, str]) -> bool:
 def test_all_but_the_last_product_is_multiplied_again(
     pool: WorkerPool, scheme: str, family: str, dtype: str
 ) -> None:
-    """Where a norm reads the last product (post-norm) that is, too. Selective recomputation
-    multiplies nothing again but what is inside attention."""
+    """The last product runs again only if a norm reads it (post-norm).
+
+    Selective recomputation repeats only what is inside attention.
+    """
     config, layout = config_of(family), SCHEMES[scheme]
     n = LayoutConfig(**layout).n_processes
     inside, last = products_of(config)
@@ -181,7 +185,7 @@ def test_all_but_the_last_product_is_multiplied_again(
 
 
 def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
-    """Bytes that one rank holds after a forward pass and did not before."""
+    """Return the bytes that one rank holds after a forward pass and did not hold before."""
     model, batch, _ = start(layout, config, recompute)
     with weights_kept(model), MemoryTracker() as tracker:
         tracker.mark([*model.parameters(), *batch.values()], "before")
@@ -196,12 +200,12 @@ def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
 
 
 def held(tracker: MemoryTracker) -> int:
-    """Bytes that are in memory now and were not marked as there before."""
+    """Return the bytes that are in memory now and were not marked as there before."""
     return sum(e.n_bytes for e in tracker.entries if e.died is None and e.kind != "before")
 
 
 def one_layer(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> float:
-    """Of `kept`, what each layer adds."""
+    """Return the part of `kept` that each layer adds."""
     fewer = config.model_copy(update={"n_layers": 1, "n_decoder_layers": 1})
     more = config.model_copy(update={"n_layers": 3, "n_decoder_layers": 1})
     return (kept(layout, more, recompute) - kept(layout, fewer, recompute)) / 2
@@ -219,19 +223,24 @@ QUICK_KEPT = [("gather", "T5"), *((name, "GPT-2") for name in ("single", "sequen
 def test_a_block_keeps_its_share_of_its_input_alone(
     pool: WorkerPool, scheme: str, family: str
 ) -> None:
-    """N b s h / p elements, exactly, on every rank and under every scheme: no statistics, masks of
-    dropout, scores. What layers share (masks of scores, an encoder's result) is kept once."""
+    """A block keeps exactly N b s h / p elements on every rank, under every scheme.
+
+    It keeps no statistics, dropout masks or scores. What layers share (masks of scores, an
+    encoder's result) is kept once.
+    """
     config, layout = config_of(family), SCHEMES[scheme]
     n = LayoutConfig(**layout).n_processes
-    s = config.max_seq_len * (2 if config.two_stacks else 1)  # an encoder's layers are counted
+    s = config.max_seq_len * (2 if config.two_stacks else 1)  # an encoder's layers count too
     share = 4 * B * s * config.hidden_size / n
     assert pool.run(n, one_layer, layout, config, "full") == [share] * n
 
 
 @pytest.mark.parametrize("scheme", full_unless(lambda name: name == "gather", SCHEMES))
 def test_selective_keeps_no_probabilities(pool: WorkerPool, scheme: str) -> None:
-    """Of attention with dropout of probabilities: no more than of fused attention without, where
-    each layer would keep several times b n s s numbers more."""
+    """Attention with dropout of probabilities keeps no more than fused attention without dropout.
+
+    Without selective recomputation each layer would keep several times b n s s numbers more.
+    """
     layout = SCHEMES[scheme]
     n = LayoutConfig(**layout).n_processes
     plain, dropped = (config_of("GPT-2", attention_dropout=p) for p in (0.0, 0.1))
@@ -245,8 +254,10 @@ def test_selective_keeps_no_probabilities(pool: WorkerPool, scheme: str) -> None
 
 
 def entered(layout: Layout) -> tuple[int, int]:
-    """Bytes of what this rank's stage received that live when its first backward pass begins, and
-    of all that it received until then."""
+    """Return the live bytes that this rank's stage received when its first backward pass begins.
+
+    The second result is all that it had received until then.
+    """
     torch.set_num_threads(1)
     config, plan = config_of("GPT-2"), LayoutConfig(**layout)
     axes = axes_of(plan)
@@ -276,8 +287,11 @@ def entered(layout: Layout) -> tuple[int, int]:
 
 
 def test_a_pipeline_keeps_no_more(pool: WorkerPool) -> None:
-    """Where all devices of a stage receive the same, what was received ends with the forward pass
-    and the shares of it stay; where parts of it are received, the first layer keeps them."""
+    """What a stage keeps of its input depends on what its devices receive.
+
+    If all devices receive the same, the received tensor is freed after the forward pass and only
+    shares of it stay; if each receives a part, the first layer keeps the parts.
+    """
     pipeline = {"pp": 2, "micro_batches": 3, "pipeline": "gpipe", "cols": 2}
     whole = 4 * B * 12 * 48
     found = pool.run(4, entered, {**pipeline, "scheme": "megatron"})
@@ -291,8 +305,10 @@ def test_a_pipeline_keeps_no_more(pool: WorkerPool) -> None:
 
 
 def sent(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> Counter[str]:
-    """Elements of a forward and a backward pass: of activations on `col`, of weights on `row`, of
-    blocks' inputs as `kept`."""
+    """Count the elements of a forward and a backward pass.
+
+    `col` counts activations, `row` weights, and `kept` blocks' inputs.
+    """
     model, batch, _ = start(layout, config, recompute)
     with weights_kept(model), record() as recorder:
         loss_of(model, batch).backward()
@@ -304,8 +320,12 @@ def sent(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> Count
 
 @pytest.mark.parametrize("family", ["GPT-2", "BERT"])
 def test_what_is_computed_again_sends_again(pool: WorkerPool, family: str) -> None:
-    """A block's messages forward, but for the last product's (unless a norm reads it); and what was
-    cut of blocks' inputs, once. On a grid no weight is gathered that backward does not read."""
+    """Backward repeats a block's forward messages, except the last product's (unless a norm reads
+    it).
+
+    The sharded inputs of blocks are gathered once. On a grid, weights that backward does not read
+    are not gathered.
+    """
     config = config_of(family, norm_position="post" if family == "BERT" else "pre")
     h, bsh = config.hidden_size, B * config.max_seq_len * config.hidden_size
     post, n_layers = config.norm_position == "post", config.n_layers
@@ -324,15 +344,18 @@ def test_what_is_computed_again_sends_again(pool: WorkerPool, family: str) -> No
     assert more(OPTIMUS["gather"])["row"] == n_layers * weights // 4
 
 
-# --------------------------------------------------------------------------- parameters cut (fsdp)
+# --------------------------------------------------------------------------- sharded parameters
+# (fsdp)
 
 
 def gathered(
     layout: Layout, family: str, recompute: RecomputeMode
 ) -> tuple[float, float, list[tuple[int, bool]]]:
-    """Of one step: elements of parameters that travel to this rank, those of the formula in
-    gridformer.parallel.data.fsdp, and the layers that were gathered, with whether they were on
-    their way before."""
+    """Record the gathers of parameters in one step.
+
+    Returns the elements that travel to this rank, those by the formula in
+    gridformer.parallel.data.fsdp, and the gathered layers, with whether they were in flight before.
+    """
     torch.set_num_threads(1)
     config, plan = config_of(family), LayoutConfig(**layout)
     axes = axes_of(plan)
@@ -353,7 +376,7 @@ def gathered(
         stepper(0, lambda rows: {key: value[rows] for key, value in batch.items()})
 
     def comes(unit: FSDPUnit) -> int:
-        """Elements from other replicas."""
+        """Return the elements that come from other replicas."""
         return sum((flat_bucket.axis.size - 1) * flat_bucket.share for flat_bucket in unit._buckets)
 
     layers = sum(map(comes, gathering.layers))
@@ -386,8 +409,10 @@ def quick_fsdp(case: tuple[str, str]) -> bool:
     full_unless(quick_fsdp, [(n, f) for f in ("GPT-2", "Transformer") for n in FSDP], unpack=True),
 )
 def test_parameters_come_twice_and_ahead(pool: WorkerPool, name: str, family: str) -> None:
-    """A layer's parameters are gathered once forward and once for its backward pass, in which it is
-    computed again; all but the first of each pass are on their way before they are needed."""
+    """A layer's parameters are gathered once for forward and once for backward with recomputation.
+
+    All but the first gather of each pass are in flight before they are needed.
+    """
     layout = {**FSDP[name], "dp": 2, "dp_mode": "fsdp", "micro_batches": 2}
     n = LayoutConfig(**layout).n_processes
     plain = pool.run(n, gathered, layout, family, "none")

@@ -1,4 +1,4 @@
-"""Runs that stop and go on: bit-exact under the same layout, exact under any other."""
+"""Runs that stop and resume: bit-exact under the same layout, exact under any other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.multirank.runs import (
 
 
 def train_and_crash(plan: Plan) -> None:
-    """What one rank does; the last one dies while it writes the second checkpoint."""
+    """Train on one rank; the last rank dies while it writes the second checkpoint."""
     written = []
 
     def breaking(shards: Any, folder: Path) -> None:
@@ -61,10 +61,10 @@ SOME: list[dict[str, Any]] = [
 ]
 SUPER: dict[str, Any] = {"scheme": "subgraph", "branches": 2, "dp": 2}
 FIRST: dict[str, Any] = {"scheme": "subgraph", "branches": 4, "common": "first"}
-# Processes of the last two sub-grids hold nothing at all, and save nothing.
+# Processes of the last two sub-grids hold nothing, and save nothing.
 NOTHING: dict[str, Any] = {**FIRST, "branches": 3, "attention": "outside", "feed_forward": "common"}
 SOME += [{**SUPER, "order": "contiguous"}, FIRST]
-# Weights that lie otherwise, and norms that are whole on every device or cut.
+# Weights placed differently, and norms that are whole on every device or sharded.
 PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "gather"},
@@ -80,7 +80,8 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         },
         {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
     ),
-    # From D&SP by way of a grid and cSub to one device; and where some processes hold nothing.
+    # From D&SP through a grid and cSub to one device, and layouts where some processes hold
+    # nothing.
     (SUPER, {"scheme": "optimus", "rows": 2, "cols": 2}),
     ({"scheme": "optimus", "rows": 2, "cols": 2}, FIRST),
     (FIRST, {"scheme": "single"}),
@@ -161,17 +162,17 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(
 
 
 def test_tokens_are_counted_on(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
-    """By a run that goes on, in metrics.jsonl and in its checkpoints."""
+    """A resumed run counts on, in metrics.jsonl and in its checkpoints."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     pool.run(1, train, plan_of(token_folder, whole, {}))
     start_from(whole, resumed)
     pool.run(1, train, plan_of(token_folder, resumed, {}))
-    each = 24 * 12  # tokens of a step
+    each = 24 * 12  # tokens per step
     assert tokens(resumed) == [*(each * step for step in range(STEPS + 1)), each * STEPS]
 
 
 def train_and_count(plan: Plan) -> list[int]:
-    """The steps that this rank saved."""
+    """Return the steps that this rank saved."""
     saved = []
 
     def counting(run_dir: Path, step: int, *rest: Any) -> Path:
@@ -188,7 +189,7 @@ def train_and_count(plan: Plan) -> list[int]:
 def test_each_step_is_saved_once(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, every: int, steps: list[int]
 ) -> None:
-    """The last one always, also where it is due anyway."""
+    """The last step is always saved, and only once if it is due anyway."""
     plan = plan_of(token_folder, tmp_path, {}, save_every=every)
     assert pool.run(1, train_and_count, plan) == [steps]
 
@@ -202,7 +203,7 @@ def flip_a_bit(path: Path) -> None:
 def test_ranks_share_the_checking_of_all_files(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
-    """Whichever file is damaged, by a bit in its numbers, it is not loaded."""
+    """If one bit of the numbers in any file is wrong, the checkpoint is not loaded."""
     layout = {"scheme": "megatron", "cols": 2}
     pool.run(2, train, plan_of(token_folder, tmp_path, layout, steps=MIDDLE))
     plan = plan_of(token_folder, tmp_path, layout)

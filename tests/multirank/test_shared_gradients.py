@@ -1,7 +1,7 @@
-"""What stages of a pipeline share stays equal to the bit, in whatever order rings add up.
+"""Parameters that pipeline stages share stay equal to the bit, whatever the order of sums in rings.
 
-A ring of NCCL begins where the machine's links have it begin, so sums over the same ranks' terms
-differ by bits from group to group. gloo adds up in one order: so here each group has its own.
+Where an NCCL ring begins depends on the machine's links, so sums of the same terms differ by bits
+between groups. gloo always adds in the same order, so here each group gets its own order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
 
-# Two stages share GPT-2's table, and three T5's. Only of three terms and more does order matter.
+# Two stages share GPT-2's table, and three share T5's. Order matters only from three terms on.
 CASES: dict[str, tuple[str, Layout]] = {
     "three replicas": ("GPT-2", {"pp": 2, "dp": 3}),
     "three replicas, zero1": ("GPT-2", {"pp": 2, "dp": 3, "dp_mode": "zero1"}),
@@ -40,8 +40,10 @@ QUICK = ("three replicas", "three stages")
 
 
 def step_over_rings(layout: Layout, family: str) -> bool:
-    """An optimizer step in which every group adds up in an order of its own, and a comparison of
-    all copies. Returns whether the order made a difference to any sum here."""
+    """Run a step in which every group adds in its own order, and compare all copies.
+
+    Returns whether the order made a difference to any sum on this rank.
+    """
     torch.set_num_threads(1)
     config, plan = tiny(max_seq_len=8, n_layers=3, **MODELS[family]), LayoutConfig(**layout)
     axes, made_a_difference = axes_of(plan), False
@@ -81,7 +83,7 @@ def step_over_rings(layout: Layout, family: str) -> bool:
 
 
 def in_order(terms: Sequence[Tensor], first: int) -> Tensor:
-    """Their sum, as a ring adds it up that begins at the given place."""
+    """Return the terms' sum as a ring that begins at the given place adds them."""
     total = terms[first % len(terms)].clone()
     for turn in range(1, len(terms)):
         total += terms[(first + turn) % len(terms)]

@@ -1,4 +1,4 @@
-"""What one optimizer step sends, counted: micro-batches, gradients in buckets, vectors copied."""
+"""Counts what an optimizer step sends: micro-batches, buckets of gradients, copies of vectors."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ from tests.support.multirank.volumes import (
 
 @dataclass
 class StepTraffic:
-    """Of one rank and one optimizer step; and the sizes of what it holds.
+    """Traffic of one rank in one optimizer step, and the sizes of what it holds.
 
-    copied: by axis, this rank's index and the elements it holds copies of.
+    Attributes:
+        copied: By axis, this rank's index and the elements that it holds copies of.
     """
 
     products: Volume
@@ -51,7 +52,7 @@ class StepTraffic:
     by_axis_and_label: dict[tuple[str, str], Volume]
     copied: dict[str, tuple[int, int]]
     owned_sizes: list[int]
-    owned_late: list[bool]  # copies' owners add up their copies' gradients first
+    owned_late: list[bool]  # whether the owners of copies sum the copies' gradients first
 
 
 def one_step(
@@ -94,7 +95,7 @@ def _copied(model: Model, axes: Axes) -> dict[str, tuple[int, int]]:
     return copied
 
 
-# A step of several micro-batches: all products, by the formulas of choices and the embedding's.
+# All products of a step of several micro-batches, by the formulas of choices and the embedding's.
 WHOLE_STEPS = [
     ({"scheme": "megatron", "cols": 2, "keep_gathered": "none"}, 1),
     ({"scheme": "megatron", "cols": 4, "sequence_parallel": True, "keep_gathered": "inputs"}, 3),
@@ -114,11 +115,11 @@ WHOLE_STEPS = [
 
 
 def embedding(choices: Choices, vocab_size: int) -> Traffic:
-    """Of the embedding in one step; `Choices` speaks of the head, which reads the same table.
+    """Return the embedding's traffic in one step.
 
-    Forward its result is summed, unless the table lies as the paper's does; backward the gradient
-    is made whole. The table itself travels as for the head; a table that is kept comes once for
-    both, which is the head's.
+    `Choices` covers the head, which reads the same table. In forward, the embedding's result is
+    summed, unless the table lies as in the paper; in backward, the gradient is made whole. The
+    table travels as for the head; a kept table travels once for both, and that counts for the head.
     """
     rows, cols, head = choices.rows, choices.cols, choices["head"]
     m, steps = choices.work.micro_batches, 1
@@ -126,7 +127,7 @@ def embedding(choices: Choices, vocab_size: int) -> Traffic:
         steps = rows + cols - math.gcd(rows, cols)
     summed = (cols - 1) / (rows * cols) * choices.work.tokens * H
     table = (rows - 1) / (rows * cols) * vocab_size * H
-    # How often each travels in one micro-batch.
+    # How often each of them travels in one micro-batch.
     if choices.replicated:
         on_col, col_messages = 2, 1
     elif head.stays == "output":
@@ -144,8 +145,8 @@ def embedding(choices: Choices, vocab_size: int) -> Traffic:
 def test_a_step_is_as_choices_says(
     pool: WorkerPool, layout: dict[str, Any], micro_batches: int
 ) -> None:
-    """Several micro-batches, in which a weight that is kept travels once."""
-    plan, vocab_size = LayoutConfig(**layout), 96  # divides by all grids
+    """The step has several micro-batches, in which a kept weight travels once."""
+    plan, vocab_size = LayoutConfig(**layout), 96  # divisible over all grids
     work = Work(tokens=B // micro_batches * S, micro_batches=micro_batches)
     choices = decide(tiny(vocab_size=vocab_size), plan, work)
     said = embedding(choices, vocab_size)
@@ -156,12 +157,12 @@ def test_a_step_is_as_choices_says(
 
 
 LARGE = 25 << 20
-# Of one device: the axes over which it holds copies of vectors, with how many elements.
+# For one device: the axes over which it holds copies of vectors, with their elements.
 N = CONFIG.n_layers
-NORMS = 2 * H * (2 * N + 1)  # weight and bias of each
+NORMS = 2 * H * (2 * N + 1)  # weight and bias of each norm
 BIASES = N * (3 * H + H + 4 * H + H)
 POSITIONS = CONFIG.max_seq_len * H
-CLOSING = 2 * N * H  # biases that are added where activations between sections are whole
+CLOSING = 2 * N * H  # biases added to whole activations between sections
 STEPS: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"scheme": "megatron", "cols": 2}, {"col": NORMS + CLOSING + POSITIONS}),
     ({"scheme": "megatron", "cols": 2, "dp": 2}, {"col": NORMS + CLOSING + POSITIONS}),
@@ -190,15 +191,18 @@ STEPS: list[tuple[dict[str, Any], dict[str, int]]] = [
 def test_one_message_a_step_and_purpose(
     pool: WorkerPool, layout: dict[str, Any], copies: dict[str, int], micro_batches: int
 ) -> None:
-    """Copies' gradients and values travel in one message a step and axis that has copies, not in
-    one a layer or micro-batch."""
+    """Copies' gradients and values travel in one message per step and axis that has copies.
+
+    They do not travel in one message per layer or micro-batch.
+    """
     rows, cols, dp = (layout.get(name, 1) for name in ("rows", "cols", "dp"))
     partial = layout["scheme"] in ("optimus", "megatron_2d") or "sequence_parallel" in layout
     traffic = pool.run(rows * cols * dp, one_step, layout, micro_batches, LARGE)
     for rank, one in enumerate(traffic):
         places = {"row": rank // cols % rows, "col": rank % cols, "grid": rank % (rows * cols)}
         assert one.copied == {name: (places[name], n) for name, n in copies.items()}
-        # Sums over dp start during backward, bucket by bucket; those of copies' owners after it.
+        # Sums over dp start during backward, bucket by bucket; those of copies' owners start after
+        # it.
         summed = [size for size, late in zip(one.owned_sizes, one.owned_late) if not late]
         over_dp = [*buckets_of(summed, LARGE), *[one.owned_late] * any(one.owned_late)]
         over_dp *= dp > 1
@@ -223,8 +227,11 @@ def test_one_message_a_step_and_purpose(
 
 
 def buckets_of(sizes: list[int], limit: int) -> list[int]:
-    """Bytes of the buckets of float32 gradients: filled from the model's end until the next tensor
-    would exceed the limit, or a quarter of all."""
+    """Return the bytes of the buckets of float32 gradients.
+
+    Buckets are filled from the model's end until the next tensor would exceed the limit, or a
+    quarter of all bytes.
+    """
     limit = min(limit, 4 * sum(sizes) // 4)
     buckets: list[int] = []
     for size in reversed(sizes):
@@ -236,8 +243,8 @@ def buckets_of(sizes: list[int], limit: int) -> list[int]:
 
 
 def test_gradients_travel_in_buckets(pool: WorkerPool) -> None:
-    """A large tensor is a bucket by itself, small ones share one."""
-    limit = 20_000  # bytes; the largest matrices are larger, the vectors are far smaller
+    """A large tensor is a bucket by itself; small ones share one."""
+    limit = 20_000  # bytes; the largest matrices are larger, and the vectors far smaller
     for one in pool.run(2, one_step, {"scheme": "single", "dp": 2}, 1, limit):
         buckets = buckets_of(one.owned_sizes, limit)
         assert max(buckets) > limit

@@ -1,6 +1,6 @@
 """SUPER for transformers, D&SP and D&SP-cSub: every layout trains exactly as one device.
 
-What is sent is counted in test_subgraph_volumes.py, sums of gradients in test_gradient_sums.py.
+test_subgraph_volumes.py counts what is sent, test_gradient_sums.py tests sums of gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.support.multirank.pool import WorkerPool
 
 PLAIN = KINDS[0]
 
-# Settings differ as much as layouts: each value meets most of the others' at least once.
+# Settings vary as much as layouts: each value meets most of the others' values at least once.
 CASES: list[tuple[Layout, dict[str, Any]]] = [
     *((subgraph(2, **kind), {"micro_batches": 2}) for kind in KINDS),
     (subgraph(3, **KINDS[2], keep_gathered="inputs"), {"micro_batches": 2}),
@@ -77,7 +77,7 @@ def check(
     ("layout", "train"), full_unless(lambda case: case in CASES[::4], CASES, unpack=True), ids=short
 )
 def test_equals_one_device(pool: WorkerPool, layout: Layout, train: dict[str, Any]) -> None:
-    """With dropout everywhere, so that masks do not depend on the layout either."""
+    """Dropout is on everywhere, so masks must not depend on the layout either."""
     check(pool, layout, {**EVERYTHING, "n_layers": 2}, dtype="float64", **train)
 
 
@@ -96,7 +96,8 @@ def test_equals_one_device_in_float32(pool: WorkerPool, layout: Layout) -> None:
     ids=lambda kind: "-".join(kind.values()),
 )
 def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, kind: Layout) -> None:
-    """Rounding to 8 bits happens in other places, so only loss and norm are held, and loosely."""
+    """Rounding to 8 bits happens in other places, so only loss and norm are compared, and
+    loosely."""
     settings = {**TRAIN, "dtype": "bfloat16"}
     for worst in pool.run(2, compare, subgraph(2, **kind), {"max_seq_len": 12}, settings, 2):
         assert worst["init"] == 0.0
@@ -107,12 +108,12 @@ def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, kind: Layout) -> N
 
 @pytest.mark.parametrize("common", ["all", "first"])
 def test_layers_without_gradient_are_summed_as_zeros(pool: WorkerPool, common: str) -> None:
-    """A classification branch that the loss does not reach."""
+    """The loss does not reach the classification branch."""
     model = {**EVERYTHING, "n_labels": 3}
     check(pool, subgraph(2, 2, common=common), model, dtype="float64")
 
 
-# --------------------------------------------------------------------------- where things lie
+# --------------------------------------------------------------------------- placement
 
 
 def places(layout: Layout) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -145,7 +146,8 @@ def test_ranks_lie_in_the_order_asked_for(pool: WorkerPool, order: str, common: 
 
 
 def held(layout: Layout, model: dict[str, Any]) -> tuple[bool, dict[str, int]]:
-    """Whether this rank is of the first sub-grid, and the elements of each parameter it holds."""
+    """Return whether this rank is in the first sub-grid, and how much it holds of each
+    parameter."""
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     cut = build_parallel(tiny(**model), plan, axes, 1, CPU)
@@ -158,7 +160,9 @@ def held(layout: Layout, model: dict[str, Any]) -> tuple[bool, dict[str, int]]:
 def test_branches_are_held_once_and_common_layers_where_they_belong(
     pool: WorkerPool, branches: int, kind: Layout
 ) -> None:
-    """1/g of every parameter of the branches; of common ones all, or with cSub none elsewhere."""
+    """A process holds 1/g of every parameter of branches, and all common ones (cSub: none
+    elsewhere).
+    """
     model = {"n_labels": 3}
     with torch.device("meta"):
         whole = {name: p.numel() for name, p in build_model(tiny(**model)).named_parameters()}
@@ -178,7 +182,8 @@ CONFIG = tiny(n_labels=N_LABELS, dropout=0.1, attention_dropout=0.1, max_seq_len
 
 
 def label_losses(model: Model, batch: Tensor, rows: slice) -> list[Tensor]:
-    """Language model and label losses of some sequences, each a sum; without value elsewhere."""
+    """Return language model and label losses of some sequences as sums; other ranks have no
+    values."""
     generator = torch.Generator().manual_seed(5)
     at = torch.randint(0, CONFIG.max_seq_len, (B,), generator=generator)
     labels = torch.randint(0, N_LABELS, (B,), generator=generator)
@@ -193,7 +198,7 @@ def label_losses(model: Model, batch: Tensor, rows: slice) -> list[Tensor]:
 
 
 def compare_labels(layout: Layout) -> dict[str, float]:
-    """Also whether it was this rank's to compute: `elsewhere` is 1 if not."""
+    """Compare labels; `elsewhere` is 1 if this rank did not compute them."""
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
@@ -244,7 +249,7 @@ def compare_labels(layout: Layout) -> dict[str, float]:
     ids=short,
 )
 def test_labels_equal_one_device(pool: WorkerPool, layout: Layout) -> None:
-    """On every process, or on the first sub-grid alone where that has the common layers."""
+    """Labels are on every process, or only on the first sub-grid if that has the common layers."""
     results = pool.run(n_of(layout), compare_labels, layout)
     elsewhere = sum(worst.pop("elsewhere") for worst in results)
     assert elsewhere == (len(results) - layout["dp"] if layout["common"] == "first" else 0)

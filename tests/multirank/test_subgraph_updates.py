@@ -1,8 +1,8 @@
-"""D&SP-cSub while layers are updated in the backward pass: all sub-grids send in the same order.
+"""With updates in the backward pass under D&SP-cSub, all sub-grids send in the same order.
 
 The first sub-grid computes more than the others, which may hold no parameter of a layer at all. The
-norms of layers are all-reduced over both, between the sections' own messages: where one comes to
-them earlier than the other, each waits for the other until the time is up.
+norms of layers are all-reduced over both, between the sections' own messages: if one side reached
+them earlier than the other, each would wait for the other until the timeout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OUTSIDE = {"attention": "outside", **COMMON}  # the other sub-grids hold nothing
 FULL = {"recompute": "full"}
 POST = {"family": "transformer", "label_smoothing": 0.1}
 
-# A layout, settings of training, and a model.
+# A layout, training settings, and a model.
 CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "recomputed": (COMMON, FULL, {}),
     "recomputed, norms after residuals": ({}, FULL, POST),

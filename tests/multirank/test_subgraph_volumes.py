@@ -1,7 +1,7 @@
-"""What travels under sub-graph parallelism, counted: the kinds and volumes of section 4 exactly.
+"""Counts traffic under sub-graph parallelism: exact kinds and volumes of docs/concepts/subgraph.md.
 
-Models of two and of one layer are run; their difference is one layer. T is the tokens of a
-replica's micro-batch, for all of its branches together.
+Models of two layers and of one are run; their difference is one layer. T is the number of tokens in
+a replica's micro-batch, for all of its branches together.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def kinds(recorder: Recorder) -> Kinds:
 
 
 def one_layer(layout: Layout) -> tuple[Kinds, Kinds, Kinds, Kinds]:
-    """Forward and backward of one layer, and of all else."""
+    """Return forward and backward traffic of one layer, and of everything else."""
     plan = LayoutConfig(**layout)
     two, one = (
         [kinds(recorder) for recorder in passes(plan, tiny(max_seq_len=S, n_layers=n))]
@@ -67,19 +67,19 @@ def one_layer(layout: Layout) -> tuple[Kinds, Kinds, Kinds, Kinds]:
 
 
 def elements(boundary: str, width: int, g: int, common: str, root: bool) -> Fraction:
-    """What one boundary moves over a rank's link."""
+    """Return what one boundary moves over a rank's link."""
     whole = Fraction(T * width)
     if boundary in ("split", "sum"):
         if common == "all":
             return whole * (g - 1) / g
-        return Fraction(0) if root else whole  # pipelined: what arrives, or leaves, here
+        return Fraction(0) if root else whole  # pipelined: only what arrives, or leaves, here
     if common == "all":
-        return whole / g * (g - 1) / g  # of the samples that this process holds, all but its slice
+        return whole / g * (g - 1) / g  # this process's samples except its own slice
     return whole * (g - 1 if root else 1) / g
 
 
 def wanted(layout: Layout, keep: str, root: bool) -> tuple[Kinds, Kinds]:
-    """Of one layer, from the table of boundaries."""
+    """Return one layer's expected traffic, from the table of boundaries."""
     g, common = layout["branches"], layout["common"]
     attention = [("split", H), ("sum", H)]
     if layout["attention"] == "outside":
@@ -122,7 +122,8 @@ def layers(layouts: list[Layout]) -> list[tuple[int, tuple[Kinds, Kinds, Kinds, 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_a_layer_sends_what_the_specification_says(pool: WorkerPool, n: int) -> None:
-    """Every kind of collective with its elements, forward and backward; ends send nothing."""
+    """Compare each kind of collective and its elements in forward and backward; ends send
+    nothing."""
     layouts = [layout for layout in LAYERS if n_of(layout) == n]
     for found in pool.run(n, layers, layouts):
         for layout, (branch, (forward, backward, *rest)) in zip(layouts, found):
@@ -132,7 +133,7 @@ def test_a_layer_sends_what_the_specification_says(pool: WorkerPool, n: int) -> 
 
 
 def test_two_gathers_and_two_sums_a_layer(pool: WorkerPool) -> None:
-    """D&SP in figures: (g-1)/g T h each, twice as many backward less the kept inputs."""
+    """In D&SP each moves (g-1)/g T h; backward moves twice as much, less the kept inputs."""
     unit = 3 * T * H // 4
     for forward, backward, _, _ in pool.run(
         4, one_layer, subgraph(4, **KINDS[0], keep_gathered="inputs")
@@ -141,11 +142,14 @@ def test_two_gathers_and_two_sums_a_layer(pool: WorkerPool) -> None:
         assert forward == backward == both
 
 
-# --------------------------------------------------------------------------- as choices says
+# --------------------------------------------------------------------------- predicted volumes
 
 
 def agrees(found: Kinds, said: Traffic) -> None:
-    """Of products alone: slices and results are no product's, see `decide_run` below."""
+    """Compare the traffic of products only; slices and results belong to no product.
+
+    `decide_run` below covers those.
+    """
     products = {key: times for key, times in found.items() if key[0] == "product"}
     moved = sum(elements * times for (_, _, elements), times in products.items())
     assert moved == pytest.approx(said.col, rel=1e-9), "elements"
@@ -155,7 +159,7 @@ def agrees(found: Kinds, said: Traffic) -> None:
 
 @pytest.mark.parametrize("n", SIZES)
 def test_a_layer_is_as_choices_says(pool: WorkerPool, n: int) -> None:
-    """On a process that holds no common layers, where the two kinds differ: it receives most."""
+    """Check a process without common layers, where the two kinds differ: it receives the most."""
     layouts = [layout for layout in LAYERS if n_of(layout) == n]
     for found in pool.run(n, layers, layouts):
         for layout, (branch, (forward, backward, *_)) in zip(layouts, found):
@@ -172,7 +176,7 @@ def test_a_layer_is_as_choices_says(pool: WorkerPool, n: int) -> None:
 
 
 def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorder]:
-    """Which branch this is; all of a step but its gradients, and those."""
+    """Return this rank's branch, and one step's traffic without gradients and of gradients."""
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
@@ -206,8 +210,10 @@ def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorde
     ids=short,
 )
 def test_a_step_is_as_explained(pool: WorkerPool, layout: Layout, micro_batches: int) -> None:
-    """Several micro-batches; of the process that moves most, which in cSub is of the first branch
-    or another. Beside it travel metrics alone, before and after."""
+    """Check several micro-batches on the process that moves most (in cSub, in any branch).
+
+    In addition, only metrics travel, before and after.
+    """
     plan = LayoutConfig(**layout, micro_batches=micro_batches)
     train = {"global_batch": 2 * B}
     run = RunConfig.model_validate(
@@ -231,7 +237,7 @@ def test_a_step_is_as_explained(pool: WorkerPool, layout: Layout, micro_batches:
 
 
 def sizes(layout: Layout) -> tuple[int, int]:
-    """Elements of one process's share of the branches, and of the common layers."""
+    """Return the elements of one process's share of the branches, and of the common layers."""
     with torch.device("meta"):
         shares = {name: p.numel() for name, p in build_model(CONFIG).named_parameters()}
     inside = sum(n for name, n in shares.items() if in_branches(name, layout))
@@ -252,8 +258,10 @@ def sizes(layout: Layout) -> tuple[int, int]:
 def test_gradients_of_branches_travel_among_those_that_hold_them(
     pool: WorkerPool, layout: Layout, micro_batches: int
 ) -> None:
-    """n/g processes; those of common layers over all n, or over the first sub-grid alone. Once a
-    step, whatever the micro-batches."""
+    """Branches' gradients travel among n/g processes, common ones among n or the first sub-grid.
+
+    They travel once per step, whatever the number of micro-batches.
+    """
     dp, n = layout["dp"], n_of(layout)
     branch_share, common = sizes(layout)
     for branch, _, gradients in pool.run(n, one_step, layout, micro_batches):
@@ -278,7 +286,7 @@ def test_gradients_of_branches_travel_among_those_that_hold_them(
 
 
 def split_targets(layout: Layout) -> tuple[int, ...]:
-    """Ranks that get something of this one's in the first split."""
+    """Return the ranks that get some of this one's elements in the first split."""
     forward, _ = passes(LayoutConfig(**layout), tiny(max_seq_len=S, n_layers=1))
     return forward.records[0].targets
 
@@ -286,7 +294,7 @@ def split_targets(layout: Layout) -> tuple[int, ...]:
 @pytest.mark.parametrize("order", ["topology", "contiguous"])
 @pytest.mark.parametrize("common", ["all", "first"])
 def test_messages_of_one_split(pool: WorkerPool, order: str, common: str) -> None:
-    """Within nodes and between them, for 1, 2 and 4 processes a node; cSub sends 1/g of them."""
+    """Count messages within and between nodes of 1, 2 and 4 processes; cSub sends 1/g of them."""
     g = 2
     kind = {**KINDS[0], "common": common}
     results = pool.run(4, split_targets, subgraph(g, 2, **kind, order=order))

@@ -1,4 +1,4 @@
-"""Layers that are updated one by one, in the backward pass too, and moments in the host's memory.
+"""Layers updated one by one, also in the backward pass, and moments in the host's memory.
 
 The reference is one device that updates after its backward pass, with the same clipping.
 """
@@ -46,8 +46,10 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A method and a cell of the exactness matrix. Without a pipeline, dropout comes with two
-    micro-batches."""
+    """A method and a cell of the exactness matrix.
+
+    Without a pipeline, dropout comes with two micro-batches.
+    """
 
     method: str
     cell: Cell
@@ -62,10 +64,10 @@ class Case(NamedTuple):
         return f"{self.method}-{self.cell.title}".replace(", ", "_").replace(" ", "_")
 
 
-# Cells in which any two values meet, with each method; in `make test` the small ones with one each,
-# and a grid and a long pipeline, whose cells there are large.
+# Cells in which every pair of values occurs, with each method. `make test` runs the small ones with
+# one method each, and a grid and a long pipeline, which have no small cells there.
 GRID = Cell("GPT-2", "Optimus", 1, "none", True)
-STAGES = Cell("GPT-2", "single", 4, "none", False)  # of which one has no layer
+STAGES = Cell("GPT-2", "single", 4, "none", False)  # one of the stages has no layer
 CELLS = sorted(QUICK | {GRID, STAGES}, key=lambda cell: (n_of(cell), cell))
 CASES = [Case(method, cell) for cell in CELLS for method in METHODS]
 
@@ -81,7 +83,7 @@ def is_quick(case: Case) -> bool:
 
 @pytest.mark.parametrize("case", full_unless(is_quick, CASES), ids=lambda case: case.title)
 def test_equals_one_device(pool: WorkerPool, case: Case) -> None:
-    """Loss, norm, parameters after three steps, whatever the layout."""
+    """Compare loss, norm, and parameters after three steps, for any layout."""
     settings = {**SETTINGS, **METHODS[case.method]}
     assert_equal_one_device(pool, case.layout, case.cell.config, settings)
 
@@ -115,7 +117,7 @@ OTHER: Layout = {"scheme": "megatron", "cols": 2}
 def test_a_run_goes_on_with_or_without_these_methods(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, back: bool
 ) -> None:
-    """Under another layout, from a checkpoint of moments in the host's memory, and back."""
+    """Move between layouts, from a checkpoint with moments in the host's memory, and back."""
     sides = [(FSDP, {**IN_BACKWARD, "offload": "optimizer"}), (OTHER, {"clip_by": "layer"})]
     before, after = sides[::-1] if back else sides
     whole, moved = tmp_path / "whole", tmp_path / "moved"
@@ -125,15 +127,17 @@ def test_a_run_goes_on_with_or_without_these_methods(
     assert_same_run(whole, moved)
 
 
-# --------------------------------------------------------------------------- what is held
+# --------------------------------------------------------------------------- memory
 
 N_LAYERS = 6
 
 
 @dataclass
 class ZeroShard:
-    """Bytes of gradients of layers' matrices: of one layer, the most at once, after the step; and
-    the most of all tensors together."""
+    """Bytes of gradients of layers' matrices, and the peak of all tensors.
+
+    They are the bytes of one layer, the most at once, and those left after the step.
+    """
 
     layer: int
     most: int
@@ -162,7 +166,7 @@ def held(layout: Layout, train: dict[str, Any]) -> ZeroShard:
         batch = batch_of(number, config, 8)
         stepper(number, lambda rows: next_words(batch[rows]))
 
-    step(0)  # the optimizer's state comes into being
+    step(0)  # creates the optimizer's state
     for parameter in model.parameters():
         parameter.grad = None
         part = replica_part(parameter)
@@ -190,7 +194,7 @@ def peak(entries: list[Entry]) -> int:
     return log.peak()[1]
 
 
-WHO: dict[str, tuple[Layout, int]] = {  # and how many layers' gradients live at once
+WHO: dict[str, tuple[Layout, int]] = {  # and how many layers' gradients are alive at once
     "alone": ({}, 1),
     "two replicas": ({"dp": 2}, 2),
     "zero1": ({"dp": 2, "dp_mode": "zero1"}, 1),
@@ -202,22 +206,25 @@ WHO: dict[str, tuple[Layout, int]] = {  # and how many layers' gradients live at
 
 @pytest.mark.parametrize("who", WHO)
 def test_one_layers_gradients_are_held_at_a_time(pool: WorkerPool, who: str) -> None:
-    """Two, where sums over replicas are on their way (of parts, in messages alone). After the step
-    there are none, and as many layers' less are in memory at the peak of all."""
+    """One layer's gradients are alive at once, or two while sums over replicas are in flight.
+
+    (Gradients of shards are in messages only.) After the step none are left, and the peak of all
+    tensors is lower by as many layers' gradients.
+    """
     layout, n_held = WHO[who]
     n = LayoutConfig(**layout).n_processes
     plain = pool.run(n, held, layout, {"clip_by": "layer"})
     for one, other in zip(pool.run(n, held, layout, IN_BACKWARD), plain):
         assert one.most == n_held * one.layer
         assert one.after == 0
-        if "dp_mode" not in layout:  # where what was sent is let go of in any case
+        if "dp_mode" not in layout:  # otherwise, sent gradients are freed in any case
             assert other.most == other.after == N_LAYERS * one.layer
             assert one.peak < other.peak - (N_LAYERS - 2) * one.layer
 
 
 @pytest.mark.parametrize("who", ["alone", "two replicas"])
 def test_micro_batches_hold_all_gradients(pool: WorkerPool, who: str) -> None:
-    """They are summed up over them, as the run's notes say; at last they are let go of."""
+    """Gradients are summed over micro-batches, as the run's notes say, and freed at the end."""
     layout = {**WHO[who][0], "micro_batches": 2}
     for one in pool.run(LayoutConfig(**layout).n_processes, held, layout, IN_BACKWARD):
         assert one.most == N_LAYERS * one.layer

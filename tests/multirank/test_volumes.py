@@ -1,6 +1,7 @@
-"""What travels, counted: the specification's volumes exactly, on every rank (sections 2 and 3).
+"""Counts traffic: the volumes of docs/concepts/placement.md exactly, on every rank.
 
-Those of one layer, of the embedding, the head and the loss; `test_step_volumes.py` has whole steps.
+The tests cover one layer, the embedding, the head and the loss; `test_step_volumes.py` covers whole
+steps.
 """
 
 from __future__ import annotations
@@ -40,27 +41,27 @@ MEGATRON = [(cols, sequence) for cols in (2, 4) for sequence in (False, True)]
 GRIDS = [(1, 4), (4, 1), (2, 2), (2, 3), (3, 3)]
 SOME_GRIDS = [(1, 4), (2, 3)]
 
-# Of the four products of a layer: b s h that travel along the rows, forward.
+# Multiples of b s h that a layer's four products move over the rows, in forward.
 WIDTHS = {"auto": 1 + 1 + 1 + 1, "output": 1 + 1 + 1 + 4, "input": 3 + 1 + 4 + 1}
-# Whose input stays: of qkv, out, up and down.
+# How many of qkv, out, up and down keep their input in place.
 INPUT_STAYS = {"auto": 2, "output": 0, "input": 4}
 
 
 def is_quick(case: tuple[tuple[int, int], str, str]) -> bool:
-    """Both axes with each schedule and choice; one axis with each schedule."""
+    """Accept both axes with each schedule and choice, and one axis with each schedule."""
     grid, schedule, stationary = case
-    if schedule == "pipelined":  # which moves what broadcast does
+    if schedule == "pipelined":  # it moves what broadcast does
         return grid == (2, 3) and stationary == "auto"
     return grid == (2, 3) or (grid == (1, 4) and stationary == "auto")
 
 
 def along(axis_sizes: tuple[int, int], col: Fraction, row: Fraction) -> dict[str, Fraction]:
-    """By axis, without axes of one device."""
+    """Return the volume by axis, without axes of one device."""
     rows, cols = axis_sizes
     return {k: v for k, v, n in (("col", col, cols), ("row", row, rows)) if n > 1}
 
 
-# --------------------------------------------------------------------------- one layer, in figures
+# --------------------------------------------------------------------------- one layer
 
 
 @pytest.mark.parametrize("keep", ["none", "inputs"])
@@ -73,7 +74,7 @@ def test_megatron_layer(pool: WorkerPool, cols: int, sequence: bool, keep: str) 
             want = {"col": 4 * unit}
             counts = Counter(all_reduce=2), Counter(all_reduce=2)
             assert forward.by_axis == backward.by_axis == want
-        else:  # their halves; inputs that were not kept are gathered again
+        else:  # half of each all-reduce; inputs that were not kept are gathered again
             again = 2 if keep == "none" else 0
             assert forward.by_axis == {"col": 4 * unit}
             assert backward.by_axis == {"col": (4 + again) * unit}
@@ -87,13 +88,15 @@ def test_megatron_layer(pool: WorkerPool, cols: int, sequence: bool, keep: str) 
 @pytest.mark.parametrize("keep", ["none", "inputs", "weights", "all"])
 @pytest.mark.parametrize("grid", full_unless(SOME_GRIDS.__contains__, GRIDS), ids=str)
 def test_megatron_2d_layer(pool: WorkerPool, grid: tuple[int, int], keep: str) -> None:
-    """Forward (c-1)/(rc) 4bsh + (r-1)/(rc) 12h², and norms send nothing. Backward as much again for
-    gradients, and what was gathered once more where it was not kept."""
+    """Forward moves (c-1)/(rc) 4bsh + (r-1)/(rc) 12h², and norms send nothing.
+
+    Backward moves as much again for gradients, and once more what was gathered and not kept.
+    """
     rows, cols = grid
     layout = {"scheme": "megatron_2d", "rows": rows, "cols": cols, "keep_gathered": keep}
     unit = Fraction(cols - 1, rows * cols) * BSH
     weights = Fraction(rows - 1, rows * cols) * 12 * H**2
-    inputs_again = 0 if keep in ("inputs", "all") else 2  # of the two that open a section
+    inputs_again = 0 if keep in ("inputs", "all") else 2  # for the two products that open a section
     weights_again = 0 if keep in ("weights", "all") else 1
     col, row = int(cols > 1), int(rows > 1)
     for forward, backward in pool.run(rows * cols, one_layer, layout):
@@ -117,20 +120,24 @@ def test_megatron_2d_layer(pool: WorkerPool, grid: tuple[int, int], keep: str) -
 def test_optimus_layer(
     pool: WorkerPool, grid: tuple[int, int], schedule: str, stationary: str
 ) -> None:
-    """Forward (c-1)/(rc) of 4, 7 or 9 bsh, and (r-1)/(rc) of 12h². Backward at most twice that:
-    one gather of a layer's gradients serves both products that need it."""
+    """Forward moves (c-1)/(rc) of 4, 7 or 9 bsh, and (r-1)/(rc) of 12h².
+
+    Backward moves at most twice that: one gather of a layer's gradients serves both products that
+    need it.
+    """
     rows, cols = grid
     layout = optimus(grid, schedule=schedule, stationary=stationary)
     unit = Fraction(cols - 1, rows * cols) * BSH
     weights = Fraction(rows - 1, rows * cols) * 12 * H**2
     normed_inside = schedule == "gather" and stationary != "input"
-    # Two norms, two numbers a token.
+    # Two norms exchange two numbers per token each.
     norm = Fraction(0) if normed_inside else 2 * 2 * Fraction(B * S, rows)
     gathered, reduced = (cols - 1) * norm, Fraction(2 * (cols - 1), cols) * norm
     width = back = WIDTHS[stationary]
     if schedule != "gather":
         back = 2 * width
-    elif stationary != "input":  # what was gathered is gathered again, and its gradient scattered
+    # gathered operands are gathered again, and their gradients scattered
+    elif stationary != "input":
         back = {"auto": 2 + 1 + 2 + 1, "output": 2 * 7}[stationary]
     for forward, backward in pool.run(rows * cols, one_layer, layout):
         assert forward.by_axis == along(grid, width * unit + gathered, weights)
@@ -147,7 +154,7 @@ def test_optimus_layer(
 def test_messages_panel_by_panel(
     pool: WorkerPool, grid: tuple[int, int], schedule: str, stationary: str
 ) -> None:
-    """Each product is a loop over the panels, and each step sends at most one message an axis."""
+    """Each product is a loop over panels, and each step sends at most one message per axis."""
     rows, cols = grid
     panels = rows + cols - math.gcd(rows, cols)
     norm = {"norm": Counter(all_gather=2)} if cols > 1 else {}
@@ -158,7 +165,7 @@ def test_messages_panel_by_panel(
     for forward, backward in pool.run(rows * cols, one_layer, layout):
         kinds = Counter(broadcast=4 * row + (4 - summed) * col, reduce=summed * col)
         assert forward.count == {"product": +kinds, **norm}
-        # dA = dC Bt and dB = At dC; where the input stays dA = dC B and dB = dCt A.
+        # dA = dC Bᵀ and dB = Aᵀ dC; if the input stays, dA = dC B and dB = dCᵀ A.
         kinds = Counter(
             broadcast=4 * row + 4 * col + summed * col,
             reduce=4 * row + (4 - summed) * col,
@@ -171,8 +178,11 @@ def test_messages_panel_by_panel(
 def test_messages_of_gather(
     pool: WorkerPool, grid: tuple[int, int], stationary: str, norms: int
 ) -> None:
-    """Two a product: 8 a layer where the original sends 28, and 12 with norms would be allowed.
-    A norm sends nothing where the product that reads it gathers its rows."""
+    """Each product takes two messages: 8 per layer, where the original sends 28.
+
+    Norms could bring this to 12, but a norm sends nothing if the product that reads it gathers its
+    rows.
+    """
     rows, cols = grid
     col, row = int(cols > 1), int(rows > 1)
     summed = INPUT_STAYS[stationary]
@@ -187,7 +197,7 @@ def test_messages_of_gather(
         assert backward.count == {"product": +product, **norm}
 
 
-# --------------------------------------------------------------------------- as choices says
+# --------------------------------------------------------------------------- predicted volumes
 
 
 SAID: list[dict[str, Any]] = [
@@ -225,7 +235,7 @@ KINDS = sorted({(layout.get("rows", 1), layout["cols"]) for layout in SAID})
 
 @pytest.mark.parametrize("kind", full_unless(lambda kind: kind == (2, 2), KINDS), ids=str)
 def test_a_layer_is_as_choices_says(pool: WorkerPool, kind: tuple[int, int]) -> None:
-    """Volumes and messages of one micro-batch, for everything that can be chosen."""
+    """Compare volumes and messages of one micro-batch, for everything that can be chosen."""
     layouts = [layout for layout in SAID if (layout.get("rows", 1), layout["cols"]) == kind]
     n = kind[0] * kind[1]
     for volumes in pool.run(n, layers, layouts):
@@ -243,7 +253,7 @@ def test_a_layer_is_as_choices_says(pool: WorkerPool, kind: tuple[int, int]) -> 
 
 
 def both_ends(layout: dict[str, Any]) -> tuple[Volume, Volume]:
-    """Products of the embedding and of the head."""
+    """Return the traffic of the embedding's and the head's products."""
     whole, layer = passes(LayoutConfig(**layout), tiny(n_layers=1)), one_layer(layout, "product")
     forward, backward = (volume_of(a, "product").minus(b) for a, b in zip(whole, layer))
     return forward, backward
@@ -252,8 +262,11 @@ def both_ends(layout: dict[str, Any]) -> tuple[Volume, Volume]:
 @pytest.mark.parametrize("schedule", ["broadcast", "gather"])
 @pytest.mark.parametrize("grid", full_unless(SOME_GRIDS.__contains__, GRIDS), ids=str)
 def test_logits_never_travel(pool: WorkerPool, grid: tuple[int, int], schedule: str) -> None:
-    """Where the narrower activation travels: bsh for the embedding's result, bsh for the head's
-    input, and their gradients; with the paper's placement bsv for the logits."""
+    """If the narrower activation travels, that is bsh for the embedding's result and the head's
+    input.
+
+    Their gradients travel, too. With the paper's placement, bsv travels for the logits.
+    """
     rows, cols = grid
     padded = -(-V // math.lcm(rows, cols)) * math.lcm(rows, cols)
     unit = Fraction(cols - 1, rows * cols) * B * S
@@ -270,7 +283,7 @@ def test_logits_never_travel(pool: WorkerPool, grid: tuple[int, int], schedule: 
 
 @pytest.mark.parametrize(("cols", "sequence"), MEGATRON)
 def test_ends_of_megatron(pool: WorkerPool, cols: int, sequence: bool) -> None:
-    """The embedding's result is summed, the head's gradient too; never anything of width v."""
+    """The embedding's result and the head's gradient are summed; nothing of width v travels."""
     layout = {"scheme": "megatron", "cols": cols, "sequence_parallel": sequence}
     unit = Fraction(cols - 1, cols) * BSH
     again = 1 if sequence else 0
@@ -293,7 +306,7 @@ def test_ends_of_megatron(pool: WorkerPool, cols: int, sequence: bool) -> None:
     ids=short,
 )
 def test_loss_moves_three_numbers_a_token(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    """Never the logits: three all-reduces of b*s numbers forward, nothing backward."""
+    """Forward has three all-reduces of b*s numbers and backward none; logits never travel."""
     rows, cols = layout.get("rows", 1), layout["cols"]
     tokens = Fraction(B * S, rows)
     for forward, backward in pool.run(rows * cols, loss_traffic, layout):

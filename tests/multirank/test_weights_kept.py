@@ -1,4 +1,4 @@
-"""Weights that are kept while they do not change, and memory that products use again."""
+"""Weights that are kept while they do not change, and buffers that products reuse."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Product:
         self.optimizer = torch.optim.AdamW([self.b], lr=0.1, fused=True)
 
     def forward_backward(self) -> Gathers:
-        """One evaluation, its value and gradient checked against the weights as they are now."""
+        """Run one evaluation, and check its value and gradient against the current weights."""
         self.a.grad = None
         with record() as recorder:
             c = summa.product_ab(self.a, self.b, self.schedule, keep=self.keep)
@@ -56,7 +56,7 @@ class Product:
         return Counter(r.axis for r in recorder.records if r.op == "all_gather")
 
     def update(self) -> None:
-        """As training does: a fused optimizer leaves no mark by which autograd would see it."""
+        """Update as training does: a fused optimizer leaves no mark that autograd would see."""
         before = self.b.detach().clone()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -64,7 +64,7 @@ class Product:
 
 
 def once_a_step(rows: int, cols: int) -> None:
-    """And never from one step into the next."""
+    """A weight is gathered once in each step, and never kept into the next step."""
     cell = summa.WeightPrefetcher()
     product = Product(grid_axes(rows, cols), cell)
     for _ in range(3):
@@ -77,7 +77,7 @@ def once_a_step(rows: int, cols: int) -> None:
 
 
 def never_when_closed(rows: int, cols: int) -> None:
-    """Whether it was open before or not."""
+    """Nothing is kept when closed, whether it was open before or not."""
     cell = summa.WeightPrefetcher()
     product = Product(grid_axes(rows, cols), cell)
     for _ in range(2):
@@ -90,7 +90,7 @@ def never_when_closed(rows: int, cols: int) -> None:
 
 
 def both_types(rows: int, cols: int) -> None:
-    """Of a weight that is used in two types, as the table that embeds and heads, both are kept."""
+    """Both types are kept of a weight used in two, such as the table of embedding and head."""
     cell = summa.WeightPrefetcher()
     product = Product(grid_axes(rows, cols), cell)
     cell.open()
@@ -112,7 +112,9 @@ def test_a_kept_weight(pool: WorkerPool, grid: tuple[int, int], check: Any) -> N
 
 
 def opened_cells(layout: dict[str, Any]) -> tuple[int, bool]:
-    """How many cells hold something inside `weights_kept`, and whether any does after an error."""
+    """Return how many prefetchers hold something inside `weights_kept`, and whether any does after
+    an error.
+    """
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     model = build_parallel(tiny(n_layers=2), plan, axes, 1, CPU)
@@ -139,7 +141,7 @@ def opened_cells(layout: dict[str, Any]) -> tuple[int, bool]:
 
 @pytest.mark.parametrize(("keep", "n_cells"), [("none", 0), ("inputs", 0), ("weights", 9)])
 def test_cells_open_for_a_step(pool: WorkerPool, keep: str, n_cells: int) -> None:
-    """Four a layer, and one of the table, that embedding and head share."""
+    """There are four per layer, and one for the table that embedding and head share."""
     layout = {"scheme": "optimus", "rows": 2, "cols": 2, "keep_gathered": keep}
     assert pool.run(4, opened_cells, layout) == [(n_cells, False)] * 4
 
@@ -148,8 +150,10 @@ def test_cells_open_for_a_step(pool: WorkerPool, keep: str, n_cells: int) -> Non
 
 
 def workspace_of(rows: int, cols: int, name: str) -> tuple[list[dict[Any, int]], int, int]:
-    """Addresses of a schedule's buffers after each round of all products; their elements; and the
-    elements of one panel of each kind."""
+    """Return addresses of a schedule's buffers after each round of all products.
+
+    The other results are the buffers' elements, and those of one panel of each kind.
+    """
     axes = grid_axes(rows, cols)
     schedule = {"broadcast": summa.Broadcast, "pipelined": summa.Pipelined}[name](axes)
     n, s = 2 * rows * cols, 5
@@ -162,7 +166,7 @@ def workspace_of(rows: int, cols: int, name: str) -> tuple[list[dict[Any, int]],
         buffers = schedule.transport.workspace._buffers
         seen.append({key: tensor.data_ptr() for key, tensor in buffers.items()})
     elements = sum(tensor.numel() for tensor in schedule.transport.workspace._buffers.values())
-    panel = n // max(rows, cols)  # the widest there can be
+    panel = n // max(rows, cols)  # the widest possible panel
     return seen, elements, panel * (s + n // cols) + panel * max(s, n // cols)
 
 
@@ -171,7 +175,7 @@ def workspace_of(rows: int, cols: int, name: str) -> tuple[list[dict[Any, int]],
 def test_workspace_is_allocated_once(
     pool: WorkerPool, grid: tuple[int, int], name: str, in_flight: int
 ) -> None:
-    """And is no larger than the panels in flight: one, or two."""
+    """It is no larger than the one or two panels in flight."""
     rows, cols = grid
     for seen, elements, panels in pool.run(rows * cols, workspace_of, rows, cols, name):
         assert seen[0]
