@@ -47,8 +47,7 @@ def train(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> tuple[list[float], float]:
-    """Train, and return each epoch's mean loss and the held-out accuracy, equal on all
-    processes."""
+    """Train; return each epoch's mean loss and the accuracy, equal on all processes."""
     torch.manual_seed(seed)  # the same weights on every process
     model = ResNeXt(branches=8, blocks=2).to(device, images.dtype)
     placed = parallelize_branches(model, branches_on, common)

@@ -58,9 +58,7 @@ class TwoTowers(nn.Module):
 
 
 def scores(seed: int) -> tuple[Tensor, Tensor]:
-    """Return synthetic features [N, user + item], and scores [N] of mean 0 and deviation 1 plus
-    noise.
-    """
+    """Return features [N, user + item], and scores [N] of mean 0 and deviation 1 plus noise."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -74,9 +72,7 @@ def scores(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def sub_grids(n: int) -> dict[str, int]:
-    """Return the numbers of sub-grids on n processes: up to two for the towers, and up to three
-    inside the user tower.
-    """
+    """Return sub-grids of n processes: up to two for towers, three inside the user tower."""
     # the first sub-grid is the larger, and LPT gives it the costlier tower
     in_user_tower = n - n // 2
     return {"towers": min(2, n), "towers.branches.0.*": min(3, in_user_tower)}

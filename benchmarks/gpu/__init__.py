@@ -1,2 +1,1 @@
-"""Measurements on one GPU: the ceiling of matrix products, a training step, the schemes'
-numerics."""
+"""Measurements on one GPU: matrix products, a training step, and the schemes' numerics."""

@@ -150,8 +150,7 @@ def schemes(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Compare each scheme's losses, gradients and weights on 4 processes that share the GPU over
-    gloo.
+    """Compare each scheme's losses, gradients and weights on 4 processes that share the GPU.
 
     Exits with code 1 if a layout differs too much from one device or could not run.
     """
@@ -183,8 +182,7 @@ def _stop_if(problems: list[str]) -> None:
 
 
 def main(run: Callable[[], None] = app) -> None:
-    """Run the command line; an error that a user can fix prints one sentence and exits with code
-    2."""
+    """Run the command line; an error that a user can fix is one sentence and exit code 2."""
     try:
         run()
     except (UserError, ValueError) as error:

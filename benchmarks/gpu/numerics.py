@@ -150,9 +150,7 @@ def _compare(
 
 
 def _distance(cut: nn.Module, whole: nn.Module, gradients: bool) -> float:
-    """Return the difference between this rank's blocks and the whole, relative to the largest
-    element.
-    """
+    """Return the difference between local blocks and the whole, over its largest element."""
     worst, reference = 0.0, dict(whole.named_parameters())
     held = owned(cut) if gradients else [(n, stored(p)) for n, p in cut.named_parameters()]
     for name, parameter in held:  # the gradients of copies were added on their owner
@@ -281,8 +279,7 @@ def _death(code: int | None, late: bool, timeout_s: float) -> str:
 
 
 def _error_of(answers: list[dict[str, Any]]) -> str:
-    """Return the cause on the lowest rank; an effect of a peer's failure counts only without
-    one."""
+    """Return the cause on the lowest rank, or else the effect of a peer's failure."""
     errors = [(r, a["error"]) for r, a in enumerate(answers) if "error" in a]
     effects = ("closed by peer", "reset by peer", "gloo/transport", "no answer", "Timed out")
     errors.sort(key=lambda e: any(sign in e[1] for sign in effects))

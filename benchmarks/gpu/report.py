@@ -33,8 +33,7 @@ class Report:
                 out.write(text + "\n")
 
     def progress(self, text: str) -> None:
-        """Print progress to stderr, with the seconds since the start; it is not part of the
-        report."""
+        """Print progress and the seconds since the start to stderr; the report omits it."""
         print(f"[{self.seconds:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     @property

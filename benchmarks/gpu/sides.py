@@ -39,9 +39,7 @@ class Side(Protocol):
     name: str
 
     def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
-        """Run one optimizer step on tokens [b, s+1]; return the loss and gradient norm before the
-        update.
-        """
+        """Run one step on tokens [b, s+1]; return loss and gradient norm before the update."""
         ...
 
     def held_bytes(self) -> int:

@@ -270,8 +270,7 @@ class Arena:
 
 
 def attention_kernel(attention: Attention) -> AbstractContextManager[object]:
-    """Prefer one of torch's fused attention kernels; the following ones serve where it cannot
-    run."""
+    """Prefer one of torch's fused attention kernels, with the following ones as fallback."""
     if attention == "auto":
         return contextlib.nullcontext()
     named = {

@@ -13,9 +13,7 @@ CEILING_TARGET, RATIO_TARGET = 0.5, 1.15
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """Return P of `step_flops`: the weights used in products; the tied table counts once, as the
-    head.
-    """
+    """Return P of `step_flops`: weights used in products, with the tied table once as head."""
     h = config.hidden_size
     return config.n_layers * (4 * h * h + 2 * h * config.ffn_size) + config.vocab_size * h
 

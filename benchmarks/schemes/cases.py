@@ -1,5 +1,4 @@
-"""The cases of `benchmarks.schemes`: shapes, numbers of processes, with or without
-recomputation."""
+"""The cases of `benchmarks.schemes`: shapes, numbers of processes, and recomputation."""
 
 from __future__ import annotations
 

@@ -68,9 +68,7 @@ class VariantDiffers(Exception):  # noqa: N818 - reads as a sentence
 
 @dataclass
 class _Entry:
-    """A variant in this process; `built` is None if it runs only on rank 0 and this is another
-    rank.
-    """
+    """A variant in this process; `built` is None if it runs only on another rank."""
 
     variant: Variant
     threads: int

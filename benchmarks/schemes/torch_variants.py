@@ -38,9 +38,7 @@ Form = Literal["plain", "tp", "tp-sp", "fsdp-tp", "fsdp-tp-kept"]
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The rows of qkv.weight are ordered [n, 3, d], so shards hold whole
-    heads.
-    """
+    """Causal self-attention; qkv.weight's rows are ordered [n, 3, d] to shard whole heads."""
 
     def __init__(self, h: int, n: int) -> None:
         super().__init__()
@@ -69,8 +67,7 @@ class FeedForward(nn.Module):
 
 
 class TorchBlock(nn.Module):
-    """gridformer's Block written with torch's modules, under the same names. Weights are [out,
-    in]."""
+    """gridformer's Block in torch's modules with the same names. Weights are [out, in]."""
 
     def __init__(self, h: int, n: int, eps: float = 1e-5) -> None:
         super().__init__()

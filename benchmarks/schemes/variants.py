@@ -161,9 +161,7 @@ class Variant(ABC):
         """Build this rank's part. All ranks call it, unless the variant runs alone."""
 
     def threads(self, processes: int, cores: int) -> int:
-        """Return the number of threads; a variant may use as many cores as its group's processes
-        can.
-        """
+        """Return the threads: as many cores as the group's processes can use."""
         if self.one_thread:
             return 1
         if self.alone:

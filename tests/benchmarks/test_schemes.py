@@ -135,9 +135,7 @@ def test_workspace_is_not_what_is_kept() -> None:
 
 
 def both_counts() -> tuple[comm.Recorder, traffic.Traffic]:
-    """Count the same messages with gridformer's recorder and with the counter of torch's
-    collectives.
-    """
+    """Count the same messages with gridformer's recorder and with torch's counter."""
     axis = Axis("world", dist.get_world_size(), dist.get_rank(), None)
     x = torch.ones(8, 6)
     with comm.record() as recorder, traffic.torch_traffic() as counted:

@@ -55,8 +55,7 @@ def wait_for_step(out: Path, step: int) -> None:
 
 
 def wait_until_nobody_is_left(session: int) -> None:
-    """The fork server ends a moment after the command, once it notices that the command has
-    ended."""
+    """The fork server ends a moment after the command, once it notices the command's end."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:

@@ -1,6 +1,4 @@
-"""Settings of the libraries under the data tests: no network, and no writing outside pytest's
-folders.
-"""
+"""Settings of libraries for the data tests: no network, no writing outside pytest's folders."""
 
 import os
 

@@ -17,8 +17,7 @@ _FOLDERS = ("benchmarks/", "configs/", "docs/", "examples/", "src/", "tests/")
 
 
 def anchor(heading: str) -> str:
-    """Return a heading's anchor as GitHub makes it: lower case, no punctuation, hyphens for
-    spaces."""
+    """Return a heading's anchor as on GitHub: lower case, no punctuation, hyphens for spaces."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -45,8 +44,7 @@ def test_named_paths_exist(page: Path) -> None:
 
 
 def test_every_module_of_the_map_exists() -> None:
-    """Check docs/architecture.md: the packages, the contents of `parallel`, and the reading
-    order."""
+    """Check docs/architecture.md: packages, contents of `parallel`, and the reading order."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     source = ROOT / "src/gridformer"
     packages, parallel, reading = (

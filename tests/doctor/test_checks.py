@@ -1,5 +1,4 @@
-"""`gridformer doctor`: good machines pass, faults are named with a remedy, and hangs are
-bounded."""
+"""`gridformer doctor`: good machines pass, faults have a remedy, and hangs are bounded."""
 
 import json
 import os

@@ -149,8 +149,7 @@ def t5(task: Task) -> SpecialIds:
 
 @pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_t5s_blanks_hold_words_and_each_its_own(how: Search) -> None:
-    """Padding and ids beyond the vocabulary are never produced; sentinels are, between the
-    spans."""
+    """Padding and ids beyond the vocabulary are never produced; sentinels separate spans."""
     special = t5("spans")
     first, second, third = special.sentinels[:3]
     script = [first, FOX, DOGS, second, OVER, third]

@@ -72,9 +72,7 @@ N_DRAWS = 4000
     ids=str,
 )
 def test_words_are_chosen_as_often_as_hugging_face_would(sampling: Sampling) -> None:
-    """Hugging Face's three warpers in sequence give each word's probability; compare to 5
-    deviations.
-    """
+    """Hugging Face's three warpers give each word's probability; compare to 5 deviations."""
     chain = [transformers.TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_k:
         chain.append(transformers.TopKLogitsWarper(sampling.top_k))
@@ -148,9 +146,7 @@ def test_a_stream_ends_with_the_text(token_folder: Path) -> None:
 
 
 def test_a_character_comes_out_when_it_is_complete(token_folder: Path) -> None:
-    """If a character is not in the vocabulary, its bytes are tokens; incomplete bytes are not
-    shown.
-    """
+    """A character not in the vocabulary consists of byte tokens, and is shown only complete."""
     tokenizer = TokenFolder.open(token_folder).tokenizer
     euro, x = tokenizer.encode("€"), tokenizer.encode("x")[0]
     assert len(euro) > 1
@@ -166,9 +162,7 @@ def test_a_character_comes_out_when_it_is_complete(token_folder: Path) -> None:
 
 
 def test_a_loaded_model_drops_nothing(token_folder: Path, tmp_path: Path) -> None:
-    """A model trained with dropout generates without it: its logits equal those of one without
-    dropout.
-    """
+    """A model trained with dropout has the logits of one without it."""
     model = {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 8, "vocab_size": 301}
     rates = {"dropout": 0.5, "attention_dropout": 0.5}
     sections = {"data": {"path": str(token_folder)}, "train": {"dtype": "float64", "seed": 3}}

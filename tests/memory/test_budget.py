@@ -73,9 +73,7 @@ def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_stage_of_a_pipeline_fits_with_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputing empties the first stage, which held the most; then the last one with its logits
-    does.
-    """
+    """Recomputing empties the first stage, so that the last one with its logits holds the most."""
     stages, model = {"pp": 2, "micro_batches": 4}, {"n_layers": 4, "hidden_size": 96}
     run = a_run(stages, {**model, "vocab_size": 3000}, {"loss_chunk_tokens": 0})
     again = changed(run, {"train.recompute": "full"})
@@ -202,8 +200,7 @@ def test_train_refuses_before_any_process_starts(
 def test_a_plan_decides_once(
     token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decisions are made once, although memory is estimated as well (the bound exceeds the
-    room)."""
+    """Decisions are made once, although memory is estimated too (the bound is too large)."""
     path = tmp_path / "mine.yaml"
     decided: list[Choices] = []
     sections: dict[str, Any] = {

@@ -52,8 +52,7 @@ def test_candidates_of_four_processes() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "transformer"])
 def test_what_is_listed_works_as_it_is_written(family: str) -> None:
-    """A listed line's settings pass all checks as overrides; the others fail with the given
-    reason."""
+    """Listed settings pass all checks as overrides; others fail with the given reason."""
     model = {**MODEL, "family": family}
     found = list_layouts(model, 8)
     assert any(one.problems for one in found)

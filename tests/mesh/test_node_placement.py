@@ -155,8 +155,7 @@ def partitions(devices: tuple[int, ...], k: int) -> Iterator[list[set[int]]]:
     ],
 )
 def test_no_other_way_to_fill_nodes_is_better(sizes: Sizes, k: int) -> None:
-    """Placements that are no block, whose rings visit a node's members in sequence, are no
-    better."""
+    """Other placements, whose rings visit a node's members in sequence, are no better."""
     ranks = rank_grid(sizes, None)
     groups = [[set(line) for line in lines(ranks, axis)] for axis in range(4)]
     amounts = (0, 1, 2, 3, 5)
@@ -183,8 +182,7 @@ def best(sizes: Sizes, devices_per_node: int, **traffic: int) -> Candidate:
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_square_grid_is_bunched(n: int) -> None:
-    """In Xu et al. 2021, figure 8, nodes of 4 devices hold 2x2; 2 of them share the cable, not
-    4."""
+    """In Xu et al. 2021, figure 8, nodes hold 2x2; 2 of 4 devices share the cable."""
     found = search(grid(n, n), {"row": 100, "col": 100}, 4)
     assert found[0].block == NodeBlock(row=2, col=2)
     assert found[0].bytes_in == {"pp": 0, "dp": 0, "row": 200, "col": 200}
@@ -210,9 +208,7 @@ def test_eight_devices_a_node() -> None:
 
 
 def test_tensor_parallel_ranks_inside_a_node() -> None:
-    """Tensor-parallel ranks move the most, then replicas; stages are outermost (Narayanan et al.
-    2021).
-    """
+    """Tensor-parallel ranks move the most, then replicas, then stages (Narayanan et al. 2021)."""
     moved = {"pp": 2, "dp": 10, "col": 100}
     assert best((2, 4, 1, 8), 8, **moved).block == NodeBlock(col=8)
     assert best((2, 4, 1, 4), 8, **moved).block == NodeBlock(dp=2, col=4)

@@ -30,8 +30,7 @@ from tests.support.reference.shared import (
     ids=str,
 )
 def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    """Compare logits of words and of the sentence pair, with padding and sentence B of any
-    length."""
+    """Compare logits of words and of the sentence pair, with padding and any lengths of B."""
     ours, theirs = pair(dtype, **changes)
     tokens = tokens_of(V, 3, S)
     segments = (~lengths_mask([9, 24, 1], S)).long()
@@ -80,8 +79,7 @@ def test_parameters_are_counted_alike() -> None:
 
 
 def test_pre_norm_puts_a_norm_before_each_sub_layer_and_one_at_the_end() -> None:
-    """Megatron's arrangement is x + f(norm(x)), no norm of the embedding, and one before the
-    head."""
+    """Megatron has x + f(norm(x)), no norm of the embedding, and one before the head."""
     ours = plain(
         config := config_of(norm_position="pre"),
         torch.float64,

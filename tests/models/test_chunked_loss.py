@@ -96,8 +96,7 @@ def test_parts_add_up(b: int, s: int, tokens: int, smoothing: float, ignored: fl
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
 def test_parts_add_up_in_bfloat16(parameters: torch.dtype) -> None:
-    """With bfloat16 activations, chunks lose no more of the gradients than one piece, against
-    float64.
+    """In bfloat16, chunks lose no more of the gradients than one piece, against float64.
 
     If parameters are in bfloat16 too, hundreds of chunks are accumulated in float32.
     """
@@ -116,8 +115,7 @@ def test_parts_add_up_in_bfloat16(parameters: torch.dtype) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_logits_exist_for_one_part_at_a_time(training: bool) -> None:
-    """Count bytes: in chunks, nothing is larger than a chunk's logits, and few of them live at
-    once.
+    """In chunks nothing is larger than a chunk's logits, and few of them live at once.
 
     The whole loss needs the logits and what is made of them, several times b s v elements.
     """

@@ -30,9 +30,7 @@ def test_logits(dtype: torch.dtype, changes: dict[str, Any]) -> None:
 
 @DTYPES
 def test_loss(dtype: torch.dtype) -> None:
-    """Ours is the sum over targets that count; theirs is the mean over targets that it shifts
-    itself.
-    """
+    """Ours is the sum over targets that count; theirs is the mean, and shifts targets itself."""
     ours, theirs = pair(dtype)
     tokens = tokens_of(V, 3, 20)
     labels = tokens.clone()

@@ -20,9 +20,7 @@ S = 12
 
 
 def labeled(family: str) -> tuple[Model, Any]:
-    """Return our model with a branch for labels and random weights, and theirs, which has no
-    branch.
-    """
+    """Return our model with a random branch for labels, and theirs, which has none."""
     module: Any = {"gpt2": gpt2, "bert": bert}[family]
     size: dict[str, Any] = {"n_layers": 2, "hidden_size": 48, "n_heads": 4, "vocab_size": 211}
     if family == "bert":

@@ -58,9 +58,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     ids=lambda value: "".join(str(value).split()),
 )
 def test_equals_one_process(pool: WorkerPool, n: int, name: str, how: dict[str, Any]) -> None:
-    """The batches: one that divides, two that do not, and one that leaves processes without
-    samples.
-    """
+    """One batch divides, two do not, and one leaves processes without samples."""
     check(pool, n, name, how, [12 if n != 5 else 10, 7, 13, 3])
 
 
@@ -196,9 +194,7 @@ def test_weights_shared_by_different_processes_are_refused(
 
 
 def clipped(how: dict[str, Any]) -> tuple[float, float, float]:
-    """Return the norms before clipping on many processes and on one, and the worst difference
-    after.
-    """
+    """Return the norms before clipping on many processes and one, and the difference after."""
     want, placed = build("nested"), parallelize_branches(build("nested"), **how)
     x, y = batch("nested", 12, 0)
     F.cross_entropy(want(x), y, reduction="sum").backward()

@@ -64,8 +64,7 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
     "name", full_unless(lambda name: name not in ("pipelined", "gather, weights kept"), LAYOUTS)
 )
 def test_a_rank_holds_few_parts_of_its_logits(pool: WorkerPool, name: str) -> None:
-    """The largest tensor is a chunk's logits, and three of them exceed everything held besides the
-    table.
+    """The largest tensor is a chunk's logits; besides the table less than three of them live.
 
     A rank has v/c columns of the logits of b s / r tokens (or partial sums of all v). The table may
     exist gathered, as a chunk's gradient, as their sum, and in flight.

@@ -50,8 +50,7 @@ LIES = [contiguous, transposed, with_gaps, second_innermost]
 
 
 def shapes(n: int) -> list[tuple[int, ...]]:
-    """Return shapes for n ranks; where n ranks shard a dimension of n, a device has a width of
-    1."""
+    """Return shapes for n ranks; if they shard a dimension of n, a device has a width of 1."""
     return [(6, n), (n, 1), (n, 6), (2, 6, n), (6, 2, 1), (2, n, 3, 6)]
 
 
@@ -240,9 +239,7 @@ NARROW: list[dict[str, Any]] = [
     ids=lambda layout: "-".join(map(str, layout.values())),
 )
 def test_a_device_may_hold_one_column(pool: WorkerPool, layout: dict[str, Any], way: str) -> None:
-    """A device may hold one column of the feed-forward's weights and activations; copies are
-    checked.
-    """
+    """A device may hold one column of weights and activations; copies are checked."""
     narrow = {"ffn_size": 2, "n_layers": 1, "max_seq_len": 12}
     arguments = (compare, layout, narrow, {**TRAIN, "dtype": "float64"}, 2)
     n = LayoutConfig(**layout).n_processes
@@ -254,8 +251,7 @@ def test_a_device_may_hold_one_column(pool: WorkerPool, layout: dict[str, Any], 
 @pytest.mark.parametrize("make", [transposed, with_gaps, contiguous])
 @pytest.mark.parametrize("shape", [(5, 1), (1, 5), (5, 3)])
 def test_a_checksum_is_of_values_alone(make: Callable[..., Tensor], shape: tuple[int, int]) -> None:
-    """The checksum ignores memory layout: columns of one element have strides that torch
-    ignores."""
+    """The checksum ignores memory layout, such as the strides of one-element columns."""
     x = make(*shape)
     same = torch.tensor(x.tolist(), dtype=x.dtype)
     assert _checksum(x) == _checksum(same)
@@ -264,8 +260,7 @@ def test_a_checksum_is_of_values_alone(make: Callable[..., Tensor], shape: tuple
 
 
 def broadcast_of_a_kept_tensor() -> tuple[int, bool]:
-    """Return how often the root's tensor counts as changed if a backend also writes it on the
-    root."""
+    """Return how often the root's tensor counts as changed if a backend writes it there too."""
     axis = Axis("world", 2, dist.get_rank(), dist.group.WORLD)
     x = contiguous(3, 4)
     before, send = x._version, dist.broadcast

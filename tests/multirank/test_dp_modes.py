@@ -121,9 +121,7 @@ FAMILY_CASES = [
     ids="-".join,
 )
 def test_every_family_equals_one_device(pool: WorkerPool, case: tuple[str, str, str]) -> None:
-    """Cover two stacks, tables of score biases, several losses, and heads with their own
-    parameters.
-    """
+    """Cover two stacks, score biases, several losses, and heads with their own parameters."""
     family, below, mode = case
     layout = {**BELOW[below], "dp_mode": mode, "micro_batches": 3}
     model = {**MODEL, **FAMILIES[family]}
@@ -240,8 +238,7 @@ HELD_CASES = [
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> None:
-    """Optimizer state and gradients, or everything, take exactly 1/d, counted on the real
-    tensors."""
+    """Optimizer state and gradients, or everything, take exactly 1/d of the elements."""
     name, mode, micro_batches = case
     layout, model = HELD[name]
     plan = LayoutConfig(**layout, dp_mode=mode, micro_batches=micro_batches)  # type: ignore[arg-type]
@@ -265,8 +262,9 @@ def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> No
 
 @dataclass
 class Traffic:
-    """Traffic of one rank: elements and kinds of collectives by label, and the elements of a
-    replica's share, in layers and outside them.
+    """Traffic of one rank: elements and kinds of collectives by label.
+
+    `in_layers` and `outside` are the elements of a replica's share, in layers and outside them.
     """
 
     moved: dict[str, float]

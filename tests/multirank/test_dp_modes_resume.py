@@ -1,5 +1,4 @@
-"""Checkpoints of sharded replicas can be resumed under any other layout, and the other way
-round."""
+"""Checkpoints of sharded replicas resume under any other layout, and the reverse."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def test_same_layout_is_bit_exact(
 
 
 def test_a_part_is_written_once(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
-    """The replica that updates a block writes it: all elements of all tensors, none of them
-    twice."""
+    """The replica that updates a block writes it: all elements of all tensors, once."""
     sizes = []
     for mode in MODES:
         layout = {"scheme": "single", "dp": 3, "dp_mode": mode}

@@ -171,8 +171,7 @@ def test_schedules_in_float32(pool: WorkerPool, layout: Layout) -> None:
 def test_feed_forward_no_wider_than_the_model(
     pool: WorkerPool, layout: Layout, ffn_size: int
 ) -> None:
-    """With such sizes, or a smaller vocabulary, another activation than usual is the narrower
-    one."""
+    """With such sizes, another activation than usual is the narrower one."""
     model = {"ffn_size": ffn_size, "vocab_size": 13, "n_layers": 1, "max_seq_len": 12}
     check(pool, layout, model, n_steps=2, dtype="float64")
 
@@ -236,8 +235,7 @@ def test_unequal_copies_are_found(pool: WorkerPool, layout: Layout, name: str, a
     ids=name_of,
 )
 def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, layout: Layout) -> None:
-    """Rounding to 8 bits happens in other places, so only loss and norm are compared, and
-    loosely."""
+    """Rounding to 8 bits happens in other places, so loss and norm are compared loosely."""
     n = LayoutConfig(**layout).n_processes
     for worst in pool.run(n, compare, layout, {}, {**TRAIN, "dtype": "bfloat16"}, 3):
         assert worst["init"] == 0.0

@@ -68,8 +68,7 @@ def run_of(layout: Layout, family: str, recompute: str, n_layers: int) -> RunCon
 
 
 def moved(run: RunConfig) -> tuple[float, float]:
-    """Return the bytes that this rank receives for products in one step: activations, and
-    weights."""
+    """Return the bytes this rank receives for products in a step: activations, and weights."""
     torch.set_num_threads(1)
     axes, layout = axes_of(run.layout), run.layout
     choices = decide_run(run).choices

@@ -1,5 +1,4 @@
-"""float16 on every layout: an overflow on one rank skips the step on all ranks, and runs
-continue."""
+"""float16 on every layout: an overflow on one rank skips the step on all, and runs continue."""
 
 from __future__ import annotations
 

@@ -68,9 +68,7 @@ def _bias(bias: Tensor, axes: Axes) -> Tensor:
 
 
 def product_ab(how: How, has_bias: bool, sizes: tuple[int, ...], axes: Axes) -> Case:
-    """Multiply [b, s, K] by [K, N]: b and the weight's K are sharded over rows, the rest over
-    columns.
-    """
+    """Multiply [b, s, K] by [K, N]: rows shard b and the weight's K, columns the rest."""
     b, s, k, n = sizes
 
     def on_grid(a: Tensor, w: Tensor, *bias: Tensor) -> Tensor:

@@ -88,9 +88,7 @@ def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int],
 def test_sums_begin_before_the_backward_pass_has_ended(
     pool: WorkerPool, layout: Layout, micro_batches: int
 ) -> None:
-    """They start in the last micro-batch only, once gradients are complete; all are sent when it
-    ends.
-    """
+    """Sums start in the last micro-batch, once gradients are complete, before it ends."""
     n = LayoutConfig(**layout).n_processes
     for early, (late,), total in pool.run(n, sent_when, layout, micro_batches):
         assert early[:-1] == [0] * (micro_batches - 1)

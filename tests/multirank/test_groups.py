@@ -202,9 +202,7 @@ def split_over_nccl(layout: Layout) -> list[tuple[list[list[int]], float, str]]:
 
 
 def test_lines_of_an_axis_are_split_off_together(pool: WorkerPool) -> None:
-    """NCCL splits all lines of an axis in one call; a pipeline's neighbors need one per disjoint
-    set.
-    """
+    """NCCL splits all lines of an axis in one call, and a pipeline's disjoint neighbors too."""
     first, *rest = pool.run(8, split_over_nccl, PIPELINE)
     assert all(asked == first for asked in rest), "groups must be asked for in one order"
     assert {seconds for _, seconds, _ in first} == {seconds_of_the_pool()}

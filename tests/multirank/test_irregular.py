@@ -22,8 +22,7 @@ AXES = [(1, 4, COL), (2, 2, ROW), (3, 2, COL)]
 
 
 def piece(source: int, target: int, line: int) -> Tensor:
-    """Return a piece of unequal shape and dimensions, often empty, and non-contiguous if
-    possible."""
+    """Return a piece of unequal shape, often empty, and non-contiguous if possible."""
     shape = [(source, target + 1), (2, target, source), (0, 3), (4,)][(source + 2 * target) % 4]
     generator = torch.Generator().manual_seed(100 * line + 10 * source + target)
     return torch.randn(shape[::-1], generator=generator).permute(*range(len(shape) - 1, -1, -1))
@@ -117,8 +116,7 @@ def exchanged(rows: int, cols: int, name: str) -> None:
 def test_pieces_of_any_shape_arrive(
     pool: WorkerPool, rows: int, cols: int, name: str, what: Callable[..., None]
 ) -> None:
-    """Pieces are unequal, sometimes empty, from every root, in several groups at once, and
-    counted."""
+    """Pieces are unequal, sometimes empty, from every root, in several groups at once."""
     pool.run(rows * cols, what, rows, cols, name)
 
 
@@ -255,7 +253,5 @@ def pairs_on_rank(rows: int, cols: int, name: str) -> None:
 def test_gradients_equal_finite_differences(
     pool: WorkerPool, rows: int, cols: int, name: str
 ) -> None:
-    """Check all-to-all, scatter and gather, each with its transpose; only the first device's
-    counts.
-    """
+    """Check all-to-all, scatter and gather with their transposes; only the first rank counts."""
     pool.run(math.prod((rows, cols)), pairs_on_rank, rows, cols, name)

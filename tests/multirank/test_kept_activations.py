@@ -1,5 +1,4 @@
-"""Counts what a layer keeps for its backward pass, and checks docs/concepts/placement.md's
-table."""
+"""Counts what a layer keeps for backward; the table is in docs/concepts/placement.md."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ Kept = tuple[float, float]
 
 
 def kept(layout: dict[str, Any], n_layers: int) -> Kept:
-    """Return the elements of distinct tensors that autograd holds: activations, and gathered
-    weights.
+    """Return the elements of tensors that autograd holds: activations, and gathered weights.
 
     Activations are recognized by their size.
     """

@@ -63,8 +63,7 @@ CASES = [("one process", 60), *((layout, FULL) for layout in LAYOUTS)]
 def test_curves_are_close_to_float32s(
     pool: WorkerPool, text: Path, tmp_path: Path, case: tuple[str, int]
 ) -> None:
-    """The runs start from the same weights and read the same text; losses are means over 20
-    steps."""
+    """The runs have equal initial weights and text; losses are means over 20 steps."""
     layout, steps = LAYOUTS[case[0]], case[1]
     runs = {
         dtype: curve(pool, text, tmp_path / dtype, layout, dtype, steps)

@@ -49,8 +49,7 @@ QUICK_ON_NCCL = {
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
-    """Collect each cell's largest relative difference, and write the table if the session
-    should."""
+    """Collect each cell's largest relative difference, and write the table if asked to."""
     worst: dict[Cell | str, float] = {}
     yield worst
     path = request.config.getoption("--exactness-table")

@@ -113,8 +113,7 @@ def test_padding_stays_zero(pool: WorkerPool, layout: dict[str, Any], vocab_size
 
 
 def unlikely_words(model: Model, axes: Axes) -> None:
-    """Make every true logit about -1000, so that a padded one (zero) would be by far the
-    largest."""
+    """Make every true logit about -1000, so that a padded one (zero) would be the largest."""
     with torch.no_grad():
         table = model.get_parameter("tokens.weight")
         shard_of(table).valid(table).fill_(1.0)

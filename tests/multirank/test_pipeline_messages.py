@@ -37,8 +37,7 @@ MEGATRON: Layout = {"scheme": "megatron", "cols": 2}
 
 
 def moved(layout: Layout, config: ModelConfig) -> dict[str, tuple[float, int]]:
-    """Count one step's elements and messages between stages by operation, and the gathers over
-    col."""
+    """Count a step's elements and messages between stages, and the gathers over col."""
     plan = LayoutConfig(**layout)
     stepper = stepper_of(config, plan, axes_of(plan))
     (read,) = reads_of(config, 1)
@@ -67,9 +66,7 @@ def moved(layout: Layout, config: ModelConfig) -> dict[str, tuple[float, int]]:
 def test_a_tensor_crosses_once(
     pool: WorkerPool, layout: Layout, share: int, gathered: bool
 ) -> None:
-    """A device sends its part of the tensor under any scheme; plain Megatron gathers the parts
-    again.
-    """
+    """A device sends its part of the tensor; plain Megatron gathers the parts again."""
     m = 3
     layout = {**layout, "pp": 2, "micro_batches": m}
     n = LayoutConfig(**layout).n_processes
@@ -94,9 +91,7 @@ def begins(layout: Layout, config: ModelConfig) -> list[str]:
 
 @pytest.mark.parametrize("pp", full_unless(lambda pp: pp == 5, [5, 7]))
 def test_memory_rides_along(pool: WorkerPool, pp: int) -> None:
-    """The encoder's result passes through the decoder's stages, but not to a stage with only a
-    head.
-    """
+    """The encoder's result passes through the decoder's stages, but not to a head alone."""
     layout, config = {"pp": pp, "micro_batches": 2}, family("t5", n_layers=1, n_decoder_layers=3)
     config = config.model_copy(update={"vocab_size": 400})  # so that the head is a stage
     first = pool.run(pp, begins, layout, config)[0]

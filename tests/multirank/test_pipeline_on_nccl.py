@@ -99,8 +99,7 @@ class Event(NamedTuple):
 
 
 def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[int]]]:
-    """Return what this rank did in a step, and its groups' members by the ends of their
-    messages."""
+    """Return what this rank did in a step, and the members of its groups by their ends."""
     plan, config = LayoutConfig(**layout), family("gpt2", n_layers=N_LAYERS)
     axes = axes_of(plan)
     stepper = stepper_of(config, plan, axes)

@@ -126,9 +126,7 @@ def layers_of(config: ModelConfig) -> list[Layer]:
 
 
 def products_of(config: ModelConfig) -> tuple[int, int]:
-    """Return all ranks' counts in a forward pass: all products of the blocks, and each block's
-    last.
-    """
+    """Return all ranks' counts in forward: all products of blocks, and each block's last."""
     layers, s = layers_of(config), config.max_seq_len
     tokens = {"tokens": B * s, "source": 2 * B * s}  # as `batches_of` makes them
 
@@ -320,8 +318,7 @@ def sent(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> Count
 
 @pytest.mark.parametrize("family", ["GPT-2", "BERT"])
 def test_what_is_computed_again_sends_again(pool: WorkerPool, family: str) -> None:
-    """Backward repeats a block's forward messages, except the last product's (unless a norm reads
-    it).
+    """Backward repeats a block's forward messages, but not those of an unneeded last product.
 
     The sharded inputs of blocks are gathered once. On a grid, weights that backward does not read
     are not gathered.

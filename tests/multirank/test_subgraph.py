@@ -96,8 +96,7 @@ def test_equals_one_device_in_float32(pool: WorkerPool, layout: Layout) -> None:
     ids=lambda kind: "-".join(kind.values()),
 )
 def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, kind: Layout) -> None:
-    """Rounding to 8 bits happens in other places, so only loss and norm are compared, and
-    loosely."""
+    """Rounding to 8 bits happens in other places, so loss and norm are compared loosely."""
     settings = {**TRAIN, "dtype": "bfloat16"}
     for worst in pool.run(2, compare, subgraph(2, **kind), {"max_seq_len": 12}, settings, 2):
         assert worst["init"] == 0.0
@@ -146,8 +145,7 @@ def test_ranks_lie_in_the_order_asked_for(pool: WorkerPool, order: str, common: 
 
 
 def held(layout: Layout, model: dict[str, Any]) -> tuple[bool, dict[str, int]]:
-    """Return whether this rank is in the first sub-grid, and how much it holds of each
-    parameter."""
+    """Return whether this rank is in the first sub-grid, and its elements by parameter."""
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     cut = build_parallel(tiny(**model), plan, axes, 1, CPU)
@@ -160,9 +158,7 @@ def held(layout: Layout, model: dict[str, Any]) -> tuple[bool, dict[str, int]]:
 def test_branches_are_held_once_and_common_layers_where_they_belong(
     pool: WorkerPool, branches: int, kind: Layout
 ) -> None:
-    """A process holds 1/g of every parameter of branches, and all common ones (cSub: none
-    elsewhere).
-    """
+    """A process holds 1/g of every branch parameter, and common ones as the layout says."""
     model = {"n_labels": 3}
     with torch.device("meta"):
         whole = {name: p.numel() for name, p in build_model(tiny(**model)).named_parameters()}
@@ -182,8 +178,7 @@ CONFIG = tiny(n_labels=N_LABELS, dropout=0.1, attention_dropout=0.1, max_seq_len
 
 
 def label_losses(model: Model, batch: Tensor, rows: slice) -> list[Tensor]:
-    """Return language model and label losses of some sequences as sums; other ranks have no
-    values."""
+    """Return sums of language model and label losses; other ranks have no values."""
     generator = torch.Generator().manual_seed(5)
     at = torch.randint(0, CONFIG.max_seq_len, (B,), generator=generator)
     labels = torch.randint(0, N_LABELS, (B,), generator=generator)

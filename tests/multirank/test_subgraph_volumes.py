@@ -122,8 +122,7 @@ def layers(layouts: list[Layout]) -> list[tuple[int, tuple[Kinds, Kinds, Kinds, 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_a_layer_sends_what_the_specification_says(pool: WorkerPool, n: int) -> None:
-    """Compare each kind of collective and its elements in forward and backward; ends send
-    nothing."""
+    """Compare kinds of collectives and elements in both passes; ends send nothing."""
     layouts = [layout for layout in LAYERS if n_of(layout) == n]
     for found in pool.run(n, layers, layouts):
         for layout, (branch, (forward, backward, *rest)) in zip(layouts, found):

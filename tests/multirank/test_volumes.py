@@ -262,8 +262,7 @@ def both_ends(layout: dict[str, Any]) -> tuple[Volume, Volume]:
 @pytest.mark.parametrize("schedule", ["broadcast", "gather"])
 @pytest.mark.parametrize("grid", full_unless(SOME_GRIDS.__contains__, GRIDS), ids=str)
 def test_logits_never_travel(pool: WorkerPool, grid: tuple[int, int], schedule: str) -> None:
-    """If the narrower activation travels, that is bsh for the embedding's result and the head's
-    input.
+    """If the narrower activation travels, embedding and head move bsh each, and gradients.
 
     Their gradients travel, too. With the paper's placement, bsv travels for the logits.
     """

@@ -112,9 +112,7 @@ def test_a_kept_weight(pool: WorkerPool, grid: tuple[int, int], check: Any) -> N
 
 
 def opened_cells(layout: dict[str, Any]) -> tuple[int, bool]:
-    """Return how many prefetchers hold something inside `weights_kept`, and whether any does after
-    an error.
-    """
+    """Return how many prefetchers hold something in `weights_kept`, and any after an error."""
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
     model = build_parallel(tiny(n_layers=2), plan, axes, 1, CPU)

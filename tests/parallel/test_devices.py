@@ -213,8 +213,7 @@ def send(device: str) -> None:
 
 
 def test_what_a_gpu_refuses_is_refused(gpu: InProcess) -> None:
-    """Mixing a meta number with GPU tensors is refused, and so is a message from the host's
-    memory."""
+    """Mixing a meta number with GPU tensors is refused, as is a message from host memory."""
     with pytest.raises(RuntimeError, match="two devices, meta and fakegpu:0"):
         gpu(mix, "meta")
     gpu(mix, "cpu")  # a number in the host's memory may be combined with GPU tensors

@@ -1,6 +1,4 @@
-"""Initial values of parameters depend only on seed and name, have the right spread, and are the
-same in every layout.
-"""
+"""Initial values depend only on seed and name, and have the right spread, in every layout."""
 
 from __future__ import annotations
 
@@ -140,8 +138,7 @@ def test_names_differ() -> None:
 
 @pytest.mark.parametrize(("n_layers", "init_std"), [(1, 0.02), (8, 0.02), (2, 0.1)])
 def test_spread(n_layers: int, init_std: float) -> None:
-    """The spread is 0.02 by default; projections into the residual stream have 1/sqrt(2 N) of
-    it."""
+    """The spread is 0.02 by default, times 1/sqrt(2 N) for residual projections."""
     config = CONFIG.model_copy(update={"n_layers": n_layers, "init_std": init_std})
     for name, value in values(config).items():
         if value.dim() == 1:

@@ -111,8 +111,7 @@ def test_following_the_first_offers_leads_to_a_run_that_fits(run: RunConfig) -> 
 
 
 def test_changes_are_combined_where_one_alone_does_not_suffice() -> None:
-    """Only 1 branch divides heads, feed-forward and samples, and then dp_mode has nothing to
-    shard."""
+    """Only 1 branch divides all sizes, and then dp_mode has nothing to shard."""
     layout = {"layout.scheme": "subgraph", "layout.branches": 5, "layout.dp_mode": "zero1"}
     run = run_of(**layout, **{"train.global_batch": 25})
     by_rule = {problem.rule: problem for problem in problems(run)}

@@ -1,5 +1,4 @@
-"""The blocks of all ranks together are the global tensor, each element once, and padding is
-zero."""
+"""The blocks of all ranks hold each element of the global tensor once; padding is zero."""
 
 from __future__ import annotations
 

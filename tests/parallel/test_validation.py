@@ -228,8 +228,7 @@ def test_all_problems_at_once() -> None:
 
 
 def test_a_first_sub_grid_alone_shares_no_samples_over_branches() -> None:
-    """Rules about the feed-forward's shards and the samples apply only to layouts that have
-    them."""
+    """Rules about the feed-forward and samples apply only to layouts that shard them."""
     odd = {"layout.scheme": "subgraph", "layout.branches": 4, "train.global_batch": 7}
     assert rules(run_of(**odd)) == {"batch"}
     assert problems(run_of(**odd, **{"layout.common": "first"})) == []
@@ -248,15 +247,13 @@ def test_what_a_scheme_does_not_cut_need_not_divide(scheme: str) -> None:
 
 
 def pooled(**changes: Any) -> RunConfig:
-    """Return a run in which 4 columns divide heads and feed-forward but not the pooler's width
-    h."""
+    """Return a run whose heads and feed-forward divide by 4 columns, but not the pooler's h."""
     model = {"model.hidden_size": 30, "model.n_heads": 4, "model.head_dim": 6, "model.ffn_size": 64}
     return run_of(**model, **{"layout.scheme": "megatron", "layout.cols": 4}, **changes)
 
 
 def test_a_pooler_is_cut_over_columns() -> None:
-    """BERT's pooler for sentence pairs and the labels' pooler shard h; without either nothing
-    does."""
+    """The poolers for sentence pairs and for labels shard h; without them nothing does."""
     assert rules(pooled()) == set()
     assert rules(pooled(**{"model.n_labels": 3})) == {"cols cuts model.hidden_size"}
     bert = {"model.family": "bert"}
@@ -288,8 +285,7 @@ COMPILED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 
 @pytest.mark.parametrize(("changes", "offers"), COMPILED)
 def test_what_cannot_be_compiled(changes: dict[str, Any], offers: list[dict[str, Any]]) -> None:
-    """Blocks that communicate, and parameters that are gathered block by block, cannot be
-    compiled."""
+    """Blocks that communicate, or gather their parameters, cannot be compiled."""
     assert problems(run_of(**changes)) == []
     (problem,) = problems(run_of(**changes, **{"train.compile": True}))
     assert [*problem.offers] == offers
@@ -308,9 +304,7 @@ def test_axes_of_one_process() -> None:
 
 
 def test_schemes_are_read_without_torch() -> None:
-    """Validation runs in the command line, where importing torch would take longer than anything
-    else.
-    """
+    """Validation runs in the command line, where importing torch would dominate the time."""
     code = "import sys, gridformer.memory.layouts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

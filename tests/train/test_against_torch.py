@@ -36,8 +36,7 @@ RATES = {"dropout": DROPOUT, "attention_dropout": ATTENTION_DROPOUT}
 
 
 class Masked(nn.Module):
-    """Their dropout: an element is kept if the hash of (seed, step, site, global index) is large
-    enough.
+    """Their dropout: keeps an element if hash(seed, step, site, global index) is large enough.
 
     Kept elements are divided by the probability of being kept.
     """
@@ -63,8 +62,7 @@ class Masked(nn.Module):
 
 @contextmanager
 def their_probabilities_are_masked(sites: dict[nn.Module, Masked]) -> Iterator[None]:
-    """Make their attention, which drops with a function, use the mask of the module that calls
-    it."""
+    """Make their attention's dropout function use the mask of the calling module."""
     calling: list[nn.Module] = []
     handles = []
     for module in sites:
@@ -190,8 +188,7 @@ def test_gpt2_trains_as_torch_trains_it(micro_batches: int, dropout: bool) -> No
 
 
 def gradients_of(ours: Model, batch: Batch, step: int, first_sample: int) -> dict[str, Tensor]:
-    """Return gradients of the summed losses, in training, of a micro-batch from `first_sample`
-    on."""
+    """Return gradients of summed losses in training, for samples from `first_sample` on."""
     ours.train()
     ours.clock.seed, ours.clock.step = SEED, step
     ours.clock.first_sample = first_sample
@@ -312,9 +309,7 @@ class FirstOf(nn.Module):
 
 @pytest.mark.parametrize("position", ["post", "pre"])
 def test_the_transformers_masks_are_where_the_formula_says(position: str) -> None:
-    """Compare with torch.nn.Transformer, whose attention cannot be told which probabilities to
-    drop.
-    """
+    """Compare with torch.nn.Transformer, without dropout of attention probabilities."""
     ours = transformer.model_of(norm_position=position, dropout=DROPOUT)
     theirs = transformer.torchs(ours).train()
     now = SimpleNamespace(step=3, first_sample=2)

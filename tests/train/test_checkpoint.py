@@ -185,8 +185,7 @@ def test_latest_is_of_the_most_steps_whenever_it_was_written(saved: Path) -> Non
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
-    """A resumed run may save a step again: one complete folder is left, with what was saved
-    last."""
+    """A resumed run may save a step again; one complete folder remains, the last one saved."""
     run = a_run()
     model, stepper = a_model(run, seed=1)
     stepper(0, lambda rows: next_words(torch.arange(10).view(2, 5)[rows]))

@@ -49,9 +49,7 @@ def assert_same(a: Stepper, b: Stepper) -> None:
 
 
 def test_a_unit_is_clipped_by_its_own_norm() -> None:
-    """Each layer's matrices are one unit and the rest another; units with a smaller norm are not
-    clipped.
-    """
+    """Units are each layer's matrices, and the rest; only large norms are clipped."""
     free = stepper(clip_norm=0.0, clip_by="layer")
     total = step(free, 0)
     norms = [norm_of(unit) for unit in free.updates.units]

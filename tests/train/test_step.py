@@ -28,9 +28,7 @@ def stepper(axes: Axes | None = None, micro_batches: int = 1, **train: Any) -> S
 
 
 def test_the_norm_of_a_large_gradient_is_accurate() -> None:
-    """A float32 sum of one element at a time is off by 4e-4 at this size, so it depends on the
-    layout.
-    """
+    """A naive float32 sum is off by 4e-4 at this size, so it depends on the layout."""
     parameter = torch.nn.Parameter(torch.empty(1600, 6400))
     parameter.grad = torch.rand(1600, 6400, generator=torch.Generator().manual_seed(1))
     model = torch.nn.Module()
@@ -80,9 +78,7 @@ def test_a_diverged_step_changes_nothing(poison: float) -> None:
 
 
 def test_each_step_has_masks_of_its_own() -> None:
-    """With the same weights and batch, another step drops other elements, and the same step the
-    same.
-    """
+    """With the same weights and batch, each step drops its own elements, reproducibly."""
     tokens = torch.randint(0, 11, (2, 5))
 
     def loss_at(step: int, dropout: float) -> float:

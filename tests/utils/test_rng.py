@@ -43,9 +43,7 @@ def test_normal_moments() -> None:
 
 
 def test_normal_tails() -> None:
-    """Numbers beyond 1, 2 and 3 deviations are as frequent as expected on both sides; none exceeds
-    4.2.
-    """
+    """Numbers beyond 1, 2 and 3 deviations are as frequent as expected; none exceeds 4.2."""
     x = grid().flatten()
     for limit in (1.0, 2.0, 3.0):
         p = math.erfc(limit / math.sqrt(2)) / 2

@@ -64,9 +64,7 @@ def test_at_least_one_and_never_a_special_one(ids: list[int], seed: int) -> None
 
 
 def test_every_word_is_hidden_as_often_as_any_other() -> None:
-    """The first and last words are included: 30 words, of which 5 are hidden, between two ends of
-    texts.
-    """
+    """Of 30 words between two ends of texts 5 are hidden, the first and last as often."""
     row = np.concatenate([[7], np.arange(100, 130), [7]])
     draw, n_draws = np.random.default_rng(0), 3000
     masking = Masking(SPECIAL)

@@ -1,5 +1,4 @@
-"""Random numbers belong to a place in the global batches; test_sampler.py tests the order
-itself."""
+"""Random numbers belong to a place in the global batches; test_sampler.py tests the order."""
 
 import numpy as np
 

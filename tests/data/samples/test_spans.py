@@ -93,8 +93,7 @@ def test_span_lengths_vary() -> None:
 
 
 def test_every_way_of_cutting_is_equally_likely() -> None:
-    """In a window of 40 tokens, 34 are kept in 2 stretches and 6 are noise in 2 spans, all
-    non-empty.
+    """Of 40 tokens, 34 are kept in 2 stretches and 6 are noise in 2 spans, all non-empty.
 
     The test counts all ways of splitting them, including the first and the last.
     """

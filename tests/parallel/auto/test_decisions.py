@@ -37,9 +37,7 @@ GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
 
 
 def test_traffic_is_that_of_the_choices() -> None:
-    """Bytes over rows and columns by docs/concepts/placement.md's formula; dp reduces every
-    gradient.
-    """
+    """Bytes over rows and columns follow docs/concepts/placement.md; dp reduces gradients."""
     run = run_of({**GRID, "dp": 2, "keep_gathered": "none", "schedule": "broadcast"})
     traffic = decide_run(run).traffic
     tokens, h, v, n = 16 * 128 / 2, 512, 2048, 4

@@ -124,9 +124,7 @@ def test_megatron_cuts_what_opens_by_columns_and_what_closes_by_rows(
 def test_auto_never_moves_more_than_the_paper(
     model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]
 ) -> None:
-    """The paper broadcasts every product's input and every weight, and moves twice that in
-    backward.
-    """
+    """The paper broadcasts every product's input and weight, and twice that in backward."""
     rows, cols = grid
     chosen = decide(model, optimus(rows, cols, **{**how, "stationary": "auto"}), work)
     for choice in chosen.products.values():

@@ -89,8 +89,7 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("pp", "k"), [(3, 1), (3, 2)])
 def test_ranks_hold_their_stages_and_nothing_else(family: Family, pp: int, k: int) -> None:
-    """Parameters keep their usual names; those held by several stages are marked so on all of
-    them."""
+    """Parameters keep their usual names, and shared ones are marked on all their stages."""
     config = model_of(family)
     layout = LayoutConfig(pp=pp, stages_per_rank=k, micro_batches=pp)
     whole = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"))

@@ -78,9 +78,7 @@ def simulated(case: Case, forward: float = 1.0, backward: float = 2.0) -> list[l
 
 @pytest.mark.parametrize("case", CASES)
 def test_idle_time_is_that_of_the_paper(case: Case) -> None:
-    """Idle time is (pp-1)/m of the ideal time, divided by k with k stages per rank (Narayanan et
-    al. 2021).
-    """
+    """Idle time is (pp-1)/(mk) of the ideal time with k stages per rank (Narayanan et al. 2021)."""
     _, pp, k, m = case
     assert idle_fraction(simulated(case)) == pytest.approx((pp - 1) / (k * m))
 

@@ -1,5 +1,4 @@
-"""The entrypoints that the workers of test_launch.py run; each writes files named after its
-rank."""
+"""The entrypoints that test_launch.py's workers run; each writes files named by its rank."""
 
 import os
 import signal

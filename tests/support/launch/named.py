@@ -1,5 +1,4 @@
-"""Runs an entrypoint given by its module's name, so that the launcher does not import it or
-torch."""
+"""Runs an entrypoint by its module's name, so that the launcher imports neither it nor torch."""
 
 import importlib
 from pathlib import Path

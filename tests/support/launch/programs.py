@@ -72,8 +72,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def assert_gone(pids: list[str]) -> None:
-    """Check that processes end long before their work (600 s) would, however busy the machine
-    is."""
+    """Check that processes end long before their work (600 s) would, even under load."""
     deadline = time.monotonic() + LIMIT_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "workers are still there"

@@ -47,8 +47,7 @@ def cut(whole: Tensor, dims: Dims, axes: Axes) -> Tensor:
 
 
 def join(block: Tensor, dims: Dims, axes: Axes) -> Tensor:
-    """Return the whole tensor on every device. Backward takes this device's block of the
-    gradient."""
+    """Return the whole tensor on every device. Backward takes this device's gradient block."""
     whole: Tensor = _Join.apply(block, dims, axes)
     return whole
 

@@ -64,8 +64,7 @@ def batch_of(step: int, config: ModelConfig, rows: int) -> Tensor:
 
 
 def batches_of(step: int, config: ModelConfig, rows: int) -> Batch:
-    """Return a family's batch with padding, and with targets that do not count where it has
-    them."""
+    """Return a family's batch with padding, and with ignored targets where it has them."""
     whole = batch_of(step, config, rows)
     batch = next_words(whole)
     s, generator = config.max_seq_len, torch.Generator().manual_seed(2000 + step)
@@ -259,8 +258,7 @@ def batch_gradients(stepper: Stepper, read: ReadRows) -> Tensors:
 
 
 def _check_decay(stepper: Stepper) -> None:
-    """Check what decays (all but biases and norms) and that each owned parameter is updated
-    once."""
+    """Check that all but biases and norms decay, and each owned parameter updates once."""
     decays = {
         id(parameter): group["weight_decay"]
         for group in stepper.updates.param_groups

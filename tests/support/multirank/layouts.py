@@ -51,8 +51,7 @@ def subgraph(branches: int, dp: int = 1, **how: Any) -> Layout:
 
 
 def short(case: Any) -> str:
-    """Return a short name such as `4x2-first-outside` for a layout, `micro_batches_3` for
-    settings."""
+    """Return a short name, such as `4x2-first-outside` or `micro_batches_3`."""
     if not isinstance(case, dict):
         return str(case)
     if "scheme" not in case:
@@ -62,8 +61,7 @@ def short(case: Any) -> str:
 
 
 def in_branches(name: str, layout: Layout) -> bool:
-    """Return whether a parameter is sharded over branches; biases that close a section are
-    common."""
+    """Return whether branches shard a parameter; biases that close a section are common."""
     parts: tuple[str, ...] = ()
     if layout.get("attention", "inside") == "inside":
         parts += ("attention.qkv.", "attention.out.weight")

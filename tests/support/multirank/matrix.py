@@ -75,9 +75,7 @@ class Cell(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the model; in a pipeline it has three layers, so that four stages are of unequal
-        size.
-        """
+        """Return the model; a pipeline's has three layers, so that four stages are unequal."""
         p = {"dropout": 0.1, "attention_dropout": 0.1} if self.dropout else {}
         n_layers = 3 if self.pp > 1 else 2
         return {"n_layers": n_layers, "max_seq_len": 12, **p, **MODELS[self.model]}
@@ -158,8 +156,7 @@ def refusal(cell: Cell) -> str:
 
 
 def remember(path: Path, worst: Mapping[Cell | str, float]) -> dict[Cell | str, float]:
-    """Add the results to those of earlier sessions in the file at `path`, and return all of
-    them."""
+    """Add the results to those in the file at `path`, and return all of them."""
     lines = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     found = {Cell(*key) if isinstance(key, list) else key: value for key, value in lines}
     found = {key: value for key, value in found.items() if key in CELLS or isinstance(key, str)}

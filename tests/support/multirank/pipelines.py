@@ -40,9 +40,7 @@ SETTINGS = TrainConfig(
 
 
 def family(name: Family, **changes: Any) -> ModelConfig:
-    """Return a model of four layers per stack, or three and five, so that no stage count divides
-    all.
-    """
+    """Return a model of four layers per stack, or three and five, which no stage count divides."""
     layers = {"n_layers": 3, "n_decoder_layers": 5} if name in ("t5", "transformer") else {}
     own: dict[Family, dict[str, Any]] = {
         "gpt2": {"n_labels": 3},
@@ -56,9 +54,7 @@ def family(name: Family, **changes: Any) -> ModelConfig:
 
 
 def batch_of(config: ModelConfig, step: int, rows: int = ROWS) -> Batch:
-    """Return a batch with every key that the family reads, with padding and targets that do not
-    count.
-    """
+    """Return a batch with all the family's keys, with padding and ignored targets."""
     generator = torch.Generator().manual_seed(100 + step)
 
     def draw(high: int, *shape: int) -> torch.Tensor:

@@ -278,8 +278,7 @@ class WorkerPool:
     def _receive(
         waiting: dict[int, _Worker], timeout_s: float, results: dict[int, Any]
     ) -> dict[int, RankFailed]:
-        """Wait for the next message from some ranks; fill `results`, and return failures by
-        rank."""
+        """Wait for the next message of some ranks; fill `results`, return failures by rank."""
         failures = {}
         ready = wait(
             [w.pipe for w in waiting.values()] + [w.process.sentinel for w in waiting.values()],

@@ -31,9 +31,7 @@ LAYER = ("qkv", "out", "up", "down")
 
 @dataclass
 class Volume:
-    """Traffic of one rank and one pass: elements by label, messages by label and kind, elements by
-    axis.
-    """
+    """Traffic of one rank and pass: elements and messages by label, and elements by axis."""
 
     moved: dict[str, Fraction]
     count: dict[str, Counter[str]]
