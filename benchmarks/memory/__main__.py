@@ -1,12 +1,12 @@
-"""Memory: the largest batch of every scheme under a budget, and what saving memory costs in time.
+"""Memory: the largest batch of every scheme under a budget, and the time that saving memory costs.
 
     python -m benchmarks.memory                    # everything: about an hour on two cores
     python -m benchmarks.memory --parts limits --scalings small
-    python -m benchmarks.memory --quick            # little of each part, to try the script
+    python -m benchmarks.memory --quick            # a little of each part, to try the script
 
-Run it in the repository's root. It prints Markdown on standard output, how far it is on standard
-error, and with --plot draws the limits. What is finished is kept in --out; the same command goes on
-with what is missing. Cases are in cases.py.
+Run it in the repository's root. It prints Markdown on standard output and its progress on standard
+error; with --plot it draws the limits. Finished results are kept in --out, and running the same
+command again finds only the missing ones. cases.py holds the cases.
 """
 
 from __future__ import annotations
@@ -43,17 +43,27 @@ SHARES = (("small", 4), ("small", 9), ("paper", 4), ("paper", 9), ("paper", 16),
 
 def main(
     out: Annotated[
-        Path | None, typer.Option(help="File of results (runs/bench/memory.jsonl).")
+        Path | None, typer.Option(help="Results file (default: runs/bench/memory.jsonl).")
     ] = None,
-    parts: Annotated[str, typer.Option(help="Of limits, equal, shares, price.")] = ",".join(PARTS),
-    scalings: Annotated[str, typer.Option(help="Of paper, small.")] = ",".join(SCALINGS),
-    processes: Annotated[str, typer.Option(help="Of 1, 4, 9, 16, 64.")] = "1,4,9,16,64",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of a price.")] = 9,
-    quick: Annotated[bool, typer.Option("--quick", help="Little, to try the script.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was found.")] = False,
-    picture: Annotated[Path | None, typer.Option("--plot", help="PNG of the limits.")] = None,
+    parts: Annotated[
+        str, typer.Option(help="Parts out of limits, equal, shares, price.")
+    ] = ",".join(PARTS),
+    scalings: Annotated[str, typer.Option(help="Scalings out of paper, small.")] = ",".join(
+        SCALINGS
+    ),
+    processes: Annotated[
+        str, typer.Option(help="Numbers of processes out of 1, 4, 9, 16, 64.")
+    ] = "1,4,9,16,64",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds for each price.")] = 9,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A little of each part, to try the script.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete earlier results and find everything again.")
+    ] = False,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Save the limits as PNG.")] = None,
 ) -> None:
-    """Find what is missing, then print everything that is in the file as Markdown."""
+    """Find what is missing, then print everything in the results file as Markdown."""
     out = out or Path("runs/bench") / ("memory-quick.jsonl" if quick else "memory.jsonl")
     rounds = 2 if quick else rounds
     chosen, wanted = parts.split(","), ["small"] if quick else scalings.split(",")
@@ -85,7 +95,7 @@ def main(
 
 
 def read(path: Path) -> Found:
-    """All that was found; a line that was cut off is passed over."""
+    """Read all results, skipping a line that was cut off."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -95,11 +105,11 @@ def read(path: Path) -> Found:
     return found
 
 
-Job = tuple[list[Any], Callable[[Found], Any]]  # work is given what was found before it
+Job = tuple[list[Any], Callable[[Found], Any]]  # the callable gets what was found before
 
 
 def _divides(name: str, processes: int, title: str) -> bool:
-    """Whether the layout cuts the model: sequence parallelism cuts s, which 9 does not divide."""
+    """Return whether the layout divides the model; sequence parallelism cannot divide s by 9."""
     layout = schemes(processes)[title]
     try:
         check(SCALINGS[name].run(layout, layout.n_processes))
@@ -109,7 +119,7 @@ def _divides(name: str, processes: int, title: str) -> bool:
 
 
 def _jobs(parts: list[str], scalings: list[str], numbers: list[int], rounds: int) -> list[Job]:
-    """What is to be found, by its case: a part's name and what it is of."""
+    """Return the jobs, each with its case: the name of its part and what the part is about."""
     jobs: list[Job] = []
     if "limits" in parts:
         for name in scalings:
@@ -140,7 +150,7 @@ def _jobs(parts: list[str], scalings: list[str], numbers: list[int], rounds: int
 
 
 def _limit(name: str, processes: int, title: str, _: Found) -> dict[str, Any]:
-    """Estimated, and where the scaling says so with the peak that real processes had."""
+    """Estimate the limit, and measure its peak in real processes if the scaling says so."""
     from benchmarks.memory.limits import largest_batch
 
     limit = largest_batch(name, processes, title)
@@ -152,7 +162,7 @@ def _limit(name: str, processes: int, title: str, _: Found) -> dict[str, Any]:
 
 
 def _equal(name: str, processes: int, title: str, found: Found) -> dict[str, int]:
-    """The peak with the largest batch of Optimus, or the next smaller one that the layout takes."""
+    """Return the peak with Optimus's largest batch, or the layout's next smaller one."""
     from benchmarks.memory.limits import batch_unit, largest_batch, peak_of
 
     known = [one["found"] for one in found if one["case"] == ["limit", name, processes, OPTIMUS]]
@@ -174,7 +184,7 @@ def _measured(name: str, processes: int, title: str, batch: int) -> int:
 
 
 def _shares(name: str, processes: int, recompute: str, _: Found) -> dict[str, float]:
-    """By scheme; a batch of 4 sequences a process."""
+    """Return shares by scheme, for a batch of 4 sequences per process."""
     from benchmarks.memory.limits import share
 
     return {

@@ -1,4 +1,4 @@
-"""What benchmarks.memory compares: schemes by number of processes, and methods by price."""
+"""The cases of benchmarks.memory: schemes by number of processes, and methods by price."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ PROCESSES = (1, 4, 9, 16, 64)
 class Scaling:
     """Models that grow with the number of processes, and the budget of each process.
 
-    widths: hidden size and heads, by processes. measured: processes that are really run.
+    Attributes:
+        widths: Hidden size and heads, by number of processes.
+        measured: Numbers of processes that are also run for real.
     """
 
     name: str
@@ -39,7 +41,7 @@ class Scaling:
         )
 
     def run(self, layout: LayoutConfig, batch: int) -> RunConfig:
-        """Full recomputation, float32, AdamW, as the paper trained but for the optimizer."""
+        """Return a run as in the paper, but with AdamW: full recomputation, float32."""
         return RunConfig(
             model=self.model(layout.n_processes),
             data=DataConfig(path=Path("none")),
@@ -48,8 +50,8 @@ class Scaling:
         )
 
 
-# The paper's: 16 GB a device, h = 1024 sqrt(p), N = 24, s = 512, full recomputation. 9 heads or 9
-# columns must divide what they cut, so h = 3024 there.
+# The paper's setting: 16 GB per device, h = 1024 sqrt(p), N = 24, s = 512, full recomputation. With
+# 9 heads or columns, h must divide by 9, so h = 3024 there.
 PAPER = Scaling(
     "paper",
     "as in the paper: h = 1024 sqrt(p) (3024 at 9), N = 24, s = 512, v = 50304, 16 GB a process, "
@@ -75,24 +77,24 @@ SCALINGS = {scaling.name: scaling for scaling in (PAPER, SMALL)}
 
 OPTIMUS = "optimus, auto"
 FSDP = "FSDP"
-# Megatron on some columns and FSDP over the rest: the benchmark shows the best number of columns.
+# Megatron on some columns and FSDP over the rest; the benchmark shows the best number of columns.
 HYBRID = "megatron 1xc, sequence parallel, x FSDP"
-# What is compared at the same global batch: the layouts that cut weights and activations.
+# Layouts compared at the same global batch: those that shard weights and activations.
 AT_EQUAL_BATCH = ("megatron, sequence parallel", "megatron 2-D", OPTIMUS, FSDP, HYBRID)
 
 
 def family(title: str) -> str:
-    """The row of a table in which a layout stands: hybrids share one, whatever their columns."""
+    """Return a layout's row in the tables: hybrids share one, whatever their columns."""
     return HYBRID if title.endswith("x FSDP") else title
 
 
 def columns(title: str) -> int:
-    """Megatron's columns in a hybrid's title."""
+    """Return Megatron's columns in a hybrid's title."""
     return int(title.removeprefix("megatron 1x").partition(",")[0])
 
 
 def schemes(processes: int) -> dict[str, LayoutConfig]:
-    """By title. All fill the processes."""
+    """Return layouts by title, all of which use every process."""
     if processes == 1:
         return {"one device": LayoutConfig()}
     side = round(processes**0.5)
@@ -123,7 +125,7 @@ def schemes(processes: int) -> dict[str, LayoutConfig]:
     return {title: LayoutConfig(**layout) for title, layout in found.items()}
 
 
-# What each costs in time; see memory_price.py. By title, the settings that differ from the first.
+# The price of each method in time; see price.py. By title, the settings that differ from the first.
 METHODS: dict[str, dict[str, Any]] = {
     "nothing saved": {"loss_chunk_tokens": 0},
     "loss in parts of 256 tokens": {"loss_chunk_tokens": 256},

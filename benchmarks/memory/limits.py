@@ -1,4 +1,4 @@
-"""The largest batch that fits, found by estimating; and what real processes held with it."""
+"""The largest batch that fits, found by estimating, and what real processes hold with it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from gridformer.parallel.registry import spec_of
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest batch of a case under its budget. peak: estimated with it, of the fullest rank;
-    more: with the next larger one. unit: what batches are multiples of."""
+    """The largest batch of a case under its budget.
+
+    Attributes:
+        batch: The largest batch, in sequences.
+        unit: What batches are multiples of.
+        peak: Estimated bytes of the fullest rank with this batch.
+        more: The same with the next larger batch.
+        states: Estimated bytes that this rank holds between steps.
+    """
 
     batch: int
     unit: int
@@ -30,18 +37,21 @@ class Limit:
 
 
 def batch_unit(layout: LayoutConfig) -> int:
-    """What a global batch must be a multiple of: replicas and what cuts samples within each."""
+    """Return the divisor of global batches: replicas times what shards samples within each."""
     axis = spec_of(layout).samples_over(layout)
     return layout.dp * (getattr(layout, axis) if axis else 1)
 
 
 def peak_of(run: RunConfig) -> int:
-    """Estimated bytes of the fullest rank."""
+    """Return the estimated bytes of the fullest rank."""
     return max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
 
 
 def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
-    """Peaks rise by the same with every unit, once activations count: so a few are enough."""
+    """Search the largest batch along the line through two peaks.
+
+    Peaks rise linearly with the batch once activations dominate, so a few estimates are enough.
+    """
     scaling = SCALINGS[scaling_name]
     layout = schemes(processes)[title]
     unit = batch_unit(layout)
@@ -58,10 +68,11 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
         return Limit(0, unit, peak(1), peak(1), found[1].between)
     low, high = 1, 8
     while peak(high) <= scaling.budget:
-        rise = (peak(high) - peak(low)) / (high - low)  # bytes a unit; on that line, the next
+        # bytes per unit; the next estimate follows this line
+        rise = (peak(high) - peak(low)) / (high - low)
         beyond = int((scaling.budget - peak(high)) / rise) + 1 if rise > 0 else 3 * high
         low, high = high, high + min(beyond, 15 * high)
-    while high - low > 1:  # where the line through both ends meets the budget, or right behind it
+    while high - low > 1:  # try where the line through both ends meets the budget, or the next unit
         rise = (scaling.budget - peak(low)) / (peak(high) - peak(low))
         units = min(max(low + int(rise * (high - low)), low + 1), high - 1)
         if peak(units) > scaling.budget:
@@ -74,7 +85,7 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
 
 
 def measure(run: RunConfig, out: Path) -> None:
-    """Entrypoint of every process: rank 0 writes the fullest rank's measured peak."""
+    """Measure a run; the entrypoint of every process. Rank 0 writes the fullest rank's peak."""
     world = init_world("cpu", run.layout.n_processes, 600.0)
     torch.set_num_threads(1)
     _, peak = measure_rank(run)
@@ -88,7 +99,7 @@ def measure(run: RunConfig, out: Path) -> None:
 
 
 def share(layout: LayoutConfig, batch: int, scaling_name: str, recompute: str) -> float:
-    """p times the fullest rank's peak, over one device's with the same model and batch."""
+    """Return p times the fullest rank's peak, divided by one device's for the same batch."""
     scaling = SCALINGS[scaling_name]
     model = scaling.model(layout.n_processes)
     peaks = []

@@ -1,7 +1,7 @@
-"""What each method that saves memory costs: time of a step, beside its arithmetic.
+"""What each memory-saving method costs: the time of a step, and its arithmetic.
 
-All methods' models are on the same processes and take turns, in an order shuffled anew every round;
-a step takes as long as on its slowest process.
+The models of all methods are on the same processes and take turns, in an order that is shuffled in
+every round; a step takes as long as on its slowest process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gridformer.train.step import Stepper
 
 @dataclass(frozen=True)
 class Price:
-    """Of a method: seconds of each round; floating-point operations of rank 0's products."""
+    """Seconds of each round, and floating-point operations of rank 0's products, for one method."""
 
     layout: str
     method: str
@@ -43,8 +43,11 @@ class Price:
 
 
 class Flops(TorchDispatchMode):
-    """Counts floating-point operations of products and of attention. (torch's FlopCounterMode
-    watches modules too, by hooks that a backward pass within a forward pass does not allow.)"""
+    """Counts floating-point operations of products and of attention.
+
+    torch's FlopCounterMode also watches modules, with hooks that do not allow a backward pass
+    within a forward pass.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ def price_run(layout: str, method: str) -> RunConfig:
 
 
 def measure(layout: str, rounds: int, warmups: int, out: Path) -> None:
-    """Entrypoint of every process: rank 0 writes a line a method."""
+    """Time all methods; the entrypoint of every process. Rank 0 writes a line for each method."""
     gc.freeze()
     first = price_run(layout, next(iter(METHODS)))
     world = init_world("cpu", first.layout.n_processes, 600.0)

@@ -1,4 +1,4 @@
-"""Tables and a picture of what benchmarks.memory found."""
+"""Tables and a picture of the results of benchmarks.memory."""
 
 from __future__ import annotations
 
@@ -16,51 +16,52 @@ HEAD = """# Memory
 
 {machines}
 
-Bytes are those of tensors: parameters, gradients, AdamW's moments, activations, workspace and
-messages, of the process that holds most, at the moment when it holds most. **Estimated** is what
-`gridformer memory` says: the code of one rank, run on tensors without memory in a process group
-that sends nothing. **Measured** is what torch's allocator gave out in real processes over gloo, of
-four steps the least: a thread of gloo holds what was sent a moment longer than needed, by chance,
-and still does where all of Megatron's processes share two cores.
+Bytes are those of tensors (parameters, gradients, AdamW's moments, activations, workspace and
+messages) at the peak of the process that holds the most. **Estimated** is what `gridformer memory`
+prints: it runs the code of one rank on tensors without memory, in a process group that sends
+nothing. **Measured** is what torch's allocator handed out in real processes over gloo, in the step
+with the lowest peak out of four. The lowest counts because gloo's threads may by chance hold what
+was sent a moment longer than needed; where all of Megatron's processes share two cores, even the
+lowest peak contains some of this.
 
 ![The largest batch by processes](memory.png)
 """
 
 LIMITS = """## The largest batch that fits, {title}
 
-GPT-2's blocks with embedding, head and loss, float32, AdamW, `recompute: full`. In brackets the
-batch over that of megatron without sequence parallelism; where a cell is empty, the layout does
-not divide the model. Batches are found by estimating. Of Megatron on c columns times p/c replicas
-under FSDP, the c that takes the most.
+The model is GPT-2 with embedding, head and loss, in float32 with AdamW and `recompute: full`.
+Brackets hold the batch divided by that of megatron without sequence parallelism. A cell is empty if
+the layout does not divide the model. Batches are found by estimating. For Megatron on c columns
+times p/c replicas under FSDP, the table has the c with the largest batch.
 """
 
 EQUAL = """## What a process holds of the same global batch: {name}
 
-Estimated GB of the fullest process, with the largest batch that Optimus takes, or with the nearest
-smaller one that a layout takes (in brackets where it differs). Of Megatron on c columns times p/c
-replicas under FSDP, the c that holds the least; every c stands in the second table.
+Estimated GB of the fullest process, with the largest batch that fits under Optimus, or the nearest
+smaller one that works under the layout (in brackets if it differs). For Megatron on c columns times p/c
+replicas under FSDP, the first table has the c that holds the least and the second one every c.
 """
 
-AGREE = """Estimated and measured, with the largest batch that fits, and with the next larger one:
+AGREE = """Estimated and measured peaks of the largest batch that fits and of the next larger one:
 """
 
 SHARES = """## What a process holds, times processes, over what one device holds
 
-The same model and batch (4 sequences a process); 1.00 would be a perfect cut of everything,
-workspace and messages included. Estimated.
+All entries are estimated for the same model and batch (4 sequences per process). 1.00 would mean
+that everything is sharded perfectly, including workspace and messages.
 """
 
 PRICE = """## What each method costs
 
-A step of 4 layers, h = 512, s = 128, v = 8192, attention dropout 0.1, b = 16, float32. **Time** is
-that of the step over the first row's, the median of the ratios within rounds; **arithmetic** is the
-same of floating-point operations in products, counted as they are run. All methods' models take
-turns on the same processes, on 2 cores.
+One step of 4 layers with h = 512, s = 128, v = 8192, attention dropout 0.1 and b = 16, in float32.
+**Time** is the step's time divided by the first row's, as the median of the ratios within rounds.
+**Arithmetic** is the same ratio of floating-point operations in products, counted as they run. The
+models of all methods take turns on the same processes, on 2 cores.
 """
 
 
 def report(found: Found) -> str:
-    """Markdown of everything that was found."""
+    """Return Markdown of all results."""
     machines = sorted({_machine(one["machine"]) for one in found})
     parts = [HEAD.format(machines="\n".join(machines))]
     for name, scaling in SCALINGS.items():
@@ -118,7 +119,7 @@ def _limits(limits: dict[tuple[int, str], dict[str, Any]]) -> str:
 def _families(
     found: dict[tuple[int, str], dict[str, Any]],
 ) -> dict[str, dict[int, dict[str, dict[str, Any]]]]:
-    """What was found, by row of a table, processes and title, in the order of `schemes`."""
+    """Return results by row of a table, processes and title, in the order of `schemes`."""
     numbers = sorted({number for number, _ in found})
     rows: dict[str, dict[int, dict[str, dict[str, Any]]]] = {
         family(title): {} for number in numbers for title in schemes(number)
@@ -129,7 +130,7 @@ def _families(
 
 
 def _which(title: str) -> str:
-    """Of a hybrid, the columns that were the best."""
+    """Return the best number of columns, for a hybrid."""
     return f", c = {columns(title)}" if family(title) == HYBRID else ""
 
 
@@ -152,7 +153,7 @@ def _equal(peaks: dict[tuple[int, str], dict[str, Any]]) -> str:
 
 
 def _by_columns(peaks: dict[tuple[int, str], dict[str, Any]]) -> str:
-    """Peaks of all hybrids."""
+    """Return a table of all hybrids' peaks."""
     found = {
         (number, columns(title)): f"{one['peak'] / 1e9:.1f}"
         for (number, title), one in peaks.items()
@@ -220,7 +221,7 @@ def _prices(one: dict[str, Any]) -> str:
 
 
 def plot(found: Found, path: Path) -> None:
-    """Largest batch by processes, a panel a scaling; then peaks at the same global batch."""
+    """Plot largest batches by processes, one panel per scaling, and peaks at one global batch."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -232,7 +233,7 @@ def plot(found: Found, path: Path) -> None:
     panels = [("limit", name) for name in SCALINGS if limits[name]]
     panels += [("equal", name) for name in SCALINGS if peaks[name]]
     rows = [*dict.fromkeys(family(title) for number in PROCESSES for title in schemes(number))]
-    colors = ["#333333", *(f"C{i}" for i in range(10))]  # the first is one device
+    colors = ["#333333", *(f"C{i}" for i in range(10))]  # the first color is for one device
     styles = {row: {"color": colors[i], "marker": "os^vD"[i % 5]} for i, row in enumerate(rows)}
     figure, all_axes = plt.subplots(
         1, len(panels), figsize=(4.6 * len(panels), 5), layout="constrained", squeeze=False
@@ -291,7 +292,7 @@ def plot(found: Found, path: Path) -> None:
 def _best(
     found: Found, part: str, name: str, key: str, of: Callable[..., tuple[int, bool]]
 ) -> dict[str, dict[int, tuple[int, bool]]]:
-    """By row and processes the best value of a part, and whether it was measured; without zeros."""
+    """Return a part's best nonzero values by row and processes, and whether they were measured."""
     best: dict[str, dict[int, tuple[int, bool]]] = {}
     for one in found:
         if one["case"][:2] == [part, name] and one["found"]["batch"]:

@@ -1,1 +1,1 @@
-"""Sub-graph layouts beside data parallelism: time, messages and memory of a step."""
+"""Sub-graph layouts compared with data parallelism: time, messages and memory of a step."""

@@ -1,12 +1,12 @@
-"""D&SP and D&SP-cSub beside pure data parallelism: time, messages, elements and memory of a step.
+"""Compares D&SP and D&SP-cSub with pure data parallelism: time, messages and memory of a step.
 
     python -m benchmarks.subgraph                  # everything: about half an hour on two cores
     python -m benchmarks.subgraph --processes 4 --shapes transformer
     python -m benchmarks.subgraph --quick          # tiny shapes, to try the script
 
-Run it in the repository's root. It prints Markdown on standard output, how far it is on standard
-error, and with --plot draws the speed-ups. Finished cases are kept in --out; the same command goes
-on with those that are missing. Shapes and variants are in cases.py.
+Run it in the repository's root. It prints Markdown on standard output and its progress on standard
+error; with --plot it draws the speed-ups. Finished cases are kept in --out, and running the same
+command again measures only the missing ones. cases.py holds shapes and variants.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ from benchmarks.subgraph.report import plot, report
 
 def main(
     out: Annotated[
-        Path | None, typer.Option(help="File of results (runs/bench/subgraph.jsonl).")
+        Path | None, typer.Option(help="Results file (default: runs/bench/subgraph.jsonl).")
     ] = None,
-    processes: Annotated[str, typer.Option(help="Numbers of processes, of 2, 4 and 8.")] = "4,8",
-    shapes: Annotated[str, typer.Option(help="Of transformer, t5-large, tiny.")] = "",
-    heads: Annotated[str, typer.Option(help="Of 4, 8, 16, 32.")] = "4,8,16,32",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds (7).")] = None,
+    processes: Annotated[str, typer.Option(help="Numbers of processes out of 2, 4 and 8.")] = "4,8",
+    shapes: Annotated[str, typer.Option(help="Shapes out of transformer, t5-large, tiny.")] = "",
+    heads: Annotated[str, typer.Option(help="Numbers of heads out of 4, 8, 16, 32.")] = "4,8,16,32",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds (default: 7).")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a collective may wait.")] = 900.0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, to try the script.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was measured.")] = False,
-    picture: Annotated[Path | None, typer.Option("--plot", help="PNG of the speed-ups.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete earlier results and measure everything again.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Save the speed-ups as PNG.")
+    ] = None,
 ) -> None:
-    """Measure what is missing, then print everything that is in the file as Markdown."""
+    """Measure what is missing, then print everything in the results file as Markdown."""
     out = out or Path("runs/bench") / ("subgraph-quick.jsonl" if quick else "subgraph.jsonl")
     rounds = rounds or (2 if quick else 7)
     names = (shapes or ("tiny" if quick else "transformer,t5-large")).split(",")
@@ -61,8 +65,10 @@ def main(
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Measured cases by key, the newest of each. A line that was cut off is passed over, and one
-    that was written before there was a variant that is measured now."""
+    """Read measured cases by key, the newest of each.
+
+    Lines that were cut off, or that lack a variant which is measured now, are skipped.
+    """
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -77,7 +83,7 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _measure(cases: list[Case], rounds: int, timeout: float, out: Path) -> None:
-    """Every case that the file does not have yet, each in its own processes."""
+    """Measure every case that the file does not have yet, each in its own processes."""
     from benchmarks.subgraph.group import Plan, measure
     from gridformer.launch import launch
 

@@ -1,8 +1,9 @@
-"""What benchmarks.subgraph measures: shapes, sweeps over heads, and the variants of each.
+"""The cases of benchmarks.subgraph: shapes, sweeps over heads, and the variants of each.
 
-The shapes are those that SUPER measures (Jain et al. 2021, section VI), made to fit two cores: the
-original Transformer's base model and T5-large, blocks of self-attention and feed-forward, fewer of
-them and shorter sequences. Heads go from 4 to 32 in two ways, as in the paper's figures:
+The shapes are those that SUPER measures (Jain et al. 2021, section VI), reduced to fit two cores:
+the original Transformer's base model and T5-large, as blocks of self-attention and feed-forward,
+with fewer blocks and shorter sequences. The number of heads goes from 4 to 32 in two ways, as in
+the paper's figures:
 
     work per head fixed     every head is 64 wide, so that h grows with the heads
     total work fixed        h is the model's own, so that heads become narrower
@@ -21,8 +22,10 @@ HEAD = 64  # the width of a head in both models
 
 @dataclass(frozen=True)
 class Shape:
-    """A stack of `layers` blocks (one where h exceeds 1024, so that all variants fit in memory side
-    by side); h is the model's hidden size, f = 4h; s tokens a sequence."""
+    """A stack of `layers` blocks with hidden size h, f = 4h, and s tokens per sequence.
+
+    If h exceeds 1024 there is only one block, so that all variants fit in memory together.
+    """
 
     name: str
     title: str
@@ -41,9 +44,10 @@ HEADS = (4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: its variants alternate in one set of processes.
+    """One measurement, whose variants alternate in one set of processes.
 
-    each: samples a process, of pure data parallelism; all variants share the same global batch.
+    Attributes:
+        each: Samples per process under data parallelism; all variants share this global batch.
     """
 
     shape: str
@@ -97,9 +101,12 @@ class Variant:
 
 
 def variants(processes: int) -> list[Variant]:
-    """Pure data parallelism first; then for each g D&SP, the same with attention alone branched,
-    the paper's form of that, and D&SP-cSub. The paper's branches begin behind the projections:
-    slices of q, k and v enter them, and what the heads computed is concatenated."""
+    """Return pure data parallelism, and four variants for each g.
+
+    They are D&SP, D&SP with only attention branched, the paper's form of that, and D&SP-cSub. The
+    paper's branches begin after the projections: slices of q, k and v enter them, and the heads'
+    results are concatenated.
+    """
     found = [Variant("dp", "data parallel", LayoutConfig(dp=processes))]
     for g in (g for g in (2, 4, 8) if g <= processes and processes % g == 0):
 
@@ -123,8 +130,11 @@ def variants(processes: int) -> list[Variant]:
 
 
 def all_cases(processes: int, names: list[str]) -> list[Case]:
-    """With work per head fixed, T5-large's heads make the Transformer's shapes, which are measured
-    once. 8 processes, for g=8: work per head fixed, h up to 1024."""
+    """Return the cases, without repeating equal shapes.
+
+    With fixed work per head, T5-large's heads give the Transformer's shapes, which are measured
+    once. 8 processes are for g=8: fixed work per head, h up to 1024.
+    """
     sweeps: tuple[Sweep, ...] = ("per-head", "total")
     cases = [
         Case(name, sweep, heads, each, processes)

@@ -1,8 +1,8 @@
-"""What one process does for one case of benchmarks.subgraph: build, compare, count, weigh, time.
+"""The work of one process on a case of benchmarks.subgraph: build, compare, count, weigh and time.
 
 A step is what training does with a stack of blocks: forward, backward with the sums of gradients
-that overlap it, and AdamW. Variants alternate, in an order shuffled anew every round; a step takes
-as long as on its slowest process.
+that overlap it, and AdamW. Variants alternate, in an order that is shuffled in every round; a step
+takes as long as on its slowest process.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ class Plan:
 
 @dataclass
 class Row:
-    """One variant. seconds: of every round, the slowest process's. Counts and bytes are of the
-    fullest process: collectives by kind, messages, elements moved, of them those of gradients;
-    states: parameters, gradients and AdamW's moments; peak: the most alive at once in a step."""
+    """One variant. Counts and bytes are those of the fullest process.
+
+    Attributes:
+        seconds: The slowest process's time in every round.
+        states: Bytes of parameters, gradients and AdamW's moments.
+        peak: The most bytes alive at once in a step.
+    """
 
     name: str
     title: str
@@ -76,7 +80,7 @@ class Stack(nn.Module):
 
 
 class Built:
-    """A variant on this process: its samples, its stack, its optimizer."""
+    """A variant on this process: its samples, its stack and its optimizer."""
 
     def __init__(self, variant: Variant, case: Case, axes: Axes, x: Tensor, g: Tensor) -> None:
         model = build_parallel(case.model(), variant.layout, axes, 1, CPU)
@@ -89,11 +93,11 @@ class Built:
         self.optimizer = torch.optim.AdamW(parameters or [{"params": []}], lr=1e-3, fused=True)
         n = len(x) // (axes.dp.size * axes.batch.size)
         part = axes.dp.index * axes.batch.size + axes.batch.index
-        here = axes.same_batch.index == 0  # else the common layers are on another sub-grid
+        here = axes.same_batch.index == 0  # otherwise the common layers are on another sub-grid
         self.x, self.g = (t[part * n : (part + 1) * n].to(CPU if here else "meta") for t in (x, g))
 
     def step(self) -> Tensor:
-        """Returns this process's share of the loss, sum(y g)."""
+        """Run a step, and return this process's share of the loss, sum(y g)."""
         self.stack.zero_grad(set_to_none=True)
         x = self.x.detach().requires_grad_()
         y: Tensor = self.stack(x)
@@ -106,7 +110,7 @@ class Built:
 
 
 def measure(plan: Plan) -> None:
-    """Entrypoint of every process. Rank 0 appends the finished case to `plan.out`."""
+    """Run a case; the entrypoint of every process. Rank 0 appends the results to `plan.out`."""
     gc.freeze()
     case = plan.case
     world = init_world("cpu", case.processes, plan.timeout_s)
@@ -143,7 +147,7 @@ def measure(plan: Plan) -> None:
 
 
 def _examine(built: Built, rank: int) -> Row:
-    """Count and weigh one step."""
+    """Count the messages and bytes of one step."""
     with comm.record() as record:
         built.step()
     within, _ = record.messages(rank, dist.get_world_size())

@@ -1,4 +1,4 @@
-"""Tables and a picture of what benchmarks.subgraph measured."""
+"""Tables and a picture of the measurements of benchmarks.subgraph."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ HEAD = """# Sub-graph parallelism beside data parallelism
 
 {machines}
 
-A step of a stack of blocks: forward, backward with the sums of gradients that overlap it, AdamW;
-float32. Every variant does the same global batch, from the same weights, and its loss after a step
-equals data parallelism's to 1e-4, or the run stops. Variants of a case alternate in one set of
-processes; times are medians of the rounds (quartiles in brackets), of the slowest process.
-**Speed-up** is data parallelism's time over the variant's in the same round, its median. D&SP
-branches attention and feed-forward; "of attention" leaves the feed-forward common. **The paper's
+Each step runs a stack of blocks in float32: forward, backward with the sums of gradients that
+overlap it, and AdamW. All variants start from the same weights and process the same global batch,
+and the run stops unless a variant's loss after a step equals data parallelism's to 1e-4. The
+variants of a case alternate in one set of processes; times are those of the slowest process, as
+medians over the rounds (quartiles in brackets). **Speed-up** is the median of data parallelism's
+time divided by the variant's in the same round. D&SP branches attention and feed-forward; "of
+attention" leaves the feed-forward common. **The paper's
 variant** (SUPER, Jain et al. 2021) is "of heads, slice and concat": `feed_forward: common` and
-`attention: outside`. Its branches are the heads alone: slices of q, k and v enter them, their
-results are concatenated, and the projections are common layers. Messages count what a process sends
-in a step, its own piece included; elements are those that cross one process's link; both, and
-bytes, are the fullest process's. States are parameters, gradients and AdamW's moments; the peak is
-the most bytes of tensors alive at once.
+`attention: outside`. Its branches are only the heads: slices of q, k and v enter them, their
+results are concatenated, and the projections are common layers. Messages count those that a process
+sends in a step, including the piece for itself, and elements are those that cross one process's
+link. Messages, elements and bytes are those of the fullest process. States are parameters,
+gradients and AdamW's moments; the peak is the most bytes of tensors alive at once.
 
-The processes share two cores over loopback: sending costs processor time here, not a network's, and
-arithmetic does not get faster with more processes.
+The processes share two cores and communicate over loopback: sending costs processor time instead of
+a network's time, and arithmetic does not get faster with more processes.
 """
 
 
 def report(measured: Measured) -> str:
-    """Markdown of everything that was measured."""
+    """Return Markdown of all measurements."""
     machines = sorted({_machine(values) for values in measured.values()})
     parts = [HEAD.format(machines="\n".join(machines))]
     for (shape, each, processes), cases in _grouped(measured).items():
@@ -50,7 +51,7 @@ def report(measured: Measured) -> str:
 
 
 def plot(measured: Measured, path: Path) -> None:
-    """Speed-up over data parallelism by heads; one panel a shape, batch and sweep."""
+    """Plot speed-ups over data parallelism by heads; one panel per shape, batch and sweep."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -64,7 +65,7 @@ def plot(measured: Measured, path: Path) -> None:
     }
     panels = {key: cases for key, cases in panels.items() if len(cases) > 1}
     if not panels:
-        raise ValueError("nothing to draw: no sweep with 4 processes was measured")
+        raise ValueError("nothing to plot: no sweep with 4 processes was measured")
     rows = -(-len(panels) // 2)
     figure, axes = plt.subplots(rows, 2, figsize=(9, 2.6 * rows), squeeze=False, sharey=True)
     colors = {"dsp": "#0b6e99", "dsp-attention": "#7a9e3f", "paper": "#6b4fa0", "csub": "#c4612a"}
@@ -98,7 +99,7 @@ def plot(measured: Measured, path: Path) -> None:
 
 
 def _grouped(measured: Measured) -> dict[tuple[str, int, int], list[Case]]:
-    """Cases by shape, samples a process and processes, in the order of sweeps and heads."""
+    """Return cases by shape, samples per process and processes, in order of sweeps and heads."""
     cases = [Case(**values["case"]) for values in measured.values()]
     cases.sort(key=lambda c: (c.processes, [*SHAPES].index(c.shape), c.each, c.sweep, c.heads))
     grouped: dict[tuple[str, int, int], list[Case]] = {}
