@@ -38,7 +38,7 @@ times p/c replicas under FSDP, the table has the c with the largest batch.
 EQUAL = """## What a process holds of the same global batch: {name}
 
 Estimated GB of the fullest process, with the largest batch that fits under Optimus, or the nearest
-smaller one that works under the layout (in brackets if it differs). For Megatron on c columns times p/c
+smaller one that suits the layout (in brackets if it differs). For Megatron on c columns times p/c
 replicas under FSDP, the first table has the c that holds the least and the second one every c.
 """
 
