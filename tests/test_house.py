@@ -42,7 +42,7 @@ def test_helpers_stand_in_support_and_no_test_imports_another() -> None:
     assert problems(TESTS) == []
 
 
-def test_what_breaks_these_rules_is_found(tmp_path: Path) -> None:
+def test_violations_of_these_rules_are_found(tmp_path: Path) -> None:
     for folder in ("", "support", "train", "plain"):
         (tmp_path / folder).mkdir(exist_ok=True)
         if folder != "plain":

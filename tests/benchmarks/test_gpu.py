@@ -106,7 +106,7 @@ def test_without_a_gpu_the_remedy_is_named() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_a_user_can_mend_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_that_a_user_can_fix_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     def wrong() -> None:
         raise UserError("no such model")
 
@@ -231,7 +231,7 @@ def test_targets_are_held_against_the_fastest_of_hugging_face() -> None:
     assert "not met" in ratio
 
 
-def test_disagreement_is_shouted() -> None:
+def test_disagreement_is_reported_loudly() -> None:
     assert "they agree" in step_report.agreement(comparison_of(1, 1, 4.0))[0]
     assert "THEY DISAGREE" in step_report.agreement(comparison_of(1, 1, 5.0))[0]
 

@@ -56,7 +56,7 @@ def test_an_equal_batch_is_that_of_optimus_or_the_next_smaller(
     assert of_fsdp["peak"] == estimate_rank(tiny.run(schemes(4)["FSDP"], 8), 0).peak
 
 
-def test_the_largest_batch_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_larger_batch_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Scaling("tiny", "", {1: (16, 2), 4: (16, 4)}, 1, 8, 50, 400_000)
     monkeypatch.setitem(SCALINGS, "tiny", tiny)
     title = "optimus, auto"

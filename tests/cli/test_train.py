@@ -66,7 +66,7 @@ def wait_until_nobody_is_left(session: int) -> None:
     pytest.fail("some process of the run is still there")
 
 
-def test_a_run_leaves_all_it_promises(run_file: Path, tmp_path: Path) -> None:
+def test_a_run_writes_all_promised_files(run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = gridformer("train", run_file, "train.lr=0.001", "--out", out, "--nproc", "4")
     assert done.returncode == 0, done.stderr
@@ -125,7 +125,7 @@ def not_stopped(run_file: Path) -> list[float]:
     ),
     ids=["SIGTERM-to-the-command", "Ctrl-C"],
 )
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+def test_a_stopped_run_resumes_exactly(
     run_file: Path,
     not_stopped: list[float],
     tmp_path: Path,

@@ -264,7 +264,7 @@ def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:
     assert describe(LayoutConfig(**changes)) == text
 
 
-def test_runs_of_before_keep_their_micro_batches() -> None:
+def test_older_runs_keep_their_micro_batches() -> None:
     """Micro-batches used to be in the section `train`; old run directories are still read."""
     run = parse_run({**BASE, "train": {"global_batch": 8, "micro_batches": 4}})
     assert run.layout.micro_batches == 4

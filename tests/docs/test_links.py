@@ -71,7 +71,7 @@ def test_every_module_of_the_map_exists() -> None:
         assert (source / name).exists() or list(inside.rglob(name)), name
 
 
-def test_every_seam_is_in_the_models() -> None:
+def test_every_listed_seam_is_in_the_models() -> None:
     """Check docs/architecture.md's list of places where a scheme takes hold of a model."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     seams = text[text.index("## Seams") : text.index("## Where to add")]

@@ -66,7 +66,7 @@ def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(doctor.check_machine()).level == "ok"
 
 
-def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(doctor.check_shared_memory(tmp_path / "absent", 4)) == []
     assert levels(doctor.check_shared_memory(tmp_path, 1)) == ["ok"]
     found = only(doctor.check_shared_memory(tmp_path, 10**9))

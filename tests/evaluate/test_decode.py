@@ -100,7 +100,7 @@ def test_some_words_are_never_said(models: tuple[T5, Any]) -> None:
     assert not set(first) & set(again)
 
 
-def test_wishes_that_make_no_sense() -> None:
+def test_invalid_search_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="--beams 0 must be at least 1"):
         Search(beams=0)
     with pytest.raises(ConfigError, match="--max-tokens 0"):

@@ -125,7 +125,7 @@ def test_only_new_tokens_are_read_where_there_are_caches() -> None:
     assert cast(Any, model).asked == [[1, 2, 3], [5], [6]]
 
 
-def test_a_seed_decides_what_is_drawn() -> None:
+def test_the_seed_determines_the_samples() -> None:
     def drawn(seed: int) -> list[int]:
         even = [range(100)] * 8
         model = scripted(*even)
@@ -161,7 +161,7 @@ def test_a_character_comes_out_when_it_is_complete(token_folder: Path) -> None:
 # --------------------------------------------------------------------------- loading
 
 
-def test_a_loaded_model_drops_nothing(token_folder: Path, tmp_path: Path) -> None:
+def test_a_loaded_model_has_no_dropout(token_folder: Path, tmp_path: Path) -> None:
     """A model trained with dropout has the logits of one without it."""
     model = {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 8, "vocab_size": 301}
     rates = {"dropout": 0.5, "attention_dropout": 0.5}

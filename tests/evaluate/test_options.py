@@ -19,7 +19,7 @@ LOOKED_AT: dict[Family, set[str]] = {
 
 
 @pytest.mark.parametrize("family", LOOKED_AT)
-def test_an_option_is_for_a_family(family: Family) -> None:
+def test_options_of_other_families_are_refused(family: Family) -> None:
     model = ModelConfig(family=family, n_layers=1, hidden_size=8, n_heads=2)
     check_options(model, sorted(LOOKED_AT[family]))
     for name in SAMPLING | SEARCH:

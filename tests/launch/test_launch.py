@@ -177,7 +177,7 @@ def test_torchrun_inside_srun_wins() -> None:
     assert (place.by, place.rank, place.size, place.master_port) == ("torchrun", 1, 2, 2950)
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_variables_are_refused() -> None:
     with pytest.raises(UserError, match="SLURM_PROCID is 'x'"):
         joined({**SRUN, "SLURM_PROCID": "x"})
     with pytest.raises(UserError, match="rank 7 of 7"):

@@ -37,7 +37,7 @@ class Leaves:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_local_run_is_reached_from_nowhere(start: Start, tmp_path: Path) -> None:
+def test_a_local_run_cannot_be_reached_from_outside(start: Start, tmp_path: Path) -> None:
     process = start("steps", 2)
     wait_for(tmp_path, ["pid0", "pid1"], process)
     sockets = set(sockets_of(process.pid))

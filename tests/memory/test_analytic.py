@@ -37,7 +37,7 @@ def quick(case: tuple[dict[str, Any], str]) -> bool:
     full_unless(quick, CASES, unpack=True),
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else x,
 )
-def test_near_what_is_estimated(layout: dict[str, Any], recompute: str) -> None:
+def test_formulas_are_close_to_estimates(layout: dict[str, Any], recompute: str) -> None:
     run = a_run(layout, MODEL, {"recompute": recompute})
     peak = max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
     assert states_of(run) < peak

@@ -42,7 +42,7 @@ def peak(run: RunConfig) -> int:
     return estimate_rank(run, 0).peak
 
 
-def test_settings_that_are_named_do_fit() -> None:
+def test_proposed_settings_fit() -> None:
     run = a_run({}, WIDE, {"loss_chunk_tokens": 0})
     worst = estimate_rank(run, 0)
     n_bytes = round(0.8 * worst.peak)
@@ -72,7 +72,7 @@ def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not nearest(run, worst, worst.between // 2), "parameters and moments alone are more"
 
 
-def test_every_stage_of_a_pipeline_fits_with_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stage_fits_with_the_proposed_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputing empties the first stage, so that the last one with its logits holds the most."""
     stages, model = {"pp": 2, "micro_batches": 4}, {"n_layers": 4, "hidden_size": 96}
     run = a_run(stages, {**model, "vocab_size": 3000}, {"loss_chunk_tokens": 0})
@@ -89,7 +89,7 @@ def test_every_stage_of_a_pipeline_fits_with_what_is_named(monkeypatch: pytest.M
     assert nearest(run, before[0], after[1].peak - 1) == []
 
 
-def test_at_last_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_batch_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, WIDE, {})
     worst = estimate_rank(run, 0)
     monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter([{"train.recompute": "full"}]))
@@ -132,7 +132,7 @@ def test_what_can_never_fit_is_refused_at_once(
     assert f"{16 * matrices / max(1, 4 * bool(layout)) / 2**20:.3g} MiB of parameters" in text
 
 
-def test_the_number_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_is_printed_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search also gives up in time."""
     run = a_run({}, WIDE, {"loss_chunk_tokens": 0})
     size, told = peak(run), []
@@ -160,7 +160,7 @@ def test_the_number_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> 
     assert before == 1
 
 
-def test_room_is_the_setting_or_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_the_setting_or_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, {}, {"memory_gib": 2.5})
     room = room_of(run)
     assert room is not None
@@ -197,7 +197,7 @@ def test_train_refuses_before_any_process_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plan_decides_once(
+def test_a_plan_makes_its_decisions_once(
     token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decisions are made once, although memory is estimated too (the bound is too large)."""
@@ -278,7 +278,7 @@ def test_a_vocabulary_must_be_known_without_data() -> None:
 
 
 @pytest.mark.parametrize("key", ["train.recompute", "layout.micro_batches"])
-def test_changes_that_cannot_be_are_not_tried(key: str) -> None:
+def test_invalid_changes_are_not_tried(key: str) -> None:
     run = a_run({}, {}, {})
     wrong = {"train.recompute": "twice", "layout.micro_batches": 7}[key]
     assert changed(run, {key: wrong}) is None

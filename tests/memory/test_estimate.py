@@ -25,7 +25,7 @@ from tests.support.multirank.memory import a_run
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
 
 
-def test_an_account_adds_up() -> None:
+def test_a_breakdown_adds_up() -> None:
     run = a_run({}, {}, {})
     breakdown = estimate_rank(run, 0)
     assert sum(breakdown.by_kind.values()) == breakdown.peak
@@ -133,7 +133,7 @@ def test_4096_ranks_are_estimated_on_one() -> None:
     st.sampled_from([1, 8]),
     st.sampled_from(["float32", "float64", "bfloat16"]),
 )
-def test_the_bound_is_one(model: dict[str, Any], batch: int, dtype: str) -> None:
+def test_the_bound_is_an_upper_bound(model: dict[str, Any], batch: int, dtype: str) -> None:
     run = a_run({}, model, {"global_batch": batch, "dtype": dtype, "loss_chunk_tokens": 0})
     assert estimate_rank(run, 0).peak <= at_most(run)
 

@@ -51,7 +51,7 @@ def test_candidates_of_four_processes() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "transformer"])
-def test_what_is_listed_works_as_it_is_written(family: str) -> None:
+def test_listed_layouts_work_as_written(family: str) -> None:
     """Listed settings pass all checks as overrides; others fail with the given reason."""
     model = {**MODEL, "family": family}
     found = list_layouts(model, 8)
@@ -74,7 +74,7 @@ def test_what_is_listed_works_as_it_is_written(family: str) -> None:
         assert held[-1] > 0
 
 
-def test_a_batch_may_be_what_does_not_fit() -> None:
+def test_a_batch_that_does_not_divide_is_reported() -> None:
     (only,) = (one for one in list_layouts(MODEL, 2, 3, 0, ["single"]) if one.layout.dp == 2)
     assert re.search("train.global_batch=3 does not divide", only.problems[0])
     (reason,) = reasons([only])
@@ -119,7 +119,7 @@ def test_command(columns: int) -> None:
         invoke("demo-4m", "-p", "2", "--scheme", "mega")
 
 
-def test_settings_are_to_copy() -> None:
+def test_settings_can_be_copied() -> None:
     found = [one for one in list_layouts({**MODEL, "vocab_size": 0}, 2) if not one.problems]
     assert found
     lines = invoke("demo-4m", "-p", "2", "--settings")

@@ -38,7 +38,7 @@ def test_what_autograd_keeps_is_held_until_its_backward_pass() -> None:
     assert not any(entry.in_backward for entry in in_forward)
 
 
-def test_what_a_tensor_is_can_be_said() -> None:
+def test_tensors_can_be_labeled() -> None:
     w = torch.zeros(10)
     tracker = MemoryTracker()
     tracker.mark([w, w.view(2, 5)], "parameters")
@@ -53,7 +53,7 @@ def test_what_a_tensor_is_can_be_said() -> None:
     del v
 
 
-def test_memory_that_is_let_go_of_in_place_is_not_held() -> None:
+def test_memory_freed_in_place_is_not_held() -> None:
     w = torch.zeros(100)
     tracker = MemoryTracker()
     tracker.mark([w], "parameters")
@@ -67,7 +67,7 @@ def test_memory_that_is_let_go_of_in_place_is_not_held() -> None:
     assert tracker.live() == 400, "the log is closed"
 
 
-def test_what_another_device_has_does_not_count() -> None:
+def test_other_devices_memory_does_not_count() -> None:
     with MemoryTracker() as tracker:
         x = torch.zeros(100, device="meta") + 1
     assert not tracker.entries

@@ -263,7 +263,7 @@ def test_rank_grid() -> None:
     ]
 
 
-def test_a_block_in_words() -> None:
+def test_description_of_a_block() -> None:
     assert NodeBlock(row=2, col=4).describe((1, 2, 4, 4)) == "2x4 of the grid"
     assert NodeBlock(dp=2, col=2).describe((1, 2, 4, 4)) == "dp 2 x 1x2"
     assert NodeBlock(pp=2, dp=4).describe((4, 4, 1, 1)) == "pp 2 x dp 4"
@@ -291,7 +291,7 @@ def of_nodes(layout: LayoutConfig) -> list[Problem]:
     return [problem for problem in found if problem.rule == "devices_per_node"]
 
 
-def test_a_node_that_does_not_come_out() -> None:
+def test_node_sizes_that_do_not_divide_are_refused() -> None:
     (only,) = of_nodes(plan(2, 2, 1, 3))
     assert str(only) == (
         "layout.devices_per_node=3 does not divide rows x cols x dp x pp=4: use "

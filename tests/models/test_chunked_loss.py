@@ -81,7 +81,7 @@ def data(b: int, s: int, v: int, ignored: float) -> tuple[Tensor, Tensor]:
     smoothing=st.sampled_from([0.0, 0.1]),
     ignored=st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_parts_add_up(b: int, s: int, tokens: int, smoothing: float, ignored: float) -> None:
+def test_chunks_add_up(b: int, s: int, tokens: int, smoothing: float, ignored: float) -> None:
     """Loss and gradients agree for indivisible sizes and for chunks where no target counts."""
     head = Head(11, torch.float64)
     x, targets = data(b, s, 11, ignored)
@@ -95,7 +95,7 @@ def test_parts_add_up(b: int, s: int, tokens: int, smoothing: float, ignored: fl
 
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_add_up_in_bfloat16(parameters: torch.dtype) -> None:
+def test_chunks_add_up_in_bfloat16(parameters: torch.dtype) -> None:
     """In bfloat16, chunks lose no more of the gradients than one piece, against float64.
 
     If parameters are in bfloat16 too, hundreds of chunks are accumulated in float32.
@@ -114,7 +114,7 @@ def test_parts_add_up_in_bfloat16(parameters: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_logits_exist_for_one_part_at_a_time(training: bool) -> None:
+def test_logits_exist_for_one_chunk_at_a_time(training: bool) -> None:
     """In chunks nothing is larger than a chunk's logits, and few of them live at once.
 
     The whole loss needs the logits and what is made of them, several times b s v elements.

@@ -78,7 +78,7 @@ def test_parameters_are_counted_alike(dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_cached_forward_is_the_whole_forward(dtype: torch.dtype, pieces: list[int]) -> None:
+def test_cached_forward_equals_full_forward(dtype: torch.dtype, pieces: list[int]) -> None:
     """Tokens fed one by one, or after a prompt, give the logits of all of them at once."""
     ours, _ = pair(dtype)
     tokens = tokens_of(V, 2, 12)

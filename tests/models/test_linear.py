@@ -32,7 +32,7 @@ def test_values_and_gradients_are_those_of_a_cast_weight(dtype: torch.dtype, bia
         assert want is None or (want.dtype == got.dtype and torch.equal(want, got))
 
 
-def test_what_is_cast_is_not_kept() -> None:
+def test_cast_weights_are_not_kept() -> None:
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

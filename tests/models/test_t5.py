@@ -71,7 +71,7 @@ def test_parameters_are_counted_alike() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("pieces", [[1] * 12, [5, 1, 6], [12]], ids=str)
-def test_cached_decoding_is_the_whole_decoding(dtype: torch.dtype, pieces: list[int]) -> None:
+def test_cached_decoding_equals_full_decoding(dtype: torch.dtype, pieces: list[int]) -> None:
     ours, _ = pair(dtype)
     source, tokens = tokens_of(V, 2, 20), tokens_of(V, 2, 12, seed=2)
     valid = lengths_mask([20, 7], 20)

@@ -227,6 +227,6 @@ def forgot_local() -> None:
     placed.model(x)  # all of the batch instead of this process's samples
 
 
-def test_a_batch_that_was_not_shared_out_is_refused(pool: WorkerPool) -> None:
+def test_a_batch_that_was_not_divided_is_refused(pool: WorkerPool) -> None:
     with pytest.raises(RankFailed, match="with 8 samples but holds 4 of 8"):
         pool.run(2, forgot_local)

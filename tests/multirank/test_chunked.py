@@ -205,7 +205,7 @@ def test_estimated_is_measured_and_less(pool: WorkerPool, layout: dict[str, Any]
     assert max(c.n_chunks for found in decided for c in found.products.values()) > 2
 
 
-def test_some_parts_hold_what_all_do() -> None:
+def test_a_few_chunks_have_the_peak_of_all() -> None:
     """Estimates leave middle chunks out."""
     run = a_run({**GRID, "keep_gathered": "none"}, {"n_layers": 1}, {"recompute": "full"})
     with parts_of(5_000) as decided:
@@ -240,7 +240,7 @@ def weight_gradient(dtype: str, n_bytes: int) -> torch.Tensor:
     return linear.weight.grad.double()
 
 
-def test_parts_are_added_up_as_one_product_would(pool: WorkerPool) -> None:
+def test_chunks_are_accumulated_as_precisely_as_one_product(pool: WorkerPool) -> None:
     """In bfloat16, a sum of many chunks in that type would lose what one product keeps."""
     want = pool.run(4, weight_gradient, "float32", 1 << 30)
     for n_bytes in (100, 1 << 30):

@@ -63,7 +63,7 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
 @pytest.mark.parametrize(
     "name", full_unless(lambda name: name not in ("pipelined", "gather, weights kept"), LAYOUTS)
 )
-def test_a_rank_holds_few_parts_of_its_logits(pool: WorkerPool, name: str) -> None:
+def test_a_rank_holds_few_chunks_of_its_logits(pool: WorkerPool, name: str) -> None:
     """The largest tensor is a chunk's logits; besides the table less than three of them live.
 
     A rank has v/c columns of the logits of b s / r tokens (or partial sums of all v). The table may
@@ -85,7 +85,7 @@ def test_a_rank_holds_few_parts_of_its_logits(pool: WorkerPool, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["sequence", "gather", "gather, input stays"])
-def test_the_table_travels_once_for_all_parts(pool: WorkerPool, name: str) -> None:
+def test_the_table_travels_once_for_all_chunks(pool: WorkerPool, name: str) -> None:
     """The table is gathered once and its gradient is summed once.
 
     Without chunks, it is gathered again for the gradient of the head's input.

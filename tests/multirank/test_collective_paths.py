@@ -190,7 +190,7 @@ def one_of_each() -> None:
     comm.reduce_scatter(x, axis, 0)
 
 
-def test_the_two_ways_differ(pool: WorkerPool) -> None:
+def test_the_two_paths_differ(pool: WorkerPool) -> None:
     assert pool.run(2, on_nccl, called, one_of_each) == [(True, True, False)] * 2
     assert pool.run(2, called, one_of_each) == [(False, False, True)] * 2
 
@@ -211,7 +211,7 @@ def started_at_once() -> None:
 
 
 @pytest.mark.parametrize("way", ["gloo", "nccl"])
-def test_many_may_be_under_way(pool: WorkerPool, way: str) -> None:
+def test_many_collectives_may_be_in_flight(pool: WorkerPool, way: str) -> None:
     if way == "nccl":
         pool.run(3, on_nccl, started_at_once)
     else:

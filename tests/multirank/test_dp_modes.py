@@ -426,7 +426,7 @@ def computed_again(layout: Layout, inside: bool) -> float:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_layers_may_be_computed_again(pool: WorkerPool, inside: bool) -> None:
+def test_layers_may_be_recomputed(pool: WorkerPool, inside: bool) -> None:
     """Parameters are gathered once for torch.utils.checkpoint around a layer or its forward."""
     layout = {**SINGLE, "dp_mode": "fsdp", "micro_batches": 3}
     assert pool.run(2, computed_again, layout, inside) == [0.0, 0.0]

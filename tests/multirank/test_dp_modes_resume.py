@@ -111,7 +111,7 @@ PAIRS = pairs(14)
     full_unless(lambda pair: pair in PAIRS[:3], PAIRS),
     ids=lambda pair: "-to-".join(map(named, pair)),
 )
-def test_any_mode_goes_on_from_any_other(
+def test_any_mode_resumes_from_any_other(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, pair: tuple[Layout, Layout]
 ) -> None:
     before, after = pair

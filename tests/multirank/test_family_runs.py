@@ -132,7 +132,7 @@ def no_blank(trained: Trained) -> None:
         "".join(answer(trained, "one", Sampling(), Search()))
 
 
-def test_what_is_said_of_each_blank() -> None:
+def test_answers_for_each_blank() -> None:
     from gridformer.data import SpecialIds
 
     special = SpecialIds(1, 0, None, None, None, 0, (50, 51, 52), 53, 50, frozenset())

@@ -176,7 +176,7 @@ def largest_scale(layout: Layout) -> int:
     raise AssertionError("every scale overflows")
 
 
-def test_what_is_summed_in_half_decides_what_overflows(pool: WorkerPool) -> None:
+def test_overflow_depends_on_what_is_summed_in_float16(pool: WorkerPool) -> None:
     """Check the example in docs/reference/precision.md.
 
     A product sums the rows that a device has at once into a float16 result; micro-batches and
@@ -232,7 +232,7 @@ def train_with_overflow(plan: Plan, at: int) -> str:
     return said.getvalue()
 
 
-def test_a_skipped_step_is_told_and_outlasts_a_checkpoint(
+def test_a_skipped_step_is_reported_and_survives_a_checkpoint(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
     """A skipped step is reported in metrics.jsonl and on the terminal.
@@ -285,7 +285,7 @@ def told(out: Path) -> dict[int, tuple[float, float]]:
     }
 
 
-def test_another_type_goes_on_from_float16(
+def test_another_type_resumes_from_float16(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
     """The other type's loss is not scaled, and skipped steps do not count as updates."""

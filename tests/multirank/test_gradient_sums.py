@@ -125,7 +125,7 @@ def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("bucket_bytes", [4000, 25 << 20])
 @pytest.mark.parametrize("layout", [DATA, SUPER, FIRST, OPTIMUS], ids=short)
-def test_sums_are_those_of_after_the_backward_pass(
+def test_overlapped_sums_equal_sums_after_the_backward_pass(
     pool: WorkerPool, layout: Layout, bucket_bytes: int
 ) -> None:
     """Sum over two micro-batches, the first of which sends nothing."""

@@ -131,7 +131,7 @@ def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str
     ],
     ids=["grid", "replicas", "branches"],
 )
-def test_who_waits_for_an_absent_rank_is_told(
+def test_waiting_for_an_absent_rank_times_out(
     tmp_path: Path, layout: Layout, names: set[str]
 ) -> None:
     """The error comes on every axis, and not only after half an hour."""

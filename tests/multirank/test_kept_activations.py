@@ -123,7 +123,9 @@ def test_kept_for_backward(pool: WorkerPool, layout: dict[str, Any], share: Frac
     ids=lambda n: str(n),
 )
 @pytest.mark.parametrize("keep", ["inputs", "weights", "all"])
-def test_keeping_costs_what_choices_says(pool: WorkerPool, rows: int, cols: int, keep: str) -> None:
+def test_kept_memory_equals_the_prediction(
+    pool: WorkerPool, rows: int, cols: int, keep: str
+) -> None:
     work = Work(tokens=B * CONFIG.max_seq_len)
     layout = optimus(rows, cols, keep)
     choices = decide(CONFIG, LayoutConfig(**layout), work)

@@ -102,7 +102,7 @@ def plan_of(folders: dict[str, Path], cell: Cell, out: Path, tmp_path: Path) -> 
     full_unless(lambda pair: pair in SMALLEST, PAIRS),
     ids=lambda pair: "-to-".join(cell.title for cell in pair),
 )
-def test_a_run_goes_on_under_any_other_layout(
+def test_a_run_resumes_under_any_other_layout(
     pool: WorkerPool, folders: dict[str, Path], tmp_path: Path, pair: tuple[Cell, Cell]
 ) -> None:
     before, after = pair

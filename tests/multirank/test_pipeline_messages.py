@@ -90,7 +90,7 @@ def begins(layout: Layout, config: ModelConfig) -> list[str]:
 
 
 @pytest.mark.parametrize("pp", full_unless(lambda pp: pp == 5, [5, 7]))
-def test_memory_rides_along(pool: WorkerPool, pp: int) -> None:
+def test_encoder_results_travel_through_decoder_stages(pool: WorkerPool, pp: int) -> None:
     """The encoder's result passes through the decoder's stages, but not to a head alone."""
     layout, config = {"pp": pp, "micro_batches": 2}, family("t5", n_layers=1, n_decoder_layers=3)
     config = config.model_copy(update={"vocab_size": 400})  # so that the head is a stage

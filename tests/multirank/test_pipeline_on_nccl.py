@@ -179,7 +179,7 @@ def way(event: Event) -> str:
     full_unless(lambda layout: layout in LAYOUTS[:2], LAYOUTS[:-1]),
     ids=name_of,
 )
-def test_no_message_waits_in_a_circle(pool: WorkerPool, layout: Layout) -> None:
+def test_messages_do_not_deadlock(pool: WorkerPool, layout: Layout) -> None:
     """In a group of two, one rank only sends and the other only receives.
 
     With groups of all ranks, one for each direction, a receive that is posted early blocks a send.
@@ -207,7 +207,7 @@ def test_no_message_waits_in_a_circle(pool: WorkerPool, layout: Layout) -> None:
     assert len({*names}) == len(names) == len(edges), "each pair and direction has its own"
 
 
-def test_a_circle_would_be_found() -> None:
+def test_a_deadlock_is_found() -> None:
     """Two ranks send before they receive: this deadlocks over one group, but not over two."""
 
     def both_send(one: str, other: str) -> list[list[Event]]:

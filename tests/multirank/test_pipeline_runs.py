@@ -43,7 +43,7 @@ def title(pair: tuple[Layout, Layout]) -> str:
 
 
 @pytest.mark.parametrize("pair", full_unless(PAIRS[:2].__contains__, PAIRS), ids=title)
-def test_any_layout_goes_on_from_any_other(
+def test_any_layout_resumes_from_any_other(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, pair: tuple[Layout, Layout]
 ) -> None:
     """Runs have dropout and clipping; shared tables are saved once."""
@@ -55,7 +55,7 @@ def test_any_layout_goes_on_from_any_other(
     assert_same_run(whole, moved)
 
 
-def test_the_same_pipeline_goes_on_bit_by_bit(
+def test_the_same_pipeline_resumes_bit_by_bit(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -130,6 +130,6 @@ def held(layout: Layout) -> list[int]:
     return sorted({int(name.split(".")[1]) for name in layers})
 
 
-def test_interleaved_stages_lie_apart(pool: WorkerPool) -> None:
+def test_interleaved_stages_are_not_adjacent(pool: WorkerPool) -> None:
     first, second = pool.run(2, held, {"pp": 2, "stages_per_rank": 2, "micro_batches": 2})
     assert (first, second) == ([0, 1, 4, 5], [2, 3, 6, 7])

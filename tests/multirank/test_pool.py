@@ -87,7 +87,7 @@ def test_processes_and_group_are_kept(pool: WorkerPool) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_a_worn_group_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overused_group_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of the subgroups that tests made end with the group."""
     monkeypatch.setattr("tests.support.multirank.pool.GROUP_SERVES", 3 * 3)
     pool.run(2, ranked, "")

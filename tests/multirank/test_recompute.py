@@ -156,7 +156,7 @@ def quick(case: tuple[str, str, str]) -> bool:
 @pytest.mark.parametrize(
     ("scheme", "family", "dtype"), full_unless(quick, PRODUCTS, unpack=True), ids=lambda name: name
 )
-def test_all_but_the_last_product_is_multiplied_again(
+def test_all_products_but_the_last_are_recomputed(
     pool: WorkerPool, scheme: str, family: str, dtype: str
 ) -> None:
     """The last product runs again only if a norm reads it (post-norm).
@@ -284,7 +284,7 @@ def entered(layout: Layout) -> tuple[int, int]:
     return seen[0]
 
 
-def test_a_pipeline_keeps_no_more(pool: WorkerPool) -> None:
+def test_a_pipeline_keeps_no_more_than_it_needs(pool: WorkerPool) -> None:
     """What a stage keeps of its input depends on what its devices receive.
 
     If all devices receive the same, the received tensor is freed after the forward pass and only
@@ -317,7 +317,7 @@ def sent(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> Count
 
 
 @pytest.mark.parametrize("family", ["GPT-2", "BERT"])
-def test_what_is_computed_again_sends_again(pool: WorkerPool, family: str) -> None:
+def test_recomputation_sends_again(pool: WorkerPool, family: str) -> None:
     """Backward repeats a block's forward messages, but not those of an unneeded last product.
 
     The sharded inputs of blocks are gathered once. On a grid, weights that backward does not read
@@ -405,7 +405,9 @@ def quick_fsdp(case: tuple[str, str]) -> bool:
     ("name", "family"),
     full_unless(quick_fsdp, [(n, f) for f in ("GPT-2", "Transformer") for n in FSDP], unpack=True),
 )
-def test_parameters_come_twice_and_ahead(pool: WorkerPool, name: str, family: str) -> None:
+def test_parameters_are_gathered_twice_and_prefetched(
+    pool: WorkerPool, name: str, family: str
+) -> None:
     """A layer's parameters are gathered once for forward and once for backward with recomputation.
 
     All but the first gather of each pass are in flight before they are needed.

@@ -129,7 +129,7 @@ ALL_PAIRS = PAIRS + random_pairs(8)
     full_unless(lambda pair: pair in (PAIRS[0], *PAIRS[2 : len(PAIRS) : 2]), ALL_PAIRS),
     ids=lambda p: "-to-".join(map(title, p)),
 )
-def test_any_layout_goes_on_from_any_other(
+def test_any_layout_resumes_from_any_other(
     pool: WorkerPool,
     token_folder: Path,
     tmp_path: Path,

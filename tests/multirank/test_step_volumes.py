@@ -142,7 +142,7 @@ def embedding(choices: Choices, vocab_size: int) -> Traffic:
 @pytest.mark.parametrize(
     ("layout", "micro_batches"), WHOLE_STEPS, ids=lambda x: short(x) if isinstance(x, dict) else ""
 )
-def test_a_step_is_as_choices_says(
+def test_step_traffic_equals_the_prediction(
     pool: WorkerPool, layout: dict[str, Any], micro_batches: int
 ) -> None:
     """The step has several micro-batches, in which a kept weight travels once."""

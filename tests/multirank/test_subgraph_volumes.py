@@ -121,7 +121,7 @@ def layers(layouts: list[Layout]) -> list[tuple[int, tuple[Kinds, Kinds, Kinds, 
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_a_layer_sends_what_the_specification_says(pool: WorkerPool, n: int) -> None:
+def test_layer_traffic_equals_the_formulas(pool: WorkerPool, n: int) -> None:
     """Compare kinds of collectives and elements in both passes; ends send nothing."""
     layouts = [layout for layout in LAYERS if n_of(layout) == n]
     for found in pool.run(n, layers, layouts):
@@ -157,7 +157,7 @@ def agrees(found: Kinds, said: Traffic) -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_a_layer_is_as_choices_says(pool: WorkerPool, n: int) -> None:
+def test_layer_traffic_equals_the_prediction(pool: WorkerPool, n: int) -> None:
     """Check a process without common layers, where the two kinds differ: it receives the most."""
     layouts = [layout for layout in LAYERS if n_of(layout) == n]
     for found in pool.run(n, layers, layouts):
@@ -208,7 +208,9 @@ def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorde
     ],
     ids=short,
 )
-def test_a_step_is_as_explained(pool: WorkerPool, layout: Layout, micro_batches: int) -> None:
+def test_step_traffic_equals_the_explanation(
+    pool: WorkerPool, layout: Layout, micro_batches: int
+) -> None:
     """Check several micro-batches on the process that moves most (in cSub, in any branch).
 
     In addition, only metrics travel, before and after.

@@ -114,7 +114,7 @@ OTHER: Layout = {"scheme": "megatron", "cols": 2}
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["from them", "to them"])
-def test_a_run_goes_on_with_or_without_these_methods(
+def test_a_run_resumes_with_or_without_these_methods(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, back: bool
 ) -> None:
     """Move between layouts, from a checkpoint with moments in the host's memory, and back."""

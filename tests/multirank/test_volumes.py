@@ -234,7 +234,7 @@ KINDS = sorted({(layout.get("rows", 1), layout["cols"]) for layout in SAID})
 
 
 @pytest.mark.parametrize("kind", full_unless(lambda kind: kind == (2, 2), KINDS), ids=str)
-def test_a_layer_is_as_choices_says(pool: WorkerPool, kind: tuple[int, int]) -> None:
+def test_layer_traffic_equals_the_prediction(pool: WorkerPool, kind: tuple[int, int]) -> None:
     """Compare volumes and messages of one micro-batch, for everything that can be chosen."""
     layouts = [layout for layout in SAID if (layout.get("rows", 1), layout["cols"]) == kind]
     n = kind[0] * kind[1]
@@ -281,7 +281,7 @@ def test_logits_never_travel(pool: WorkerPool, grid: tuple[int, int], schedule: 
 
 
 @pytest.mark.parametrize(("cols", "sequence"), MEGATRON)
-def test_ends_of_megatron(pool: WorkerPool, cols: int, sequence: bool) -> None:
+def test_embedding_and_head_of_megatron(pool: WorkerPool, cols: int, sequence: bool) -> None:
     """The embedding's result and the head's gradient are summed; nothing of width v travels."""
     layout = {"scheme": "megatron", "cols": cols, "sequence_parallel": sequence}
     unit = Fraction(cols - 1, cols) * BSH

@@ -138,7 +138,7 @@ def opened_cells(layout: dict[str, Any]) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(("keep", "n_cells"), [("none", 0), ("inputs", 0), ("weights", 9)])
-def test_cells_open_for_a_step(pool: WorkerPool, keep: str, n_cells: int) -> None:
+def test_prefetchers_keep_weights_for_one_step(pool: WorkerPool, keep: str, n_cells: int) -> None:
     """There are four per layer, and one for the table that embedding and head share."""
     layout = {"scheme": "optimus", "rows": 2, "cols": 2, "keep_gathered": keep}
     assert pool.run(4, opened_cells, layout) == [(n_cells, False)] * 4

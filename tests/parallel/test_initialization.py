@@ -154,7 +154,7 @@ def test_spread(n_layers: int, init_std: float) -> None:
         assert float(value.abs().max()) < 4.2 * std
 
 
-def test_bfloat16_computes_so_but_keeps_float32_parameters() -> None:
+def test_bfloat16_computes_in_bfloat16_with_float32_parameters() -> None:
     model = build_parallel(CONFIG, LayoutConfig(), Axes(), 1, CPU, "bfloat16")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16

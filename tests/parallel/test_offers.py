@@ -88,7 +88,7 @@ def mends_and_breaks_nothing(run: RunConfig) -> None:
 @example(run=run_of(**{"layout.branches": 5, "layout.common": "first"}))
 @example(run=narrow_heads(n_heads=1, rows=2, cols=1))
 @example(run=narrow_heads(n_heads=4, rows=4, cols=3))
-def test_every_offer_mends_its_problem_and_makes_no_new_one(run: RunConfig) -> None:
+def test_every_offer_solves_its_problem_without_a_new_one(run: RunConfig) -> None:
     mends_and_breaks_nothing(run)
 
 
@@ -122,7 +122,7 @@ def test_changes_are_combined_where_one_alone_does_not_suffice() -> None:
 
 @settings(max_examples=200)
 @given(run=runs())
-def test_what_passes_really_divides(run: RunConfig) -> None:
+def test_runs_that_pass_really_divide(run: RunConfig) -> None:
     """Restate the rules: every tensor is sharded evenly."""
     if rules(run):
         return

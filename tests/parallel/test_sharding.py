@@ -184,7 +184,7 @@ def test_vocabulary_is_padded_as_the_layout_says(layout: LayoutConfig) -> None:
         assert table.shape[0] * cuts == -(-89 // multiple) * multiple
 
 
-def test_other_networks_are_refused_with_what_can_be_cut_of_them() -> None:
+def test_other_networks_are_refused_with_what_can_be_sharded() -> None:
     layout = LayoutConfig(scheme="megatron", cols=2)
     with pytest.raises(TypeError, match=r"not a Linear.*Branches.*branches\.parallelize_branches"):
         parallelize(torch.nn.Linear(3, 3), layout, Axes())  # type: ignore[arg-type]

@@ -252,7 +252,7 @@ def pooled(**changes: Any) -> RunConfig:
     return run_of(**model, **{"layout.scheme": "megatron", "layout.cols": 4}, **changes)
 
 
-def test_a_pooler_is_cut_over_columns() -> None:
+def test_a_pooler_is_sharded_over_columns() -> None:
     """The poolers for sentence pairs and for labels shard h; without them nothing does."""
     assert rules(pooled()) == set()
     assert rules(pooled(**{"model.n_labels": 3})) == {"cols cuts model.hidden_size"}

@@ -257,7 +257,7 @@ def test_another_run_is_refused(saved: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_a_run_may_go_on_with_another(saved: Path, key: str) -> None:
+def test_a_run_may_resume_with_another(saved: Path, key: str) -> None:
     manifest = checkpoint.read_manifest(saved)
     checkpoint.check_same_run(manifest, changed(a_run(), key, OTHER[key]), saved)
 

@@ -148,9 +148,7 @@ def test_dropout_compiles_once_and_keeps_its_masks(changes: dict[str, float]) ->
     ),
     ids=str,
 )
-def test_blocks_that_are_computed_again_compile(
-    recompute: str, changes: dict[str, float], dtype: str
-) -> None:
+def test_recomputed_blocks_compile(recompute: str, changes: dict[str, float], dtype: str) -> None:
     """The loss is chunked, and nothing is compiled again after the first step."""
     config, seen = tiny(**changes), []
     for n_steps in (1, 3):
@@ -195,7 +193,7 @@ def compare_replicas() -> float:
     return max(abs(a / b - 1) for a, b in pairs)
 
 
-def test_a_run_with_it_goes_on_from_one_without(
+def test_a_compiled_run_resumes_an_uncompiled_one(
     token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections: dict[str, Any] = {

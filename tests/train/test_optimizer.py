@@ -66,7 +66,7 @@ def test_a_unit_is_clipped_by_its_own_norm() -> None:
     assert inside == 3 * 12 * 16 * 16
 
 
-def test_in_backward_is_the_same_to_the_bit() -> None:
+def test_updates_in_backward_are_exact_to_the_bit() -> None:
     """One device in float32 runs the same operations, only at another time."""
     a, b = (
         stepper(clip_norm=0.05, clip_by="layer", update=u)
@@ -159,7 +159,7 @@ def test_offload_is_exact_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("first", ["none", "optimizer"])
-def test_a_run_goes_on_with_or_without_offload(tmp_path: Path, first: str) -> None:
+def test_a_run_resumes_with_or_without_offload(tmp_path: Path, first: str) -> None:
     second = "optimizer" if first == "none" else "none"
     whole, before, after = (stepper(offload=how) for how in (first, first, second))
     for number in range(4):

@@ -104,7 +104,7 @@ def test_an_overflow_skips_the_step(poison: float) -> None:
     assert {float(state["step"]) for state in device.updates.state.values()} == {2.0}, "updates"
 
 
-def test_a_real_overflow_is_found_and_mended() -> None:
+def test_a_real_overflow_is_found_and_repaired() -> None:
     """At a scale where gradients exceed float16, steps are skipped until they fit."""
     device = stepper()
     device.scale.scale = 2.0**30

@@ -54,7 +54,7 @@ def windows_of(file: Path) -> torch.Tensor:
     return torch.from_numpy(np.stack([ids[i * SEQ : (i + 1) * SEQ + 1] for i in range(n)]))
 
 
-def test_a_run_is_judged_by_all_of_the_text_that_is_held_out(
+def test_validation_reads_all_held_out_text(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
     """val_loss is the mean over val.bin, which is read here with numpy.
@@ -83,7 +83,7 @@ def test_a_run_is_judged_by_all_of_the_text_that_is_held_out(
     assert loss_of(train) != pytest.approx(want, rel=1e-4), "the test must tell them apart"
 
 
-def test_the_texts_that_are_trained_on_and_judged_by_have_no_document_in_common(
+def test_training_and_validation_texts_share_no_document(
     token_folder: Path,
 ) -> None:
     folder = TokenFolder.open(token_folder)

@@ -22,7 +22,7 @@ def write(target: Path, text: str) -> Path:
     return writing
 
 
-def test_it_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_folder_gets_its_name_once_complete(tmp_path: Path) -> None:
     target = tmp_path / "new" / "folder"
     writing = write(target, "one")
     assert not target.exists()

@@ -36,7 +36,7 @@ def test_threads_sleep_while_they_wait(chosen: dict[str, str], policy: str) -> N
     assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr, done.stderr
 
 
-def test_threads_of_workers_do_too(start: Start) -> None:
+def test_threads_of_workers_sleep_too(start: Start) -> None:
     """The server that workers are forked from loads torch, and prints this in the background."""
     code, _, err = finish(start("sums", 2, env=TELL))
     assert code == 0, err

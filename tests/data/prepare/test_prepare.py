@@ -276,7 +276,7 @@ def test_files_that_appear_meanwhile_stay(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["t", "precious"]
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_kept(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "t").symlink_to(tmp_path / "disk" / "t")
     prepare_corpus([listed(*sentences(9))], tmp_path / "t", tokenizer=TOKENIZER)

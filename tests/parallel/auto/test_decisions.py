@@ -36,7 +36,7 @@ def said(run: RunConfig) -> str:
 GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
 
 
-def test_traffic_is_that_of_the_choices() -> None:
+def test_traffic_equals_the_decisions() -> None:
     """Bytes over rows and columns follow docs/concepts/placement.md; dp reduces gradients."""
     run = run_of({**GRID, "dp": 2, "keep_gathered": "none", "schedule": "broadcast"})
     traffic = decide_run(run).traffic
@@ -49,7 +49,7 @@ def test_traffic_is_that_of_the_choices() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_replicas_that_share_out_what_they_hold(micro_batches: int) -> None:
+def test_traffic_of_sharded_replicas(micro_batches: int) -> None:
     """Layers are gathered twice per micro-batch, the table once; both gradients are summed once."""
     grid = {**GRID, "dp": 2, "micro_batches": micro_batches, "keep_gathered": "none"}
     whole, zero1, fsdp = (
@@ -64,7 +64,7 @@ def test_replicas_that_share_out_what_they_hold(micro_batches: int) -> None:
     assert "gradients and parameters" in said(run_of({**grid, "dp_mode": "fsdp"}))
 
 
-def test_types_and_micro_batches_count() -> None:
+def test_traffic_depends_on_type_and_micro_batches() -> None:
     whole = decide_run(run_of({**GRID, "keep_gathered": "none"})).traffic
     half = decide_run(run_of({**GRID, "keep_gathered": "none"}, dtype="bfloat16")).traffic
     cut = decide_run(run_of({**GRID, "keep_gathered": "none", "micro_batches": 4})).traffic

@@ -93,7 +93,7 @@ LAYOUTS = st.builds(lambda grid, how: optimus(*grid, **how), GRIDS, HOW) | ONE_R
 # --------------------------------------------------------------------------- traffic
 
 
-def test_of_a_usual_model_bsh_travels_four_times() -> None:
+def test_bsh_travels_four_times_in_a_usual_model() -> None:
     """The head's input counts too: logits stay where they are computed."""
     chosen = decide(SMALL, optimus(2, 3), Work(tokens=600))
     want = {"qkv": "output", "out": "input", "up": "output", "down": "input", "head": "output"}
@@ -111,7 +111,7 @@ def test_the_narrower_activation_travels_whichever_it_is() -> None:
 
 
 @given(model=MODELS, layout=ONE_ROW | BOTH_WAYS)
-def test_megatron_cuts_what_opens_by_columns_and_what_closes_by_rows(
+def test_megatron_shards_opening_products_by_columns_and_closing_ones_by_rows(
     model: ModelConfig, layout: LayoutConfig
 ) -> None:
     """This holds whatever is narrower: the two boundaries of a section are fixed."""
@@ -165,7 +165,9 @@ def test_one_device_sends_nothing() -> None:
 
 
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
-def test_a_step_is_its_micro_batches(model: ModelConfig, layout: LayoutConfig, work: Work) -> None:
+def test_step_traffic_is_the_sum_of_its_micro_batches(
+    model: ModelConfig, layout: LayoutConfig, work: Work
+) -> None:
     """Kept weights travel only in the first micro-batch."""
     chosen = decide(model, layout, work)
     for choice in chosen.products.values():
@@ -204,7 +206,7 @@ def test_huge_operands_travel_panel_by_panel() -> None:
 
 
 @given(model=MODELS, grid=GRIDS, work=WORKS)
-def test_what_is_gathered_stays_below_an_eighth_of_what_is_held(
+def test_gathered_operands_stay_below_an_eighth_of_held_memory(
     model: ModelConfig, grid: tuple[int, int], work: Work
 ) -> None:
     chosen = decide(model, optimus(*grid, keep_gathered="none"), work)
@@ -215,7 +217,7 @@ def test_what_is_gathered_stays_below_an_eighth_of_what_is_held(
 
 
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
-def test_only_what_is_long_is_gathered_in_parts(
+def test_only_large_operands_are_gathered_in_chunks(
     model: ModelConfig, layout: LayoutConfig, work: Work
 ) -> None:
     chosen = decide(model, layout, work)
@@ -234,7 +236,7 @@ def test_only_what_is_long_is_gathered_in_parts(
             assert whole / (choice.n_chunks - 1) > limit, "no more parts than it takes"
 
 
-def test_the_papers_largest_run_is_gathered_in_parts() -> None:
+def test_the_papers_largest_run_is_gathered_in_chunks() -> None:
     model = GPT3.model_copy(update={"n_layers": 24, "hidden_size": 8192, "n_heads": 64})
     work = Work(tokens=256 * 512, sequences=256, recompute="full")
     chosen = decide(model, optimus(8, 8, keep_gathered="none"), work)
@@ -309,7 +311,7 @@ def test_keeping_more_moves_less_and_costs_more(
     assert kept_bytes(by_wish["all"]) == pytest.approx(parts)
 
 
-def test_many_micro_batches_are_what_weights_are_kept_for() -> None:
+def test_weights_are_kept_for_many_micro_batches() -> None:
     """A micro-batch has few activations, but weights travel again for each micro-batch."""
     one, many = (
         decide(SMALL, optimus(4, 1, keep_gathered="weights"), Work(128, micro_batches=m))
@@ -326,7 +328,7 @@ def test_many_micro_batches_are_what_weights_are_kept_for() -> None:
 
 
 @given(model=MODELS, grid=GRIDS, work=WORKS, how=HOW)
-def test_what_is_asked_for_is_done(
+def test_requested_settings_are_used(
     model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]
 ) -> None:
     rows, cols = grid
@@ -347,7 +349,7 @@ def test_what_is_asked_for_is_done(
 
 
 @given(model=MODELS, grid=GRIDS, work=WORKS, how=HOW)
-def test_every_decision_has_a_reason_and_no_wish_has(
+def test_decisions_have_reasons_and_requests_have_none(
     model: ModelConfig, grid: tuple[int, int], work: Work, how: dict[str, Any]
 ) -> None:
     chosen = decide(model, optimus(*grid, **how), work)
@@ -372,7 +374,7 @@ def test_every_decision_has_a_reason_and_no_wish_has(
         assert any(taken) == any(f"{what} are kept" in reason for reason in said)
 
 
-def test_work_is_one_sequence_a_row_unless_told() -> None:
+def test_work_is_one_sequence_per_row_by_default() -> None:
     layout = optimus(3, 2)
     assert decide(SMALL, layout).work == Work(tokens=3 * SMALL.max_seq_len, sequences=3)
     assert decide(SMALL, layout).products == decide(SMALL, layout, Work(3 * 32)).products

@@ -57,7 +57,7 @@ def test_messages_within_nodes_and_between_them_are_named(
     )
 
 
-def test_nothing_is_said_of_nodes_that_are_not_known() -> None:
+def test_unknown_nodes_are_not_mentioned() -> None:
     """No grid block is placed on known nodes either, since there is no grid."""
     assert "order:" not in said(run_of({"branches": 4}))
     run = run_of({"branches": 4, "devices_per_node": 2})
@@ -75,7 +75,7 @@ def test_nothing_is_said_of_nodes_that_are_not_known() -> None:
         ({"attention": "outside", "feed_forward": "common"}, "no product", 0),
     ],
 )
-def test_what_is_branched_is_named_with_its_share(
+def test_branched_modules_are_named_with_their_share(
     layout: dict[str, Any], words: str, inside: int
 ) -> None:
     """These are shares of 12 h² per layer and v h of the embedding."""
@@ -88,7 +88,7 @@ def test_what_is_branched_is_named_with_its_share(
     )
 
 
-def test_traffic_is_the_specifications() -> None:
+def test_traffic_equals_the_formulas() -> None:
     """Each layer has two splits and two sums of (g-1)/g T h, and backward moves as much again.
 
     Gradients of branches are summed over n/g processes, those of common layers over n.
@@ -141,7 +141,7 @@ def test_projections_outside_the_branches_send_slices_and_results(common: str) -
 
 
 @pytest.mark.parametrize(("keep", "kept"), [("inputs", True), ("none", False), ("auto", True)])
-def test_inputs_of_branches_are_kept_unless_told_otherwise(keep: str, kept: bool) -> None:
+def test_inputs_of_branches_are_kept_by_default(keep: str, kept: bool) -> None:
     """As in the paper, branches keep their inputs."""
     run = run_of({"branches": 2, "dp": 2, "keep_gathered": keep})
     choices = decide_run(run).choices

@@ -126,7 +126,7 @@ def test_every_order_ends_and_its_messages_match(
                     assert peer_plan.actions.index(mine) <= peer_plan.actions.index(made)
 
 
-def test_1f1b_has_no_more_under_way_than_stages() -> None:
+def test_1f1b_keeps_at_most_pp_micro_batches() -> None:
     """GPipe keeps the activations of all micro-batches, 1F1B those of pp at most."""
     for order, most in (("gpipe", 12), ("1f1b", 4)):
         for rank, actions in enumerate(actions_of(order, 4, 1, 12)):
