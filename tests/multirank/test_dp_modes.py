@@ -325,9 +325,9 @@ def test_volumes(pool: WorkerPool, case: str) -> None:
 def sent_when(layout: Layout) -> tuple[list[int], int, dict[str, list[int]]]:
     """Record what is in flight during a step.
 
-    Returns, by micro-batch, the gradient sums in flight when the first layer's gradient came; the
-    number in the whole step; and the gathers that had started when each layer computed, forward and
-    backward.
+    Returns the gradient sums that had started when the first layer's gradient came, by micro-batch;
+    their number in the whole step; and the gathers that had started when each layer computed, in
+    forward and in backward.
     """
     built, _, stepper = settings_of(layout, 3)
     early: list[int] = []

@@ -56,7 +56,7 @@ KEPT = by_size(
     + [{**SEQUENCE, "keep_gathered": keep} for keep in ("none", "inputs")]
     + [{**WEIGHTS_TOO, "keep_gathered": keep} for keep in ("none", "inputs", "weights", "all")]
 )
-# `output` where it makes a product's operands differ from `auto`'s; what is kept is the same.
+# With `output` some products have other operands than with `auto`; the same operands are kept.
 KEPT_ALSO = [layout for layout in KEPT if layout["cols"] == 2] + [
     {**TWO_BY_THREE, "schedule": "gather", "stationary": "output", "keep_gathered": keep}
     for keep in ("none", "weights")
@@ -132,7 +132,7 @@ def test_accumulating_micro_batches_changes_nothing(pool: WorkerPool, layout: La
 
 
 def on_three_columns(layout: Layout) -> bool:
-    """Each schedule has one stationary choice, and another has another."""
+    """Accept 2x3 layouts with one stationary choice per schedule, all of them different."""
     each = (("broadcast", "input"), ("pipelined", "output"), ("gather", "auto"))
     one = (layout["schedule"], layout["stationary"]) in each
     return (layout["rows"], layout["cols"]) == (2, 3) and one

@@ -56,7 +56,8 @@ def sample_part(axes: Axes, micro: int = 0) -> Tensor:
 def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int], int]:
     """Return the sums in flight when the first layer's gradient came and when the pass ended.
 
-    Both are listed by micro-batch; the last number is that of the whole step.
+    The first list has an entry for each micro-batch, the second one for each pass that sends; the
+    last number is that of the whole step.
     """
     model, axes = built(layout)
     early: list[int] = []
@@ -88,7 +89,7 @@ def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int],
 def test_sums_begin_before_the_backward_pass_has_ended(
     pool: WorkerPool, layout: Layout, micro_batches: int
 ) -> None:
-    """Sums start in the last micro-batch, once gradients are complete, before it ends."""
+    """Sums start during the last micro-batch only, and all have started when it ends."""
     n = LayoutConfig(**layout).n_processes
     for early, (late,), total in pool.run(n, sent_when, layout, micro_batches):
         assert early[:-1] == [0] * (micro_batches - 1)

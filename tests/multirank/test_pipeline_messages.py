@@ -134,7 +134,7 @@ def test_unequal_copies_on_stages_are_found(pool: WorkerPool) -> None:
 
 
 def sums_in_backward(layout: Layout) -> tuple[list[str], int]:
-    """Return what this rank starts before its last backward pass ends: sums over replicas.
+    """Return the order of this rank's backward passes and sums over replicas in a step.
 
     The second result counts gradients that change after their sum has begun.
     """

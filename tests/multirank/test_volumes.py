@@ -262,9 +262,9 @@ def both_ends(layout: dict[str, Any]) -> tuple[Volume, Volume]:
 @pytest.mark.parametrize("schedule", ["broadcast", "gather"])
 @pytest.mark.parametrize("grid", full_unless(SOME_GRIDS.__contains__, GRIDS), ids=str)
 def test_logits_never_travel(pool: WorkerPool, grid: tuple[int, int], schedule: str) -> None:
-    """If the narrower activation travels, embedding and head move bsh each, and gradients.
+    """If the narrower activation travels, embedding and head move bsh each way.
 
-    Their gradients travel, too. With the paper's placement, bsv travels for the logits.
+    With the paper's placement, bsv travels for the logits.
     """
     rows, cols = grid
     padded = -(-V // math.lcm(rows, cols)) * math.lcm(rows, cols)
