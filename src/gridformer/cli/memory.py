@@ -48,11 +48,11 @@ def memory(
 
     gridformer memory demo
 
-    gridformer memory my.yaml layout.rows=8 layout.cols=8 --budget 80
+    gridformer memory mine.yaml layout.rows=8 layout.cols=8 --budget 80
 
     gridformer memory gpt2-124m train.global_batch=32 train.dtype=bfloat16
 
-    gridformer memory my.yaml train.recompute=full --html memory.html
+    gridformer memory mine.yaml train.recompute=full --html memory.html
     """
     from rich.console import Console
 

@@ -51,11 +51,11 @@ def train(
 
     gridformer train demo
 
-    gridformer train my.yaml train.steps=100 layout.rows=2 layout.cols=2
+    gridformer train mine.yaml train.steps=100 layout.rows=2 layout.cols=2
 
-    gridformer train my.yaml --explain
+    gridformer train mine.yaml --explain
 
-    torchrun --nnodes 2 --nproc-per-node 4 -m gridformer train my.yaml
+    torchrun --nnodes 2 --nproc-per-node 4 -m gridformer train mine.yaml
     """
     from gridformer.cli.waiting import waiting
     from gridformer.config import load_run

@@ -133,16 +133,12 @@ class Stepper:
         mine = [loss * self._first() for loss in losses.values()]
         sums = torch.stack([*mine, *self.updates.squares()])
         totals = comm.all_reduce(sums, self.axes.world, label="metrics")
-        # The only time in a step that the host waits for the device.
+        # The host waits for the device here, and nowhere else unless `clip_by` is `layer`.
         numbers = torch.cat([totals, torch.stack([*counts.values()]), tokens_and_flags]).tolist()
         n = len(counts)
-        means, (square, last_square), divisors = (
-            numbers[:n],
-            numbers[n : n + 2],
-            numbers[n + 2 : -2],
-        )
-        tokens, flags = map(int, numbers[-2:])
-        parts = {name: total / max(1, n) for name, total, n in zip(counts, means, divisors)}
+        means, (square, last_square) = numbers[:n], numbers[n : n + 2]
+        divisors, (tokens, flags) = numbers[n + 2 : -2], map(int, numbers[-2:])
+        parts = {name: total / max(1, count) for name, total, count in zip(counts, means, divisors)}
         scale = self.scale.scale
         loss, norm = sum(parts.values()), math.sqrt(square) / scale
         if math.isfinite(loss) and not math.isfinite(norm) and not self.scale.exhausted:
