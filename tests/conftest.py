@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,13 @@ from tests.support.multirank.pool import WorkerPool  # noqa: E402
 # tries new ones. There are no deadlines, which would fail by chance on a busy machine.
 settings.register_profile("same", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("fresh", deadline=None, print_blob=True)
+
+
+def pytest_collection_finish() -> None:
+    """Imported objects stay alive, so the garbage collector can skip them, and run less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

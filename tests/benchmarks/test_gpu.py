@@ -89,6 +89,7 @@ def test_single(hf_compile: str) -> None:
     assert f"Hugging Face compiled: {hf_compile}." in out
 
 
+@pytest.mark.full
 def test_schemes() -> None:
     out = run("schemes")
     for name in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
@@ -308,7 +309,7 @@ def one_rank_goes_wrong(how: str) -> dict[str, Any]:
     ("how", "said"),
     [
         ("raises", "rank 2: NotImplementedError: no such / thing"),
-        ("dies", "rank 2: died (SIGABRT)"),
+        pytest.param("dies", "rank 2: died (SIGABRT)", marks=pytest.mark.full),
     ],
 )
 def test_what_goes_wrong_on_a_rank_is_reported(how: str, said: str) -> None:

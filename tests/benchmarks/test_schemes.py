@@ -247,7 +247,7 @@ def test_every_variant_fits_every_shape() -> None:
 # --------------------------------------------------------------------------- complete runs
 
 
-SOME = "megatron-sp,optimus-pipelined,optimus-gather-parts,optimus-auto,torch-tp-sp,fsdp-tp"
+SOME = "megatron-sp,optimus-auto,torch-tp-sp"
 
 
 @pytest.mark.parametrize("only", full_unless(SOME.__eq__, [SOME, ""]), ids=["some", "all"])
@@ -261,7 +261,7 @@ def test_a_quick_run_and_its_resumption(
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert first.returncode == 0, first.stderr
     variants = [v for v in group.all_variants(4) if v.name in only.split(",") or not only]
-    assert len(variants) >= 6
+    assert len(variants) >= 3
     for variant in variants:
         assert first.stdout.count(f"| {variant.name} |") == 3, variant.name
         assert variant.title in first.stdout

@@ -156,6 +156,7 @@ def test_a_stopped_run_resumes_exactly(
     assert not_stopped[-1] < not_stopped[0] - 0.1, "it learns"
 
 
+@pytest.mark.full
 def test_a_killed_worker_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [str(run_file), FEWER, "train.steps=100000", "train.save_every=2"]

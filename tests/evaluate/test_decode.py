@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from gridformer.evaluate.decode import Search, search
 from gridformer.models import T5
 from gridformer.models.blocks import KVCache
 from gridformer.utils.errors import ConfigError
+from tests.support.marks import full_unless
 from tests.support.reference.shared import plain, tokens_of
 from tests.support.reference.t5 import config_of, from_hugging_face, hugging_face
 
@@ -36,8 +38,14 @@ def models() -> tuple[T5, Any]:
     return ours, theirs
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("beams", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    ("beams", "penalty"),
+    full_unless(
+        lambda case: case in [(1, 1.0), (2, 0.0), (4, 2.0), (7, 1.0)],
+        [*itertools.product([1, 2, 4, 7], [0.0, 1.0, 2.0])],
+        unpack=True,
+    ),
+)
 def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penalty: float) -> None:
     ours, theirs = models
     for seed, size in SOURCES:
@@ -57,7 +65,7 @@ def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penal
         assert found == want, (seed, size)
 
 
-@pytest.mark.parametrize(("beams", "penalty"), [(4, 0.0), (4, 1.0), (7, 1.0)])
+@pytest.mark.parametrize(("beams", "penalty"), [(4, 1.0), (7, 1.0)])
 def test_targets_are_short_and_long_and_no_choice_is_close(
     models: tuple[T5, Any], beams: int, penalty: float
 ) -> None:

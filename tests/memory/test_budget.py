@@ -89,6 +89,7 @@ def test_every_stage_fits_with_the_proposed_settings(monkeypatch: pytest.MonkeyP
     assert nearest(run, before[0], after[1].peak - 1) == []
 
 
+@pytest.mark.full
 def test_a_smaller_batch_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, WIDE, {})
     worst = estimate_rank(run, 0)
@@ -273,7 +274,7 @@ def test_ranks_are_chosen() -> None:
 
 
 def test_a_vocabulary_must_be_known_without_data() -> None:
-    with pytest.raises(ConfigError, match=r"say model\.vocab_size"):
+    with pytest.raises(ConfigError, match=r"set model\.vocab_size"):
         invoke("demo", "data.path=no-such-folder")
 
 

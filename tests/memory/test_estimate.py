@@ -64,10 +64,10 @@ def test_activations_are_told_apart_and_recomputation_keeps_few() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.full),
         {"pp": 2},
         pytest.param({"pp": 2, "pipeline": "gpipe"}, marks=pytest.mark.full),
-        {"pp": 2, "stages_per_rank": 2},
+        pytest.param({"pp": 2, "stages_per_rank": 2}, marks=pytest.mark.full),
     ],
     ids=["no pipeline", "1f1b", "gpipe", "interleaved"],
 )
@@ -88,12 +88,12 @@ def test_which_ranks_hold_most() -> None:
     assert largest_ranks(grid) == {0: "all 8 alike"}
     first = a_run({"scheme": "subgraph", "branches": 4, "common": "first"}, {}, {})
     assert largest_ranks(first) == {0: "first sub-grid", 1: "other sub-grids"}
-    pipeline = a_run({**OPTIMUS, "rows": 1, "pp": 4, "micro_batches": 4}, {"n_layers": 6}, {})
+    pipeline = a_run({"pp": 4, "micro_batches": 4}, {"n_layers": 6}, {})
     found = largest_ranks(pipeline)
     assert found[0].startswith("stage 1 of 4")
     assert any("(as " in name for name in found.values()), "equal stages are looked at once"
     peaks = [breakdown.peak for breakdown in estimate_ranks(pipeline, [*found])]
-    every = [estimate_rank(pipeline, rank).peak for rank in range(0, 8, 2)]
+    every = [estimate_rank(pipeline, rank).peak for rank in range(4)]
     assert max(peaks) == max(every)
 
 
@@ -116,7 +116,7 @@ def test_4096_ranks_are_estimated_on_one() -> None:
     assert time.monotonic() - began < 250, "nothing of it is allocated"
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     st.fixed_dictionaries(
         {

@@ -88,7 +88,7 @@ def check(
 
 @pytest.mark.parametrize(
     "layout",
-    full_unless(lambda layout: layout["dp"] == 1 and n_of(layout) in (3, 4, 6), LAYOUTS),
+    full_unless(lambda layout: layout["dp"] == 1 and n_of(layout) in (3, 6), LAYOUTS),
     ids=name_of,
 )
 def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
@@ -97,7 +97,7 @@ def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    full_unless(lambda layout: layout["dp"] == 1 and n_of(layout) in (2, 6), LAYOUTS),
+    full_unless(lambda layout: layout["dp"] == 1 and n_of(layout) == 2, LAYOUTS),
     ids=name_of,
 )
 def test_equals_one_device_in_float32(pool: WorkerPool, layout: Layout) -> None:
@@ -117,7 +117,7 @@ def test_dropout_masks_do_not_depend_on_the_layout(pool: WorkerPool, layout: Lay
 @pytest.mark.parametrize(
     "layout",
     full_unless(
-        lambda layout: "dp" not in layout,
+        lambda layout: "sequence_parallel" in layout,
         [
             {"scheme": "megatron", "cols": 2, "dp": 2},
             {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
@@ -162,7 +162,7 @@ def test_schedules_in_float32(pool: WorkerPool, layout: Layout) -> None:
 @pytest.mark.parametrize(
     "layout",
     full_unless(
-        lambda layout: layout in (SEQUENCE, TWO_BY_THREE),
+        lambda layout: layout == TWO_BY_THREE,
         [{"scheme": "megatron", "cols": 2}, SEQUENCE, WEIGHTS_TOO, TWO_BY_TWO, TWO_BY_THREE],
     ),
     ids=name_of,
@@ -229,7 +229,7 @@ def test_unequal_copies_are_found(pool: WorkerPool, layout: Layout, name: str, a
 @pytest.mark.parametrize(
     "layout",
     full_unless(
-        lambda layout: layout in (SEQUENCE, TWO_BY_TWO, SOME_PRODUCTS[0]),
+        lambda layout: layout in (SEQUENCE, TWO_BY_TWO),
         [SEQUENCE, {"scheme": "megatron", "cols": 2}, WEIGHTS_TOO, *SOME_PRODUCTS, TWO_BY_TWO],
     ),
     ids=name_of,

@@ -163,6 +163,7 @@ def test_size_out_of_range(pool: WorkerPool) -> None:
         pool.run(17, total, 1.0)
 
 
+@pytest.mark.full
 def test_workers_die_with_the_session(tmp_path: Path) -> None:
     """Workers that hang in a call end when the process that owns the pool is killed."""
     script = tmp_path / "owner.py"

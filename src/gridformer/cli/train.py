@@ -58,7 +58,7 @@ def train(
     torchrun --nnodes 2 --nproc-per-node 4 -m gridformer train mine.yaml
     """
     from gridformer.cli.waiting import waiting
-    from gridformer.config import load_run
+    from gridformer.launch.plan import check_run, plan_checked
     from gridformer.mesh.launch_env import joined
     from gridformer.utils.forkserver import warm_up
 
@@ -72,12 +72,12 @@ def train(
         checked = read_run(run, overrides)
         print_decisions(checked, decide_run(checked), Console())
         return
-    if not joined() and load_run(run, overrides).layout.n_processes > 1:
+    ready = check_run(run, overrides, nproc)  # a refusal does not wait until torch is loaded
+    if not joined() and ready.layout.n_processes > 1:
         warm_up("gridformer.launch.run")  # runs at the same time as the imports below
 
-    from gridformer.launch.plan import plan_run
     from gridformer.launch.run import execute
 
     with waiting() as tell:
-        plan = plan_run(run, overrides, nproc, out, tell)
+        plan = plan_checked(ready, out, tell)
     execute(plan)

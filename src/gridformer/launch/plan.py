@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gridformer.checkpoint import checkpoint
 from gridformer.config import RunConfig, load_run, model_names, parse_run
 from gridformer.data import TokenFolder, resolve
-from gridformer.memory.budget import Tell, fit_problems, silent
 from gridformer.mesh.process_group import check_devices
-from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
-from gridformer.train.compile import compile_problems
-from gridformer.train.plan import Plan
 from gridformer.utils.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from gridformer.memory.budget import Tell
+    from gridformer.train.plan import Plan
 
 
 def plan_run(
@@ -21,7 +21,7 @@ def plan_run(
     overrides: list[str] | tuple[str, ...] = (),
     nproc: int | None = None,
     out: Path | None = None,
-    tell: Tell = silent,
+    tell: Tell | None = None,
 ) -> Plan:
     """Reads a run file and checks its values, layout, devices, data, memory and last checkpoint.
 
@@ -30,7 +30,8 @@ def plan_run(
         overrides: `dotted.key=value` texts.
         nproc: number of processes that the user asked for; None accepts what the layout needs.
         out: run directory; None means `runs/NAME`.
-        tell: receives progress messages, see gridformer.memory.budget.fit_problems.
+        tell: receives progress messages, see gridformer.memory.budget.fit_problems; None discards
+            them.
 
     Returns:
         The plan. Its config is resolved: vocabulary size and sequence lengths are those of the run.
@@ -40,13 +41,47 @@ def plan_run(
             at once; memory and run directory are checked only when there are none.
         CheckpointError: the last checkpoint in `out` is damaged or belongs to a different run.
     """
+    return plan_checked(check_run(path, overrides, nproc), out, tell)
+
+
+def check_run(
+    path: Path | str,
+    overrides: list[str] | tuple[str, ...] = (),
+    nproc: int | None = None,
+) -> RunConfig:
+    """Reads a run file, resolves it, and checks its values, layout, devices and data.
+
+    This does not load torch unless the run asks for GPUs or for torch.compile, so a refusal does
+    not take the seconds that torch takes to load.
+
+    Args:
+        path: path of a run file, or the name of a shipped one.
+        overrides: `dotted.key=value` texts.
+        nproc: number of processes that the user asked for; None accepts what the layout needs.
+
+    Raises:
+        ConfigError: it lists all problems at once.
+    """
     run, problems = _read(path, overrides)
     problems += check_devices(run.train.device, run.layout.n_processes, nproc)
-    problems += compile_problems(run)
+    if run.train.compile:
+        from gridformer.train.compile import compile_problems
+
+        problems += compile_problems(run)
     if problems:
         raise ConfigError(problems)
+    return run
+
+
+def plan_checked(run: RunConfig, out: Path | None = None, tell: Tell | None = None) -> Plan:
+    """Plans a run that `check_run` has returned. Arguments and errors are those of `plan_run`."""
+    from gridformer.checkpoint import checkpoint
+    from gridformer.memory.budget import fit_problems, silent
+    from gridformer.parallel.auto.decisions import decide_run
+    from gridformer.train.plan import Plan
+
     decisions = decide_run(run)
-    problems = fit_problems(run, tell, decisions)
+    problems = fit_problems(run, tell or silent, decisions)
     if problems:
         raise ConfigError(problems)
     out = out or Path("runs") / run.name
