@@ -118,7 +118,7 @@ def _plot(curves: dict[str, list[float]], path: Path) -> None:
         if number:
             apart = [abs(a - b) for a, b in zip(found, want)]
             rest.plot(steps, apart, color=f"C{number}", label=dtype)
-    curve.set(xlabel="step", ylabel="cross entropy (nats a token)", title="Loss, 20 steps' mean")
+    curve.set(xlabel="step", ylabel="cross entropy (nats per token)", title="Loss, 20 steps' mean")
     rest.set(xlabel="step", yscale="log", title="Difference from float32")
     for axis in (curve, rest):
         axis.legend(frameon=False)

@@ -81,7 +81,7 @@ def _plot(losses: dict[str, list[float]], path: Path) -> None:
         if number:
             difference = [abs(a / b - 1) or float("nan") for a, b in zip(found, want)]
             rest.plot(steps, difference, ".", markersize=4, color=f"C{number}", label=name)
-    curve.set(xlabel="step", ylabel="cross entropy (nats a token)", title="Loss")
+    curve.set(xlabel="step", ylabel="cross entropy (nats per token)", title="Loss")
     curve.legend(frameon=False, fontsize=8)
     rest.set(xlabel="step", yscale="log", title="Relative difference from one process")
     for axis in (curve, rest):

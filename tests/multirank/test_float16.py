@@ -20,7 +20,6 @@ from torch import Tensor
 from gridformer.checkpoint import checkpoint
 from gridformer.comm import record
 from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.launch.plan import Plan
 from gridformer.models import Model
 from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
@@ -28,6 +27,7 @@ from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
 from gridformer.train.loss_scale import FIRST_SCALE
 from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
 from gridformer.train.trainer import Trainer
 from gridformer.utils.batch import next_words

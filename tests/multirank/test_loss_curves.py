@@ -10,10 +10,10 @@ import pytest
 from benchmarks.precision.dtypes import BOUND, HALVES, LAYOUTS, MODEL, TRAIN, largest_gap, smoothed
 
 from gridformer.config import parse_run
-from gridformer.launch.plan import Plan
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
 from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import Plan
 from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import train
