@@ -20,7 +20,7 @@ from gridformer import comm
 from gridformer.comm import Pending, collectives
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axis
-from gridformer.parallel.data.gradients import _checksum
+from gridformer.parallel.data.copies import checksum
 from tests.support.marks import full_unless
 from tests.support.multirank.cutting import grid_axes
 from tests.support.multirank.exactness import TOLERANCE, TRAIN, compare
@@ -254,9 +254,9 @@ def test_a_checksum_is_of_values_alone(make: Callable[..., Tensor], shape: tuple
     """The checksum ignores memory layout, such as the strides of one-element columns."""
     x = make(*shape)
     same = torch.tensor(x.tolist(), dtype=x.dtype)
-    assert _checksum(x) == _checksum(same)
+    assert checksum(x) == checksum(same)
     same[-1, -1] += 1e-9
-    assert _checksum(x) != _checksum(same)
+    assert checksum(x) != checksum(same)
 
 
 def broadcast_of_a_kept_tensor() -> tuple[int, bool]:

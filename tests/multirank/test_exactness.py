@@ -12,7 +12,7 @@ import torch
 
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
-from gridformer.parallel.data.gradients import assert_copies_equal
+from gridformer.parallel.data.copies import assert_copies_equal
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import (
     CPU,

@@ -15,7 +15,8 @@ from gridformer import comm
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.models import Activations, Link, Model
 from gridformer.models.blocks import KVCache
-from gridformer.parallel.data.gradients import GradientSums, assert_copies_equal
+from gridformer.parallel.data.copies import assert_copies_equal
+from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Event, Executor, idle_fraction
 from gridformer.utils.batch import Batch, MicroBatch
 from tests.support.marks import full_unless

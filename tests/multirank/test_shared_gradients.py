@@ -19,7 +19,7 @@ from gridformer.comm import Pending
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axis
 from gridformer.parallel import build_parallel
-from gridformer.parallel.data.gradients import assert_copies_equal
+from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, batches_of, tiny

@@ -17,12 +17,8 @@ from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model, build_model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.data.gradients import (
-    assert_copies_equal,
-    owned,
-    reduce_gradients,
-    share_copies,
-)
+from gridformer.parallel.data.copies import assert_copies_equal, share_copies
+from gridformer.parallel.data.gradients import owned, reduce_gradients
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import (
     CPU,

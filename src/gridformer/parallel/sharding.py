@@ -7,6 +7,7 @@ info_of(parameter).shard                                        this device's bl
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -146,6 +147,25 @@ def set_info(parameter: nn.Parameter, info: ParamInfo) -> nn.Parameter:
 def shard_of(parameter: Tensor) -> ParamShard:
     """Returns the shard of a parameter; for one of a plain model, the full tensor."""
     return info_of(parameter).shard
+
+
+def replica_axis(parameter: nn.Parameter) -> str:
+    """Returns the name of the axis over which a parameter's gradients are summed."""
+    name = shard_of(parameter).replicas
+    assert name is not None, "the part that one replica updates has no replicas"
+    return name
+
+
+def shared_by_stages(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parameter]]]:
+    """Returns the parameters that several stages share, by these stages.
+
+    The order is the same on all ranks, whatever they hold.
+    """
+    found: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if shard_of(parameter).stages:
+            found[shard_of(parameter).stages].append((name, parameter))
+    return {stages: found[stages] for stages in sorted(found)}
 
 
 def is_placed(parameter: Tensor) -> bool:

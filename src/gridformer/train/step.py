@@ -15,12 +15,8 @@ from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.parallel.data.gradients import (
-    clear_gradients,
-    reduce_gradients,
-    share_copies,
-    share_parts,
-)
+from gridformer.parallel.data.copies import share_copies, share_parts
+from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
 from gridformer.parallel.pipeline import Executor, timed
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.forward_backward import Passes, Pipeline, WholeModel

@@ -14,7 +14,7 @@ from gridformer.data import Batches, TokenFolder, open_batches
 from gridformer.mesh.process_group import World
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
-from gridformer.parallel.data.gradients import assert_copies_equal
+from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.compile import compile_model
 from gridformer.train.console import Reporter, title_of
 from gridformer.train.metrics import MetricsLog, plot_loss

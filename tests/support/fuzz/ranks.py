@@ -16,7 +16,7 @@ from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
-from gridformer.parallel.data.gradients import assert_copies_equal
+from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.support.fuzz.case import Case

@@ -16,12 +16,8 @@ from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
-from gridformer.parallel.data.gradients import (
-    assert_copies_equal,
-    clear_gradients,
-    owned,
-    reduce_gradients,
-)
+from gridformer.parallel.data.copies import assert_copies_equal
+from gridformer.parallel.data.gradients import clear_gradients, owned, reduce_gradients
 from gridformer.parallel.data.zero import replica_part, stored
 from gridformer.parallel.sharding import ParamShard, shard_of
 from gridformer.parallel.tensor.linear import weights_kept

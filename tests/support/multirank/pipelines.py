@@ -10,7 +10,8 @@ from gridformer.config import Family, LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.data.gradients import assert_copies_equal, reduce_gradients
+from gridformer.parallel.data.copies import assert_copies_equal
+from gridformer.parallel.data.gradients import reduce_gradients
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch

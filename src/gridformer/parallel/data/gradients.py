@@ -1,4 +1,4 @@
-"""Sums gradients after the backward pass, and sends updated parameters to their copies.
+"""Sums gradients between the backward pass and the update, and takes their norm.
 
 Each parameter element has one owner per replica (gridformer.parallel.sharding). Gradients are
 summed in this order, small tensors together in buckets:
@@ -9,8 +9,8 @@ summed in this order, small tensors together in buckets:
     3. over the pipeline stages that share a parameter, each of which owns it
 
 The gradient norm counts every element once: on the owner, on the first replica and on the first of
-the stages that share it. After the update `share_parts` sends updated parts to the other replicas,
-and `share_copies` sends the values of owners to the copies.
+the stages that share it. What the update makes of parameters is sent by
+gridformer.parallel.data.copies.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.mesh import Axes, Axis
-from gridformer.parallel.data.zero import FlatBucket, replica_part, stored
-from gridformer.parallel.sharding import ParamShard, shard_of
+from gridformer.parallel.data.buckets import BUCKET_BYTES, buckets, in_buckets
+from gridformer.parallel.data.zero import FlatBucket, replica_part
+from gridformer.parallel.sharding import ParamShard, replica_axis, shard_of, shared_by_stages
 
-_BUCKET_BYTES = 25 << 20
 _IN_FLIGHT = 2  # reduce-scatters; each of them holds full gradients until it has arrived
 LABEL = "gradients"
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)  # Tensor or nn.Parameter
 
 
 def owned(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -80,28 +78,28 @@ def reduce_gradients(
             partial[shard.copies].append(_grad(parameter))
     for name, grads in partial.items():
         axis = axes[name]
-        _in_buckets(grads, lambda flat, axis=axis: comm.reduce(flat, axis, 0, LABEL))  # type: ignore[misc]
+        in_buckets(grads, lambda flat, axis=axis: comm.reduce(flat, axis, 0, LABEL))  # type: ignore[misc]
     started = sums.parameters if sums else set()
     rest: dict[str, list[nn.Parameter]] = defaultdict(list)
     for _, parameter in _owned_parameters(model):
         if parameter not in started and parameter not in updated:
-            rest[_replica_axis(parameter)].append(parameter)
+            rest[replica_axis(parameter)].append(parameter)
     for name, parameters in rest.items():
         axis = axes[name]
         if axis.size == 1:
             for parameter in parameters:
                 _grad(parameter)
             continue
-        for members in _buckets(parameters, _BUCKET_BYTES):
+        for members in buckets(parameters, BUCKET_BYTES):
             bucket = _Bucket(axis, members)
             bucket.start()
             bucket.finish()
     if sums:
         sums.finish()
-    for stages, shared in _shared_by_stages(model).items():
+    for stages, shared in shared_by_stages(model).items():
         axis = axes.holders(stages)
         grads = [_grad(_updated(p)) for _, p in shared if shard_of(p).owned]
-        _in_buckets(grads, lambda flat, axis=axis: _sum_over_stages(flat, axis))  # type: ignore[misc]
+        in_buckets(grads, lambda flat, axis=axis: _sum_over_stages(flat, axis))  # type: ignore[misc]
     for parameter in model.parameters():
         if replica_part(parameter) is not None:
             parameter.grad = None  # of a copy: the sum is on its owner
@@ -156,12 +154,12 @@ class GradientSums:
                 continue
             total = sum(p.numel() * p.element_size() for p in parameters)
             # At least four buckets, so that all but the last can travel during the backward pass.
-            limit = min(_BUCKET_BYTES, total // 4)
+            limit = min(BUCKET_BYTES, total // 4)
             by_unit: dict[int, list[nn.Parameter]] = defaultdict(list)
             for parameter in sorted(parameters, key=lambda p: place[p]):
                 by_unit[unit_of.get(parameter, -1)].append(parameter)
             for unit in by_unit.values():
-                self._buckets += [_Bucket(axis, list(part)) for part in _buckets(unit, limit)]
+                self._buckets += [_Bucket(axis, list(part)) for part in buckets(unit, limit)]
         self._buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         for bucket in self._buckets:
             for parameter in bucket.parameters:
@@ -187,7 +185,7 @@ class GradientSums:
         for _, parameter in _owned_parameters(model):
             shard = shard_of(parameter)
             if not shard.partial and not shard.stages:
-                held[_replica_axis(parameter)].append(parameter)
+                held[replica_axis(parameter)].append(parameter)
         groups = [(axes[name], parameters) for name, parameters in held.items()]
         return GradientSums(groups, [*model.parameters()], units or ())
 
@@ -335,103 +333,6 @@ def clipping(norm: float, max_norm: float) -> float:
     return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
 
 
-@torch.no_grad()
-def share_parts(model: nn.Module, axes: Axes) -> None:
-    """Gathers updated parts on replicas that hold full parameters (zero1), after the update.
-
-    Small parameters travel together, and all messages are in flight at the same time.
-    """
-    whole: dict[str, list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
-        if replica_part(parameter) is not None and stored(parameter) is parameter:
-            whole[_replica_axis(parameter)].append(parameter)
-    in_flight = []
-    for name, parameters in whole.items():
-        for members in _buckets(parameters, _BUCKET_BYTES):
-            flat_bucket = FlatBucket(members, axes[name])
-            mine = flat_bucket.join_parts().unsqueeze(0)
-            in_flight.append(
-                (flat_bucket, comm.start_all_gather(mine, flat_bucket.axis, 0, "parameters"))
-            )
-    for flat_bucket, pending in in_flight:
-        flat_bucket.part(pending.wait(), [parameter.data for parameter in flat_bucket.parameters])
-
-
-@torch.no_grad()
-def share_copies(model: nn.Module, axes: Axes) -> None:
-    """Broadcasts the values of owners to all copies, after the update: one message per axis.
-
-    A message above 25 MiB is split.
-    """
-    copies: dict[str, list[Tensor]] = defaultdict(list)
-    for parameter in model.parameters():
-        name = shard_of(parameter).copies
-        if name:
-            copies[name].append(stored(parameter).data)
-    for name, tensors in copies.items():
-        axis = axes[name]
-        _in_buckets(tensors, lambda flat, axis=axis: comm.broadcast(flat, axis, 0, "copies"))  # type: ignore[misc]
-
-
-def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
-    """Checks that replicas, copies, and what several stages share are bitwise equal.
-
-    All ranks call it together. It compares checksums. With fsdp there are no equal replicas, and
-    copies are compared part by part.
-
-    Raises:
-        RuntimeError: Parameters differ. It names them, and is raised on every rank of the axis.
-    """
-    found = []
-    for key in ("dp", "dp_branch", "row", "col", "grid"):
-        held = [
-            (name, stored(p))
-            for name, p in model.named_parameters()
-            if key in (shard_of(stored(p)).replicas, shard_of(p).copies)
-        ]
-        found += _unequal(held, axes[key])
-    for stages, shared in _shared_by_stages(model).items():
-        found += _unequal([(name, stored(p)) for name, p in shared], axes.holders(stages))
-    if found:  # not earlier: ranks of another axis may wait for this one
-        raise RuntimeError("; ".join(found))
-
-
-def _unequal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]:
-    if axis.size == 1 or not held:
-        return []
-    sums = torch.stack([_checksum(p) for _, p in held])
-    low = comm.all_reduce(sums.clone(), axis, "min", "sanity")
-    high = comm.all_reduce(sums, axis, "max", "sanity")
-    names = [name for (name, _), differs in zip(held, (low != high).tolist()) if differs]
-    return [f"copies over axis {axis.name} differ: {', '.join(names)}"] if names else []
-
-
-def _shared_by_stages(model: nn.Module) -> dict[tuple[int, ...], list[tuple[str, nn.Parameter]]]:
-    """Returns the parameters that several stages share, by these stages.
-
-    The order is the same on all ranks, whatever they hold.
-    """
-    found: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        if shard_of(parameter).stages:
-            found[shard_of(parameter).stages].append((name, parameter))
-    return {stages: found[stages] for stages in sorted(found)}
-
-
-def _checksum(parameter: Tensor) -> Tensor:
-    # Flattened before its bytes are read: the last dimension of a matrix [n, 1] that is stored
-    # transposed has a stride other than 1, although torch calls the matrix contiguous.
-    flat = parameter.detach().contiguous().view(-1)
-    words = flat.view(torch.uint8).to(torch.int64)
-    return (words * (torch.arange(len(words), device=words.device) % 8191 + 1)).sum()
-
-
-def _replica_axis(parameter: nn.Parameter) -> str:
-    name = shard_of(parameter).replicas
-    assert name is not None, "the part that one replica updates has no replicas"
-    return name
-
-
 def _updated(parameter: nn.Parameter) -> nn.Parameter:
     """Returns what this rank updates of a parameter that it owns: its part, or the parameter."""
     part = replica_part(parameter)
@@ -442,26 +343,3 @@ def _grad(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
-    """Applies a collective to flat buckets of tensors of one dtype, and copies the result back."""
-    for bucket in _buckets(tensors, _BUCKET_BYTES):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        flat = collective(flat)
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
-            tensor.copy_(part.view_as(tensor))
-
-
-def _buckets(tensors: Iterable[AnyTensor], limit: int) -> Iterator[Sequence[AnyTensor]]:
-    """Yields tensors in buckets of one dtype and at most `limit` bytes, or a single larger one."""
-    by_type: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)
-    size: dict[torch.dtype, int] = defaultdict(int)
-    for tensor in tensors:
-        n_bytes = tensor.numel() * tensor.element_size()
-        if by_type[tensor.dtype] and size[tensor.dtype] + n_bytes > limit:
-            yield by_type.pop(tensor.dtype)
-            size[tensor.dtype] = 0
-        by_type[tensor.dtype].append(tensor)
-        size[tensor.dtype] += n_bytes
-    yield from by_type.values()

@@ -1,0 +1,36 @@
+"""Buckets: small tensors that travel together in one message."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 25 << 20  # the size of a message; one larger tensor travels alone
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)  # Tensor or nn.Parameter
+
+
+def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
+    """Applies a collective to flat buckets of tensors of one dtype, and copies the result back."""
+    for bucket in buckets(tensors, BUCKET_BYTES):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = collective(flat)
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+            tensor.copy_(part.view_as(tensor))
+
+
+def buckets(tensors: Iterable[AnyTensor], limit: int) -> Iterator[Sequence[AnyTensor]]:
+    """Yields tensors in buckets of one dtype and at most `limit` bytes, or a single larger one."""
+    by_type: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)
+    size: dict[torch.dtype, int] = defaultdict(int)
+    for tensor in tensors:
+        n_bytes = tensor.numel() * tensor.element_size()
+        if by_type[tensor.dtype] and size[tensor.dtype] + n_bytes > limit:
+            yield by_type.pop(tensor.dtype)
+            size[tensor.dtype] = 0
+        by_type[tensor.dtype].append(tensor)
+        size[tensor.dtype] += n_bytes
+    yield from by_type.values()

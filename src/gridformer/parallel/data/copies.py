@@ -1,0 +1,98 @@
+"""Sends updated parameters to the ranks that hold copies of them, and checks that copies are equal.
+
+After the update `share_parts` sends updated parts to the other replicas, and `share_copies` sends
+the values of owners (gridformer.parallel.sharding) to the copies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gridformer import comm
+from gridformer.mesh import Axes, Axis
+from gridformer.parallel.data.buckets import BUCKET_BYTES, buckets, in_buckets
+from gridformer.parallel.data.zero import FlatBucket, replica_part, stored
+from gridformer.parallel.sharding import replica_axis, shard_of, shared_by_stages
+
+
+@torch.no_grad()
+def share_parts(model: nn.Module, axes: Axes) -> None:
+    """Gathers updated parts on replicas that hold full parameters (zero1), after the update.
+
+    Small parameters travel together, and all messages are in flight at the same time.
+    """
+    whole: dict[str, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        if replica_part(parameter) is not None and stored(parameter) is parameter:
+            whole[replica_axis(parameter)].append(parameter)
+    in_flight = []
+    for name, parameters in whole.items():
+        for members in buckets(parameters, BUCKET_BYTES):
+            flat_bucket = FlatBucket(members, axes[name])
+            mine = flat_bucket.join_parts().unsqueeze(0)
+            in_flight.append(
+                (flat_bucket, comm.start_all_gather(mine, flat_bucket.axis, 0, "parameters"))
+            )
+    for flat_bucket, pending in in_flight:
+        flat_bucket.part(pending.wait(), [parameter.data for parameter in flat_bucket.parameters])
+
+
+@torch.no_grad()
+def share_copies(model: nn.Module, axes: Axes) -> None:
+    """Broadcasts the values of owners to all copies, after the update: one message per axis.
+
+    A message above 25 MiB is split.
+    """
+    copies: dict[str, list[Tensor]] = defaultdict(list)
+    for parameter in model.parameters():
+        name = shard_of(parameter).copies
+        if name:
+            copies[name].append(stored(parameter).data)
+    for name, tensors in copies.items():
+        axis = axes[name]
+        in_buckets(tensors, lambda flat, axis=axis: comm.broadcast(flat, axis, 0, "copies"))  # type: ignore[misc]
+
+
+def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
+    """Checks that replicas, copies, and what several stages share are bitwise equal.
+
+    All ranks call it together. It compares checksums. With fsdp there are no equal replicas, and
+    copies are compared part by part.
+
+    Raises:
+        RuntimeError: Parameters differ. It names them, and is raised on every rank of the axis.
+    """
+    found = []
+    for key in ("dp", "dp_branch", "row", "col", "grid"):
+        held = [
+            (name, stored(p))
+            for name, p in model.named_parameters()
+            if key in (shard_of(stored(p)).replicas, shard_of(p).copies)
+        ]
+        found += _unequal(held, axes[key])
+    for stages, shared in shared_by_stages(model).items():
+        found += _unequal([(name, stored(p)) for name, p in shared], axes.holders(stages))
+    if found:  # not earlier: ranks of another axis may wait for this one
+        raise RuntimeError("; ".join(found))
+
+
+def _unequal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]:
+    if axis.size == 1 or not held:
+        return []
+    sums = torch.stack([checksum(p) for _, p in held])
+    low = comm.all_reduce(sums.clone(), axis, "min", "sanity")
+    high = comm.all_reduce(sums, axis, "max", "sanity")
+    names = [name for (name, _), differs in zip(held, (low != high).tolist()) if differs]
+    return [f"copies over axis {axis.name} differ: {', '.join(names)}"] if names else []
+
+
+def checksum(parameter: Tensor) -> Tensor:
+    # Flattened before its bytes are read: the last dimension of a matrix [n, 1] that is stored
+    # transposed has a stride other than 1, although torch calls the matrix contiguous.
+    flat = parameter.detach().contiguous().view(-1)
+    words = flat.view(torch.uint8).to(torch.int64)
+    return (words * (torch.arange(len(words), device=words.device) % 8191 + 1)).sum()
