@@ -16,6 +16,7 @@ from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
+from gridformer.parallel.data import buckets as bucketing
 from gridformer.parallel.data import gradients as reductions
 from gridformer.parallel.data.gradients import GradientSums, reduce_gradients
 from gridformer.train.step import Stepper
@@ -103,7 +104,7 @@ def test_sums_begin_before_the_backward_pass_has_ended(
 def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
     """Return the largest differences from gradients that are summed after the backward pass."""
     model, axes = built(layout)
-    with patch.object(reductions, "_BUCKET_BYTES", bucket_bytes):
+    with patch.object(bucketing, "BUCKET_BYTES", bucket_bytes):
         sums = GradientSums.of(model, axes)
         found = []
         for begun in (None, sums, sums):  # twice: nothing may be left over from the first time
@@ -145,7 +146,7 @@ def with_gaps(n_rounds: int) -> list[list[float]]:
     axis = Axis("dp", size, rank)
     parameters = [nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(7)]
     found = []
-    with patch.object(reductions, "_BUCKET_BYTES", 80):  # two parameters
+    with patch.object(bucketing, "BUCKET_BYTES", 80):  # two parameters
         sums = GradientSums([(axis, parameters)], parameters)
         assert sums.parameters == set(parameters)
         for round in range(n_rounds):

@@ -19,6 +19,7 @@ from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.cost import Choices, Traffic, Work
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.data import buckets as bucketing
 from gridformer.parallel.data import gradients as reductions
 from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import Stepper
@@ -69,7 +70,7 @@ def one_step(
     def read(rows: slice) -> Batch:
         return next_words(batch[rows])
 
-    with patch.object(reductions, "_BUCKET_BYTES", bucket_bytes), record() as recorder:
+    with patch.object(bucketing, "BUCKET_BYTES", bucket_bytes), record() as recorder:
         stepper = Stepper(model, settings, axes, plan)
         stepper(0, read)
     groups: dict[tuple[str, str], list[Any]] = {}

@@ -15,15 +15,23 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)  # Tensor or nn.Parameter
 
 def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
     """Applies a collective to flat buckets of tensors of one dtype, and copies the result back."""
-    for bucket in buckets(tensors, BUCKET_BYTES):
+    for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         flat = collective(flat)
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
             tensor.copy_(part.view_as(tensor))
 
 
-def buckets(tensors: Iterable[AnyTensor], limit: int) -> Iterator[Sequence[AnyTensor]]:
-    """Yields tensors in buckets of one dtype and at most `limit` bytes, or a single larger one."""
+def buckets(
+    tensors: Iterable[AnyTensor], limit: int | None = None
+) -> Iterator[Sequence[AnyTensor]]:
+    """Yields tensors in buckets of one dtype, at most 25 MiB each, or a single larger tensor.
+
+    Args:
+        tensors: What is to travel.
+        limit: A smaller number of bytes.
+    """
+    limit = BUCKET_BYTES if limit is None else min(limit, BUCKET_BYTES)
     by_type: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)
     size: dict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.mesh import Axes, Axis
-from gridformer.parallel.data.buckets import BUCKET_BYTES, buckets, in_buckets
+from gridformer.parallel.data.buckets import buckets, in_buckets
 from gridformer.parallel.data.zero import FlatBucket, replica_part, stored
 from gridformer.parallel.sharding import replica_axis, shard_of, shared_by_stages
 
@@ -31,7 +31,7 @@ def share_parts(model: nn.Module, axes: Axes) -> None:
             whole[replica_axis(parameter)].append(parameter)
     in_flight = []
     for name, parameters in whole.items():
-        for members in buckets(parameters, BUCKET_BYTES):
+        for members in buckets(parameters):
             flat_bucket = FlatBucket(members, axes[name])
             mine = flat_bucket.join_parts().unsqueeze(0)
             in_flight.append(

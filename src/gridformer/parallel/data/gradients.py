@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.mesh import Axes, Axis
-from gridformer.parallel.data.buckets import BUCKET_BYTES, buckets, in_buckets
+from gridformer.parallel.data.buckets import buckets, in_buckets
 from gridformer.parallel.data.zero import FlatBucket, replica_part
 from gridformer.parallel.sharding import ParamShard, replica_axis, shard_of, shared_by_stages
 
@@ -90,7 +90,7 @@ def reduce_gradients(
             for parameter in parameters:
                 _grad(parameter)
             continue
-        for members in buckets(parameters, BUCKET_BYTES):
+        for members in buckets(parameters):
             bucket = _Bucket(axis, members)
             bucket.start()
             bucket.finish()
@@ -153,13 +153,12 @@ class GradientSums:
             if axis.size == 1:
                 continue
             total = sum(p.numel() * p.element_size() for p in parameters)
-            # At least four buckets, so that all but the last can travel during the backward pass.
-            limit = min(BUCKET_BYTES, total // 4)
             by_unit: dict[int, list[nn.Parameter]] = defaultdict(list)
             for parameter in sorted(parameters, key=lambda p: place[p]):
                 by_unit[unit_of.get(parameter, -1)].append(parameter)
             for unit in by_unit.values():
-                self._buckets += [_Bucket(axis, list(part)) for part in buckets(unit, limit)]
+                # At least four buckets, so all but the last can travel during the backward pass.
+                self._buckets += [_Bucket(axis, list(part)) for part in buckets(unit, total // 4)]
         self._buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         for bucket in self._buckets:
             for parameter in bucket.parameters:
