@@ -259,7 +259,7 @@ class GridformerVariant(Variant):
             x=leaf(cut(problem.x)),
             g=cut(problem.g).contiguous(),
             cut=cut,
-            finish=lambda: reduce_gradients(stack, axes),
+            finish=lambda: reduce_gradients(stack.parameters(), axes),
             compared=compared,
             count=traffic.gridformer_traffic,
             step=lambda: weights_kept(stack),

@@ -104,7 +104,7 @@ class Built:
         loss = (y * self.g).sum()
         with self.sums.last_backward():
             loss.backward()
-        reduce_gradients(self.stack, self.axes, self.sums)
+        reduce_gradients(self.stack.parameters(), self.axes, self.sums)
         self.optimizer.step()
         return loss.detach()
 

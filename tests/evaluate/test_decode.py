@@ -41,7 +41,7 @@ def models() -> tuple[T5, Any]:
 @pytest.mark.parametrize(
     ("beams", "penalty"),
     full_unless(
-        lambda case: case in [(1, 1.0), (2, 0.0), (4, 2.0), (7, 1.0)],
+        lambda case: case in [(1, 1.0), (4, 2.0), (7, 0.0)],
         [*itertools.product([1, 2, 4, 7], [0.0, 1.0, 2.0])],
         unpack=True,
     ),
@@ -65,7 +65,9 @@ def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penal
         assert found == want, (seed, size)
 
 
-@pytest.mark.parametrize(("beams", "penalty"), [(4, 1.0), (7, 1.0)])
+@pytest.mark.parametrize(
+    ("beams", "penalty"), full_unless(lambda case: case[0] == 4, [(4, 1.0), (7, 1.0)], unpack=True)
+)
 def test_targets_are_short_and_long_and_no_choice_is_close(
     models: tuple[T5, Any], beams: int, penalty: float
 ) -> None:

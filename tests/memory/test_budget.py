@@ -72,6 +72,7 @@ def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not nearest(run, worst, worst.between // 2), "parameters and moments alone are more"
 
 
+@pytest.mark.full
 def test_every_stage_fits_with_the_proposed_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputing empties the first stage, so that the last one with its logits holds the most."""
     stages, model = {"pp": 2, "micro_batches": 4}, {"n_layers": 4, "hidden_size": 96}

@@ -97,6 +97,7 @@ def test_which_ranks_hold_most() -> None:
     assert max(peaks) == max(every)
 
 
+@pytest.mark.full
 def test_4096_ranks_are_estimated_on_one() -> None:
     began = time.monotonic()
     run = parse_run(

@@ -53,7 +53,7 @@ def named(layout: Layout) -> str:
 @pytest.mark.parametrize(
     "layout",
     full_unless(
-        lambda layout: layout in ({**SHAPES[1], "dp_mode": "fsdp"}, CUT[0]),
+        lambda layout: layout == {**SHAPES[1], "dp_mode": "fsdp"},
         CUT,
     ),
     ids=named,
@@ -87,7 +87,7 @@ def test_a_part_is_written_once(pool: WorkerPool, token_folder: Path, tmp_path: 
 
 
 def pairs(n: int) -> list[tuple[Layout, Layout]]:
-    """Return pairs of layouts; the first three pairs visit every mode."""
+    """Return pairs of layouts; the first two pairs visit every mode."""
     single, three, grid = SHAPES[0], SHAPES[1], SHAPES[4]
     found = [
         ({**three, "dp_mode": "zero1"}, {**single, "dp_mode": "fsdp"}),
@@ -108,7 +108,7 @@ PAIRS = pairs(14)
 
 @pytest.mark.parametrize(
     "pair",
-    full_unless(lambda pair: pair in PAIRS[:3], PAIRS),
+    full_unless(lambda pair: pair in PAIRS[:2], PAIRS),
     ids=lambda pair: "-to-".join(map(named, pair)),
 )
 def test_any_mode_resumes_from_any_other(

@@ -50,10 +50,10 @@ def quick(case: tuple[str, str]) -> bool:
     """Quick cases are variants of models and layouts that the exactness matrix does not have."""
     model, layout = case
     return (
-        (model in ("bert-pre", "t5-wide", "transformer-pre") and layout == "optimus-2x2")
+        (model in ("bert-pre", "transformer-pre") and layout == "optimus-2x2")
         or (model == "t5-wide" and layout == "subgraph-3-first-outside")
         or (model == "bert" and layout in ("optimus-2x2-panels", "megatron-1x3-sp"))
-        or (model == "transformer" and layout in ("optimus-2x3-kept", "subgraph-2-outside"))
+        or (model == "transformer" and layout == "subgraph-2-outside")
     )
 
 

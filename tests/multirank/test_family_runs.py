@@ -89,7 +89,7 @@ RUNS: dict[str, dict[str, Any]] = {
 PROMPTS = {"bert": "one ___ three", "bert-labels": "one ___ three", "t5": "one ___ three ___"}
 
 
-QUICK = ["gpt2-labels", "bert-labels", "t5-pairs", "transformer"]
+QUICK = ["gpt2-labels", "bert-labels", "t5-pairs"]
 
 
 @pytest.mark.parametrize("name", full_unless(QUICK.__contains__, RUNS))

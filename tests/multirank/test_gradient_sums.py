@@ -115,7 +115,7 @@ def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
                 loss = model.loss_sum(part[:, :-1], part[:, 1:])
                 with begun.last_backward() if begun and micro == 1 else nullcontext():
                     loss.backward()
-            reduce_gradients(model, axes, begun)
+            reduce_gradients(model.parameters(), axes, begun)
             found.append({name: grad.clone() for name, grad in gradients(model).items()})
     want, *others = found
     return {

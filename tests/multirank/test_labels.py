@@ -75,7 +75,7 @@ def compare_labels(layout: dict[str, Any]) -> dict[str, float]:
             model.zero_grad()
             lm, label = both_losses(model, batch, rows)
             (lm / (B * CONFIG.max_seq_len) + label / B).backward()
-            reduce_gradients(model, the_axes)
+            reduce_gradients(model.parameters(), the_axes)
             first = float(the_axes.col.index == 0)
             sums = torch.stack((lm, label)).detach() * first
             losses.append(comm.all_reduce(sums, the_axes.world))
@@ -83,14 +83,14 @@ def compare_labels(layout: dict[str, Any]) -> dict[str, float]:
                 worst[f"grad {step}"] = distance(cut, gradients(cut), gradients(whole))
                 for stepped, other in steps:
                     other.step()
-                    share_copies(stepped, axes if stepped is cut else Axes())
+                    share_copies(stepped.parameters(), axes if stepped is cut else Axes())
         worst[f"loss {step}"] = float((losses[1] / losses[0] - 1).abs().max())
     worst["parameter"] = distance(cut, values(cut), values(whole))
     assert_copies_equal(cut, axes)
     return worst
 
 
-QUICK = [LAYOUTS[i] for i in (1, 2, 4, 5, 7)]
+QUICK = [LAYOUTS[i] for i in (2, 5, 7)]
 
 
 @pytest.mark.parametrize(

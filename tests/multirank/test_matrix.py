@@ -32,7 +32,8 @@ from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.networks import compare as compare_network
 from tests.support.multirank.pool import WorkerPool
 
-STEPS = 5  # steps when the table is written; otherwise one fewer
+STEPS = 5  # steps when the table is written
+QUICK_STEPS = 2  # otherwise; the second is the first with moments and updated copies
 # Cells that also run over NCCL's path; every value of every dimension occurs.
 QUICK_ON_NCCL = {
     Cell("GPT-2", "Optimus", 1, "none", True),
@@ -87,7 +88,7 @@ def test_equals_one_device(
     if why:
         assert ": use " in why, "a refusal says what to use instead"
         return
-    steps = STEPS if request.config.getoption("--exactness-table") else 3
+    steps = STEPS if request.config.getoption("--exactness-table") else QUICK_STEPS
     found[cell] = worst_of(pool.run(n_of(cell), compare, cell.layout, cell.config, SETTINGS, steps))
 
 
@@ -110,7 +111,9 @@ def worst_of(ranks: list[dict[str, float]]) -> float:
 )
 def test_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
     """NCCL's path runs over gloo; see tests/support/multirank/nccl_path.py."""
-    worst_of(pool.run(n_of(cell), on_nccl, compare, cell.layout, cell.config, SETTINGS, 3))
+    worst_of(
+        pool.run(n_of(cell), on_nccl, compare, cell.layout, cell.config, SETTINGS, QUICK_STEPS)
+    )
 
 
 RESNEXT: dict[str, tuple[int, dict[str, Any]]] = {

@@ -19,7 +19,6 @@ from tests.support.multirank.exactness import TOLERANCE, compare
 from tests.support.multirank.matrix import (
     CELLS,
     MODELS,
-    REPLICAS,
     SCHEMES,
     SETTINGS,
     Cell,
@@ -37,16 +36,13 @@ POSSIBLE = [cell for cell in CELLS if n_of(cell) <= 8 and not refusal(cell)]
 # Of two equally useful cells, choose the one with dropout, whose masks must be made again.
 SMALL = [cell for cell in POSSIBLE if n_of(cell) <= 4 and cell.pp <= 2]
 TELLING = sorted(SMALL, key=lambda cell: (not cell.dropout, n_of(cell), cell))
-# Each scheme, family, pipeline and replica mode occurs at least once.
+# Each scheme and family occurs at least once.
 QUICK = {
     next(cell for cell in TELLING if cell[:2] == pair)
     for pair in zip(itertools.cycle(MODELS), SCHEMES)
 }
-QUICK |= {next(cell for cell in TELLING if cell.pp == 2)}
-QUICK |= {
-    next(cell for cell in TELLING if cell.replicas == mode and cell.scheme != "single")
-    for mode in REPLICAS[1:]
-}
+# A pipeline with sharded parameters; other replica modes do not know of recomputation.
+QUICK |= {next(cell for cell in TELLING if cell.pp == 2 and cell.replicas == "fsdp")}
 # Selective recomputation concerns dropout of probabilities, which no scheme changes.
 CASES = [("full", cell) for cell in POSSIBLE] + [
     ("selective", cell) for cell in POSSIBLE if cell.dropout and n_of(cell) <= 4

@@ -90,9 +90,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout", full_unless(lambda layout: layout in (SOME[3], FIRST), SOME), ids=title
-)
+@pytest.mark.parametrize("layout", full_unless(lambda layout: layout is FIRST, SOME), ids=title)
 def test_same_layout_is_bit_exact(
     pool: WorkerPool, token_folder: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -126,7 +124,7 @@ ALL_PAIRS = PAIRS + random_pairs(8)
 
 @pytest.mark.parametrize(
     "pair",
-    full_unless(lambda pair: pair in (PAIRS[0], *PAIRS[2 : len(PAIRS) : 2]), ALL_PAIRS),
+    full_unless(lambda pair: pair in (PAIRS[0], PAIRS[2], PAIRS[4], PAIRS[6]), ALL_PAIRS),
     ids=lambda p: "-to-".join(map(title, p)),
 )
 def test_any_layout_resumes_from_any_other(

@@ -211,7 +211,7 @@ def compare_labels(layout: Layout) -> dict[str, float]:
             model.clock.step = step
             lm, label = label_losses(model, batch, rows)
             (lm / (B * CONFIG.max_seq_len) + label / B).backward()
-            reduce_gradients(model, the_axes)
+            reduce_gradients(model.parameters(), the_axes)
             assert lm.is_meta == label.is_meta
             worst["elsewhere"] = float(lm.is_meta)
             value = torch.zeros(2, dtype=torch.float64)
@@ -222,7 +222,7 @@ def compare_labels(layout: Layout) -> dict[str, float]:
         worst[f"grad {step}"] = distance(cut, gradients(cut), gradients(whole))
         for optimizer in optimizers:
             optimizer.step()
-        share_copies(cut, axes)
+        share_copies(cut.parameters(), axes)
     worst["parameter"] = distance(cut, values(cut), values(whole))
     assert_copies_equal(cut, axes)
     return worst

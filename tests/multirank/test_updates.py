@@ -74,7 +74,7 @@ CASES = [Case(method, cell) for cell in CELLS for method in METHODS]
 
 def is_quick(case: Case) -> bool:
     if case.cell == GRID:
-        return case.method in ("in_backward", "offload")
+        return case.method == "in_backward"
     if case.cell == STAGES:
         return case.method == "in_backward"
     turn = [*METHODS][CELLS.index(case.cell) % len(METHODS)]

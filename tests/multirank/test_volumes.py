@@ -86,7 +86,7 @@ def test_megatron_layer(pool: WorkerPool, cols: int, sequence: bool, keep: str) 
 
 
 @pytest.mark.parametrize("keep", ["none", "inputs", "weights", "all"])
-@pytest.mark.parametrize("grid", full_unless(SOME_GRIDS.__contains__, GRIDS), ids=str)
+@pytest.mark.parametrize("grid", full_unless(lambda grid: grid == (2, 3), GRIDS), ids=str)
 def test_megatron_2d_layer(pool: WorkerPool, grid: tuple[int, int], keep: str) -> None:
     """Forward moves (c-1)/(rc) 4bsh + (r-1)/(rc) 12h², and norms send nothing.
 

@@ -67,7 +67,7 @@ def measured_peak(stepper: Stepper, step: Callable[[], object], n_steps: int = 4
     for _ in range(n_steps):
         with _silent(), torch.autograd.profiler.profile(profile_memory=True) as profile:
             step()
-            clear_gradients(stepper.model)
+            clear_gradients(stepper.parameters)
             time.sleep(_FREE_WAIT_S)
         peak = 0
         for event in profile.kineto_results.events():

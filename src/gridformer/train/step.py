@@ -88,8 +88,10 @@ class Stepper:
             assert layout is not None, "a pipeline needs its layout"
             self.passes = Pipeline(model, Executor(model, layout, axes, self.sums))
         self.scale = LossScale.of(train.dtype)
-        held = next(model.parameters(), None)
-        self.device = torch.device(axes.device_type) if held is None else held.device
+        # They stay the same objects, and to walk through a model's modules takes time.
+        self.parameters = [*model.parameters()]
+        held = self.parameters[0].device if self.parameters else None
+        self.device = held or torch.device(axes.device_type)
 
     def rows(self, micro: int) -> slice:
         """Returns the rows of a global batch that are this device's micro-batch number `micro`."""
@@ -117,14 +119,14 @@ class Stepper:
             work = self._work(read)
             counts, tokens_and_flags = self._count(work, flag)
         self.model.train()
-        clear_gradients(self.model)
+        clear_gradients(self.parameters)
         self.model.clock.step = step
         lr = learning_rate(step, self.train)
         self.updates.begin(lr)
         with weights_kept(self.model), one_thread():
             losses = self.passes.train(work, counts, self.scale.scale)
         with self._timed("add up gradients"):
-            reduce_gradients(self.model, self.axes, self.sums, self.updates.done)
+            reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
 
         mine = [loss * self._first() for loss in losses.values()]
         sums = torch.stack([*mine, *self.updates.squares()])
@@ -149,8 +151,8 @@ class Stepper:
             )
         with self._timed("update"):
             self.updates.finish(norm, math.sqrt(last_square) / scale, scale)
-            share_parts(self.model, self.axes)
-            share_copies(self.model, self.axes)
+            share_parts(self.parameters, self.axes)
+            share_copies(self.parameters, self.axes)
         self.scale.succeeded()
         return StepResult(loss, parts, norm, lr, tokens, flagged=flags > 0)
 

@@ -23,9 +23,9 @@ from tests.support.fuzz.case import Case
 from tests.support.multirank.exactness import (
     CPU,
     Tensors,
-    batch_gradients,
     computed_once,
     distance,
+    keep_gradients,
     values,
     without_methods,
 )
@@ -71,13 +71,13 @@ def train(text: str, number: int, folder: str) -> Found:
     found = {"init": distance(model, values(model), want.initial)}
     if number:
         checkpoint.load(_only_checkpoint(Path(folder)), model, stepper.updates, axes)
-    elif not stepper.updates.in_backward:  # an update in the backward pass leaves no gradients
-        largest = max(float(grad.abs().max()) for grad in want.gradients.values())
-        mine = batch_gradients(stepper, reads[0])
-        found["gradient"] = distance(model, mine, want.gradients, largest * 1e-3)
+    mine = keep_gradients(stepper)
     found |= {"loss": 0.0, "norm": 0.0}
     for step in range(first, end):
         got = stepper(step, reads[step])
+        if step == 0 and not stepper.updates.in_backward:  # which leaves no gradients
+            largest = max(float(grad.abs().max()) for grad in want.gradients.values())
+            found["gradient"] = distance(model, mine, want.gradients, largest * 1e-3)
         assert got.tokens == int(Model.n_tokens(reads[step](slice(None)))), "tokens are counted"
         found["loss"] = max(found["loss"], _relative(got.loss, want.losses[step]))
         found["norm"] = max(found["norm"], _relative(got.grad_norm, want.norms[step]))
@@ -146,8 +146,7 @@ def _one_device(text: str) -> Reference:
     run = case.legs[0]
     stepper, reads = _alone(run), reads_of(case, run)
     initial = {name: value.clone() for name, value in values(stepper.model).items()}
-    first = batch_gradients(stepper, reads[0])
-    first = {name: grad.clone() for name, grad in first.items()}
+    first = keep_gradients(stepper)
     results = [stepper(step, read) for step, read in enumerate(reads)]
     return Reference(
         initial,

@@ -127,7 +127,7 @@ def first_gradients(stepper: Stepper, read: ReadRows) -> Tensors:
     ones = {name: torch.ones(()) for name in Model.counts(work[0].batch)}
     with weights_kept(model):
         stepper.passes.train(work, ones)
-    reduce_gradients(model, stepper.axes, stepper.sums)
+    reduce_gradients(stepper.parameters, stepper.axes, stepper.sums)
     return gradients(model)
 
 

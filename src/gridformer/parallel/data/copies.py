@@ -7,7 +7,7 @@ the values of owners (gridformer.parallel.sharding) to the copies.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,18 @@ from gridformer.parallel.sharding import replica_axis, shard_of, shared_by_stage
 
 
 @torch.no_grad()
-def share_parts(model: nn.Module, axes: Axes) -> None:
+def share_parts(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
     """Gathers updated parts on replicas that hold full parameters (zero1), after the update.
 
     Small parameters travel together, and all messages are in flight at the same time.
     """
     whole: dict[str, list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
+    for parameter in parameters:
         if replica_part(parameter) is not None and stored(parameter) is parameter:
             whole[replica_axis(parameter)].append(parameter)
     in_flight = []
-    for name, parameters in whole.items():
-        for members in buckets(parameters):
+    for name, sharded in whole.items():
+        for members in buckets(sharded):
             flat_bucket = FlatBucket(members, axes[name])
             mine = flat_bucket.join_parts().unsqueeze(0)
             in_flight.append(
@@ -42,13 +42,13 @@ def share_parts(model: nn.Module, axes: Axes) -> None:
 
 
 @torch.no_grad()
-def share_copies(model: nn.Module, axes: Axes) -> None:
+def share_copies(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
     """Broadcasts the values of owners to all copies, after the update: one message per axis.
 
     A message above 25 MiB is split.
     """
     copies: dict[str, list[Tensor]] = defaultdict(list)
-    for parameter in model.parameters():
+    for parameter in parameters:
         name = shard_of(parameter).copies
         if name:
             copies[name].append(stored(parameter).data)

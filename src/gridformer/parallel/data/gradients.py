@@ -26,7 +26,7 @@ from gridformer import comm
 from gridformer.mesh import Axes, Axis
 from gridformer.parallel.data.buckets import buckets, in_buckets
 from gridformer.parallel.data.zero import FlatBucket, replica_part
-from gridformer.parallel.sharding import ParamShard, replica_axis, shard_of, shared_by_stages
+from gridformer.parallel.sharding import ParamShard, replica_axis, shard_of
 
 _IN_FLIGHT = 2  # reduce-scatters; each of them holds full gradients until it has arrived
 LABEL = "gradients"
@@ -44,9 +44,9 @@ def _owned_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if shard_of(p).owned]
 
 
-def clear_gradients(model: nn.Module) -> None:
-    """Sets the gradients of a model's parameters, and of this replica's parts of them, to None."""
-    for parameter in model.parameters():
+def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sets the gradients of parameters, and of this replica's parts of them, to None."""
+    for parameter in parameters:
         parameter.grad = None
         part = replica_part(parameter)
         if part is not None:
@@ -54,7 +54,7 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def reduce_gradients(
-    model: nn.Module,
+    parameters: Iterable[nn.Parameter],
     axes: Axes,
     sums: GradientSums | None = None,
     updated: Collection[nn.Parameter] = (),
@@ -66,14 +66,15 @@ def reduce_gradients(
     way. Gradients of other parameters are undefined.
 
     Args:
-        model: This rank's model.
+        parameters: All parameters of this rank's model, in the model's order.
         axes: The axes of the mesh.
         sums: Sums over replicas that were started in the backward pass; they are finished here.
         updated: Parameters that the backward pass has updated. They are left out.
     """
+    parameters = [*parameters]
+    shards = [shard_of(parameter) for parameter in parameters]
     partial: dict[str, list[Tensor]] = defaultdict(list)
-    for parameter in model.parameters():
-        shard = shard_of(parameter)
+    for parameter, shard in zip(parameters, shards):
         if shard.partial and shard.copies:
             partial[shard.copies].append(_grad(parameter))
     for name, grads in partial.items():
@@ -81,26 +82,27 @@ def reduce_gradients(
         in_buckets(grads, lambda flat, axis=axis: comm.reduce(flat, axis, 0, LABEL))  # type: ignore[misc]
     started = sums.parameters if sums else set()
     rest: dict[str, list[nn.Parameter]] = defaultdict(list)
-    for _, parameter in _owned_parameters(model):
-        if parameter not in started and parameter not in updated:
+    for parameter, shard in zip(parameters, shards):
+        if shard.owned and parameter not in started and parameter not in updated:
             rest[replica_axis(parameter)].append(parameter)
-    for name, parameters in rest.items():
+    for name, left in rest.items():
         axis = axes[name]
         if axis.size == 1:
-            for parameter in parameters:
+            for parameter in left:
                 _grad(parameter)
             continue
-        for members in buckets(parameters):
+        for members in buckets(left):
             bucket = _Bucket(axis, members)
             bucket.start()
             bucket.finish()
     if sums:
         sums.finish()
-    for stages, shared in shared_by_stages(model).items():
+    for stages in sorted({shard.stages for shard in shards if shard.stages}):
         axis = axes.holders(stages)
-        grads = [_grad(_updated(p)) for _, p in shared if shard_of(p).owned]
+        shared = [p for p, shard in zip(parameters, shards) if shard.stages == stages]
+        grads = [_grad(_updated(p)) for p in shared if shard_of(p).owned]
         in_buckets(grads, lambda flat, axis=axis: _sum_over_stages(flat, axis))  # type: ignore[misc]
-    for parameter in model.parameters():
+    for parameter in parameters:
         if replica_part(parameter) is not None:
             parameter.grad = None  # of a copy: the sum is on its owner
 
