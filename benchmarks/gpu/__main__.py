@@ -4,6 +4,7 @@
     python -m benchmarks.gpu single --model gpt2-774m    beside Hugging Face's GPT-2: 4 minutes
     python -m benchmarks.gpu single --model gpt2-1.5b                                 6 minutes
     python -m benchmarks.gpu schemes                     4 processes share the GPU:   3 minutes
+    python -m benchmarks.gpu host-time                   Python's time, without a GPU: 2 minutes
 
 Each command prints Markdown that names the device, the versions and the command; `--out FILE` also
 appends it to a file. Progress goes to stderr. With `--device cpu --quick` the same code runs on
@@ -21,6 +22,7 @@ from typing import Annotated
 import torch
 import typer
 
+from benchmarks.gpu import host_time as host
 from benchmarks.gpu import matmul, numerics, step, step_report
 from benchmarks.gpu.report import Report, choose_device
 from gridformer.config import ModelConfig, shipped_model
@@ -158,6 +160,34 @@ def schemes(
     report.heading("Numerics of the schemes: 4 processes on one device over gloo", place, quick)
     if not numerics.measure(place, quick, report, timeout_s):
         raise typer.Exit(1)
+
+
+@app.command()
+def host_time(
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each side.")] = 9,
+    passes: Annotated[int, typer.Option(min=1, help="Passes in a turn; the shortest counts.")] = 10,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Names of sides in the table; may be repeated.")
+    ] = None,
+    device: Annotated[DeviceName, typer.Option(help="Only the CPU.")] = DeviceName.cpu,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
+    """Measure the host's time for a layer on every layout, beside torch and Hugging Face."""
+    if device != DeviceName.cpu:
+        _stop_if(["host-time measures Python on the CPU: leave --device out"])
+    known = {side.name: side for side in host.sides()}
+    _stop_if(
+        [
+            f"--only {name} is none of: {'; '.join(known)}"
+            for name in only or ()
+            if name not in known
+        ]
+    )
+    chosen, report = [known[name] for name in only or known], Report(out)
+    report.heading("Host time of a layer, forward and backward", torch.device("cpu"), quick)
+    found = host.measure(chosen, 2 if quick else rounds, 2 if quick else passes, report)
+    host.write(chosen, found, report)
 
 
 def _begin(device: DeviceName) -> torch.device:

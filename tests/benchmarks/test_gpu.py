@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import matmul, numerics, sides, step_report
+from benchmarks.gpu import host_time, matmul, numerics, sides, step_report
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import step as gpu_step
 from torch import Tensor
@@ -96,6 +96,37 @@ def test_schemes() -> None:
         assert set(cells(out, name)[1:]) <= {"right", "-"}
     for name in numerics.QUICK:
         assert cells(out, name)[-1] == "equal"
+
+
+@pytest.mark.parametrize(
+    "names",
+    full_unless(
+        lambda names: len(names) == 2,
+        [["Hugging Face, one device", "single"], [side.name for side in host_time.sides()]],
+    ),
+    ids=["two", "all"],
+)
+def test_host_time(names: list[str]) -> None:
+    """Every side runs as one rank of four and is compared with a rival that is in the table."""
+    only = [word for name in names for word in ("--only", name)]
+    text = run("host-time", *only)
+    for side in host_time.sides():
+        if side.name not in names:
+            continue
+        _, time_of, ratio = cells(text, side.name)
+        assert float(time_of) != 0.0
+        assert (ratio.partition(" of ")[2] == side.rival) or not side.rival
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_unknown_side_is_refused() -> None:
+    assert "--only optimus" in run_refused("host-time", "--only", "optimus")
+
+
+def run_refused(*words: str) -> str:
+    result = CliRunner().invoke(gpu.app, [*words, *CPU_FORM])
+    assert result.exit_code == 2
+    return result.output
 
 
 def test_without_a_gpu_the_remedy_is_named() -> None:

@@ -1,0 +1,272 @@
+"""How long the host takes to launch one layer, forward and backward, beside torch and Hugging Face.
+
+    python -m benchmarks.gpu host-time
+
+On GPUs a step of small layers is limited by Python, which launches kernels and messages. Here this
+is measured without a GPU: tensors are so small that their arithmetic takes almost no time, one
+thread computes, and messages go through torch's fake backend, which sends nothing and returns at
+once. gridformer takes the path that it takes over NCCL. Each side runs as one rank of four.
+
+The time of a layer is the difference between two models, divided by the difference between their
+numbers of layers, so that embedding, head and loss do not count. Sides alternate in one process, in
+rounds of shuffled order. What is compared is forward and backward with all sums of gradients, not
+the update.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # keeps transformers from downloading anything
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from benchmarks.gpu.report import Report, median, table
+from benchmarks.schemes.cases import Case, Size
+from benchmarks.schemes.torch_variants import TorchVariant
+from benchmarks.schemes.variants import make_problem
+from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.mesh import Axes, groups
+from gridformer.parallel import build_parallel
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
+from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.train.step import Stepper
+from gridformer.utils.batch import MicroBatch, next_words
+
+RANKS = 4
+FEW, MANY = 2, 10  # numbers of layers
+VOCABULARY = 64
+Run = Callable[[], None]  # one forward and backward pass
+
+
+@dataclass(frozen=True)
+class Side:
+    """One implementation.
+
+    Attributes:
+        name: Its name in the table.
+        build: Returns a pass over a model with so many layers.
+        rival: The name of the side with which the table compares it; empty if it is a rival itself.
+    """
+
+    name: str
+    build: Callable[[int], Run]
+    rival: str = ""
+
+
+def size_of(n_layers: int) -> Size:
+    return Size(b=4, s=16, h=64, n=4, layers=n_layers)
+
+
+# --------------------------------------------------------------------------- gridformer
+
+
+def ours(layout: dict[str, Any]) -> Callable[[int], Run]:
+    """Return a builder of the production passes and reductions on a layout."""
+
+    def build(n_layers: int) -> Run:
+        plan, size = LayoutConfig(**layout), size_of(n_layers)
+        config = size.model().model_copy(update={"vocab_size": VOCABULARY})
+        axes = Axes() if plan.n_processes == 1 else build_axes(plan, "cpu")
+        model = build_parallel(config, plan, axes, 1, torch.device("cpu"))
+        stepper = Stepper(model, TrainConfig(global_batch=size.b), axes, plan)
+        batch = next_words(torch.randint(VOCABULARY, (size.b, size.s + 1)))
+        rows = stepper.rows(0)
+        work = [MicroBatch(rows, {key: value[rows] for key, value in batch.items()})]
+        counts = {name: torch.tensor(size.b * size.s) for name in model.counts(work[0].batch)}
+        model.train()
+
+        def run() -> None:
+            clear_gradients(stepper.parameters)
+            with weights_kept(model):
+                stepper.passes.train(work, counts)
+            reduce_gradients(stepper.parameters, axes, stepper.sums)
+
+        return run
+
+    return build
+
+
+# --------------------------------------------------------------------------- torch, Hugging Face
+
+
+def hugging_face(n_layers: int) -> Run:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    size = size_of(n_layers)
+    config = GPT2Config(
+        n_layer=n_layers,
+        n_embd=size.h,
+        n_head=size.n,
+        n_positions=size.s,
+        vocab_size=VOCABULARY,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+    model = GPT2LMHeadModel(config)
+    tokens = torch.randint(VOCABULARY, (size.b, size.s))
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    return run
+
+
+def in_torch(variant: TorchVariant) -> Callable[[int], Run]:
+    """Return a builder of a variant of `benchmarks.schemes` in torch's own parallelism."""
+
+    def build(n_layers: int) -> Run:
+        size = size_of(n_layers)
+        built = variant.build(_case(size), make_problem(size))
+
+        def run() -> None:
+            built.clear()
+            built.backward(built.forward())
+
+        return run
+
+    return build
+
+
+@dataclass(frozen=True)
+class _CaseOf(Case):
+    """A case of a size that is not in the table of `benchmarks.schemes`."""
+
+    shape: Size
+
+    @property
+    def size(self) -> Size:
+        return self.shape
+
+
+def _case(size: Size) -> Case:
+    return _CaseOf("host time", RANKS, recompute=False, shape=size)
+
+
+def fsdp2(n_layers: int) -> Run:
+    """Build torch's FSDP2 over all ranks, on the plain blocks of `benchmarks.schemes`."""
+    size = size_of(n_layers)
+    plain = TorchVariant("torch", "", "plain", alone=True).build(_case(size), make_problem(size))
+    mesh = init_device_mesh("cpu", (RANKS,))
+    blocks = plain.stack.get_submodule("blocks").children()
+    for module in [*blocks, plain.stack]:
+        fully_shard(module, mesh=mesh)
+    for module in plain.stack.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    x, g = plain.x.detach()[:1].requires_grad_(), plain.g[:1]
+
+    def run() -> None:
+        plain.stack.zero_grad(set_to_none=True)
+        x.grad = None
+        torch.autograd.backward(plain.stack(x), g)
+
+    return run
+
+
+def sides() -> list[Side]:
+    """Return all sides; a rival stands before what is compared with it."""
+    grid = {"rows": 2, "cols": 2}
+    optimus = {"scheme": "optimus", **grid}
+    branches = {"scheme": "subgraph", "branches": RANKS}
+    tp, sp, both = "DTensor 1x4", "DTensor 1x4, sequence parallel", "FSDP2 x DTensor 2x2"
+    return [
+        Side("Hugging Face, one device", hugging_face),
+        Side("single", ours({}), "Hugging Face, one device"),
+        Side(tp, in_torch(TorchVariant("torch-tp", "", "tp", cols=RANKS))),
+        Side("megatron 1x4", ours({"scheme": "megatron", "cols": RANKS}), tp),
+        Side(sp, in_torch(TorchVariant("torch-tp-sp", "", "tp-sp", cols=RANKS))),
+        Side(
+            "megatron 1x4, sequence parallel",
+            ours({"scheme": "megatron", "cols": RANKS, "sequence_parallel": True}),
+            sp,
+        ),
+        Side(both, in_torch(TorchVariant("fsdp-tp", "", "fsdp-tp", 2, 2))),
+        Side("megatron 2-D 2x2", ours({"scheme": "megatron_2d", **grid}), both),
+        Side("optimus 2x2, gather", ours({**optimus, "schedule": "gather"}), both),
+        Side("optimus 2x2, broadcast", ours({**optimus, "schedule": "broadcast"}), both),
+        Side("FSDP2 over 4", fsdp2),
+        Side("fsdp over 4", ours({"dp": RANKS, "dp_mode": "fsdp"}), "FSDP2 over 4"),
+        Side("D&SP over 4", ours(branches), tp),
+        Side("D&SP-cSub over 4", ours({**branches, "common": "first"}), tp),
+    ]
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+@contextmanager
+def fake_world() -> Iterator[None]:
+    """Makes this process rank 0 of four whose messages are not sent, on the path of NCCL."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    try:
+        with patch.object(groups, "over_nccl", return_value=True):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(
+    chosen: Sequence[Side], rounds: int, passes: int, report: Report
+) -> dict[str, list[float]]:
+    """Return, for each of these sides, the milliseconds of a layer in each round."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {side.name: [] for side in chosen}
+    with fake_world():
+        runs = {side.name: (side.build(FEW), side.build(MANY)) for side in chosen}
+        for few, many in runs.values():  # warm-up
+            for _ in range(3):
+                few()
+                many()
+        order, shuffle = [*runs], random.Random(0)
+        gc.collect()
+        for number in range(rounds):
+            shuffle.shuffle(order)
+            for name in order:
+                of_few, of_many = (_seconds(run, passes) for run in runs[name])
+                found[name].append(1e3 * (of_many - of_few) / (MANY - FEW))
+            report.progress(f"round {number + 1} of {rounds}")
+    torch.set_num_threads(threads)
+    return found
+
+
+def _seconds(run: Run, passes: int) -> float:
+    """Return the shortest processor time of a pass; whatever disturbs it makes it longer."""
+    best = float("inf")
+    for _ in range(passes):
+        began = time.process_time()
+        run()
+        best = min(best, time.process_time() - began)
+    return best
+
+
+def write(chosen: Sequence[Side], found: dict[str, list[float]], report: Report) -> None:
+    """Write the table: medians over the rounds, and ratios to the rivals in the same rounds."""
+    rows = []
+    for side in chosen:
+        times, ratio = found[side.name], ""
+        if side.rival in found:
+            each = [mine / theirs for mine, theirs in zip(times, found[side.rival])]
+            ratio = f"{median(each):.2f} of {side.rival}"
+        rows.append([side.name, f"{median(times):.2f}", ratio])
+    report.write(table(["side", "ms a layer", "ratio"], rows))
