@@ -120,16 +120,21 @@ def compare(device_type: str, layout: dict[str, Any], config: ModelConfig) -> di
     """Return the largest relative differences to one device, by number type and kind."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    return {dtype: _compare(device_type, layout, config, dtype) for dtype in TOLERANCE}
+    layout = {"micro_batches": 2, **layout}
+    return {dtype: differences(device_type, layout, config, dtype) for dtype in TOLERANCE}
 
 
-def _compare(
-    device_type: str, layout: dict[str, Any], config: ModelConfig, dtype: Any
+def differences(
+    device_type: str, layout: dict[str, Any], config: ModelConfig, dtype: Any, batch_size: int = 8
 ) -> dict[str, float]:
-    device, plan = torch.device(device_type), LayoutConfig(**layout, micro_batches=2)
+    """Return this rank's largest relative differences to one device, by kind (see COMPARED).
+
+    All ranks of the default group call it together. Each of them also trains the whole model alone.
+    """
+    device, plan = torch.device(device_type), LayoutConfig(**layout)
     # Adam divides small gradients, and the rounding error in them, by their own size. The large
     # epsilon keeps weights about as close to each other as gradients are.
-    train = TrainConfig(global_batch=8, dtype=dtype, lr=1e-3, adam_eps=1e-2, clip_norm=0.0)
+    train = TrainConfig(global_batch=batch_size, dtype=dtype, lr=1e-3, adam_eps=1e-2, clip_norm=0.0)
     axes = build_axes(plan, device_type)  # gloo's groups serve tensors of both devices
     whole = build_parallel(config, LayoutConfig(), Axes(), train.seed, device, dtype)
     cut = build_parallel(config, plan, axes, train.seed, device, dtype)

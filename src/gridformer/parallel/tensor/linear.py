@@ -274,7 +274,8 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     The weights must not change inside it. With FSDP, it also enables gathering the parameters of
     each layer from the replicas.
     """
-    keeps = [getattr(module, "keep", None) for module in model.modules()]
+    # Not getattr, which is slow for what a module does not have.
+    keeps = [vars(module).get("keep") for module in model.modules()]
     weights = [
         keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight
     ]
