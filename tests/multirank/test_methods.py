@@ -36,13 +36,13 @@ POSSIBLE = [cell for cell in CELLS if n_of(cell) <= 8 and not refusal(cell)]
 # Of two equally useful cells, choose the one with dropout, whose masks must be made again.
 SMALL = [cell for cell in POSSIBLE if n_of(cell) <= 4 and cell.pp <= 2]
 TELLING = sorted(SMALL, key=lambda cell: (not cell.dropout, n_of(cell), cell))
-# Each scheme and family occurs at least once.
+# Each scheme, family, pipeline and replica mode occurs at least once.
+MODES = ("none", "replicate", "zero1", "none", "none", "fsdp", "none")  # for each scheme
 QUICK = {
-    next(cell for cell in TELLING if cell[:2] == pair)
-    for pair in zip(itertools.cycle(MODELS), SCHEMES)
+    next(cell for cell in TELLING if (cell.model, cell.scheme, cell.replicas) == wanted)
+    for wanted in zip(itertools.cycle(MODELS), SCHEMES, MODES)
 }
-# A pipeline with sharded parameters; other replica modes do not know of recomputation.
-QUICK |= {next(cell for cell in TELLING if cell.pp == 2 and cell.replicas == "fsdp")}
+QUICK |= {next(cell for cell in TELLING if cell.pp == 2)}
 # Selective recomputation concerns dropout of probabilities, which no scheme changes.
 CASES = [("full", cell) for cell in POSSIBLE] + [
     ("selective", cell) for cell in POSSIBLE if cell.dropout and n_of(cell) <= 4
