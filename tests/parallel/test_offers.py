@@ -54,11 +54,19 @@ def runs(draw: st.DrawFn) -> RunConfig:
         micro_batches=draw(st.integers(1, 7)),
     )
     batch = plan.micro_batches * draw(st.integers(1, 12))
-    train = TrainConfig(global_batch=batch, compile=draw(st.sampled_from([False, False, True])))
+    train = TrainConfig(global_batch=batch, compile=draw(st.booleans()))
     data: dict[str, Any] = {"path": "x", "seq_len": draw(st.integers(0, 48))}
     if model.two_stacks:
         data["source_len"] = draw(st.integers(0, 48))
     return RunConfig.model_validate({"model": model, "data": data, "layout": plan, "train": train})
+
+
+def one_head_on_a_wrong_grid() -> RunConfig:
+    """Of the many ways to keep its devices none works, and only two changes together do."""
+    changes = {"layout.rows": 4, "layout.cols": 6, "layout.dp": 3, "layout.devices_per_node": 2}
+    model = {"model.n_heads": 1, "model.hidden_size": 1, "model.head_dim": 1, "model.ffn_size": 4}
+    model |= {"model.n_layers": 1, "model.max_seq_len": 1, "data.seq_len": 0}
+    return run_of(**{"layout.scheme": "subgraph", "train.global_batch": 1, **changes, **model})
 
 
 def narrow_heads(n_heads: int, rows: int, cols: int) -> RunConfig:
@@ -88,6 +96,7 @@ def mends_and_breaks_nothing(run: RunConfig) -> None:
 @example(run=run_of(**{"layout.branches": 5, "layout.common": "first"}))
 @example(run=narrow_heads(n_heads=1, rows=2, cols=1))
 @example(run=narrow_heads(n_heads=4, rows=4, cols=3))
+@example(run=one_head_on_a_wrong_grid())
 def test_every_offer_solves_its_problem_without_a_new_one(run: RunConfig) -> None:
     mends_and_breaks_nothing(run)
 

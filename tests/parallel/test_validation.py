@@ -264,39 +264,6 @@ def test_a_pooler_is_sharded_over_columns() -> None:
     assert [*problem.offers] == [{key: n} for key, some in sizes.items() for n in some]
 
 
-COMPILED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
-    (
-        {"layout.scheme": "optimus", "layout.rows": 2, "layout.cols": 2},
-        [
-            {"layout.rows": 1, "layout.cols": 1, "layout.scheme": "single", "layout.dp": 4},
-            {"train.compile": False},
-        ],
-    ),
-    (
-        {"layout.scheme": "megatron", "layout.cols": 4, "layout.sequence_parallel": True},
-        [{"layout.cols": 1}, {"train.compile": False}],
-    ),
-    (
-        {"layout.dp": 2, "layout.dp_mode": "fsdp"},
-        [{"layout.dp_mode": "zero1"}, {"layout.dp_mode": "replicate"}, {"train.compile": False}],
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "offers"), COMPILED)
-def test_what_cannot_be_compiled(changes: dict[str, Any], offers: list[dict[str, Any]]) -> None:
-    """Blocks that communicate, or gather their parameters, cannot be compiled."""
-    assert problems(run_of(**changes)) == []
-    (problem,) = problems(run_of(**changes, **{"train.compile": True}))
-    assert [*problem.offers] == offers
-
-
-def test_what_can_be_compiled() -> None:
-    """Replicas and grids of one device can be compiled."""
-    for fitting in ({}, {"layout.dp": 4}, {"layout.scheme": "optimus"}):
-        assert problems(run_of(**fitting, **{"train.compile": True})) == []
-
-
 def test_axes_of_one_process() -> None:
     """No process group is initialized."""
     axes = build_axes(LayoutConfig(), "cpu")

@@ -107,8 +107,8 @@ class TrainConfig(Config):
     )
     compile: bool = Field(
         default=False,
-        description="true compiles each block with torch.compile. Only layouts whose blocks do "
-        "not communicate support it.",
+        description="true compiles each block with torch.compile. What communicates in a block "
+        "runs uncompiled between compiled regions.",
     )
     lr: float = Field(
         default=3e-4,

@@ -123,9 +123,9 @@ class _Search:
                 yield changes
         if some:
             return
-        budget = iter(range(MOST_COMBINED))
         for n_added in range(1, MOST_ADDED + 1):
             for way in broken.ways:
+                budget = iter(range(MOST_COMBINED))  # so that no way leaves nothing to the next
                 for changes in itertools.islice(way.changes(), MOST_TRIED):
                     combined = self._combined(changes, allowed, n_added, budget)
                     if combined is not None:

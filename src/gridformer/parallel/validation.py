@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.parallel.offers import Broken, Changes, Problem, Way, with_offers
-from gridformer.parallel.registry import SPECS, describe, spec_of
+from gridformer.parallel.registry import SPECS, spec_of
 from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import as_yaml
@@ -251,32 +251,6 @@ def _length(run: RunConfig) -> Iterator[Broken]:
     yield Broken("length", text, [shorter, _one("model.max_seq_len", [run.seq_len])])
 
 
-# --------------------------------------------------------------------------- torch.compile
-
-
-def _compile(run: RunConfig) -> Iterator[Broken]:
-    """Layouts that `train.compile` supports; gridformer.train.compile checks the machine."""
-    if not run.train.compile:
-        return
-    layout, off = run.layout, _one("train.compile", [False])
-    devices = layout.rows * layout.cols * layout.branches
-    if devices > 1:
-        text = (
-            "train.compile=true needs a layout whose blocks do not communicate, but "
-            f"{describe(layout)} shards each block over {devices} devices"
-        )
-        ones: Changes = {f"layout.{a}": 1 for a in AXES if getattr(layout, a) > 1}
-        replicas = ones | {"layout.scheme": "single", "layout.dp": layout.dp * devices}
-        yield Broken("compiled blocks", text, [Way(lambda: [replicas, ones]), off])
-    if layout.dp_mode == "fsdp":
-        text = (
-            "train.compile=true needs parameters that stay in memory, but "
-            "layout.dp_mode=fsdp gathers them block by block"
-        )
-        modes = _one("layout.dp_mode", ["zero1", "replicate"], 2)
-        yield Broken("compiled parameters", text, [modes, off])
-
-
 _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _axes,
     _keys,
@@ -287,7 +261,6 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _batch,
     _nodes,
     _length,
-    _compile,
 )
 
 

@@ -3,6 +3,11 @@
 Transformer blocks, the head and the loss are compiled in place, so that names of modules and
 parameters, and therefore checkpoints, stay the same. All blocks run the same code on the same
 shapes: one compilation serves all of them, and its cost does not grow with the model's depth.
+
+What communicates runs as it is, between compiled regions: torch.compile cannot see into messages
+that are started early and waited for late, and it would gain nothing, since these modules consist
+of matrix products and messages. The regions between them are what a GPU runs as many small kernels:
+norms and residuals, activations, and attention with its reshaping.
 """
 
 from __future__ import annotations
@@ -14,6 +19,9 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
+from torch import nn
+
+from gridformer import parallel
 from gridformer.config import RunConfig
 from gridformer.mesh.launch_env import joined
 from gridformer.models import Model
@@ -27,6 +35,7 @@ from gridformer.models.blocks import (
 )
 
 _OFF = "use train.compile=false"
+_left_out: set[type[nn.Module]] = set()  # whose forward passes are excluded
 
 
 def compile_model(model: Model, backend: str = "inductor") -> None:
@@ -40,11 +49,14 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     for every new value. A block with dropout is therefore several compiled pieces with a mask
     between them. The masks are bit-identical to those of uncompiled code.
 
+    Hooks of a block, with which FSDP gathers its parameters, also run outside of compiled code.
+
     Args:
-        model: The model, whose blocks must not communicate; `gridformer.parallel.validation.check`
-            rejects layouts whose blocks do.
+        model: This rank's model on any layout.
         backend: The backend of torch.compile; `aot_eager` needs no C++ compiler and is not faster.
     """
+    from torch import compile
+
     kinds = (Layer, TiedHead, CrossEntropy)
     parts = [module for module in model.modules() if isinstance(module, kinds)]
     for module in (module for part in parts for module in part.modules()):
@@ -52,15 +64,18 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
             _leave_out(module, "forward")
         if isinstance(module, Attention | CrossAttention) and module.dropout > 0.0:
             _leave_out(module, "_unfused")
+        if type(module).__module__.startswith(parallel.__name__ + "."):
+            _leave_out_all(type(module))
     for part in parts:
-        part.compile(backend=backend, dynamic=False)
+        part.forward = compile(  # type: ignore[method-assign]
+            part.forward, backend=backend, dynamic=False
+        )
 
 
 def compile_problems(run: RunConfig) -> list[str]:
     """Returns why this machine cannot compile a run, each reason with its remedy.
 
-    The result is empty if `train.compile` is off. `gridformer.parallel.validation.check` rejects
-    layouts that cannot be compiled.
+    The result is empty if `train.compile` is off.
     """
     if not run.train.compile:
         return []
@@ -77,6 +92,19 @@ def _leave_out(module: Dropout | Attention | CrossAttention, method: str) -> Non
     from torch.compiler import disable
 
     setattr(module, method, disable(getattr(module, method)))
+
+
+def _leave_out_all(kind: type[nn.Module]) -> None:
+    """Excludes the forward passes of all modules of a class from compilation.
+
+    It changes the class, because compiled code checks that a module's functions are still the same
+    objects. With one object for each module, every block would be compiled again.
+    """
+    from torch.compiler import disable
+
+    if kind not in _left_out:
+        kind.forward = disable(kind.forward)
+        _left_out.add(kind)
 
 
 def _takes_cuda(run: RunConfig) -> bool:
