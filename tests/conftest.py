@@ -10,6 +10,7 @@ from hypothesis import settings
 # so that a failing assert there shows the values, too
 pytest.register_assert_rewrite("tests.support")
 
+from tests.support.fake_gpu import InProcess, own_process  # noqa: E402
 from tests.support.launch.programs import Start, starting  # noqa: E402
 from tests.support.multirank.pool import WorkerPool  # noqa: E402
 
@@ -42,6 +43,13 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Iterator[InProcess]:
+    """A process with a fake GPU, which calls functions: `gpu(function, *args)`."""
+    with own_process() as call:
+        yield call
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from gridformer.data.prepare.sources import open_sources
 from gridformer.memory import estimate as module
 from gridformer.memory.breakdown import KINDS, STATES
 from gridformer.memory.budget import at_most
-from gridformer.memory.estimate import estimate_rank, estimate_ranks, rows_like, shortened
+from gridformer.memory.estimate import estimate_rank, estimate_ranks, shortened
 from gridformer.memory.ranks import largest_ranks
+from gridformer.trace.batch import rows_like
 from tests.support.multirank.memory import a_run
 
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}

@@ -22,12 +22,11 @@ from gridformer.mesh import Axis
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.branches import parallelize_branches
 from gridformer.parallel.validation import check
+from gridformer.trace.device import NAME, fake_gpu
 from gridformer.utils.errors import ConfigError
 from tests.support.fake_gpu import (
-    NAME,
     Step,
     Watch,
-    fake_gpu,
     fake_tensors,
     own_process,
     playing,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
@@ -32,52 +32,21 @@ from torch.utils._pytree import tree_leaves
 from gridformer.comm import record
 from gridformer.comm.recorder import Recorder
 from gridformer.config import RunConfig
-from gridformer.memory.estimate import rows_like
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
+from gridformer.trace.batch import rows_like
+from gridformer.trace.device import NAME, fake_gpu
 from gridformer.train.step import Stepper
 
-NAME = "fakegpu"
 PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
 
 
-class _Backend:
-    """What torch asks of a device module."""
-
-    @staticmethod
-    def is_available() -> bool:
-        """False except for fake tensors, so that torch makes no other tensors there."""
-        return False
-
-    @staticmethod
-    def is_initialized() -> bool:
-        return True
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def get_amp_supported_dtype() -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-
-@cache
-def fake_gpu() -> torch.device:
-    """Return the device, which is registered once per process."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-    _setup_privateuseone_for_python_backend(NAME, _Backend)
-    return torch.device(NAME, 0)
+InProcess = Callable[..., Any]  # calls a function in the process with a fake GPU
 
 
 @contextmanager
-def own_process() -> Iterator[Callable[..., Any]]:
+def own_process() -> Iterator[InProcess]:
     """Yield a caller of top-level functions in a process that has a fake GPU.
 
     An exception there comes back as a RuntimeError with its traceback.

@@ -77,9 +77,9 @@ def check_arguments(words: list[str]) -> None:
         if hasattr(error, "format_message"):
             raise ConfigError([error.format_message()]) from None
         raise
-    if name in ("train", "memory"):
+    if name in ("train", "memory", "check"):
         run, overrides = str(values["run"]), values["overrides"] or []
-        if name == "memory" and run in model_names():
+        if name != "train" and run in model_names():
             parse_run({"model": run, "data": {"path": "."}}, overrides)
         else:
             load_run(run, overrides)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from gridformer import __version__
+from gridformer.cli.check import check
 from gridformer.cli.demo import demo
 from gridformer.cli.doctor import doctor
 from gridformer.cli.generate import generate
@@ -44,6 +45,7 @@ app.command()(train)
 app.command()(generate)
 app.command()(layouts)
 app.command()(memory)
+app.command()(check)
 app.command()(doctor)
 
 

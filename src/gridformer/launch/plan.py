@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gridformer.config import RunConfig, load_run, model_names, parse_run
 from gridformer.data import TokenFolder, resolve
+from gridformer.launch.preflight import preflight_problems
 from gridformer.mesh.process_group import check_devices
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError, DataError
@@ -82,6 +83,7 @@ def plan_checked(run: RunConfig, out: Path | None = None, tell: Tell | None = No
 
     decisions = decide_run(run)
     problems = fit_problems(run, tell or silent, decisions)
+    problems = problems or preflight_problems(run, tell or silent, decisions)
     if problems:
         raise ConfigError(problems)
     out = out or Path("runs") / run.name

@@ -27,8 +27,8 @@ from gridformer.memory.fake import fake_tensors, skip_middle_chunks
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
+from gridformer.trace.batch import rows_like
 from gridformer.train.step import Stepper
-from gridformer.utils.batch import Batch
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.hardware import n_cores
 
@@ -139,33 +139,3 @@ def shortened(run: RunConfig) -> RunConfig:
             "train": run.train.model_copy(update={"global_batch": batch}),
         }
     )
-
-
-def rows_like(run: RunConfig, rows: slice) -> Batch:
-    """Returns a batch with the keys, shapes and dtypes of the run's batches, but without content.
-
-    Args:
-        run: The run.
-        rows: The rows of the global batch; only their number matters.
-    """
-    n = rows.stop - rows.start
-
-    def ids(*shape: int) -> Tensor:
-        return torch.zeros(n, *shape, dtype=torch.int64)
-
-    def real(*shape: int) -> Tensor:
-        return torch.ones(n, *shape, dtype=torch.bool)
-
-    model, s, source = run.model, run.seq_len, run.source_len
-    batch = {"tokens": ids(s), "targets": ids(s)}
-    if model.two_stacks:
-        batch |= {"source": ids(source)}
-        if run.task == "pairs":
-            batch |= {"source_valid": real(source)}
-    if model.family == "bert":
-        batch |= {"segments": ids(s)}
-        if model.sentence_pair and not model.n_labels:
-            batch |= {"pair": ids()}
-    if model.n_labels:
-        batch |= {"valid": real(s), "at": ids(), "labels": ids()}
-    return batch

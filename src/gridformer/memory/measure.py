@@ -12,12 +12,13 @@ from functools import partial
 import torch
 
 from gridformer.config import RunConfig
-from gridformer.memory.estimate import DEVICE, rows_like
+from gridformer.memory.estimate import DEVICE
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import clear_gradients
 from gridformer.parallel.data.zero import stored
+from gridformer.trace.batch import rows_like
 from gridformer.train.step import Stepper
 
 _FREE_WAIT_S = 0.02  # seconds until gloo's threads have freed what they sent

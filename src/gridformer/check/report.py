@@ -1,0 +1,154 @@
+"""Checks a run before it starts: whether its messages fit together and its tensors lie right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from typing import Any
+
+from gridformer.check.messages import message_problems
+from gridformer.check.problems import Problem, merged
+from gridformer.check.sample import MOST, among, lines, shorter
+from gridformer.check.simulate import simulate
+from gridformer.config import RunConfig
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.trace import Place, Read, Start, Trace, Trouble, trace_ranks
+
+_TROUBLES = {
+    "device": "this is an error of gridformer and not of the run file: please report it",
+    "contiguity": "this is an error of gridformer and not of the run file: please report it",
+    "size": "use sizes that the axis divides, and please report this",
+    "error": "please report this, with the run file",
+}
+
+
+@dataclass
+class Report:
+    """The result of a check.
+
+    Attributes:
+        problems: What is wrong.
+        traced: The ranks that were traced.
+        n_ranks: The number of ranks of the run.
+        n_messages: The number of messages that the traced ranks start.
+        reads: Where the host reads values back from the device, and how often in a step.
+    """
+
+    problems: list[Problem]
+    traced: list[int]
+    n_ranks: int
+    n_messages: int
+    reads: dict[Place, int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `gridformer check --json` prints."""
+        return {
+            "ok": self.ok,
+            "problems": [problem.as_json() for problem in self.problems],
+            "ranks": self.n_ranks,
+            "traced": len(self.traced),
+            "messages": self.n_messages,
+            "read_backs": [
+                {"file": place.file, "line": place.line, "function": place.function, "times": n}
+                for place, n in self.reads.items()
+            ],
+        }
+
+
+def check_run(
+    run: RunConfig,
+    decisions: Decisions | None = None,
+    whole: bool = False,
+    most: int = MOST,
+    limit_s: float = float("inf"),
+) -> Report:
+    """Checks one optimizer step of a run on GPUs, without a GPU.
+
+    Args:
+        run: The checked run.
+        decisions: The result of `decide_run(run)`; None calls it.
+        whole: Whether all ranks, layers and micro-batches are traced one by one; otherwise equal
+            ones once, see `gridformer.check.sample`.
+        most: Up to so many ranks are traced one by one.
+        limit_s: No rank is begun after so many seconds.
+    """
+    decisions = decisions or decide_run(run)
+    if whole:
+        ranks = [[rank] for rank in range(run.layout.n_processes)]
+        return report_of(run, trace_ranks(run, ranks, decisions))
+    part = shorter(run)
+    ranks = lines(part, decisions, most)
+    return report_of(run, trace_ranks(part, ranks, decisions, repeat=True, limit_s=limit_s))
+
+
+def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
+    """Returns the report for the traces of ranks that represent all ranks of a run."""
+    problems = [*_own(run, traces)]
+    # What a rank does after an error is not known, so nothing can be said about those who wait.
+    if all(trace.complete for trace in traces):
+        problems += _groups(traces)
+        programs = among({trace.rank: trace.events for trace in traces})
+        problems += message_problems(simulate(programs))
+    starts = sum(isinstance(event, Start) for trace in traces for event in trace.events)
+    fullest = max((trace.reads for trace in traces), key=len, default=[])
+    reads: dict[Place, int] = {}
+    for read in fullest:
+        reads[read.place] = reads.get(read.place, 0) + 1
+    ranks = [trace.rank for trace in traces]
+    return Report(merged(problems), ranks, run.layout.n_processes, starts, reads)
+
+
+def _own(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Returns the problems that each rank has by itself, for all its ranks together."""
+    troubles: dict[Trouble, list[int]] = {}
+    reads: dict[Place, list[int]] = {}
+    for trace in traces:
+        for trouble in dict.fromkeys(trace.troubles):
+            troubles.setdefault(trouble, []).append(trace.rank)
+        for place in dict.fromkeys(read.place for read in _too_many(run, trace.reads)):
+            reads.setdefault(place, []).append(trace.rank)
+    for found, ranks in troubles.items():
+        text, help_ = found.text, _TROUBLES[found.kind]
+        yield Problem(found.kind, tuple(ranks), found.place, text, help_, found.axis)
+    for place, ranks in reads.items():
+        text = (
+            "a value is read back from the device, for which the host waits until all kernels are "
+            "done. A step should do this once, at its end"
+        )
+        yield Problem("read-back", tuple(ranks), place, text, _TROUBLES["error"])
+
+
+def _too_many(run: RunConfig, reads: Sequence[Read]) -> list[Read]:
+    """Returns the read-backs of a step that it should do without.
+
+    One at the end tells the losses and the norm. Clipping layer by layer reads the norms of layers,
+    and offloading copies the optimizer's state to the host.
+    """
+    early = [read for read in reads if not read.products]
+    values = [read for read in reads if not read.copies]
+    copies = [read for read in reads if read.copies and run.train.offload == "none"]
+    allowed = len(values) if run.train.clip_by == "layer" else 1
+    return early or copies + values[: max(0, len(values) - allowed)]
+
+
+def _groups(traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Returns a problem if not all ranks create the same groups in the same order."""
+    for first, trace in pairwise(traces):
+        pairs = zip_longest(first.groups, trace.groups)
+        one, other = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        if one is other is None:
+            continue
+        said = [
+            f"rank {t.rank} creates {f'{g.n} groups for {g.purpose}' if g else 'no more groups'}"
+            for t, g in ((first, one), (trace, other))
+        ]
+        alike = " of other ranks" if one and other and one[:2] == other[:2] else ""
+        text = f"{said[0]}, but {said[1]}{alike}"
+        place = Place("mesh/groups.py", 0, "make_groups")
+        yield Problem("groups", (first.rank, trace.rank), place, text, _TROUBLES["device"])
+        return

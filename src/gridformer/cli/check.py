@@ -1,0 +1,68 @@
+"""`gridformer check`: verifies a run's messages and devices before anything is launched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def check(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN.yaml", help="A run file, or the name of a shipped model such as gpt2-1.5b."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
+    ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole",
+            help="Trace all ranks, layers and micro-batches one by one, not equal ones once.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
+) -> None:
+    """Check that a run will work on GPUs, before anything is launched.
+
+    This runs the real code of one optimizer step for the ranks of the layout,
+    on tensors that claim to be on GPUs, and replays all messages by NCCL's
+    rules. It finds messages that do not fit together, circular waits, tensors
+    on the wrong device, and values that are read back too often. It needs
+    neither GPUs nor the data. The exit code is 1 if there is a problem.
+
+    [bold]Examples:[/bold]
+
+    gridformer check demo
+
+    gridformer check mine.yaml layout.pp=4 layout.micro_batches=8
+
+    gridformer check gpt2-124m train.global_batch=32 --json
+    """
+    from rich.console import Console
+
+    from gridformer.launch.plan import read_run_without_data
+    from gridformer.utils.forkserver import warm_up
+
+    checked = read_run_without_data(run, overrides or [])
+    warm_up("gridformer.trace.warm")  # runs at the same time as the imports below
+
+    from gridformer.check import check_run
+    from gridformer.check.show import print_report
+
+    with Console(stderr=True).status("tracing a step"):
+        report = check_run(checked, whole=whole)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=1))
+    else:
+        print_report(checked, report, Console(highlight=False))
+    if not report.ok:
+        raise typer.Exit(1)

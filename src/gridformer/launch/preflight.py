@@ -1,0 +1,49 @@
+"""Refuses a run on GPUs whose messages do not fit together, before its processes start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gridformer.config import RunConfig
+
+if TYPE_CHECKING:
+    from gridformer.check import Problem
+    from gridformer.memory.budget import Tell
+    from gridformer.parallel.auto.decisions import Decisions
+
+LIMIT_S = 5.0  # no more ranks are traced after so many seconds
+
+
+def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list[str]:
+    """Checks the messages of a run that will start on several GPUs, on a few of its ranks.
+
+    `gridformer check` looks at more ranks, and also says what is slow. What raises an error on fake
+    tensors may still work on real ones, so it refuses nothing here.
+
+    Args:
+        run: the checked run.
+        tell: receives a progress message.
+        decisions: the result of `decide_run(run)`.
+
+    Returns:
+        The problems, each with its remedy.
+    """
+    from gridformer.memory.estimate import on_gpu
+
+    if run.layout.n_processes == 1 or not on_gpu(run):
+        return []
+    from gridformer.check import check_run
+
+    tell("", "checking that the messages of a step fit together")
+    report = check_run(run, decisions, most=0, limit_s=LIMIT_S)
+    return [_sentence(one) for one in report.problems if one.stops and one.kind != "error"]
+
+
+def _sentence(problem: Problem) -> str:
+    from gridformer.check.problems import KINDS, listed
+
+    axis = f", axis {problem.axis}" if problem.axis else ""
+    return (
+        f"{KINDS[problem.kind]} ({listed(problem.ranks)}{axis}, at {problem.place}): "
+        f"{problem.text}; {problem.remedy}"
+    )

@@ -1,0 +1,17 @@
+"""Runs one rank's real code on fake tensors and records what it does."""
+
+from gridformer.trace.events import Part, Place, Read, Start, Trace, Trouble, Wait
+from gridformer.trace.rank import trace_rank
+from gridformer.trace.ranks import trace_ranks
+
+__all__ = [
+    "Part",
+    "Place",
+    "Read",
+    "Start",
+    "Trace",
+    "Trouble",
+    "Wait",
+    "trace_rank",
+    "trace_ranks",
+]

@@ -1,0 +1,137 @@
+"""Traces ranks of a pipeline whose stages have equal layers: one is run, the others follow from it.
+
+Such ranks run the same passes in different orders. The pipeline's own code runs the order of each
+rank and sends its messages between stages; what happens inside a pass, and before and after all
+passes, is that of the rank that was run, in the groups of the rank that is traced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gridformer.config import ModelConfig, RunConfig
+from gridformer.models import Model, build_model
+from gridformer.parallel.auto.decisions import Decisions
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.data.gradients import GradientSums
+from gridformer.parallel.pipeline import Executor, stages_of
+from gridformer.trace.batch import rows_like
+from gridformer.trace.device import NAME, fake_gpu
+from gridformer.trace.events import Event, Member, Start, Trace
+from gridformer.trace.fake import fake_tensors
+from gridformer.trace.rank import Played, on_gpus, play
+from gridformer.trace.repeat import Repeats
+from gridformer.utils.batch import Batch, MicroBatch
+
+Translation = Callable[[Sequence[Event]], list[Event]]
+
+
+def trace_alike(run: RunConfig, ranks: Sequence[int], decisions: Decisions) -> list[Trace]:
+    """Traces ranks that differ only in their place along pp, and whose stages have equal layers.
+
+    Args:
+        run: The checked run.
+        ranks: The ranks. The first is run; one that has passes which the first has not is run, too.
+        decisions: The result of `decide_run(run)`.
+    """
+    first = play(run, ranks[0], decisions, repeat=True)
+    found = [first.trace]
+    for rank in ranks[1:]:
+        trace = _following(run, rank, first, decisions)
+        found.append(trace or play(run, rank, decisions, repeat=True).trace)
+    return found
+
+
+def _following(run: RunConfig, rank: int, first: Played, decisions: Decisions) -> Trace | None:
+    """Returns the trace of a rank that follows from that of another one, if it does."""
+    if first.repeats is None or not first.trace.complete:
+        return None
+    layout, train = run.layout, run.train
+    with on_gpus(run, rank) as log:
+        axes = build_axes(layout, NAME, decisions.block)
+        with fake_tensors(log) as watch:
+            model = copy.copy(_plain(run.model))
+            model.stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
+            model.compute_dtype = getattr(torch, train.dtype)
+            executor = Executor(model, layout, axes, GradientSums([], []))
+            events, (start, stop) = first.trace.events, first.repeats.span
+            inside = [event for one in first.repeats.recorded.values() for event in one.events]
+            needed = [*events[:start], *inside, *events[stop:]]
+            translated = _translation(first.trace, log.trace, needed)
+            if translated is None:
+                return None
+            recorded = {
+                kind: replace(one, events=translated(one.events))
+                for kind, one in first.repeats.recorded.items()
+            }
+            repeats = Repeats(model, executor, log, watch.count, recorded)
+            if repeats.missing:
+                return None
+            n_rows = train.global_batch // (layout.dp * layout.micro_batches * axes.batch.size)
+            rows = slice(0, n_rows)
+            batch = {key: x.to(fake_gpu()) for key, x in rows_like(run, rows).items()}
+            work = [MicroBatch(rows, batch)] * layout.micro_batches
+
+            def finish(hidden: Tensor, batch: Batch) -> Tensor:
+                return torch.stack([*model.losses_of(hidden, batch).values()]).sum()
+
+            repeats.repeat(translated(events[:start]))
+            executor.train(work, finish)
+            repeats.repeat(translated(events[stop:]))
+    log.trace.reads, log.trace.troubles = first.trace.reads, first.trace.troubles
+    log.trace.complete = True
+    return log.trace
+
+
+@lru_cache(maxsize=1)
+def _plain(config: ModelConfig) -> Model:
+    with torch.device("meta"):
+        return build_model(config)
+
+
+def _translation(one: Trace, other: Trace, events: Sequence[Event]) -> Translation | None:
+    """Returns what puts events of one rank into the groups of the other, if it has such groups.
+
+    Args:
+        one: The trace of the rank whose events they are.
+        other: The trace of the other rank.
+        events: Some of the events.
+    """
+    theirs = {place: member for member, place in _places_of(other).items()}
+    groups = {
+        member.name: (member.ranks, theirs[place])
+        for member, place in _places_of(one).items()
+        if place in theirs
+    }
+    if any(isinstance(event, Start) and event.group not in groups for event in events):
+        return None
+
+    def translated(event: Event) -> Event:
+        if not isinstance(event, Start) or event.group not in groups:
+            return event
+        before, group = groups[event.group]
+        parts = tuple(
+            part._replace(peer=group.ranks[before.index(part.peer)]) for part in event.parts
+        )
+        return replace(event, group=group.name, ranks=group.ranks, parts=parts)
+
+    return lambda found: [translated(event) for event in found]
+
+
+def _places_of(trace: Trace) -> dict[Member, tuple[str, int, int, int]]:
+    """Returns what is the same about a group of a rank and the like group of another rank.
+
+    This is its purpose, its size, its number among such groups, and the rank's index in it.
+    """
+    found: dict[Member, tuple[str, int, int, int]] = {}
+    for member in trace.own:
+        key = member.purpose, len(member.ranks)
+        number = sum(place[:2] == key for place in found.values())
+        found[member] = (*key, number, member.ranks.index(trace.rank))
+    return found

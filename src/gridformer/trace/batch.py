@@ -1,0 +1,39 @@
+"""Batches without content, which have the shapes of a run's batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gridformer.config import RunConfig
+from gridformer.utils.batch import Batch
+
+
+def rows_like(run: RunConfig, rows: slice) -> Batch:
+    """Returns a batch with the keys, shapes and dtypes of the run's batches, but without content.
+
+    Args:
+        run: The run.
+        rows: The rows of the global batch; only their number matters.
+    """
+    n = rows.stop - rows.start
+
+    def ids(*shape: int) -> Tensor:
+        return torch.zeros(n, *shape, dtype=torch.int64)
+
+    def real(*shape: int) -> Tensor:
+        return torch.ones(n, *shape, dtype=torch.bool)
+
+    model, s, source = run.model, run.seq_len, run.source_len
+    batch = {"tokens": ids(s), "targets": ids(s)}
+    if model.two_stacks:
+        batch |= {"source": ids(source)}
+        if run.task == "pairs":
+            batch |= {"source_valid": real(source)}
+    if model.family == "bert":
+        batch |= {"segments": ids(s)}
+        if model.sentence_pair and not model.n_labels:
+            batch |= {"pair": ids()}
+    if model.n_labels:
+        batch |= {"valid": real(s), "at": ids(), "labels": ids()}
+    return batch

@@ -1,0 +1,50 @@
+"""A device that claims to be a GPU, on any machine, and tensors on it that have no memory.
+
+Fake tensors have a device but no memory, and like a GPU's they refuse to be mixed with tensors of
+another device. A CPU build of torch cannot run backward through fake tensors on `cuda`, so they use
+torch's PrivateUse1 device type, which behaves alike.
+
+A registered device type stays registered in its process, so use a process of its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+NAME = "fakegpu"
+
+
+class _Backend:
+    """What torch asks of a device module."""
+
+    @staticmethod
+    def is_available() -> bool:
+        """False except for fake tensors, so that torch makes no other tensors there."""
+        return False
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+@cache
+def fake_gpu() -> torch.device:
+    """Returns the device, which is registered once per process."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(NAME, _Backend)
+    return torch.device(NAME, 0)

@@ -1,0 +1,183 @@
+"""The record of one rank: the messages that it starts, what it waits for, and what it reads back.
+
+On a GPU a wait does not stop the host but the stream of the computation, and everything that is
+launched after it. For the order of messages the two are the same: a message that is started after
+a wait begins only when that wait is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+
+class Place(NamedTuple):
+    """Where in the code of gridformer something happens.
+
+    Attributes:
+        file: The file, such as `parallel/tensor/linear.py`.
+        line: The line.
+        function: The name of the function.
+        module: The module of the model that runs, such as `layers.3.attention`; it may be empty.
+        backward: Whether it happens in a backward pass. The line may then be that of the operation
+            whose backward pass it is.
+    """
+
+    file: str
+    line: int
+    function: str
+    module: str = ""
+    backward: bool = False
+
+    def __str__(self) -> str:
+        module = f", module {self.module}" if self.module else ""
+        backward = ", backward pass" if self.backward else ""
+        return f"{self.file}:{self.line} in {self.function}{module}{backward}"
+
+
+class Part(NamedTuple):
+    """One direction of a point-to-point message.
+
+    Attributes:
+        what: `send` or `recv`.
+        peer: The global rank at the other end.
+        size: The number of elements.
+        dtype: Their type, such as `float32`.
+    """
+
+    what: Literal["send", "recv"]
+    peer: int
+    size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A rank starts a message of a group.
+
+    Attributes:
+        number: Identifies the message on this rank.
+        op: The collective, such as `all_reduce`, or `p2p`.
+        group: The name of the group, which is the same on all its members.
+        ranks: The global ranks of the group.
+        place: Where it happens.
+        axis: The name of the axis.
+        label: The purpose of the message.
+        size: For a collective, the number of elements of what this rank hands in; 0 for p2p.
+        dtype: The type of these elements.
+        how: What else must be equal on all members: the operation of a reduction, or the root.
+        parts: For p2p, the messages that are posted together.
+        pieces: For an all-to-all, the numbers of elements sent to each member, and received.
+    """
+
+    number: int
+    op: str
+    group: str
+    ranks: tuple[int, ...]
+    place: Place
+    axis: str = ""
+    label: str = ""
+    size: int = 0
+    dtype: str = ""
+    how: str = ""
+    parts: tuple[Part, ...] = ()
+    pieces: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank waits for a message that it has started.
+
+    Attributes:
+        number: The number of the `Start`.
+        place: Where it happens.
+    """
+
+    number: int
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The host reads something back from the device, for which it waits until all kernels are done.
+
+    Attributes:
+        place: Where it happens.
+        products: How many matrix products were launched before.
+        copies: Whether a tensor is copied to the host's memory; otherwise a value is read.
+    """
+
+    place: Place
+    products: int
+    copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Something that a GPU or NCCL refuses, which this rank's code alone shows.
+
+    Attributes:
+        kind: `device`, `contiguity`, `size` or `error`.
+        text: What is wrong.
+        place: Where it happens.
+        axis: The name of the axis of the message; empty if there is none.
+    """
+
+    kind: str
+    text: str
+    place: Place
+    axis: str = ""
+
+
+class Groups(NamedTuple):
+    """Process groups that are created one after the other for the same purpose.
+
+    Attributes:
+        purpose: What they are for, such as the name of their axis.
+        n: How many they are.
+        content: A number that differs if their ranks do.
+    """
+
+    purpose: str
+    n: int
+    content: int
+
+
+class Member(NamedTuple):
+    """A group of this rank.
+
+    Attributes:
+        name: The name of the group, which is the same on all its members.
+        purpose: What it is for, such as the name of its axis.
+        ranks: Its global ranks.
+    """
+
+    name: str
+    purpose: str
+    ranks: tuple[int, ...]
+
+
+Event = Start | Wait
+
+
+@dataclass
+class Trace:
+    """What one rank does in an optimizer step.
+
+    Attributes:
+        rank: The global rank.
+        groups: The groups that are created, in order, including those of other ranks.
+        own: The groups of this rank, in order.
+        events: Messages and waits, in order.
+        reads: Values that are read back from the device.
+        troubles: What a GPU or NCCL refuses. If the code raised an error, the last one says which.
+        complete: Whether the step came to its end.
+    """
+
+    rank: int
+    groups: list[Groups] = field(default_factory=list)
+    own: list[Member] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    troubles: list[Trouble] = field(default_factory=list)
+    complete: bool = False

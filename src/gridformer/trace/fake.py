@@ -1,0 +1,83 @@
+"""Fake tensors, which have shapes but no memory, and a watch on what is read back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gridformer.trace.device import NAME
+from gridformer.trace.events import Read
+from gridformer.trace.group import Log
+
+_PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
+_COPY = torch.ops.aten.copy_
+_COPIES = {torch.ops.aten._to_copy, _COPY}
+
+
+class Watch(TorchDispatchMode):
+    """Counts matrix products, and notes copies to the host for which the host waits."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.log = log
+        self.products = 0
+
+    def count(self, more: int) -> int:
+        """Adds to the number of matrix products, and returns it."""
+        self.products += more
+        return self.products
+
+    def read(self, copies: bool = False) -> None:
+        """Notes that the host reads something from the device."""
+        self.log.trace.reads.append(Read(self.log.places.here(), self.products, copies))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        op = func.overloadpacket
+        self.products += op in _PRODUCTS
+        out = func(*args, **(kwargs or {}))
+        if op in _COPIES and out.device.type == "cpu" and not _goes_on(op, args, kwargs or {}):
+            source = args[1] if op is _COPY else args[0]
+            if source.device.type == NAME:
+                self.read(copies=True)
+        return out
+
+
+def _goes_on(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether the host does not wait for a copy."""
+    return bool((op is _COPY and len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
+
+
+@contextmanager
+def fake_tensors(log: Log) -> Iterator[Watch]:
+    """Makes all new tensors fake, and records what is read back from the device.
+
+    A number that is read from a tensor is 1, with which a step takes its ordinary path.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # takes time to import
+
+    watch = Watch(log)
+
+    def ones(x: Tensor) -> Any:
+        if x.device.type == NAME:
+            watch.read()
+        return np.ones(tuple(x.shape)).tolist()
+
+    def one(kind: type) -> Any:
+        return lambda x: kind(ones(x.detach().reshape(-1)[0]))
+
+    readers = {"tolist": ones, "item": ones, "__float__": one(float)}
+    readers |= {"__int__": one(int), "__bool__": one(bool), "__index__": one(int)}
+    with ExitStack() as stack:
+        for name, reader in readers.items():
+            stack.enter_context(patch.object(FakeTensor, name, reader))
+        stack.enter_context(FakeTensorMode())
+        yield stack.enter_context(watch)

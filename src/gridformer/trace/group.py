@@ -1,0 +1,305 @@
+"""A process group that sends nothing and records every message that is handed to it.
+
+It plays NCCL: its messages take the paths of `gridformer.comm` that NCCL uses, and it says what
+NCCL would refuse. All ranks of a run create the same groups in the same order, so the names that
+torch numbers them with are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gridformer.comm.recorder import Record, Recorder
+from gridformer.mesh import groups
+from gridformer.trace.device import NAME
+from gridformer.trace.events import Groups, Member, Part, Start, Trace, Trouble, Wait
+from gridformer.trace.place import Places
+
+BACKEND = "gridformer_trace"
+
+
+class Log:
+    """Writes the trace of a rank.
+
+    Args:
+        trace: The trace.
+        places: Names the places.
+    """
+
+    def __init__(self, trace: Trace, places: Places) -> None:
+        self.trace, self.places = trace, places
+        self.recorder = Recorder()  # `gridformer.comm` tells it the axis and purpose of messages
+        self.n_groups = 0
+        self._number = 0
+        self._posted: list[tuple[_Group, Part]] | None = None
+
+    def created(self, purpose: str, ranks: tuple[int, ...]) -> None:
+        """Records that a group is created, of which this rank need not be a member."""
+        self.n_groups += 1
+        groups = self.trace.groups
+        before = groups.pop() if groups and groups[-1].purpose == purpose else Groups(purpose, 0, 0)
+        content = hash((before.content, ranks))
+        groups.append(Groups(purpose, before.n + 1, content))
+        if self.trace.rank in ranks:
+            self.trace.own.append(Member(f"{self.n_groups}", purpose, ranks))
+
+    def start(self, group: _Group, op: str, tensors: Sequence[Tensor], **more: Any) -> _Work:
+        """Records that a collective is started."""
+        place, (axis, label) = self.places.here(), self._purpose(group)
+        for x in tensors:
+            self.refuse(x, op, axis)
+        number = self.next_number()
+        one = tensors[0] if tensors else None
+        self.trace.events.append(
+            Start(
+                number,
+                op,
+                group.group_name,
+                group.members,
+                place,
+                axis,
+                label,
+                one.numel() if one is not None else 0,
+                _dtype(one) if one is not None else "",
+                **more,
+            )
+        )
+        return _Work(self, number)
+
+    def post(self, group: _Group, part: Part, x: Tensor) -> _Work:
+        """Records that a message to or from one rank is started."""
+        self.refuse(x, part.what, self._purpose(group)[0])
+        if self._posted is not None:
+            self._posted.append((group, part))
+            return _Work(self, 0)
+        return self._p2p(group, (part,))
+
+    def batch(self, ops: list[dist.P2POp]) -> list[_Work]:
+        """Records messages that are posted together, as `dist.batch_isend_irecv` posts them."""
+        self._posted = []
+        try:
+            for op in ops:
+                key = "group_dst" if op.op is dist.isend else "group_src"
+                op.op(op.tensor, group=op.group, tag=op.tag, **{key: op.group_peer})
+            posted = self._posted
+        finally:
+            self._posted = None
+        group = posted[0][0]
+        # NCCL, too, returns one handle for all of them.
+        return [self._p2p(group, tuple(part for _, part in posted))]
+
+    def _p2p(self, group: _Group, parts: tuple[Part, ...]) -> _Work:
+        axis, label = self._purpose(group)
+        number, place = self.next_number(), self.places.here()
+        name, members = group.group_name, group.members
+        self.trace.events.append(
+            Start(number, "p2p", name, members, place, axis, label, parts=parts)
+        )
+        return _Work(self, number)
+
+    def next_number(self) -> int:
+        """Returns a number for a new message."""
+        self._number += 1
+        return self._number
+
+    def wait(self, number: int) -> None:
+        self.trace.events.append(Wait(number, self.places.here()))
+
+    def refuse(self, x: Tensor, op: str, axis: str) -> None:
+        """Notes what NCCL refuses about a tensor."""
+        shape = f"a tensor of shape {list(x.shape)}"
+        if x.device.type != NAME:
+            text = f"{op}: {shape} on {x.device.type} is handed to a group of GPUs"
+            self._trouble("device", text, axis)
+        if not x.is_contiguous():
+            text = f"{op}: {shape} with strides {list(x.stride())} is not contiguous"
+            self._trouble("contiguity", text, axis)
+
+    def size(self, op: str, group: _Group, whole: Tensor, part: Tensor) -> None:
+        """Notes if a tensor is not as large as the parts of all members of a group."""
+        if whole.numel() != group.size() * part.numel() or whole.dtype != part.dtype:
+            axis, _ = self._purpose(group)
+            text = (
+                f"{op}: {whole.numel()} elements of {_dtype(whole)} are not {group.size()} x "
+                f"{part.numel()} of {_dtype(part)}"
+            )
+            self._trouble("size", text, axis)
+
+    def _trouble(self, kind: str, text: str, axis: str) -> None:
+        self.trace.troubles.append(Trouble(kind, text, self.places.here(), axis))
+
+    def _purpose(self, group: _Group) -> tuple[str, str]:
+        """Returns the axis and the label of the message that is being started."""
+        last: Record | None = self.recorder.records[-1] if self.recorder.records else None
+        return (last.axis, last.label) if last else (group.group_desc, "")
+
+
+class _Work(dist._Work):
+    """The handle of a message; waiting for it is recorded once."""
+
+    def __init__(self, log: Log, number: int) -> None:
+        super().__init__()
+        self._log, self._number = log, number
+        self._waited = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._waited:
+            self._waited = True
+            self._log.wait(self._number)
+        return True
+
+
+class _Group(dist.ProcessGroup):
+    """The methods are those that torch.distributed calls, with its arguments."""
+
+    def __init__(self, log: Log, rank: int, members: tuple[int, ...], name: str) -> None:
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
+        self.log, self.members, self._name = log, members, name
+        self._rank = rank
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def size(self) -> int:
+        return len(self.members)
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(NAME)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return _NoBackend()
+
+    def shutdown(self) -> None:
+        pass
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:  # type: ignore[override]
+        return self.log.start(self, "all_reduce", tensors, how=_op(opts))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Work:  # type: ignore[override]
+        return self.log.start(self, "broadcast", tensors, how=f"root {opts.rootRank}")
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:  # type: ignore[override]
+        how = f"root {opts.rootRank}, {_op(opts)}"
+        return self.log.start(self, "reduce", tensors, how=how)
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> _Work:
+        self.log.size("all_gather", self, out, x)
+        return self.log.start(self, "all_gather", [x, out])
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> _Work:
+        self.log.size("reduce_scatter", self, x, out)
+        return self.log.start(self, "reduce_scatter", [x, out], how=_op(opts))
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
+    ) -> _Work:
+        n = len(self.members)
+        sent = tuple(sizes) or (x.shape[0] // n,) * n
+        received = tuple(out_sizes) or (out.shape[0] // n,) * n
+        each = x[:1].numel() if x.numel() else 1
+        pieces = tuple(s * each for s in sent), tuple(r * each for r in received)
+        return self.log.start(self, "all_to_all", [x, out], pieces=pieces)
+
+    # The names that torch 2.11 has for them.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Work:
+        (x,) = tensors
+        part = Part("send", self.members[peer], x.numel(), _dtype(x))
+        return self.log.post(self, part, x)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Work:
+        (x,) = tensors
+        part = Part("recv", self.members[peer], x.numel(), _dtype(x))
+        return self.log.post(self, part, x)
+
+    def barrier(self, opts: Any = None) -> _Work:
+        return self.log.start(self, "barrier", [])
+
+
+class _NoBackend:
+    """Has no options, as torch's own fake backend."""
+
+    options = None
+
+
+_playing: Log | None = None  # torch calls the creator of groups without our arguments
+
+
+@contextmanager
+def recording(log: Log, n_processes: int) -> Iterator[None]:
+    """Makes this process one rank of a group of GPUs, whose messages the log records.
+
+    Args:
+        log: The log of the rank.
+        n_processes: The number of ranks.
+    """
+    global _playing
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", NAME])
+    with (
+        patch.object(groups, "over_nccl", lambda _: True),
+        patch.object(dist, "batch_isend_irecv", log.batch),
+        _groups_noted(log),
+    ):
+        _playing = log
+        world, rank = n_processes, log.trace.rank
+        log.trace.own.append(Member("0", "world", tuple(range(world))))
+        dist.init_process_group(BACKEND, rank=rank, world_size=world, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            _playing = None
+
+
+def _create(options: Any, _: Any) -> _Group:
+    assert _playing is not None
+    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return _Group(_playing, options.group_rank, members, f"{_playing.n_groups}")
+
+
+@contextmanager
+def _groups_noted(log: Log) -> Iterator[None]:
+    """Records the groups that are created, and creates only those of this rank.
+
+    All ranks call `dist.new_group` in the same order, so its number names a group.
+    """
+    real: Callable[..., Any] = dist.new_group
+    rank = log.trace.rank
+
+    def new_group(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        log.created(kwargs.get("group_desc") or "", tuple(ranks))
+        if rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return real(ranks, *args, **kwargs)
+
+    with patch.object(dist, "new_group", new_group):
+        yield
+
+
+def _op(opts: Any) -> str:
+    return str(opts.reduceOp.op).rsplit(".", 1)[-1].lower()
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

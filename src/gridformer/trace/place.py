@@ -1,0 +1,118 @@
+"""Finds the line of gridformer's code, and the module, for which something happens.
+
+The line is the innermost one outside `gridformer.comm`. In a backward pass it may be torch that
+calls `gridformer.comm`. Then it is the line of the forward pass whose backward pass this is, which
+is noted on the node of the autograd graph when the node is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+
+import gridformer
+from gridformer.trace.events import Place
+
+_ROOT = f"{Path(gridformer.__file__).parent}/"
+_DOORS = tuple(f"{_ROOT}{name}/" for name in ("comm", "trace"))
+_NOTE = "traced_at"  # an attribute of autograd nodes
+_NOWHERE = Place("", 0, "")
+
+
+class Places:
+    """Names the places of what happens, while `watching` is open."""
+
+    def __init__(self) -> None:
+        self._names: dict[nn.Module, str] = {}
+        self._running: list[str] = []
+        self._known: dict[Place, Place] = {}  # one object for each place makes records small
+
+    def name(self, model: nn.Module) -> None:
+        """Sets the model whose modules are named in places."""
+        self._names = {module: name for name, module in model.named_modules()}
+
+    def here(self) -> Place:
+        """Returns the place of what happens now."""
+        frame: FrameType | None = sys._getframe(1)
+        outside: FrameType | None = None  # the innermost line of code that calls gridformer
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not file.startswith(_DOORS):
+                if file.startswith(_ROOT):
+                    return self._place(file[len(_ROOT) :], frame)
+                if outside is None and "/torch/" not in file:
+                    outside = frame
+            elif frame.f_code.co_name == "backward":
+                noted: Place | None = getattr(_running_node(), _NOTE, None)
+                if noted is not None:
+                    return self._one(noted._replace(backward=True))
+            frame = frame.f_back
+        return self._place(Path(outside.f_code.co_filename).name, outside) if outside else _NOWHERE
+
+    def of_error(self, error: BaseException) -> Place:
+        """Returns the innermost line of gridformer from which an error came."""
+        found = _NOWHERE
+        trace: TracebackType | None = error.__traceback__
+        for frame in extract_tb(trace):
+            file = frame.filename
+            if file.startswith(_ROOT) and not file.startswith(_DOORS[1]):
+                found = Place(file[len(_ROOT) :], frame.lineno or 0, frame.name)
+        return found._replace(module=self._running[-1] if self._running else "")
+
+    def _place(self, file: str, frame: FrameType) -> Place:
+        function = frame.f_code.co_qualname.split(".<locals>")[0]
+        module = self._running[-1] if self._running else ""
+        node = _running_node()
+        if not module:
+            noted: Place | None = getattr(node, _NOTE, None)
+            module = noted.module if noted is not None else ""
+        return self._one(Place(file, frame.f_lineno, function, module, node is not None))
+
+    def _one(self, place: Place) -> Place:
+        return self._known.setdefault(place, place)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follows which module runs, and notes on autograd nodes where they were made."""
+        real = torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
+            out = real.__get__(None, cls)(*args)
+            first = out[0] if isinstance(out, tuple) else out
+            node = first.grad_fn if isinstance(first, Tensor) else None
+            if isinstance(node, cls._backward_cls):
+                setattr(node, _NOTE, self.here())
+            return out
+
+        def enter(module: nn.Module, _: Any) -> None:
+            name = self._names.get(module, "")
+            self._running.append(name or (self._running[-1] if self._running else ""))
+
+        def leave(*_: Any) -> None:
+            self._running.pop()
+
+        handles = [
+            modules.register_module_forward_pre_hook(enter),
+            modules.register_module_forward_hook(leave, always_call=True),
+        ]
+        setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(torch.autograd.Function, "apply", real)  # noqa: B010
+            for handle in handles:
+                handle.remove()
+
+
+def _running_node() -> Any:
+    """Returns the autograd node whose backward pass runs; None outside of backward passes."""
+    return torch._C._current_autograd_node()

@@ -1,0 +1,119 @@
+"""Runs one optimizer step of one rank on fake GPU tensors, in the real code, and records it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from gridformer.comm import recorder
+from gridformer.config import RunConfig
+from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.axes import build_axes
+from gridformer.trace.batch import rows_like
+from gridformer.trace.device import NAME, fake_gpu
+from gridformer.trace.events import Trace, Trouble
+from gridformer.trace.fake import fake_tensors
+from gridformer.trace.group import Log, recording
+from gridformer.trace.place import Places
+from gridformer.trace.repeat import Repeats
+from gridformer.train.forward_backward import Pipeline
+from gridformer.train.step import Stepper
+from gridformer.utils.errors import UserError
+
+
+@dataclass
+class Played:
+    """A trace and what made it.
+
+    Attributes:
+        trace: The trace.
+        repeats: The passes of the pipeline, if they were recorded.
+    """
+
+    trace: Trace
+    repeats: Repeats | None = None
+
+
+def trace_rank(
+    run: RunConfig, rank: int, decisions: Decisions | None = None, repeat: bool = False
+) -> Trace:
+    """Traces one optimizer step of one rank, as it would run on GPUs over NCCL.
+
+    It registers a device type in this process, so call it in a process of its own (see
+    `trace_ranks`), which must not belong to a process group.
+
+    Args:
+        run: The checked run.
+        rank: The rank.
+        decisions: The result of `decide_run(run)`; None calls it.
+        repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
+
+    Returns:
+        The trace. An error of the code is its last trouble, and the trace ends with it.
+    """
+    return play(run, rank, decisions or decide_run(run), repeat).trace
+
+
+def play(run: RunConfig, rank: int, decisions: Decisions, repeat: bool) -> Played:
+    """Traces a rank; see `trace_rank`."""
+    layout, train = run.layout, run.train
+    with ExitStack() as stack:
+        log = stack.enter_context(on_gpus(run, rank))
+        played = Played(log.trace)
+        try:
+            axes = build_axes(layout, NAME, decisions.block)
+            watch = stack.enter_context(fake_tensors(log))
+            model = build_parallel(
+                run.model,
+                layout,
+                axes,
+                train.seed,
+                fake_gpu(),
+                train.dtype,
+                decisions.choices,
+                filled=False,
+            )
+            log.places.name(model)
+            stepper = Stepper(model, train, axes, layout)
+            if repeat and isinstance(stepper.passes, Pipeline):
+                executor = stepper.passes.executor
+                played.repeats = Repeats(model, executor, log, watch.count)
+            watch.products = 0
+            log.trace.reads.clear()
+            stepper(0, partial(rows_like, run))
+            log.trace.complete = True
+        except UserError:
+            raise
+        except Exception as error:  # whatever the code of a step raises is a finding
+            kind, text = _said(error)
+            log.trace.troubles.append(Trouble(kind, text, log.places.of_error(error)))
+    return played
+
+
+@contextmanager
+def on_gpus(run: RunConfig, rank: int) -> Iterator[Log]:
+    """Makes this process a rank of the run's group of GPUs, and yields the log of what it does."""
+    places = Places()
+    log = Log(Trace(rank), places)
+    fake_gpu()  # registers the device type that `recording` names
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # torch only warns of these, and a GPU stops at them.
+        warnings.filterwarnings("error", message=".*at least two types of devices")
+        if run.layout.n_processes > 1:
+            stack.enter_context(recording(log, run.layout.n_processes))
+        # `gridformer.comm` tells the log the axis and the purpose of each message.
+        log.recorder = stack.enter_context(recorder.record())
+        stack.enter_context(places.watching())
+        yield log
+
+
+def _said(error: Exception) -> tuple[str, str]:
+    """Returns the kind of an error of a step, and its text."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0].replace(NAME, "cuda")
+    mixes = "two devices" in text or "two types of devices" in text or "same device" in text
+    return ("device" if mixes else "error"), text

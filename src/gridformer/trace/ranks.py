@@ -1,0 +1,65 @@
+"""Traces many ranks, in a few processes at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+
+from gridformer.config import RunConfig
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.trace.alike import trace_alike
+from gridformer.trace.events import Trace
+from gridformer.trace.rank import trace_rank
+from gridformer.utils.forkserver import warm_up
+from gridformer.utils.hardware import n_cores
+
+WARM = "gridformer.trace.warm"  # imports what takes time
+
+
+def trace_ranks(
+    run: RunConfig,
+    lines: Sequence[Sequence[int]],
+    decisions: Decisions | None = None,
+    repeat: bool = False,
+    limit_s: float = float("inf"),
+) -> list[Trace]:
+    """Traces an optimizer step of some ranks of a checked run.
+
+    Args:
+        run: The checked run.
+        lines: The ranks. The ranks of one list differ only in their place along pp, and their
+            stages have equal layers; see `gridformer.trace.alike`.
+        decisions: The result of `decide_run(run)`; None calls it.
+        repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
+        limit_s: No list is begun after so many seconds.
+
+    Returns:
+        The traces by rank. Ranks that were not begun in time are left out.
+    """
+    until = time.monotonic() + limit_s
+    decisions = decisions or decide_run(run)
+    warm_up(WARM)  # has no effect if a fork server is already running
+    workers = min(len(lines), n_cores())
+    trace = partial(_trace_in_time, run, decisions, repeat, until)
+    with ProcessPoolExecutor(workers, get_context("forkserver"), _one_thread) as pool:
+        found = [trace for traces in pool.map(trace, lines) for trace in traces]
+    return sorted(found, key=lambda trace: trace.rank)
+
+
+def _trace_in_time(
+    run: RunConfig, decisions: Decisions, repeat: bool, until: float, ranks: Sequence[int]
+) -> list[Trace]:
+    if time.monotonic() > until:  # the clock is the same in all processes of a machine
+        return []
+    if len(ranks) > 1:
+        return trace_alike(run, ranks, decisions)
+    return [trace_rank(run, ranks[0], decisions, repeat)]
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)

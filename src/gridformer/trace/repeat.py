@@ -1,0 +1,223 @@
+"""Traces equal micro-batches of a pipeline once, and repeats what was recorded for the others.
+
+What a stage does in a pass depends on the passes of this rank before and after it, between which
+weights may be kept and gathered ahead. A pass is run if it is of the first micro-batch, if it
+completes gradients, or if none like it has been recorded between the same neighbors. Otherwise its
+messages are repeated, and its results are empty tensors with the right shapes. The messages between
+stages are never repeated: the pipeline's own code sends them.
+
+Ranks whose stages have equal layers differ only in the order of their passes, so their traces can
+be made from the passes of one of them (gridformer.trace.alike).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gridformer.models import Activations, Model
+from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.pipeline.schedules import Action
+from gridformer.trace.events import Event, Start
+from gridformer.trace.group import Log
+from gridformer.utils.batch import MicroBatch
+
+
+class _Kind(NamedTuple):
+    """What a pass does depends on this.
+
+    Attributes:
+        around: The pass and its neighbors in the order of this rank, each as its kind and the
+            number of its stage on this rank.
+        which: `first` micro-batch, `last` if it completes gradients, else empty.
+    """
+
+    around: tuple[tuple[str, int], ...]
+    which: str
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is needed to make a tensor like another one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> _Shape:
+        return _Shape(x.shape, x.dtype, x.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass
+class Recorded:
+    """What a pass did.
+
+    Attributes:
+        events: Its messages and waits.
+        products: How many matrix products it launched.
+        out: For a forward pass, the shapes of its results by name.
+        losses: The shapes of its losses, if it computes any.
+    """
+
+    events: list[Event]
+    products: int = 0
+    out: dict[str, _Shape] | None = None
+    losses: dict[str, _Shape] | None = None
+
+
+class _Repeated(torch.autograd.Function):
+    """Returns empty tensors, and empty gradients in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, shapes: list[_Shape], *entering: Tensor) -> Any:
+        ctx.entering = [_Shape.of(x) for x in entering]
+        return tuple(shape.empty() for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *(shape.empty() for shape in ctx.entering)
+
+
+class Repeats:
+    """Repeats passes of a pipeline instead of running them; see this module.
+
+    Args:
+        model: The model of the rank.
+        executor: What runs its passes, in which some functions are replaced.
+        log: The log of the rank.
+        count: Adds to the number of matrix products so far, and returns it.
+        recorded: Passes that are repeated for all actions, or None to record passes here.
+
+    Attributes:
+        recorded: The passes, by what they depend on.
+        span: The positions in the trace between which the passes are.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        executor: Executor,
+        log: Log,
+        count: Callable[[int], int],
+        recorded: Mapping[_Kind, Recorded] | None = None,
+    ) -> None:
+        self.log, self.count = log, count
+        itinerary, complete = executor.itinerary(executor.layout.micro_batches, training=True)
+        self._kinds = _kinds(itinerary.actions, complete, executor.layout.pp)
+        self._run = _to_run(itinerary.actions, self._kinds) if recorded is None else set()
+        self.recorded: dict[_Kind, Recorded] = dict(recorded or {})
+        self.span = 0, 0
+        self._now = Recorded([])
+        self._repeating = False
+        self._renumbered: dict[int, int] = {}
+        self._real_run, self._real_losses = model.run, model.losses_of
+        self._real_train, self._real_timed = executor.train, executor.timed
+        replaced: list[tuple[Any, str, Any]] = [
+            (model, "run", self._stage),
+            (model, "losses_of", self._losses),
+            (executor, "train", self._train),
+            (executor, "timed", self._timed),
+        ]
+        for owner, name, function in replaced:
+            object.__setattr__(owner, name, function)
+
+    @property
+    def missing(self) -> bool:
+        """Whether a pass can neither be run nor repeated."""
+        return not self._run and not set(self._kinds.values()) <= set(self.recorded)
+
+    def repeat(self, events: Sequence[Event]) -> None:
+        """Adds copies of events to the trace. A wait may be for a message of earlier ones."""
+        for event in events:
+            if isinstance(event, Start):
+                self._renumbered[event.number] = number = self.log.next_number()
+            else:
+                number = self._renumbered.get(event.number, event.number)
+            self.log.trace.events.append(replace(event, number=number))
+
+    def _train(self, work: Sequence[MicroBatch], finish: Any) -> None:
+        start = len(self.log.trace.events)
+        self._real_train(work, finish)
+        self.span = start, len(self.log.trace.events)
+
+    @contextmanager
+    def _timed(self, kind: str, action: Action) -> Iterator[None]:
+        """Surrounds every pass, and every message between stages."""
+        with self._real_timed(kind, action):
+            if kind not in ("forward", "backward"):
+                yield
+            elif (action.stage, action.micro) in self._run:
+                start, products = len(self.log.trace.events), self.count(0)
+                self._now = Recorded([])
+                yield
+                self._now.events = self.log.trace.events[start:]
+                self._now.products = self.count(0) - products
+                self.recorded.setdefault(self._kinds[action], self._now)
+            else:
+                self._now, self._repeating = self.recorded[self._kinds[action]], True
+                self.repeat(self._now.events)
+                self.count(self._now.products)
+                yield
+                self._repeating = False
+
+    def _stage(self, batch: Any, entering: Activations | None, links: Any) -> Activations:
+        """Takes the place of `Model.run`."""
+        if not self._repeating:
+            found = self._real_run(batch, entering, links)
+            self._now.out = {
+                name: _Shape.of(x) for name, x in vars(found).items() if isinstance(x, Tensor)
+            }
+            return found
+        taken = [x for x in Activations.taken(entering) if x is not None]
+        return Activations(**_empty(self._now.out, taken, batch))
+
+    def _losses(self, hidden: Tensor, batch: Any) -> dict[str, Tensor]:
+        """Takes the place of `Model.losses_of`."""
+        if not self._repeating:
+            found = self._real_losses(hidden, batch)
+            self._now.losses = {name: _Shape.of(x) for name, x in found.items()}
+            return found
+        return _empty(self._now.losses, [hidden], batch)
+
+
+def _empty(
+    shapes: Mapping[str, _Shape] | None, entering: list[Tensor], batch: Any
+) -> dict[str, Tensor]:
+    assert shapes is not None
+    if not entering:  # the first stage; its results need gradients, too
+        device = batch["tokens"].device
+        entering = [torch.empty((), device=device, requires_grad=True)]
+    return dict(zip(shapes, _Repeated.apply([*shapes.values()], *entering)))
+
+
+def _kinds(
+    actions: Sequence[Action], complete: Mapping[Action, object], pp: int
+) -> dict[Action, _Kind]:
+    names = [("", -1), *((action.kind, action.stage // pp) for action in actions), ("", -1)]
+    found = {}
+    for i, action in enumerate(actions):
+        last = action._replace(kind="backward") in complete
+        which = "last" if last else "first" if action.micro == 0 else ""
+        found[action] = _Kind(tuple(names[i : i + 3]), which)
+    return found
+
+
+def _to_run(actions: Sequence[Action], kinds: Mapping[Action, _Kind]) -> set[tuple[int, int]]:
+    """Returns the stages and micro-batches whose forward and backward passes are run."""
+    found: set[tuple[int, int]] = set()
+    seen: set[_Kind] = set()
+    for action in actions:
+        mine = {kinds[action], kinds[action._replace(kind="backward")]}
+        if action.kind == "forward" and (kinds[action].which or not mine <= seen):
+            found.add((action.stage, action.micro))
+            seen |= mine
+    return found

@@ -1,0 +1,117 @@
+"""Every layout passes a check: deep pipelines, all families, both forms of D&SP, up to 64 ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from gridformer.check import Report, report_of
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.validation import check
+from gridformer.trace import trace_rank
+from gridformer.utils.errors import ConfigError
+from tests.support.fake_gpu import InProcess
+from tests.support.marks import full_unless
+from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.memory import a_run
+
+MEGATRON = {"scheme": "megatron", "cols": 2}
+SEQUENCE = {**MEGATRON, "sequence_parallel": True}
+OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
+DSP = {"scheme": "subgraph", "branches": 2}
+CSUB = {**DSP, "common": "first"}
+SCHEMES: tuple[dict[str, Any], ...] = (
+    {},
+    MEGATRON,
+    SEQUENCE,
+    {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    OPTIMUS,
+    {**OPTIMUS, "schedule": "broadcast"},
+    {**OPTIMUS, "schedule": "pipelined"},
+    DSP,
+    {**DSP, "attention": "outside"},
+    CSUB,
+    {**CSUB, "attention": "outside"},
+    {**CSUB, "feed_forward": "common"},
+)
+IN_BACKWARD = {"update": "in_backward", "clip_by": "layer", "recompute": "full"}
+TRAIN: tuple[dict[str, Any], ...] = ({}, {"recompute": "full", "dtype": "bfloat16"}, IN_BACKWARD)
+REPLICAS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dp": 2},
+    {"dp": 2, "dp_mode": "zero1"},
+    {"dp": 2, "dp_mode": "fsdp"},
+)
+
+
+class Case(NamedTuple):
+    model: str
+    layout: dict[str, Any]
+    train: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        values = [self.model, *self.layout.values(), *self.train.values()]
+        return "-".join(map(str, values))
+
+
+DEEP = [
+    Case("GPT-2", {"pp": 8, "micro_batches": 32}, {}),
+    Case("GPT-2", {"pp": 8, "micro_batches": 32, "pipeline": "gpipe"}, {}),
+    Case("GPT-2", {"pp": 5, "micro_batches": 7, **MEGATRON}, {}),
+    Case("GPT-2", {"pp": 4, "micro_batches": 32, "stages_per_rank": 4}, {}),
+    Case("GPT-2", {"pp": 8, "micro_batches": 16, "stages_per_rank": 2}, {}),
+    Case("T5", {"pp": 8, "micro_batches": 16, **SEQUENCE}, {}),
+    Case("Transformer", {"pp": 4, "micro_batches": 8, "stages_per_rank": 2, **CSUB}, IN_BACKWARD),
+]
+WIDE = [
+    Case("GPT-2", {**OPTIMUS, "rows": 4, "cols": 4, "dp": 2, "pp": 2, "micro_batches": 4}, {}),
+    Case("GPT-2", {**MEGATRON, "cols": 4, "dp": 4, "dp_mode": "fsdp", "pp": 4}, {}),
+    Case("GPT-2", {**CSUB, "branches": 4, "dp": 2, "pp": 8, "micro_batches": 8}, IN_BACKWARD),
+]
+MATRIX = [
+    Case(model, {**scheme, **replicas, **pipeline}, train)
+    for (model, scheme), (replicas, pipeline, train) in zip(
+        itertools.product(MODELS, SCHEMES),
+        itertools.cycle(
+            itertools.product(REPLICAS, ({}, {"pp": 2, "micro_batches": 4}, {"pp": 3}), TRAIN)
+        ),
+    )
+]
+QUICK = [
+    Case("BERT", {"scheme": "megatron_2d", "rows": 2}, TRAIN[1]),
+    Case("GPT-2", {**DSP, "attention": "outside", "pp": 2, "micro_batches": 2}, {}),
+    Case("Transformer", {"pp": 2, "micro_batches": 4, "stages_per_rank": 2}, {}),
+]
+CASES = [*QUICK, *DEEP, *WIDE, *MATRIX]
+
+
+def checked(case: Case) -> Report:
+    """Return the report of a run, all ranks of which are traced in this process."""
+    torch.set_num_threads(1)
+    layout = case.layout
+    n_layers = 2 * layout.get("pp", 1) * layout.get("stages_per_rank", 1)
+    shares = layout.get("micro_batches", 1) * layout.get("dp", 1) * 4
+    model = {"n_layers": n_layers, "max_seq_len": 16, **MODELS[case.model]}
+    run = a_run(layout, model, {"global_batch": shares, "loss_chunk_tokens": 0, **case.train})
+    check(run)
+    decisions = decide_run(run)
+    ranks = range(run.layout.n_processes)
+    return report_of(run, [trace_rank(run, rank, decisions, repeat=True) for rank in ranks])
+
+
+@pytest.mark.parametrize(
+    "case", full_unless(lambda case: case in QUICK, CASES), ids=lambda case: case.title
+)
+def test_the_layout_has_no_problem(gpu: InProcess, case: Case) -> None:
+    try:
+        report: Report = gpu(checked, case)
+    except RuntimeError as error:
+        if ConfigError.__name__ in str(error):
+            pytest.skip("the layout is refused")
+        raise
+    assert report.ok, "\n".join(f"{one.kind} {one.place}: {one.text}" for one in report.problems)
+    assert report.n_messages or report.n_ranks == 1

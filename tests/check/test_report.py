@@ -1,0 +1,237 @@
+"""A check finds every fault that has been seen or foreseen on GPUs, when it is put back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gridformer.check import Problem, Report, report_of
+from gridformer.comm import P2PChannel, Pending, collectives
+from gridformer.mesh import Axis
+from gridformer.models.blocks import Recompute
+from gridformer.parallel.validation import check
+from gridformer.trace import trace_rank
+from gridformer.train import forward_backward, step
+from tests.support.fake_gpu import InProcess
+from tests.support.marks import full_unless
+from tests.support.multirank.memory import a_run
+
+Fault = Callable[[], AbstractContextManager[object]]
+
+OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
+MEGATRON = {"scheme": "megatron", "cols": 2}
+CSUB = {"scheme": "subgraph", "branches": 2, "common": "first"}
+IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
+
+
+def checked(
+    layout: dict[str, Any],
+    model: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    fault: Fault = nullcontext,
+) -> Report:
+    """Return the report of a small run, all ranks of which are traced in this process."""
+    torch.set_num_threads(1)
+    model = {"n_layers": 2, "max_seq_len": 8, **(model or {})}
+    run = a_run(layout, model, {"global_batch": 16, "loss_chunk_tokens": 0, **(train or {})})
+    check(run)
+    with fault():
+        return report_of(run, [trace_rank(run, rank) for rank in range(run.layout.n_processes)])
+
+
+def only(report: Report) -> Problem:
+    (problem,) = report.problems
+    return problem
+
+
+# --------------------------------------------------------------------------- faults put back
+
+
+def strides_kept() -> AbstractContextManager[object]:
+    """The result of a reduce-scatter has the strides of a transposed block."""
+
+    def blocks_of(blocks: Tensor, axis: Axis, later: bool) -> Pending:
+        out = torch.empty_like(blocks[0].mT)
+        out.view(-1)
+        return Pending(out.mT)
+
+    return patch.object(collectives, "_reduce_scatter_blocks", blocks_of)
+
+
+def test_strides_that_a_result_keeps_are_found(gpu: InProcess) -> None:
+    problem = only(gpu(checked, OPTIMUS, None, None, strides_kept))
+    assert problem.kind == "error"
+    assert "view" in problem.text
+
+
+def one_group_for_all_messages() -> AbstractContextManager[object]:
+    return patch.object(P2PChannel, "_group", lambda self, *_: self.axis.group)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    full_unless(
+        lambda layout: layout["pp"] == 4 and "stages_per_rank" not in layout,
+        [
+            {"pp": 4, "micro_batches": 5},
+            {"pp": 5, "micro_batches": 8},
+            {"pp": 3, "stages_per_rank": 2, "micro_batches": 4},
+        ],
+    ),
+    ids=lambda layout: "-".join(map(str, layout.values())),
+)
+def test_a_pipeline_in_one_group_waits_in_a_circle(gpu: InProcess, layout: dict[str, Any]) -> None:
+    model = {"n_layers": 6 if "stages_per_rank" in layout else layout["pp"]}
+    train = {"global_batch": layout["micro_batches"]}
+    problem = only(gpu(checked, layout, model, train, one_group_for_all_messages))
+    assert (problem.kind, problem.axis) == ("deadlock", "pp")
+    assert problem.place.file == "parallel/pipeline/executor.py"
+    assert "before it in the same group comes" in problem.text
+    assert "layout.pipeline=gpipe" in problem.remedy
+    assert gpu(checked, layout, model, train).ok
+
+
+def counts_left_on_the_device() -> AbstractContextManager[object]:
+    """Losses that another device computes are divided by counts of this one."""
+
+    def weighted(losses: Any, counts: Any, scale: float) -> Tensor:
+        parts = [loss / counts[name].clamp(min=1) for name, loss in losses.items()]
+        return sum(parts, torch.zeros((), device=parts[0].device)) * scale
+
+    return patch.object(forward_backward, "weighted", weighted)
+
+
+def test_counts_on_another_device_are_found(gpu: InProcess) -> None:
+    problem = only(gpu(checked, CSUB, None, None, counts_left_on_the_device))
+    assert (problem.kind, problem.ranks) == ("device", (1,)), "only other sub-grids mix devices"
+    assert "cuda" in problem.text
+
+
+def hooks_inside_of_what_is_recomputed() -> AbstractContextManager[object]:
+    def before_backward(self: Recompute, block: nn.Module, hook: Callable[[Tensor], None]) -> None:
+        def after_forward(_: nn.Module, __: Any, out: Tensor) -> None:
+            if out.requires_grad:
+                out.register_hook(hook)
+
+        block.register_forward_hook(after_forward)
+
+    return patch.object(Recompute, "before_backward", before_backward)
+
+
+def test_the_deadlock_of_updates_in_backward_is_found(gpu: InProcess) -> None:
+    layout = {**CSUB, "feed_forward": "common"}
+    train = {**IN_BACKWARD, "recompute": "full"}
+    problem = only(gpu(checked, layout, None, train, hooks_inside_of_what_is_recomputed))
+    assert problem.ranks == (0, 1)
+    assert problem.kind in ("deadlock", "order")
+    assert "train/optimizer.py" in f"{problem.place} {problem.text}"
+    assert gpu(checked, layout, None, train).ok
+
+
+def _on_rank_1(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `all_reduce` with a change at its third message on global rank 1."""
+    real, numbers = collectives._start_all_reduce, itertools.count()
+
+    def started(x: Tensor, axis: Axis, op: str, label: str, later: bool) -> Pending:
+        last = axis.size > 1 and axis.ranks[axis.index] == 1 and next(numbers) == 2
+        return change(real, x, axis, op, label, later) if last else real(x, axis, op, label, later)
+
+    return started
+
+
+def one_rank_leaves_out_a_sum() -> AbstractContextManager[object]:
+    return patch.object(
+        collectives, "_start_all_reduce", _on_rank_1(lambda _, x, *rest: Pending(x))
+    )
+
+
+def test_a_rank_that_misses_a_collective_is_found(gpu: InProcess) -> None:
+    """The next message of the group does not fit, and the numbers of messages say why."""
+    problem = only(gpu(checked, MEGATRON, {"n_layers": 1}, None, one_rank_leaves_out_a_sum))
+    assert (problem.kind, problem.axis, problem.ranks) == ("size", "col", (0, 1))
+    assert "rank 1 starts one message less" in problem.text
+
+
+def _wider(real: Callable[..., Pending], x: Tensor, *rest: Any) -> Pending:
+    real(x.double(), *rest)
+    return Pending(x)
+
+
+def _longer(real: Callable[..., Pending], x: Tensor, *rest: Any) -> Pending:
+    real(torch.cat((x, x)), *rest)
+    return Pending(x)
+
+
+def another_type() -> AbstractContextManager[object]:
+    return patch.object(collectives, "_start_all_reduce", _on_rank_1(_wider))
+
+
+def another_size() -> AbstractContextManager[object]:
+    return patch.object(collectives, "_start_all_reduce", _on_rank_1(_longer))
+
+
+@pytest.mark.parametrize("fault", [another_type, another_size])
+def test_messages_of_different_sizes_and_types_are_found(gpu: InProcess, fault: Fault) -> None:
+    problem = only(gpu(checked, MEGATRON, {"n_layers": 1}, None, fault))
+    assert (problem.kind, problem.axis, problem.ranks) == ("size", "col", (0, 1))
+    assert "rank 1: all_reduce of" in problem.text
+    assert problem.place.module.startswith("layers.0"), "it names the module"
+
+
+def a_value_read_early() -> AbstractContextManager[object]:
+    real = step.Stepper._count
+
+    def counted(self: step.Stepper, *args: Any) -> Any:
+        counts, tokens = real(self, *args)
+        assert float(tokens[0]) > 0
+        return counts, tokens
+
+    return patch.object(step.Stepper, "_count", counted)
+
+
+def test_values_read_early_are_found(gpu: InProcess) -> None:
+    report: Report = gpu(checked, {}, None, None, a_value_read_early)
+    problem = only(report)
+    assert problem.kind == "read-back"
+    assert not problem.stops
+    assert sum(report.reads.values()) == 2
+    assert sum(gpu(checked, {}).reads.values()) == 1
+
+
+def sent_with_gaps() -> AbstractContextManager[object]:
+    real = collectives._start_broadcast
+
+    def started(x: Tensor, *rest: Any, **more: Any) -> Pending:
+        real(torch.stack((x, x), -1)[..., 0], *rest, **more)
+        return Pending(x)
+
+    return patch.object(collectives, "_start_broadcast", started)
+
+
+def sent_from_the_host() -> AbstractContextManager[object]:
+    real = collectives._start_broadcast
+
+    def started(x: Tensor, *rest: Any, **more: Any) -> Pending:
+        real(torch.zeros(x.shape, dtype=x.dtype), *rest, **more)
+        return Pending(x)
+
+    return patch.object(collectives, "_start_broadcast", started)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(sent_with_gaps, "contiguity"), (sent_from_the_host, "device")]
+)
+def test_tensors_that_nccl_refuses_are_found(gpu: InProcess, fault: Fault, kind: str) -> None:
+    report: Report = gpu(
+        checked, {**OPTIMUS, "schedule": "broadcast"}, {"n_layers": 1}, None, fault
+    )
+    assert {problem.kind for problem in report.problems} == {kind}
+    assert {"row", "col"} <= {problem.axis for problem in report.problems}
+    assert any("summa" in problem.place.file for problem in report.problems)

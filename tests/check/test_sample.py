@@ -1,0 +1,106 @@
+"""Large runs: which ranks stand for all, and what is found although few are traced."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from gridformer.check import Report, report
+from gridformer.check.sample import among, lines, shorter
+from gridformer.comm import Pending, collectives
+from gridformer.config import RunConfig, parse_run
+from gridformer.mesh import Axis
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.trace import Part, Place, Start, Trace, Wait, trace_rank
+from gridformer.trace.alike import trace_alike
+from gridformer.trace.events import Event
+from tests.support.fake_gpu import InProcess
+from tests.support.multirank.memory import a_run
+
+HERE = Place("a.py", 1, "f")
+
+
+def gpt_175b() -> RunConfig:
+    layout = {"scheme": "optimus", "rows": 8, "cols": 8, "dp": 4, "pp": 16, "micro_batches": 64}
+    train = {"global_batch": 2048, "dtype": "bfloat16", "recompute": "full"}
+    sections: dict[str, Any] = {"model": "gpt-175b", "data": {"path": "none"}}
+    return parse_run({**sections, "layout": layout, "train": train})
+
+
+def test_few_of_4096_ranks_stand_for_all() -> None:
+    run = gpt_175b()
+    decisions, part = decide_run(run), shorter(run)
+    found = lines(part, decisions)
+    first, middle, last, *others = found
+    assert [first, middle, last] == [[0], [256 * stage for stage in range(1, 15)], [3840]]
+    assert others[:3] == [[7], [56], [192]], "last along col, row and dp on the first stage"
+    assert others[3:] == [[3847], [3896], [4032]]
+    assert (part.model.n_layers, part.layout.micro_batches) == (32, 18)
+    assert part.train.global_batch // 18 == run.train.global_batch // 64
+
+
+def test_up_to_64_ranks_are_traced_one_by_one() -> None:
+    run = a_run({"scheme": "megatron", "cols": 2, "pp": 2}, {}, {"global_batch": 2})
+    assert lines(run, decide_run(run)) == [[0], [1], [2], [3]]
+
+
+def test_ranks_that_are_not_traced_are_left_out() -> None:
+    call = Start(0, "all_reduce", "g", (0, 1, 2, 3), HERE, size=4)
+    parts = tuple(Part(what, peer, 2, "float32") for what in ("send", "recv") for peer in (1, 3))
+    sizes = (0, 1, 2, 3), (0, 5, 6, 7)
+    swap = Start(2, "all_to_all", "g", (0, 1, 2, 3), HERE, pieces=sizes)
+    alone = Start(3, "all_reduce", "all", (0, 3), HERE)
+    ring = Start(1, "p2p", "g", (0, 1, 2, 3), HERE, parts=parts)
+    events: list[Event] = [call, ring, swap, alone, Wait(3, HERE)]
+    found = among({0: events, 3: []})[0]
+    assert [event.ranks for event in found if isinstance(event, Start)] == [(0, 3)] * 4
+    assert isinstance(found[1], Start)
+    assert [part.peer for part in found[1].parts] == [3, 3]
+    assert isinstance(found[2], Start)
+    assert found[2].pieces == ((0, 3), (0, 7))
+    assert found[3:] == [alone, Wait(3, HERE)]
+
+
+def traced_here(
+    run: RunConfig, found: list[list[int]], decisions: Decisions, repeat: bool, limit_s: float
+) -> list[Trace]:
+    """Take the place of `trace_ranks`, in this process."""
+    torch.set_num_threads(1)
+    traces: list[Trace] = []
+    for line in found:
+        alone = [trace_rank(run, line[0], decisions, repeat)] if len(line) == 1 else []
+        traces += alone or trace_alike(run, line, decisions)
+    return sorted(traces, key=lambda trace: trace.rank)
+
+
+def checked(layout: dict[str, Any], wrong: int = -1) -> Report:
+    """Check a small run as if it were a large one.
+
+    Args:
+        wrong: A rank that sends more than others in a collective over col.
+    """
+    run = a_run(layout, {"n_layers": 1, "max_seq_len": 8}, {"global_batch": 12})
+    real = collectives._start_all_reduce
+
+    def started(x: Tensor, axis: Axis, *rest: Any, **more: Any) -> Pending:
+        if axis.name == "col" and torch.distributed.get_rank() == wrong:
+            return Pending(real(torch.cat((x, x)), axis, *rest, **more).wait()[: len(x)])
+        return real(x, axis, *rest, **more)
+
+    with (
+        patch.object(report, "trace_ranks", traced_here),
+        patch.object(collectives, "_start_all_reduce", started),
+    ):
+        return report.check_run(run, most=1)
+
+
+def test_a_sample_finds_what_its_last_rank_does(gpu: InProcess) -> None:
+    layout = {"scheme": "megatron", "cols": 2, "dp": 3}
+    right: Report = gpu(checked, layout)
+    assert right.ok
+    assert right.traced == [0, 1, 4]
+    (problem,) = gpu(checked, layout, 1).problems
+    assert (problem.kind, problem.ranks) == ("size", (0, 1))

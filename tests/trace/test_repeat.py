@@ -1,0 +1,84 @@
+"""What is traced once and repeated is what would have been traced, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.config import RunConfig
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.validation import check
+from gridformer.trace import Start, Trace, trace_rank
+from gridformer.trace.alike import trace_alike
+from gridformer.trace.events import Event
+from tests.support.fake_gpu import InProcess
+from tests.support.marks import full_unless
+from tests.support.multirank.memory import a_run
+
+MEGATRON = {"scheme": "megatron", "cols": 2}
+OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 1}
+IN_BACKWARD = {"update": "in_backward", "clip_by": "layer", "recompute": "full"}
+# A layout, training settings, and ranks whose stages have equal layers.
+CASES: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
+    ({**MEGATRON, "pp": 6, "micro_batches": 9}, {}, [2, 4, 6, 8]),
+    ({**OPTIMUS, "pp": 4, "micro_batches": 8, "dp": 2}, {"recompute": "full"}, [4, 8]),
+    ({"pp": 4, "micro_batches": 6}, {}, [1, 2]),
+    ({"pp": 4, "micro_batches": 8, "dp": 2, "dp_mode": "fsdp"}, {}, [2, 4]),
+    ({"pp": 4, "micro_batches": 8, "dp": 2, "dp_mode": "zero1"}, {}, [3, 5]),
+    ({"pp": 4, "micro_batches": 9, "pipeline": "gpipe"}, {"dtype": "bfloat16"}, [1, 2]),
+    ({**MEGATRON, "pp": 4, "micro_batches": 12, "stages_per_rank": 2}, {}, [2, 4]),
+    (
+        {**MEGATRON, "sequence_parallel": True, "pp": 4, "micro_batches": 8},
+        {**IN_BACKWARD},
+        [3, 5],
+    ),
+    (
+        {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 4, "micro_batches": 8},
+        {},
+        [3, 5],
+    ),
+]
+QUICK = CASES[2]
+
+
+def run_of(layout: dict[str, Any], train: dict[str, Any]) -> RunConfig:
+    n_rows = layout["micro_batches"] * layout.get("dp", 1) * layout.get("rows", 1) * 2
+    model = {"n_layers": 2 * layout["pp"] * layout.get("stages_per_rank", 1), "max_seq_len": 8}
+    run = a_run(layout, model, {"global_batch": n_rows, "loss_chunk_tokens": 0, **train})
+    check(run)
+    return run
+
+
+def compared(run: RunConfig, ranks: list[int]) -> list[tuple[list[Event], list[Event]]]:
+    """Return the events of ranks, traced one by one, and as far as possible repeated."""
+    torch.set_num_threads(1)
+    decisions = decide_run(run)
+    found = []
+    for rank, other in zip(ranks, trace_alike(run, ranks, decisions)):
+        found.append((numbered(trace_rank(run, rank, decisions)), numbered(other)))
+    return found
+
+
+def numbered(trace: Trace) -> list[Event]:
+    """Return the events with messages numbered in their order."""
+    assert trace.complete, trace.troubles
+    numbers: dict[int, int] = {}
+    for event in trace.events:
+        if isinstance(event, Start):
+            numbers[event.number] = len(numbers)
+    return [replace(event, number=numbers[event.number]) for event in trace.events]
+
+
+@pytest.mark.parametrize("case", full_unless(lambda case: case is QUICK, CASES), ids=str)
+def test_repeated_passes_are_those_that_are_run(gpu: InProcess, case: Any) -> None:
+    layout, train, ranks = case
+    for whole, repeated in gpu(compared, run_of(layout, train), ranks):
+        assert without_modules(whole) == without_modules(repeated)
+
+
+def without_modules(events: list[Event]) -> list[Event]:
+    """Return the events without the names of modules, whose layers have other numbers elsewhere."""
+    return [replace(event, place=event.place._replace(module="")) for event in events]
