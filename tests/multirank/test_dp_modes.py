@@ -60,6 +60,12 @@ CASES = [
     for mode in ("zero1", "fsdp")
     for micro_batches in (1, 3)
 ]
+# Gathered parameters that stay until the step ends.
+CASES += [
+    {**scheme, "dp_mode": "fsdp", "reshard": "step", "micro_batches": micro_batches}
+    for scheme in SCHEMES
+    for micro_batches in (1, 3)
+]
 TRAIN = {
     "global_batch": 36,
     "clip_norm": 0.05,
@@ -88,7 +94,10 @@ def quick(layout: Layout) -> bool:
     schemes = {"fsdp": (THREE, FIRST), "zero1": (THREE, SUPER)}
     micro_batches = {"fsdp": 3, "zero1": 1}
     mode = layout["dp_mode"]
-    plain = {k: v for k, v in layout.items() if k not in ("dp_mode", "micro_batches")}
+    added = ("dp_mode", "reshard", "micro_batches")
+    plain = {k: v for k, v in layout.items() if k not in added}
+    if "reshard" in layout:
+        return plain == SEQUENCE and layout["micro_batches"] == 3
     if plain == WEIGHTS_NOT_KEPT:
         return mode == "fsdp" and layout["micro_batches"] == 1
     return plain in schemes[mode] and layout["micro_batches"] == micro_batches[mode]
@@ -305,16 +314,17 @@ def test_volumes(pool: WorkerPool, case: str) -> None:
     """A step of P parameters over d replicas moves (d-1)/d P each of gradients and of parameters.
 
     That is an all-reduce, whatever the number of micro-batches. Under fsdp, layers are gathered
-    twice per micro-batch: 3 (d-1)/d P in all if nothing is outside the layers.
+    twice per micro-batch: 3 (d-1)/d P in all if nothing is outside the layers. If they stay until
+    the step ends, they are gathered once.
     """
     layout, model, micro_batches = VOLUMES[case]
     d = layout["dp"]
-    for mode in ("zero1", "fsdp"):
-        plan = {**layout, "dp_mode": mode, "micro_batches": micro_batches}
+    for mode, reshard in (("zero1", "layer"), ("fsdp", "layer"), ("fsdp", "step")):
+        plan = {**layout, "dp_mode": mode, "reshard": reshard, "micro_batches": micro_batches}
         for one in pool.run(d, traffic_of, plan, model):
             every = one.in_layers + one.outside
             assert one.moved["gradients"] == (d - 1) * every
-            times = 2 * micro_batches if mode == "fsdp" else 1
+            times = 2 * micro_batches if (mode, reshard) == ("fsdp", "layer") else 1
             assert one.moved["parameters"] == (d - 1) * (times * one.in_layers + one.outside)
             assert one.kinds == {"gradients": {"reduce_scatter"}, "parameters": {"all_gather"}}
 

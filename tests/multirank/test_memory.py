@@ -57,6 +57,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"recompute": "full"},
     ),
     "again, fsdp": ({"dp": 2, "dp_mode": "fsdp"}, {"recompute": "full"}),
+    "fsdp, gathered once": ({"dp": 2, "dp_mode": "fsdp", "reshard": "step"}, {}),
     "again, cSub": (
         {"scheme": "subgraph", "branches": 2, "common": "first"},
         {"recompute": "full"},

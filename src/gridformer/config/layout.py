@@ -50,6 +50,12 @@ class LayoutConfig(Config):
         "gradients and optimizer state (zero1), or also parameters, which are then gathered "
         "layer by layer (fsdp).",
     )
+    reshard: Literal["layer", "step"] = Field(
+        default="layer",
+        description="With fsdp, a layer's gathered parameters are freed after its forward pass and "
+        "after its backward pass (layer), or when the step ends (step). The latter gathers each of "
+        "them once per step and needs memory for all of them.",
+    )
     pp: int = Field(
         default=1,
         ge=1,

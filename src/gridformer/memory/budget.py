@@ -303,6 +303,8 @@ def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
     yield from free
     if layout.dp > 1 and layout.dp_mode == "replicate":
         yield {"layout.dp_mode": "zero1"}
+    if layout.reshard == "step":
+        yield {"layout.reshard": "layer"}
     if train.recompute == "none":
         yield {"train.recompute": "selective"}
     if train.update == "after_backward" and layout.micro_batches == 1:

@@ -96,7 +96,7 @@ def build_parallel(
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
     initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled)
     if layout.dp_mode == "fsdp":
-        fsdp.install(model, axes)
+        fsdp.install(model, axes, reshards=layout.reshard == "layer")
     model.clock.seed = seed
     model.compute_dtype = getattr(torch, dtype)
     return model

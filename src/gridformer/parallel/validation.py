@@ -99,12 +99,22 @@ def _kept(run: RunConfig) -> Iterator[Broken]:
 
 def _replicas(run: RunConfig) -> Iterator[Broken]:
     layout = run.layout
+    if layout.reshard != "layer" and layout.dp_mode != "fsdp":
+        text = (
+            f"layout.reshard={layout.reshard} is for parameters that are gathered, but "
+            f"layout.dp_mode={layout.dp_mode} gathers none"
+        )
+        ways = [_one("layout.reshard", ["layer"]), _one("layout.dp_mode", ["fsdp"])]
+        yield Broken("reshard", text, ways)
     if layout.dp_mode == "replicate" or spec_of(layout).replicas(layout) > 1:
         return
     text = (
         f"layout.dp_mode={layout.dp_mode} shards state over replicas, but layout.dp=1 has only one"
     )
-    yield Broken("dp_mode", text, [_one("layout.dp_mode", ["replicate"])])
+    replicate: Changes = {"layout.dp_mode": "replicate"}
+    if layout.reshard != "layer":
+        replicate |= {"layout.reshard": "layer"}
+    yield Broken("dp_mode", text, [Way(lambda: [replicate])])
 
 
 def _nodes(run: RunConfig) -> Iterator[Broken]:

@@ -144,7 +144,7 @@ def state_bytes(run: RunConfig, replicas: int) -> int:
     """
     layout, train = run.layout, run.train
     part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
-    value = part if layout.dp_mode == "fsdp" else 1.0
+    value = part if layout.dp_mode == "fsdp" and layout.reshard == "layer" else 1.0
     gradient, moments = part, 2 * part
     if layout.micro_batches > 1:
         gradient = 1.0
@@ -157,7 +157,10 @@ def state_bytes(run: RunConfig, replicas: int) -> int:
 
 def _times_over_replicas(run: RunConfig) -> int:
     """Returns how often a layer's parameters travel per step: gathered, or as gradients summed."""
-    return 2 * run.layout.micro_batches + 1 if run.layout.dp_mode == "fsdp" else 2
+    layout = run.layout
+    if layout.dp_mode == "fsdp" and layout.reshard == "layer":
+        return 2 * layout.micro_batches + 1
+    return 2
 
 
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:

@@ -9,6 +9,8 @@ others, m micro-batches and d replicas, a rank therefore receives in a step
 
     (d-1)/d (2 m L + R)   elements of parameters, and sends    (d-1)/d (L + R)   of gradients.
 
+With `reshard: step` layers keep their parameters, too, and 2 m is 1.
+
 Freeing a parameter frees its storage and keeps its tensor. What autograd has saved of it is
 therefore valid again once it is gathered for the backward pass.
 """
@@ -45,6 +47,7 @@ class FSDPUnit:
         after: The unit that the forward pass needs next; it is prefetched.
         before: The unit that the backward pass needs next; it is prefetched.
         whole: Whether the parameters are materialized.
+        reshards: Whether a layer frees them after its forward pass and after its backward pass.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], axes: Axes) -> None:
@@ -52,6 +55,7 @@ class FSDPUnit:
         self.after: FSDPUnit | None = None
         self.before: FSDPUnit | None = None
         self.whole = False
+        self.reshards = True
         self._in_backward = False
         self._missing: set[nn.Parameter] = set()
         self._coming: list[comm.Pending] | None = None
@@ -101,7 +105,8 @@ class FSDPUnit:
             self.after.prefetch()
 
     def _after_forward(self, *_: Any) -> None:
-        if not self._in_backward:  # otherwise it was recomputed, and its backward pass follows
+        # If it was recomputed, its backward pass follows.
+        if self.reshards and not self._in_backward:
             self.reshard()
 
     def _before_backward(self, _: Tensor) -> None:
@@ -113,7 +118,7 @@ class FSDPUnit:
     def _gradient_done(self, parameter: nn.Parameter) -> None:
         """Frees the parameters when all have gradients: backward has then read their values."""
         self._missing.discard(parameter)
-        if self._in_backward and not self._missing:
+        if self.reshards and self._in_backward and not self._missing:
             self.reshard()
 
 
@@ -167,15 +172,20 @@ class Gathering:
             )
 
 
-def install(model: Model, axes: Axes) -> None:
+def install(model: Model, axes: Axes, reshards: bool = True) -> None:
     """Makes a model gather its parameters when it runs.
 
     Args:
         model: A model whose parameters `gridformer.parallel.data.zero.cut_over_replicas` has
             sharded. It must run inside `gathered`.
         axes: The axes of the mesh.
+        reshards: Whether layers free their parameters after their passes (`reshard: layer`) or keep
+            them until the step ends.
     """
-    model.gathering = Gathering(model, axes)  # type: ignore[assignment]
+    gathering = Gathering(model, axes)
+    for unit in gathering.layers:
+        unit.reshards = reshards
+    model.gathering = gathering  # type: ignore[assignment]
 
 
 @contextmanager
