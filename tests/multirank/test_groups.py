@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gridformer import comm
+from gridformer.checkpoint import checkpoint
 from gridformer.comm import P2PChannel
 from gridformer.comm.p2p import _pairs_apart
-from gridformer.config import LayoutConfig
+from gridformer.config import DataConfig, LayoutConfig, RunConfig, TrainConfig
 from gridformer.mesh import Axes
+from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
+from gridformer.train.step import Stepper
+from tests.support.multirank.exactness import CPU, axes_of, tiny
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
 
@@ -232,3 +237,51 @@ def test_neighbors_are_paired_once(n: int, ring: bool) -> None:
     assert {*found} == want
     assert len(found) == len(want)
     assert len(sets) <= 2 + (ring and n % 2)
+
+
+# --------------------------------------------------------------------------- objects
+
+
+def groups_of_objects(out: Path) -> tuple[set[str], int]:
+    """Save and load a checkpoint.
+
+    Returns the groups over which objects travel, and how many groups are created meanwhile.
+    """
+    config, layout = tiny(n_layers=1), LayoutConfig(scheme="megatron", cols=2)
+    axes = axes_of(layout)
+    train = TrainConfig(global_batch=4)
+    stepper = Stepper(build_parallel(config, layout, axes, 1, CPU), train, axes, layout)
+    stepper.updates.allocate(0)
+    run = RunConfig(model=config, layout=layout, data=DataConfig(path=out), train=train)
+    used: set[str] = set()
+    created = []
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs["group"]
+            is_default = group in (None, dist.group.WORLD)
+            used.add("default" if is_default else group.group_desc)
+            return function(*args, **kwargs)
+
+        return call
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        created.append(kwargs["group_desc"])
+        return make(*args, **kwargs)
+
+    make = dist.new_group
+    names = ("gather_object", "all_gather_object", "scatter_object_list", "broadcast_object_list")
+    with ExitStack() as stack:
+        for name in (*names, "all_reduce"):
+            stack.enter_context(patch.object(dist, name, watched(getattr(dist, name))))
+        stack.enter_context(patch.object(dist, "new_group", new_group))
+        folder = checkpoint.save(out, 1, 0, run, stepper.model, stepper.updates, axes)
+        checkpoint.load(folder, stepper.model, stepper.updates, axes)
+    return used, len(created)
+
+
+@pytest.mark.parametrize("way", ["nccl", "gloo"])
+def test_objects_never_go_over_nccl(pool: WorkerPool, tmp_path: Path, way: str) -> None:
+    over = (on_nccl,) if way == "nccl" else ()
+    for found in pool.run(2, *over, groups_of_objects, tmp_path):
+        assert found == (({"objects"}, 1) if way == "nccl" else ({"default"}, 0))

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from gridformer.mesh.groups import objects_group
 from gridformer.parallel.sharding import ParamShard
 from gridformer.utils.errors import CheckpointError
 
@@ -88,6 +89,7 @@ def write_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) 
             {},
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
             planner=_SavePlanner(blocks),
+            process_group=objects_group(),
             no_dist=not dist.is_initialized(),
         )
 
@@ -109,6 +111,7 @@ def read_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) -
                 {},
                 storage_reader=HuggingFaceStorageReader(str(folder)),
                 planner=_LoadPlanner(blocks, folder),
+                process_group=objects_group(),
                 no_dist=not dist.is_initialized(),
             )
     except dcp.api.CheckpointException as error:

@@ -16,6 +16,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -27,6 +28,7 @@ from gridformer import comm
 from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.config.renamed import with_new_names
 from gridformer.mesh import Axes
+from gridformer.mesh.groups import objects_group
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
 from gridformer.parallel.sharding import ParamShard, shard_of
@@ -312,9 +314,8 @@ def _file_entries(folder: Path, axes: Axes) -> dict[str, FileEntry]:
     for number in range(axes.world.index, len(paths), axes.world.size):
         entries[number, 0] = paths[number].stat().st_size
         entries[number, 1] = _crc32(paths[number])
-    if axes.world.size > 1 and torch.distributed.get_backend() == "nccl":
-        entries = entries.cuda()
-    entries = comm.all_reduce(entries, axes.world, label="checkpoint").cpu()
+    world = replace(axes.world, group=objects_group())
+    entries = comm.all_reduce(entries, world, label="checkpoint")
     return {
         path.name: FileEntry(bytes=size, crc32=crc)
         for path, (size, crc) in zip(paths, entries.tolist())

@@ -72,12 +72,19 @@ def train(
         checked = read_run(run, overrides)
         print_decisions(checked, decide_run(checked), Console())
         return
-    ready = check_run(run, overrides, nproc)  # a refusal does not wait until torch is loaded
-    if not joined() and ready.layout.n_processes > 1:
-        warm_up("gridformer.launch.run")  # runs at the same time as the imports below
+    place = joined()
+    if place and place.size > 1:
+        from gridformer.launch.together import plan_together
+
+        with waiting() as tell:
+            plan = plan_together(place, run, overrides, nproc, out, tell)
+    else:
+        ready = check_run(run, overrides, nproc)  # a refusal does not wait until torch is loaded
+        if ready.layout.n_processes > 1:
+            warm_up("gridformer.launch.run")  # runs at the same time as the imports below
+        with waiting() as tell:
+            plan = plan_checked(ready, out, tell)
 
     from gridformer.launch.run import execute
 
-    with waiting() as tell:
-        plan = plan_checked(ready, out, tell)
     execute(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
     import torch
 
     from gridformer.comm import all_reduce
+    from gridformer.mesh.groups import objects_group
     from gridformer.mesh.process_group import close_world, init_world
     from gridformer.parallel.axes import build_axes
 
@@ -48,8 +50,10 @@ def probe(n_processes: int, timeout_s: float, answer: Path) -> None:
     mine = torch.zeros(n_processes, dtype=torch.float64, device=world.device)
     mine[world.rank] = world.rank + 1
     wrong = []
-    for axis in (axes.row, axes.col, axes.world):
-        got = all_reduce(mine.clone(), axis)
+    # Over NCCL, checkpoints send objects over gloo, which needs connections of its own.
+    objects = replace(axes.world, group=objects_group())
+    for axis, on in ((axes.row, mine), (axes.col, mine), (axes.world, mine), (objects, mine.cpu())):
+        got = all_reduce(on.clone(), axis)
         step = {"row": axes.col.size, "col": 1, "world": 1}[axis.name]
         first = world.rank - axis.index * step
         members = {first + i * step for i in range(axis.size)}

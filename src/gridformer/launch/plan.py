@@ -13,7 +13,7 @@ from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from gridformer.memory.budget import Tell
+    from gridformer.memory.budget import Room, Tell
     from gridformer.train.plan import Plan
 
 
@@ -74,15 +74,26 @@ def check_run(
     return run
 
 
-def plan_checked(run: RunConfig, out: Path | None = None, tell: Tell | None = None) -> Plan:
-    """Plans a run that `check_run` has returned. Arguments and errors are those of `plan_run`."""
+def plan_checked(
+    run: RunConfig,
+    out: Path | None = None,
+    tell: Tell | None = None,
+    room: Room | None = None,
+) -> Plan:
+    """Plans a run that `check_run` has returned. Errors are those of `plan_run`.
+
+    Args:
+        run: the checked run.
+        out, tell: see `plan_run`.
+        room: the budget of each process; None means that of the processes on this machine.
+    """
     from gridformer.checkpoint import checkpoint
     from gridformer.memory.budget import fit_problems, silent
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.train.plan import Plan
 
     decisions = decide_run(run)
-    problems = fit_problems(run, tell or silent, decisions)
+    problems = fit_problems(run, tell or silent, decisions, room)
     problems = problems or preflight_problems(run, tell or silent, decisions)
     if problems:
         raise ConfigError(problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gridformer.launch import launch
+from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import close_world, init_world
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -16,6 +17,9 @@ def execute(plan: Plan) -> None:
         SystemExit: a worker failed or a signal stopped the run, see `launch`.
     """
     if plan.done:
+        place = joined()
+        if place and place.rank:
+            return
         print(
             f"{plan.out} has done {plan.resume_step} of {plan.run.train.steps} steps: increase "
             "train.steps to continue, or choose another --out"

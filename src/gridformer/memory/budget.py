@@ -80,9 +80,12 @@ def room_of(run: RunConfig) -> Room | None:
 
 
 def fit_problems(
-    run: RunConfig, tell: Tell = silent, decisions: Decisions | None = None
+    run: RunConfig,
+    tell: Tell = silent,
+    decisions: Decisions | None = None,
+    room: Room | None = None,
 ) -> list[str]:
-    """Returns why a checked run does not fit on this machine, with settings that do.
+    """Returns why a checked run does not fit into its budget, with settings that do.
 
     Memory is only estimated if cheap bounds do not already give the answer.
 
@@ -91,15 +94,12 @@ def fit_problems(
         tell: Called at once with what was found and what begins now, since finding settings that
             fit may take a while.
         decisions: The result of `decide_run(run)`; None calls it.
+        room: The budget of each process; None means that of the processes on this machine.
 
     Returns:
-        At most one problem; none if the run fits or the budget is not known. On each machine only
-        the process with local rank 0 checks.
+        At most one problem; none if the run fits or the budget is not known.
     """
-    place = joined()
-    if place and place.local_rank > 0:  # the first process of a machine checks for all of them
-        return []
-    room = room_of(run)
+    room = room or room_of(run)
     if room is None or at_most(run) <= room.n_bytes:
         return []
     if states_of(run) > room.n_bytes:

@@ -5,13 +5,18 @@ Torch requires every process to create every group in the same order, even group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+
+# The groups that `objects_group` has created, by default group.
+_objects: MutableMapping[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 def over_nccl(group: ProcessGroup | None) -> bool:
@@ -35,6 +40,27 @@ def through_host(x: Tensor, group: ProcessGroup | None) -> bool:
     import torch.distributed as dist
 
     return x.is_cuda and dist.get_backend(group) == "gloo"
+
+
+def objects_group() -> ProcessGroup | None:
+    """Returns a group of all processes for objects and for tensors in host memory.
+
+    NCCL sends only what is on a GPU. Objects would be copied there and back, with the host waiting
+    for the GPU each time, and a thousand ranks' objects would take memory on the GPU of one. Over
+    NCCL this is therefore a gloo group; the first call creates it, which all processes must make.
+
+    Returns:
+        The group. None is the default group, or means that there is none.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or not over_nccl(None):
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _objects:
+        _objects[world] = dist.new_group(backend="gloo", timeout=_timeout(), group_desc="objects")
+    return _objects[world]
 
 
 def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | None:

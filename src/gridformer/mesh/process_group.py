@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from gridformer.mesh.launch_env import Joined, joined
+from gridformer.mesh.rendezvous import all_agree, store_of
 from gridformer.utils.errors import UserError
 
 if TYPE_CHECKING:  # torch takes a second to import, and the command line imports this file
     import torch
-    import torch.distributed as dist
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 _PRODUCT = "rows x cols x branches x dp x pp"
@@ -94,8 +94,9 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
         return World(0, 0, 1, _take(gpu), "none", f"one process on {_why(gpu, device)}")
 
     timeout = timedelta(seconds=timeout_s)
-    store = _store(place, timeout)
-    if not _all_agree(place, store, "gpu", gpu is not None):
+    store = store_of(place)
+    store.set_timeout(timeout)
+    if not all_agree(place, "gpu", gpu is not None):  # unequal backends would make the run hang
         gpu = None
     backend = "gloo" if gpu is None else "nccl"
     chosen = _take(gpu)
@@ -142,44 +143,6 @@ def abandon_world() -> None:
     thread = threading.Thread(target=abort, name="abort", daemon=True)
     thread.start()
     thread.join(_ABORT_S)
-
-
-def _store(place: Joined, timeout: timedelta) -> dist.Store:
-    """Returns the key-value store for the rendezvous, which is empty at every attempt.
-
-    Workers that `launch` started use a file in a private folder, so no port is open. Those of
-    torchrun and srun use a TCP port, which is open on all interfaces without authentication.
-
-    After an elastic restart, torchrun's own store still holds the addresses of the previous attempt
-    under the names that gloo uses, so each attempt gets its own prefix.
-    """
-    import torch.distributed as dist
-
-    if place.store_file:
-        # Without a number of workers, because with one the file is deleted when workers leave.
-        file = dist.FileStore(place.store_file)
-        file.set_timeout(timeout)
-        return file
-    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        place.master_addr,
-        place.master_port,
-        place.size,
-        is_master=place.rank == 0 and not agent_has_it,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"gridformer/{attempt}", store)
-
-
-def _all_agree(place: Joined, store: dist.Store, name: str, vote: bool) -> bool:
-    """Returns whether every rank votes yes. Unequal backends would make the run hang."""
-    store.set(f"{name}/{place.rank}", "yes" if vote else "no")
-    if place.rank == 0:
-        votes = [store.get(f"{name}/{rank}") for rank in range(place.size)]
-        store.set(name, "yes" if all(vote == b"yes" for vote in votes) else "no")
-    return bool(store.get(name) == b"yes")
 
 
 def _gpu_of(place: Joined | None) -> int | None:

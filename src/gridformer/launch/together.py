@@ -1,0 +1,126 @@
+"""Plans a run that torchrun or srun started: rank 0 plans it, and the others receive its plan.
+
+Opening the data, deciding what is `auto` and estimating memory may take many seconds, and a
+thousand ranks would do it a thousand times, on the same files. So rank 0 alone does it. Every rank
+only looks at its own machine: at its GPUs and, on the first rank of a machine, at its memory. If
+the run cannot start, rank 0 alone says why, and all ranks end with its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from gridformer.config import RunConfig
+from gridformer.launch.plan import check_run, plan_checked
+from gridformer.mesh.launch_env import Joined
+from gridformer.mesh.process_group import check_devices
+from gridformer.mesh.rendezvous import collect, receive, share, wait_until_heard
+from gridformer.utils.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+    from gridformer.memory.budget import Room, Tell
+    from gridformer.train.plan import Plan
+
+# Names in the store of the rendezvous.
+_CONFIG, _MACHINES, _PLAN = "config", "machines", "plan"
+# Rank 0 waits this long for the others to hear of a refusal before it ends.
+_HEARD_S = 60.0
+# The others end this much later, because torchrun looks at its workers ten times a second, and ends
+# all of them, rank 0 included, when it finds that one has ended.
+_LINGER_S = 1.1
+
+
+def plan_together(
+    place: Joined,
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    nproc: int | None = None,
+    out: Path | None = None,
+    tell: Tell | None = None,
+) -> Plan:
+    """Returns the plan of a run. All of its processes call this before they form a group.
+
+    Args:
+        place: the place of this process in the run.
+        path, overrides, nproc, out, tell: see `gridformer.launch.plan.plan_run`. Only those of
+            rank 0 count.
+
+    Raises:
+        UserError: on rank 0, the run cannot start; see `plan_run`.
+        SystemExit: on the others, the run cannot start.
+    """
+    if place.rank:
+        run = RunConfig.model_validate(_received(place, _CONFIG))
+        collect(place, _MACHINES, _machine(run, place))
+        found: Plan = _plans().validate_python(_received(place, _PLAN))
+        return found
+    name = _CONFIG
+    try:
+        run = check_run(path, list(overrides), nproc)
+        share(place, name, json.dumps({"is": run.model_dump(mode="json")}))
+        name = _PLAN
+        room = _room([json.loads(text) for text in collect(place, _MACHINES, _machine(run, place))])
+        plan = plan_checked(run, out, tell, room)
+        share(place, name, json.dumps({"is": _plans().dump_python(plan, mode="json")}))
+    except Exception as error:
+        code = 2 if isinstance(error, UserError) else 1
+        share(place, name, json.dumps({"refused": code}))
+        wait_until_heard(place, name, _HEARD_S)
+        raise
+    return plan
+
+
+def _machine(run: RunConfig, place: Joined) -> str:
+    """Returns what rank 0 needs to know of this process's machine, as JSON."""
+    problems = check_devices(run.train.device, run.layout.n_processes)
+    if problems or place.local_rank:
+        return json.dumps({"problems": problems})
+    from gridformer.memory.budget import room_of
+
+    room = room_of(run)
+    return json.dumps({"problems": [], **({"room": [room.n_bytes, room.why]} if room else {})})
+
+
+def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
+    """Returns the smallest budget of a process on any machine, or None if none is known.
+
+    Raises:
+        ConfigError: a machine cannot run its processes.
+    """
+    from gridformer.memory.budget import Room
+
+    problems = [problem for machine in machines for problem in machine["problems"]]
+    if problems:
+        raise ConfigError([*dict.fromkeys(problems)])
+    rooms = [Room(*machine["room"]) for machine in machines if "room" in machine]
+    return min(rooms, key=lambda room: room.n_bytes, default=None)
+
+
+def _received(place: Joined, name: str) -> Any:
+    """Returns what rank 0 shares, or ends this process if rank 0 has refused the run."""
+    message = json.loads(receive(place, name))
+    if "refused" in message:
+        _end(message["refused"])
+    return message["is"]
+
+
+def _end(code: int) -> NoReturn:
+    time.sleep(_LINGER_S)
+    raise SystemExit(code)
+
+
+@cache
+def _plans() -> TypeAdapter[Plan]:
+    """Returns what turns plans into JSON and back."""
+    from pydantic import TypeAdapter
+
+    from gridformer.train.plan import Plan
+
+    return TypeAdapter(Plan)

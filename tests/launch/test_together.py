@@ -1,0 +1,177 @@
+"""Ranks that torchrun or srun started plan together: rank 0 does the work, once, and all know it.
+
+The ranks are threads that meet in one store, except in the last test.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from gridformer.config import RunConfig
+from gridformer.launch import run as execution
+from gridformer.launch import together
+from gridformer.launch.together import plan_together
+from gridformer.memory import budget
+from gridformer.memory.budget import Room
+from gridformer.mesh import rendezvous
+from gridformer.mesh.launch_env import Joined
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.train.plan import Plan
+from gridformer.utils.errors import ConfigError
+from tests.support.launch.programs import TORCHRUN
+from tests.support.multirank.memory import a_run
+
+SIZE, ON_A_MACHINE = 6, 2
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    store = dist.HashStore()
+    monkeypatch.setattr(rendezvous, "store_of", lambda place: store)
+    monkeypatch.setattr(together, "_LINGER_S", 0.0)
+    return Ranks(monkeypatch)
+
+
+class Ranks:
+    """Ranks on machines of two, which count what each of them does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: Counter[str] = Counter()
+        self.rooms: list[Room | None] = []
+        self.problem_on = -1  # a rank whose machine cannot run its processes
+        self.layout = {"scheme": "optimus", "rows": 3, "cols": 2, "devices_per_node": 2}
+        self.run = a_run(self.layout, {"hidden_size": 48, "n_heads": 12}, {})
+        self._lock = Lock()
+        for module, name in ((together, "check_run"), (together, "plan_checked")):
+            monkeypatch.setattr(module, name, self.counted(name, getattr(self, name)))
+        monkeypatch.setattr(together, "check_devices", self.counted("devices", lambda *_: []))
+        monkeypatch.setattr(budget, "room_of", self.counted("room_of", self.room_of))
+
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with self._lock:
+                self.done[name] += 1
+                return function(*args)
+
+        return call
+
+    def check_run(self, *_: Any) -> RunConfig:
+        return self.run
+
+    def plan_checked(self, run: RunConfig, out: Path, tell: None, room: Room | None) -> Plan:
+        self.rooms.append(room)
+        return Plan(run, out, out / "checkpoints" / "step-3", 3, decide_run(run))
+
+    def room_of(self, run: RunConfig) -> Room:
+        assert run == self.run
+        return Room(100 - self.done["room_of"], f"machine {self.done['room_of']}")
+
+    def plan(self) -> list[Any]:
+        """Return what each rank gets: its plan, or what it raises."""
+        with ThreadPoolExecutor(SIZE) as threads:
+            return [*threads.map(self._one, range(SIZE))]
+
+    def _one(self, rank: int) -> Any:
+        here = rank % ON_A_MACHINE
+        place = Joined(rank, SIZE, here, ON_A_MACHINE, "torchrun", "10.0.0.1", 29500)
+        try:
+            return plan_together(place, "mine.yaml", (), None, Path("runs/mine"))
+        except (Exception, SystemExit) as error:
+            return error
+
+
+def test_rank_0_alone_plans(ranks: Ranks) -> None:
+    """Each machine's memory is looked at once, and the smallest counts."""
+    first, *rest = ranks.plan()
+    assert isinstance(first, Plan)
+    assert first.decisions.block is not None
+    assert rest == [first] * (SIZE - 1)
+    assert ranks.done == {"check_run": 1, "plan_checked": 1, "devices": SIZE, "room_of": 3}
+    assert ranks.rooms == [Room(97, "machine 3")]
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "code"),
+    [
+        ("check_run", ConfigError(["first", "second"]), 2),
+        ("plan_checked", ConfigError(["it does not fit"]), 2),
+        ("plan_checked", ValueError("a mistake of ours"), 1),
+    ],
+    ids=["config", "memory", "mistake"],
+)
+def test_rank_0_alone_refuses(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception, code: int
+) -> None:
+    """The others end silently with the same exit code."""
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(together, where, refuse)
+    first, *rest = ranks.plan()
+    assert first is error
+    assert all(isinstance(other, SystemExit) and other.code == code for other in rest), rest
+
+
+def test_a_machine_with_too_few_gpus_is_refused(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def machine(run: RunConfig, place: Joined) -> str:
+        return json.dumps({"problems": ["no GPU"] * (place.rank > 3)})
+
+    monkeypatch.setattr(together, "_machine", machine)
+    first, *rest = ranks.plan()
+    assert isinstance(first, ConfigError)
+    assert first.problems == ["no GPU"], "once, although two ranks say it"
+    assert all(isinstance(other, SystemExit) for other in rest)
+
+
+def test_rank_0_alone_says_that_a_run_is_done(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan(ranks.run, Path("runs/mine"), None, ranks.run.train.steps, decide_run(ranks.run))
+    for rank in range(2):
+        place = Joined(rank, 2, rank, 2, "torchrun", "10.0.0.1", 29500)
+        monkeypatch.setattr(execution, "joined", lambda place=place: place)
+        execution.execute(plan)
+        assert capsys.readouterr().out.count("has done") == (rank == 0)
+
+
+@pytest.mark.full
+def test_torchrun_shows_a_refusal_once(token_folder: Path, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(token_folder)},
+        "layout": {"scheme": "megatron", "cols": 2},
+        "train": {"steps": 1, "global_batch": 4, "eval_every": 0, "device": "cpu"},
+    }
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(sections))
+
+    def train(*words: str) -> subprocess.CompletedProcess[str]:
+        start = [sys.executable, *TORCHRUN, "2", "-m", "gridformer", "train", str(file)]
+        start += [*words, "--out", str(tmp_path / "out")]
+        return subprocess.run(start, capture_output=True, text=True, timeout=240)
+
+    refused = train("train.memory_gib=0.0001")
+    assert refused.returncode == 1
+    assert refused.stderr.count("error: ") == 1, refused.stderr
+    assert "train.memory_gib=0.0001" in refused.stderr
+    _, _, cause = refused.stderr.rpartition("Root Cause (first observed failure)")
+    assert "rank      : 0 (local_rank: 0)" in cause
+    assert "exitcode  : 2" in cause
+    done = train()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes over gloo") == 1
