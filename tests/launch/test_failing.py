@@ -1,7 +1,8 @@
 """A rank fails while its peers are inside a collective: it reports first, and all processes end.
 
-A peer's broken connection must not be taken for the cause, and nothing may delay the report. What
-the ranks wait for takes 600 s, far longer than any limit here.
+A peer's broken connection must not be taken for the cause, and nothing may delay the report. One of
+the peers waits as over NCCL, where the host is in native code and notices neither a signal nor that
+a peer is gone. What the ranks wait for takes 600 s, far longer than any limit here.
 """
 
 import json
