@@ -37,6 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what has not been tested for want of GPUs, which a skip in quiet mode does not show."""
+    for report in terminalreporter.stats.get("skipped", []):
+        if report.nodeid.startswith("tests/gpu/"):
+            terminalreporter.write_line(f"not tested: {report.longrepr[2]}")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Persistent worker processes: `pool.run(4, function, *args)`."""

@@ -21,11 +21,14 @@ from tests.support.multirank.exactness import TOLERANCE, compare
 from tests.support.multirank.matrix import (
     CELLS,
     QUICK,
+    QUICK_ON_NCCL,
+    QUICK_STEPS,
     SETTINGS,
     Cell,
     n_of,
     refusal,
     remember,
+    worst_of,
     write,
 )
 from tests.support.multirank.nccl_path import on_nccl
@@ -33,19 +36,6 @@ from tests.support.multirank.networks import compare as compare_network
 from tests.support.multirank.pool import WorkerPool
 
 STEPS = 5  # steps when the table is written
-QUICK_STEPS = 2  # otherwise; the second is the first with moments and updated copies
-# Cells that also run over NCCL's path; every value of every dimension occurs.
-QUICK_ON_NCCL = {
-    Cell("GPT-2", "Optimus", 1, "none", True),
-    Cell("T5", "Optimus", 2, "none", False),
-    Cell("BERT", "Optimus", 1, "fsdp", True),
-    Cell("Transformer", "Megatron, sequence parallel", 1, "zero1", True),
-    Cell("GPT-2", "Megatron", 4, "none", False),
-    Cell("BERT", "D&SP", 2, "replicate", False),
-    Cell("GPT-2", "Megatron 2-D", 1, "replicate", False),
-    Cell("T5", "D&SP-cSub", 1, "fsdp", True),
-    Cell("Transformer", "single", 4, "none", True),
-}
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +80,6 @@ def test_equals_one_device(
         return
     steps = STEPS if request.config.getoption("--exactness-table") else QUICK_STEPS
     found[cell] = worst_of(pool.run(n_of(cell), compare, cell.layout, cell.config, SETTINGS, steps))
-
-
-def worst_of(ranks: list[dict[str, float]]) -> float:
-    """Return the largest difference on any rank, after checking that all of them are small."""
-    for rank, one in enumerate(ranks):
-        assert one["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
-        wrong = {k: v for k, v in one.items() if not v <= TOLERANCE["float64"]}
-        assert not wrong, f"rank {rank}: {wrong}"
-    return max(value for one in ranks for value in one.values())
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,16 @@ def axes_of(layout: LayoutConfig) -> Axes:
     """Return the axes of a layout over the worker's default group, made once per group."""
     key = ("axes", layout.model_dump_json())
     if key not in group_cache():
-        group_cache()[key] = build_axes(layout, "cpu")
+        group_cache()[key] = build_axes(layout, device().type)
     axes: Axes = group_cache()[key]
     return axes
+
+
+def device() -> torch.device:
+    """Return this worker's device: its GPU in a pool of NCCL processes, otherwise the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return CPU
 
 
 def compare(
@@ -105,7 +112,7 @@ def compare(
     plain = without_methods(settings).model_dump_json()
     want = computed_once(_one_device, config.model_dump_json(), plain, n_steps)
     axes = axes_of(plan)
-    cut = build_parallel(config, plan, axes, settings.seed, CPU, settings.dtype)
+    cut = build_parallel(config, plan, axes, settings.seed, device(), settings.dtype)
     worst = {"init": distance(cut, values(cut), want.initial), "loss": 0.0, "norm": 0.0}
 
     stepper = Stepper(cut, settings, axes, plan)
@@ -157,7 +164,7 @@ def distance(model: Model, got: Tensors, want: Tensors, least: float = 0.0) -> f
         assert shard.size == tuple(whole.shape), name
         scale = max(float(whole.abs().max()), least)
         block = shard.block_of(whole, mine.shape)
-        difference = float((mine - block).abs().max()) if mine.numel() else 0.0
+        difference = float((mine.cpu() - block).abs().max()) if mine.numel() else 0.0
         assert math.isfinite(difference), name
         worst = max(worst, difference / scale if scale else difference)
     return worst
@@ -201,7 +208,7 @@ def computed_once(compute: Callable[..., Found], *args: Any) -> Found:
         if key not in _computed:
             _computed[key] = compute(*args)
         return cast(Found, _computed[key])
-    here = torch.tensor(float(key in _computed))
+    here = torch.tensor(float(key in _computed), device=device())
     dist.all_reduce(here, dist.ReduceOp.MIN)
     if not here:
         sent = [compute(*args)] if dist.get_rank() == 0 else [None]
@@ -213,9 +220,10 @@ def computed_once(compute: Callable[..., Found], *args: Any) -> Found:
 def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Reference:
     config = ModelConfig.model_validate_json(config_json)
     settings = TrainConfig.model_validate_json(settings_json)
-    whole = build_parallel(config, LayoutConfig(), Axes(), settings.seed, CPU, settings.dtype)
-    initial = {name: value.clone() for name, value in values(whole).items()}
-    stepper = Stepper(whole, settings, Axes())
+    axes = Axes(device_type=device().type)
+    whole = build_parallel(config, LayoutConfig(), axes, settings.seed, device(), settings.dtype)
+    initial = {name: value.clone().cpu() for name, value in values(whole).items()}
+    stepper = Stepper(whole, settings, axes)
     reads = _reads(config, settings, n_steps)
     first = keep_gradients(stepper)
     results = [stepper(step, read) for step, read in enumerate(reads)]
@@ -223,8 +231,8 @@ def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Referenc
     assert not settings.clip_norm or min(norms) > settings.clip_norm, "the test must clip"
     return _Reference(
         initial,
-        first,
-        values(whole),
+        {name: grad.cpu() for name, grad in first.items()},
+        {name: value.cpu() for name, value in values(whole).items()},
         [result.loss for result in results],
         norms,
         stepper.evaluate(reads[::2]).loss,

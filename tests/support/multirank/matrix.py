@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
-from tests.support.multirank.exactness import TRAIN, tiny
+from tests.support.multirank.exactness import TOLERANCE, TRAIN, tiny
 
 LARGEST = 8  # the most processes of a layout whose grid is the larger of two
 
@@ -132,6 +132,19 @@ def _time(cell: Cell) -> float:
 
 SETTINGS: dict[str, Any] = {**TRAIN, "global_batch": 32, "dtype": "float64"}
 QUICK = quick()
+QUICK_STEPS = 2  # the second is the first with moments and updated copies
+# Cells that also run over NCCL's path; every value of every dimension occurs.
+QUICK_ON_NCCL = {
+    Cell("GPT-2", "Optimus", 1, "none", True),
+    Cell("T5", "Optimus", 2, "none", False),
+    Cell("BERT", "Optimus", 1, "fsdp", True),
+    Cell("Transformer", "Megatron, sequence parallel", 1, "zero1", True),
+    Cell("GPT-2", "Megatron", 4, "none", False),
+    Cell("BERT", "D&SP", 2, "replicate", False),
+    Cell("GPT-2", "Megatron 2-D", 1, "replicate", False),
+    Cell("T5", "D&SP-cSub", 1, "fsdp", True),
+    Cell("Transformer", "single", 4, "none", True),
+}
 
 
 def n_of(cell: Cell) -> int:
@@ -153,6 +166,15 @@ def refusal(cell: Cell) -> str:
     except ConfigError as error:
         return "; ".join(error.problems)
     return ""
+
+
+def worst_of(ranks: list[dict[str, float]]) -> float:
+    """Return the largest difference on any rank, after checking that all of them are small."""
+    for rank, one in enumerate(ranks):
+        assert one["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
+        wrong = {k: v for k, v in one.items() if not v <= TOLERANCE["float64"]}
+        assert not wrong, f"rank {rank}: {wrong}"
+    return max(value for one in ranks for value in one.values())
 
 
 def remember(path: Path, worst: Mapping[Cell | str, float]) -> dict[Cell | str, float]:

@@ -72,6 +72,7 @@ def group_cache() -> dict[Any, Any]:
 class _Group:
     store: str
     size: int
+    backend: str
 
 
 def _join_group(group: _Group, rank: int) -> None:
@@ -80,7 +81,13 @@ def _join_group(group: _Group, rank: int) -> None:
     _group_cache.clear()
     gc.collect()  # a group in a reference cycle would keep its threads
     store = dist.FileStore(group.store, group.size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=group.size)
+    gpu = None
+    if group.backend == "nccl":
+        gpu = torch.device("cuda", rank)
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(
+        group.backend, store=store, rank=rank, world_size=group.size, device_id=gpu
+    )
 
 
 class _OnOneDevice(dist.ProcessGroupGloo):
@@ -160,10 +167,11 @@ class WorkerPool:
 
     Args:
         timeout_s: Seconds that one call of `run` may take; see also `limit`.
+        backend: `gloo`, or `nccl`, which gives each rank a GPU of this machine.
     """
 
-    def __init__(self, timeout_s: float = 120.0) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, timeout_s: float = 120.0, backend: str = "gloo") -> None:
+        self.timeout_s, self.backend = timeout_s, backend
         self._folder = Path(tempfile.mkdtemp(prefix="gridformer-pool-"))
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
@@ -179,7 +187,7 @@ class WorkerPool:
         """Call `fn(*args, **kwargs)` on ranks 0 .. world_size-1 and return their results in order.
 
         `fn` must be defined at the top level of a module. Inside it `torch.distributed` has a
-        default gloo group of exactly `world_size` ranks. Results are pickled: return tensors, not
+        default group of exactly `world_size` ranks. Results are pickled: return tensors, not
         DTensors.
 
         Raises:
@@ -254,7 +262,8 @@ class WorkerPool:
         if self._group is None or self._group.size != size or worn:
             self._n_groups += 1
             self._n_served = 0
-            self._group = _Group(str(self._folder / f"store{self._n_groups}"), size)
+            store = str(self._folder / f"store{self._n_groups}")
+            self._group = _Group(store, size, self.backend)
         self._n_served += 1
         return self._group
 

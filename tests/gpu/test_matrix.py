@@ -1,0 +1,71 @@
+"""The exactness matrix with NCCL: every layout on this machine's GPUs against one of them.
+
+Cells, steps and tolerances are those of tests/multirank/test_matrix.py, where gloo carries the
+messages. Each rank has a GPU, so a machine runs the cells that need no more GPUs than it has. What
+does not run is skipped with the number of cells, and tests/conftest.py prints that at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import compare
+from tests.support.multirank.matrix import (
+    CELLS,
+    QUICK,
+    QUICK_ON_NCCL,
+    QUICK_STEPS,
+    SETTINGS,
+    Cell,
+    n_of,
+    refusal,
+    worst_of,
+)
+from tests.support.multirank.pool import WorkerPool
+
+N_GPUS = torch.cuda.device_count() if dist.is_nccl_available() else 0
+
+
+def cells(n_gpus: int) -> list[Any]:
+    """Return the cells that so many GPUs can run, and a skipped case that counts the others."""
+    possible = [cell for cell in sorted(CELLS, key=n_of) if not refusal(cell)]
+    here = [cell for cell in possible if n_of(cell) <= n_gpus] if n_gpus > 1 else []
+    params = full_unless((QUICK | QUICK_ON_NCCL).__contains__, here)
+    if len(here) < len(possible):
+        why = "no cell runs on fewer than 2" if n_gpus < 2 else "they need more"
+        left = f"{len(possible) - len(here)} of {len(possible)} cells of the exactness matrix"
+        reason = f"NCCL was not tested on {left}: torch finds {n_gpus} GPUs for it, and {why}"
+        params.append(pytest.param(None, marks=pytest.mark.skip(reason=reason), id="the_others"))
+    return params
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[WorkerPool]:
+    """Processes with a GPU each, and NCCL between them."""
+    workers = WorkerPool(300.0, "nccl")
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize("cell", cells(N_GPUS), ids=lambda cell: cell.title)
+def test_equals_one_gpu(gpus: WorkerPool, cell: Cell) -> None:
+    worst_of(gpus.run(n_of(cell), compare, cell.layout, cell.config, SETTINGS, QUICK_STEPS))
+
+
+def test_cells_that_do_not_run_are_counted() -> None:
+    n = len(cells(16))
+    for n_gpus in (0, 1):
+        (skipped,) = cells(n_gpus)
+        (mark,) = skipped.marks
+        assert f"{n} of {n} cells" in mark.kwargs["reason"]
+        assert f"torch finds {n_gpus} GPUs" in mark.kwargs["reason"]
+    *here, skipped = cells(4)
+    (mark,) = skipped.marks
+    assert f"{n - len(here)} of {n} cells" in mark.kwargs["reason"]
+    assert len(here) > 100
