@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _CONFIG, _MACHINES, _PLAN = "config", "machines", "plan"
 # Rank 0 waits this long for the others to hear of a refusal before it ends.
 _HEARD_S = 60.0
-# The others end this much later, because torchrun looks at its workers ten times a second, and ends
-# all of them, rank 0 included, when it finds that one has ended.
-_LINGER_S = 1.1
+# The others end this much later. torchrun ends all of its workers when it finds that one has ended,
+# and rank 0 must have said by then why the run cannot start.
+_LINGER_S = 5.0
 
 
 def plan_together(
