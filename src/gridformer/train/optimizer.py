@@ -145,6 +145,8 @@ class Updates:
     @property
     def state(self) -> Mapping[nn.Parameter, dict[str, Tensor]]:
         """AdamW's state by updated parameter. With offloading, the moments are in host memory."""
+        if self.train.offload == "optimizer" and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # moments of the last update may still be on their way
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for unit in self.units:
             for parameter in unit.updated:
@@ -231,7 +233,8 @@ class Updates:
                 state[name] = state[name].to(parameter.device, non_blocking=True, copy=True)
         yield
         for state, name, home in kept:
-            state[name] = home.copy_(state[name])
+            # Not waited for: later copies to the device come after it, and `state` waits.
+            state[name] = home.copy_(state[name], non_blocking=True)
 
     def _over_stage(self, squares: Tensor) -> Tensor:
         """Sums over all ranks that hold shards of the same layers."""

@@ -345,7 +345,9 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) 
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads and isinstance(factor, Tensor):
-        torch._foreach_mul_(grads, factor.to(grads[0].dtype))  # the fused kernel wants one dtype
+        # The fused kernel wants one dtype, and the factor must not be rounded to half precision.
+        factor = factor.to(torch.promote_types(grads[0].dtype, torch.float32))
+        torch._foreach_mul_(grads, factor)
     elif grads and factor != 1.0:
         torch._foreach_mul_(grads, factor)
 
@@ -362,7 +364,8 @@ def clippings(norms: Tensor, max_norm: float) -> Tensor:
     """Returns what `clipping` returns for each of several norms, on their device."""
     if not max_norm:
         return torch.ones_like(norms)
-    return torch.where(norms > max_norm, max_norm / (norms + 1e-6), 1.0)
+    # Not max_norm / (...), which torch computes as a product with the reciprocal.
+    return torch.where(norms > max_norm, torch.full_like(norms, max_norm) / (norms + 1e-6), 1.0)
 
 
 def _updated(parameter: nn.Parameter) -> nn.Parameter:
