@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
 _OUTSIDE = "embedding, loss"
 ACTIVATIONS = tuple(f"activations: {kind}" for kind in (*_MODULES, _OUTSIDE))
 KINDS = (*STATES, *ACTIVATIONS, "recomputed", "workspace")
+# Prepares a step for repeating in the log what it need not run again; see gridformer.memory.once.
+Once = Callable[[Stepper, MemoryTracker], AbstractContextManager[object]]
 _POINTS = 1500  # points of a timeline
 
 
@@ -89,7 +91,12 @@ class MemoryBreakdown:
 
 
 def take_breakdown(
-    stepper: Stepper, rank: int, step: Callable[[], object], host: Sequence[Tensor] = ()
+    stepper: Stepper,
+    rank: int,
+    step: Callable[[], object],
+    host: Sequence[Tensor] = (),
+    once: Once | None = None,
+    remembered: Callable[..., Any] | None = None,
 ) -> MemoryBreakdown:
     """Runs one optimizer step and returns its breakdown.
 
@@ -98,8 +105,14 @@ def take_breakdown(
         rank: The rank, for the result.
         step: Runs the step.
         host: The tensors of the optimizer state that lie in host memory in a real run.
+        once: What a step repeats and runs only once; None for nothing. Otherwise the step computes
+            nothing, so it is for tensors without memory.
+        remembered: See `MemoryTracker`.
+
+    Raises:
+        NotRepeatableError: With `once`, something cannot be repeated in the log.
     """
-    tracker = MemoryTracker()
+    tracker = MemoryTracker(remembered)
     model, updates = stepper.model, stepper.updates
     held: dict[int, Tensor] = {}
     for parameter in model.parameters():
@@ -109,7 +122,11 @@ def take_breakdown(
     tracker.mark((t for state in updates.state.values() for t in state.values()), "optimizer")
     in_host = tracker.leave_out(host)
     between, start = tracker.live(), tracker.now
-    with _watching(stepper, tracker, [*held.values()]) as done, tracker:
+    with ExitStack() as stack:
+        done = stack.enter_context(_watching(stepper, tracker, [*held.values()]))
+        if once is not None:
+            stack.enter_context(once(stepper, tracker))
+        stack.enter_context(tracker)
         step()
     when, peak = tracker.peak()
     by_kind = Counter[str]()

@@ -10,7 +10,9 @@ a fused kernel runs there, where the CPU's keeps the probabilities.
 
 from __future__ import annotations
 
+import gc
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -22,8 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gridformer.config import RunConfig
-from gridformer.memory.breakdown import MemoryBreakdown, take_breakdown
+from gridformer.memory.breakdown import MemoryBreakdown, Once, take_breakdown
 from gridformer.memory.fake import fake_tensors, skip_middle_chunks
+from gridformer.memory.once import ways_of
+from gridformer.memory.tape import NotRepeatableError
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
@@ -33,6 +37,7 @@ from gridformer.utils.forkserver import warm_up
 from gridformer.utils.hardware import n_cores
 
 DEVICE = torch.device("cpu")
+_START_S = 6.0  # seconds that processes take to start
 # Modules that take time to import and that only estimates need.
 _FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg")
 
@@ -40,7 +45,10 @@ _FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.
 def estimate_ranks(
     run: RunConfig, ranks: Sequence[int], decisions: Decisions | None = None
 ) -> list[MemoryBreakdown]:
-    """Estimates the breakdowns of some ranks of a checked run, in several processes at a time.
+    """Estimates the breakdowns of some ranks of a checked run.
+
+    The first rank shows how long one takes. If the others would take longer here than processes
+    take to start, they are estimated in several processes at a time.
 
     Args:
         run: The checked run.
@@ -48,15 +56,23 @@ def estimate_ranks(
         decisions: The result of `decide_run(run)`; None calls it.
     """
     decisions = decisions or decide_run(run)
-    if len(ranks) == 1:
-        return [estimate_rank(run, ranks[0], decisions)]
+    if not ranks:
+        return []
+    with fake_tensors():  # imports what takes time
+        began = time.monotonic()
+    first = estimate_rank(run, ranks[0], decisions)
+    others = ranks[1:]
+    if (time.monotonic() - began) * len(others) < _START_S:
+        return [first, *(estimate_rank(run, rank, decisions) for rank in others)]
     warm_up(__name__, *_FAKES)  # has no effect if a fork server is already running
-    workers = min(len(ranks), n_cores())
+    workers = min(len(others), n_cores())
     with ProcessPoolExecutor(workers, get_context("forkserver")) as pool:
-        return [*pool.map(partial(estimate_rank, run, decisions=decisions), ranks)]
+        return [first, *pool.map(partial(estimate_rank, run, decisions=decisions), others)]
 
 
-def estimate_rank(run: RunConfig, rank: int, decisions: Decisions | None = None) -> MemoryBreakdown:
+def estimate_rank(
+    run: RunConfig, rank: int, decisions: Decisions | None = None, once: bool = True
+) -> MemoryBreakdown:
     """Estimates the breakdown of one rank over one optimizer step.
 
     The calling process must not belong to a process group.
@@ -65,16 +81,28 @@ def estimate_rank(run: RunConfig, rank: int, decisions: Decisions | None = None)
         run: The checked run.
         rank: The rank.
         decisions: The result of `decide_run(run)`; None calls it.
+        once: Whether what a step repeats runs once, where this gives the same result.
     """
     # Decide before the step is shortened, because decisions depend on its length.
     decisions = decisions or decide_run(run)
+    for way in (*ways_of(run), None) if once else (None,):
+        try:
+            return _estimate(run, rank, decisions, way)
+        except NotRepeatableError:
+            pass
+    raise AssertionError("a complete step repeats nothing")
+
+
+def _estimate(
+    run: RunConfig, rank: int, decisions: Decisions, once: Once | None
+) -> MemoryBreakdown:
     rows = run.train.global_batch // run.layout.dp
     run = shortened(run)
     layout, train = run.layout, run.train
     left_out = rows - train.global_batch // layout.dp
-    with playing(rank, layout.n_processes):
+    with playing(rank, layout.n_processes), _no_garbage_collection():
         axes = build_axes(layout, DEVICE.type, decisions.block)
-        with fake_tensors():
+        with fake_tensors() as fake:
             model = build_parallel(
                 run.model,
                 layout,
@@ -97,7 +125,19 @@ def estimate_rank(run: RunConfig, rank: int, decisions: Decisions | None = None)
             host: list[Tensor] = []
             if train.offload == "optimizer" and on_gpu(run):
                 host = [t for state in stepper.updates.state.values() for t in state.values()]
-            return take_breakdown(stepper, rank, step, host)
+            return take_breakdown(stepper, rank, step, host, once, fake.remembered)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Turns off the search for circular garbage, which takes time and finds none here."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def on_gpu(run: RunConfig) -> bool:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from gridformer.parallel.tensor.summa import ChunkedGather
 from gridformer.parallel.tensor.summa.chunks import even_chunks
 
+if TYPE_CHECKING:
+    from gridformer.memory.fast_fake import FastFakeTensorMode
+
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Iterator[FastFakeTensorMode]:
     """Makes all new tensors inside the context fake.
 
     A step reads a few numbers back from its tensors (losses, norms, counts). A fake tensor has no
     values and returns ones, with which a step takes its ordinary path.
     """
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # takes time to import
+    # Both take time to import.
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    from gridformer.memory.fast_fake import fast_fakes
 
     def ones(x: Tensor) -> list[float]:
         return [1.0] * x.numel()
@@ -26,8 +33,8 @@ def fake_tensors() -> Iterator[None]:
     real = FakeTensor.tolist
     FakeTensor.tolist = ones  # type: ignore[method-assign, assignment]
     try:
-        with FakeTensorMode():
-            yield
+        with fast_fakes() as mode:
+            yield mode
     finally:
         FakeTensor.tolist = real  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ computation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -115,6 +115,46 @@ class Executor:
                 left -= found[action]
         return found
 
+    def forward(
+        self, action: Action, batch: Batch, entering: Activations, finish: Finish
+    ) -> tuple[Activations, list[Any]]:
+        """Runs the forward pass of an action.
+
+        Args:
+            action: The action.
+            batch: Its micro-batch.
+            entering: The activations of the previous stage, which are taken out of it.
+            finish: See `train`; it is called on the last stage.
+
+        Returns:
+            What leaves the stage, and where its backward pass begins: at the loss, or at edges of
+            the graph, for it needs none of the tensors that are sent.
+        """
+        links = [self.links[i].name for i in self.model.stages[action.stage]]
+        leaving = self.model.run(batch, entering, links)
+        if action.stage == len(self.model.stages) - 1:
+            assert leaving.hidden is not None
+            return leaving, [finish(leaving.hidden, batch)]
+        made = [getattr(leaving, name) for name in self.stage_io.names(action.stage + 1)]
+        return leaving, [get_gradient_edge(x) for x in made] if torch.is_grad_enabled() else []
+
+    def backward(
+        self,
+        action: Action,
+        leaves: Mapping[str, Tensor],
+        roots: list[Any],
+        grads: list[Tensor] | None,
+    ) -> None:
+        """Runs the backward pass of an action, which gives the leaves their gradients.
+
+        Args:
+            action: The action.
+            leaves: The autograd leaves in front of the tensors that entered the stage, by name.
+            roots: Where it begins, from `forward`.
+            grads: The gradients of what left the stage; None for the last stage.
+        """
+        torch.autograd.backward(roots, grads)
+
     def timed(self, kind: str, action: Action) -> AbstractContextManager[None]:
         """Reports the enclosed work as an `Event` of that kind."""
         return timed(self.on_action, kind, action.stage, action.micro, self._on_gpu)
@@ -160,23 +200,14 @@ class _Run:
         if self.training:
             leaves = {name: _leaf(x) for name, x in entered.items()}
             entered = {name: _Enter.apply(leaves[name], x) for name, x in entered.items()}
-        last = stage == len(self.model.stages) - 1
         with self.executor.timed("forward", action):
             self.model.clock.at(micro.rows)
             entering = Activations(**entered)
             del entered
-            links = [self.executor.links[i].name for i in self.model.stages[stage]]
-            leaving = self.model.run(micro.batch, entering, links)
-            if last:
-                assert leaving.hidden is not None
-                loss = self.finish(leaving.hidden, micro.batch)
-        if last:
-            roots: list[Any] = [loss]
-        else:
+            leaving, roots = self.executor.forward(action, micro.batch, entering, self.finish)
+        if stage < len(self.model.stages) - 1:
             made = [getattr(leaving, name) for name in self.stage_io.names(stage + 1)]
             self._send(action, made)
-            # The backward pass starts at these edges and needs none of the tensors that were sent.
-            roots = [get_gradient_edge(x) for x in made] if self.training else []
         if self.training:
             self._kept[stage, action.micro] = leaves, roots
 
@@ -187,7 +218,7 @@ class _Run:
         with self.executor.timed("backward", action):
             self.model.clock.at(self.work[action.micro].rows)  # recomputed blocks read the clock
             with self._summing(action):
-                torch.autograd.backward(roots, grads)
+                self.executor.backward(action, leaves, roots, grads)
         if action.stage:
             self._send(action, [_gradient(leaf) for leaf in leaves.values()])
 

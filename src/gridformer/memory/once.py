@@ -1,0 +1,43 @@
+"""What a step repeats and an estimate runs only once, as far as the result stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from gridformer.config import RunConfig
+from gridformer.memory.breakdown import Once
+from gridformer.memory.passes_once import passes_once
+from gridformer.memory.products_once import products_once
+from gridformer.memory.tracker import MemoryTracker
+from gridformer.train.forward_backward import Pipeline
+from gridformer.train.step import Stepper
+
+
+def ways_of(run: RunConfig) -> list[Once]:
+    """Returns ways to repeat parts of a step in the log, the fastest first.
+
+    A way that does not fit a run raises NotRepeatableError. Then the next one is to be tried, and
+    at last the complete step.
+    """
+    layout = run.layout
+    if layout.stages_per_rank > 1 and (layout.rows > 1 or layout.dp_mode == "fsdp"):
+        return []  # a stage gathers weights for another stage of its rank
+    last_runs = run.train.update == "in_backward"  # layers are updated in its backward pass
+    by_second = partial(_repeated, by_first=False, last_runs=True)
+    if layout.dp_mode == "fsdp":  # hooks of parameters free them
+        return [by_second]
+    return [partial(_repeated, by_first=True, last_runs=last_runs), by_second]
+
+
+@contextmanager
+def _repeated(
+    stepper: Stepper, tracker: MemoryTracker, by_first: bool, last_runs: bool
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(products_once(stepper.model, tracker))
+        if isinstance(stepper.passes, Pipeline):
+            executor, n = stepper.passes.executor, stepper.micro_batches
+            stack.enter_context(passes_once(executor, tracker, n, by_first, last_runs))
+        yield

@@ -1,0 +1,286 @@
+"""Repeats the passes of a pipeline in the log of memory, without running them again.
+
+All micro-batches of a step do the same in a stage, except that the first one keeps the gradients
+that it makes, where the others free them when they are added, and that sums over replicas begin in
+the last one, in hooks of parameters. So the first one runs, and its log is played again for the
+others. Messages between stages are real for all.
+
+If the first one also allocates what stays, such as workspaces, the second one is the model of the
+others. The last one runs as well if more than the hooks of parameters makes it differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from gridformer.memory.tape import NotRepeatableError, Numbers, Player, Shape, Step, steps_of
+from gridformer.memory.tracker import Change, Entry, MemoryTracker
+from gridformer.models import Activations
+from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.pipeline.executor import Finish
+from gridformer.parallel.pipeline.schedules import Action
+from gridformer.utils.batch import Batch
+
+_NAMES = ("hidden", "memory")
+
+
+@dataclass
+class _Recorded:
+    """What a stage does with a micro-batch.
+
+    Attributes:
+        entering: Names of the activations that enter the stage.
+        leaving: Names of the activations that leave it.
+        numbers: The numbers of all storages.
+        forward: The log of the forward pass.
+        made: What the forward pass hands out, by number.
+        numbers_of: The numbers of what it hands out: activations by name, then the loss.
+        backward: The log of the backward pass, once it has run.
+        grads: The gradients of what entered, by number.
+        grads_of: Their numbers, by name.
+    """
+
+    entering: list[str]
+    leaving: list[str]
+    numbers: Numbers
+    forward: list[Step]
+    made: dict[int, Shape]
+    numbers_of: list[int]
+    backward: list[Step] | None = None
+    grads: dict[int, Shape] = field(default_factory=dict)
+    grads_of: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Played:
+    """A micro-batch between its forward and its backward pass, neither of which runs."""
+
+    player: Player
+
+
+class _Passes:
+    """Runs some passes and plays the others; its methods replace those of the executor.
+
+    Args:
+        executor: The executor.
+        tracker: Keeps the log.
+        n_micro: The number of micro-batches of a step.
+        by_first: Whether the first micro-batch is the model of the others, not the second.
+        last_runs: Whether the last micro-batch runs because its backward pass does more than
+            call the hooks of parameters.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tracker: MemoryTracker,
+        n_micro: int,
+        by_first: bool,
+        last_runs: bool,
+    ) -> None:
+        self.executor, self.tracker = executor, tracker
+        self._forward, self._backward = executor.forward, executor.backward
+        self.by_first = by_first
+        self._parameters = [*executor.model.parameters()]
+        self._recorded: dict[int, _Recorded] = {}
+        self._recording = False
+        self._arriving: Entry | None = None
+        self._model: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        self._played: dict[int, set[int]] = {}
+        actions = executor.itinerary(n_micro, training=True)[0].actions
+        for stage in {action.stage for action in actions}:
+            order = [a.micro for a in actions if a.stage == stage and a.kind == "backward"]
+            if order == [a.micro for a in actions if a.stage == stage and a.kind == "forward"]:
+                self._model[stage], *rest = order[not by_first :]
+                self._last[stage] = order[-1]
+                self._played[stage] = {*(rest[:-1] if last_runs else rest)}
+
+    @contextmanager
+    def watching_gradients(self) -> Iterator[None]:
+        """Notes in the log when the backward pass that is recorded makes gradients."""
+        handles: list[Any] = []
+        nodes: list[Any] = []  # torch makes other ones if nobody holds them
+        if self.by_first:
+            for number, parameter in enumerate(self._parameters):
+                node: Any = get_gradient_edge(parameter).node
+                nodes.append(node)
+                handles.append(node.register_prehook(self._arrives))
+                done = partial(self._accumulated, number)
+                handles.append(parameter.register_post_accumulate_grad_hook(done))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _arrives(self, grads: tuple[Tensor, ...]) -> None:
+        if self._recording:
+            self._arriving = self.tracker.entry_of(grads[0])
+            self.tracker.changes.append(Change("gradient", self._arriving))
+
+    def _accumulated(self, number: int, parameter: nn.Parameter) -> None:
+        if not self._recording:
+            return
+        assert parameter.grad is not None
+        entry = self.tracker.entry_of(parameter.grad)
+        # Torch copies a gradient that is a part of another tensor, or that others hold.
+        kept = entry if entry is self._arriving else None
+        self.tracker.changes.append(Change("accumulated", kept, str(number)))
+
+    def forward(
+        self, action: Action, batch: Batch, entering: Activations, finish: Finish
+    ) -> tuple[Activations, list[Any]]:
+        """See `Executor.forward`."""
+        if action.micro in self._played.get(action.stage, ()):
+            return self._play_forward(self._recorded[action.stage], entering)
+        if action.micro != self._model.get(action.stage):
+            return self._forward(action, batch, entering, finish)
+        names = [name for name in _NAMES if getattr(entering, name) is not None]
+        given = [self.tracker.entry_of(getattr(entering, name)) for name in names]
+        begins = len(self.tracker.changes)
+        leaving, roots = self._forward(action, batch, entering, finish)
+        numbers = Numbers(given)
+        steps = steps_of(self.tracker.changes[begins:], numbers)
+        left = [name for name in _NAMES if getattr(leaving, name) is not None]
+        out = [getattr(leaving, name) for name in left]
+        out += [root for root in roots if isinstance(root, Tensor)]
+        found = _Recorded(names, left, numbers, steps, {}, [])
+        found.numbers_of = self._shapes(out, found.made, numbers, len(given))
+        self._recorded[action.stage] = found
+        return leaving, roots
+
+    def backward(
+        self,
+        action: Action,
+        leaves: Mapping[str, Tensor],
+        roots: list[Any],
+        grads: list[Tensor] | None,
+    ) -> None:
+        """See `Executor.backward`."""
+        played = roots[-1]
+        if isinstance(played, _Played):
+            last = action.micro == self._last[action.stage]
+            self._play_backward(self._recorded[action.stage], played, leaves, last)
+            return
+        if action.micro != self._model.get(action.stage):
+            self._backward(action, leaves, roots, grads)
+            return
+        recorded = self._recorded[action.stage]
+        before = len(recorded.numbers.entries)
+        begins = len(self.tracker.changes)
+        self._recording = True
+        self._backward(action, leaves, roots, grads)
+        self._recording = False
+        recorded.backward = steps_of(self.tracker.changes[begins:], recorded.numbers)
+        received = [leaf.grad for leaf in leaves.values()]
+        made = self._shapes(received, recorded.grads, recorded.numbers, before)
+        recorded.grads_of = dict(zip(leaves, made))
+        self._check(recorded)
+
+    def _shapes(
+        self, out: list[Tensor | None], shapes: dict[int, Shape], numbers: Numbers, first: int
+    ) -> list[int]:
+        """Notes what tensors look like that are handed out, and returns their numbers."""
+        found = []
+        for x in out:
+            entry = None if x is None else self.tracker.entry_of(x)
+            number = None if entry is None else numbers[entry]
+            if x is None or number is None or number < first or number in shapes:
+                raise NotRepeatableError("what is handed out was not made here")
+            shapes[number] = Shape.of(x)
+            found.append(number)
+        return found
+
+    def _check(self, recorded: _Recorded) -> None:
+        """Checks that a stage has freed all that it has made and not handed out."""
+        assert recorded.backward is not None
+        steps = (*recorded.forward, *recorded.backward)
+        ended = {step.number for step in steps if step.what in ("end", "accumulated")}
+        for number, entry in enumerate(recorded.numbers.entries):
+            handed_out = number in recorded.made or number in recorded.grads
+            if number not in ended and not handed_out and entry is not None and entry.n_bytes:
+                raise NotRepeatableError(f"{entry} stays")
+
+    # ------------------------------------------------------------------ playing
+
+    def _play_forward(
+        self, recorded: _Recorded, entering: Activations
+    ) -> tuple[Activations, list[Any]]:
+        given = [getattr(entering, name) for name in recorded.entering]
+        Activations.taken(entering)
+        player = Player(self.tracker, given)
+        del given
+        player.play(recorded.forward, recorded.made)
+        out = [player.held[number] for number in recorded.numbers_of]
+        leaving = Activations(**dict(zip(recorded.leaving, out)))
+        loss = out[len(recorded.leaving) :]
+        for number in recorded.numbers_of:
+            entry = recorded.numbers.entries[number]
+            assert entry is not None
+            self._hold(player, number, entry, recorded)
+        return leaving, [*loss, _Played(player)]
+
+    def _hold(self, player: Player, number: int, model: Entry, recorded: _Recorded) -> None:
+        """Holds what a forward pass has handed out until its backward pass frees it, if it does.
+
+        Whether it does shows when that of the second micro-batch is freed.
+        """
+        if model.died is None:
+            before = self.tracker.when_ended.get(id(model))
+
+            def ended() -> None:
+                if before is not None:
+                    before()
+                if not self._recording:
+                    player.held.pop(number, None)
+
+            self.tracker.when_ended[id(model)] = ended
+        elif not any(s.what == "end" and s.number == number for s in recorded.backward or ()):
+            player.held.pop(number)
+
+    def _play_backward(
+        self, recorded: _Recorded, played: _Played, leaves: Mapping[str, Tensor], last: bool
+    ) -> None:
+        assert recorded.backward is not None, "the model of others comes first"
+        hooks = self._call_hooks if last else None
+        played.player.play(recorded.backward, recorded.grads, hooks)
+        for name, number in recorded.grads_of.items():
+            leaves[name].grad = played.player.held.pop(number)
+
+    def _call_hooks(self, number: int) -> None:
+        """Does what torch does when the gradient of a parameter is complete."""
+        parameter = self._parameters[number]
+        with self.tracker.playing_backward():
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
+
+
+@contextmanager
+def passes_once(
+    executor: Executor, tracker: MemoryTracker, n_micro: int, by_first: bool, last_runs: bool
+) -> Iterator[None]:
+    """Lets an executor run only a few micro-batches of a stage, inside the context.
+
+    Args:
+        executor: The executor of a pipeline.
+        tracker: Keeps the log, in which all micro-batches appear.
+        n_micro: The number of micro-batches of a step.
+        by_first: Whether the first micro-batch is the model of the others, not the second.
+        last_runs: Whether the last micro-batch runs.
+    """
+    if n_micro < 2 + (not by_first) + last_runs:
+        yield
+        return
+    passes = _Passes(executor, tracker, n_micro, by_first, last_runs)
+    replaced = patch.multiple(executor, forward=passes.forward, backward=passes.backward)
+    with replaced, passes.watching_gradients():
+        yield

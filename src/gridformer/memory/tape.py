@@ -1,0 +1,202 @@
+"""A part of the log of memory that is played again, for work that a step repeats.
+
+A part can be played again if nothing but itself decides what happens in it: what it frees it has
+made before, or was handed in, and what it makes and does not free it hands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gridformer.memory.tracker import Change, Entry, MemoryTracker
+
+
+class NotRepeatableError(Exception):
+    """A part of a step does something that repeating it in the log would not do."""
+
+
+class Step(NamedTuple):
+    """A change of the log, with a number for its storage.
+
+    Attributes:
+        what: `begin`, `end`, `kind`, `at` or `accumulated`, see `Change`; `tick` for a storage
+            without bytes that other code owns.
+        number: The number of the storage.
+        n_bytes: Its size.
+        text: The kind or the place.
+        flag: `in_backward` for `begin` and `until_backward` for `end`.
+    """
+
+    what: str
+    number: int = 0
+    n_bytes: int = 0
+    text: str = ""
+    flag: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a tensor looks like, so that another one can be made like it.
+
+    Attributes:
+        n_bytes: The bytes of its storage.
+        size: Its shape.
+        stride: Its strides.
+        offset: Where it begins in its storage.
+        dtype: Its dtype.
+        device: Its device.
+    """
+
+    n_bytes: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> Shape:
+        """Returns the shape of a tensor."""
+        n_bytes = x.untyped_storage().nbytes()
+        offset = int(x.storage_offset())
+        return Shape(n_bytes, x.shape, x.stride(), offset, x.dtype, x.device)
+
+    def make(self) -> Tensor:
+        """Makes such a tensor, uninitialized."""
+        with torch.no_grad():
+            n = self.n_bytes // self.dtype.itemsize
+            flat = torch.empty(n, dtype=self.dtype, device=self.device)
+            return flat.as_strided(self.size, self.stride, self.offset)
+
+
+class Numbers:
+    """Numbers the storages of a part of the log: those that it makes, after those handed in."""
+
+    def __init__(self, given: Sequence[Entry | None] = ()) -> None:
+        self.entries: list[Entry | None] = [*given]
+        self._of = {id(entry): number for number, entry in enumerate(given) if entry is not None}
+
+    def __getitem__(self, entry: Entry) -> int | None:
+        """Returns the number of a storage; None if it belongs to other code."""
+        return self._of.get(id(entry))
+
+    def add(self, entry: Entry) -> int:
+        """Gives a new storage a number."""
+        self.entries.append(entry)
+        self._of[id(entry)] = len(self.entries) - 1
+        return len(self.entries) - 1
+
+
+def steps_of(changes: Sequence[Change], numbers: Numbers) -> list[Step]:
+    """Returns changes of the log in a form that can be played.
+
+    Args:
+        changes: The changes.
+        numbers: The numbers of storages; new storages get one.
+
+    Raises:
+        NotRepeatableError: Storages of other code are freed or get another kind.
+    """
+    found: list[Step] = []
+    arriving = False  # what torch makes while it accumulates a gradient is left out
+    gradient: Entry | None = None
+    for what, entry, text in changes:
+        if what == "gradient":
+            arriving, gradient = True, entry
+        elif what == "accumulated":
+            arriving = False
+            number = -1 if entry is None else numbers[entry]
+            if number is None:
+                raise NotRepeatableError("a gradient was not made here")
+            found.append(Step(what, number, text=text))
+        elif arriving:
+            if what == "end":
+                number = numbers[entry] if entry is not None and entry is gradient else None
+                if number is None:
+                    raise NotRepeatableError("hooks of parameters free memory")
+                assert entry is not None
+                found.append(Step(what, number, entry.n_bytes, text, entry.until_backward))
+        elif entry is None:
+            found.append(Step(what, text=text))
+        elif what == "begin":
+            number = numbers.add(entry)
+            found.append(Step(what, number, entry.n_bytes, text, entry.in_backward))
+        elif (number := numbers[entry]) is not None:
+            found.append(Step(what, number, entry.n_bytes, text, entry.until_backward))
+        elif what == "end" and entry.n_bytes == 0:
+            found.append(Step("tick"))
+        else:
+            raise NotRepeatableError(f"{what} of {entry} of other code")
+    return found
+
+
+class Player:
+    """Plays parts of the log again.
+
+    Args:
+        tracker: Keeps the log.
+        given: The tensors that are handed in, in the order of their numbers; None for those on the
+            meta device. The player holds them until the log says that they are freed.
+    """
+
+    def __init__(self, tracker: MemoryTracker, given: Sequence[Tensor | None] = ()) -> None:
+        self.tracker = tracker
+        self.held = {number: x for number, x in enumerate(given) if x is not None}
+        self._entries = [None if x is None else tracker.entry_of(x) for x in given]
+
+    def play(
+        self,
+        steps: Sequence[Step],
+        shapes: Mapping[int, Shape],
+        complete: Callable[[int], None] | None = None,
+    ) -> None:
+        """Adds the steps to the log.
+
+        Args:
+            steps: The steps.
+            shapes: The storages for which tensors are made, because they are handed out. They are
+                put into `held`.
+            complete: Called with the number of each parameter whose gradient is complete.
+            complete: Called with the number of each parameter whose gradient is complete.
+
+        Raises:
+            NotRepeatableError: A tensor that the log frees here is held by other code.
+        """
+        tracker = self.tracker
+        for what, number, n_bytes, text, flag in steps:
+            if what == "begin":
+                assert number == len(self._entries), "a part of the log is missing"
+                if number in shapes:
+                    self.held[number] = shapes[number].make()
+                    entry = tracker.entry_of(self.held[number])
+                    assert entry is not None
+                    entry.in_backward, entry.kind = flag, text
+                else:
+                    entry = tracker.begin(n_bytes, text, flag)
+                self._entries.append(entry)
+            elif what == "at":
+                tracker.at(text)
+            elif what == "tick":
+                tracker.now += 1
+            elif what == "accumulated":  # into the gradient of the first micro-batch
+                if (entry := self._entries[number] if number >= 0 else None) is not None:
+                    tracker.end(entry, not entry.in_backward)
+                if complete is not None:
+                    complete(int(text))
+            else:
+                entry = self._entries[number]
+                assert entry is not None
+                if what == "kind":
+                    tracker.become(entry, text)
+                elif number in self.held:
+                    del self.held[number]
+                    if entry.died is None:
+                        raise NotRepeatableError(f"{entry} is held by other code")
+                    entry.until_backward = flag
+                else:
+                    tracker.end(entry, flag)

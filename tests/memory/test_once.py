@@ -1,0 +1,134 @@
+"""What a step repeats is run once in an estimate; the result is that of the complete step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gridformer.memory import estimate, fast_fake
+from gridformer.memory.breakdown import MemoryBreakdown
+from gridformer.memory.estimate import estimate_rank
+from gridformer.memory.ranks import largest_ranks
+from gridformer.memory.tape import NotRepeatableError
+from gridformer.parallel.pipeline import Executor
+from tests.support.marks import full_unless
+from tests.support.multirank.matrix import CELLS, Cell, quick
+from tests.support.multirank.memory import a_run
+
+MEGATRON = {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 6}
+OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2, "micro_batches": 6}
+BATCH = {"global_batch": 48}
+FULL = {"recompute": "full"}
+BY_LAYER = {"update": "in_backward", "clip_by": "layer"}
+# Layouts and training settings; the first of them run in `make test`.
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "pipelined products": ({**OPTIMUS, "schedule": "pipelined"}, FULL),
+    "sums over replicas": ({**MEGATRON, "dp": 2}, {"dtype": "bfloat16"}),
+    "gathered products": ({**OPTIMUS, "schedule": "gather", "dp": 2}, FULL),
+    "gpipe": ({**MEGATRON, "pipeline": "gpipe"}, {}),
+    "interleaved": ({**MEGATRON, "stages_per_rank": 2}, {}),
+    "interleaved, prefetched": (
+        {**OPTIMUS, "schedule": "gather", "stages_per_rank": 2},
+        {},
+    ),
+    "selective": (MEGATRON, {"recompute": "selective"}),
+    "all logits": (MEGATRON, {"loss_chunk_tokens": 0, "dtype": "float16"}),
+    "in backward": ({**MEGATRON, "dp": 2}, {**BY_LAYER, **FULL}),
+    "offload": (MEGATRON, {"offload": "optimizer", "device": "cuda"}),
+    "zero1": ({**MEGATRON, "dp": 2, "dp_mode": "zero1"}, {}),
+    "fsdp": ({**MEGATRON, "dp": 2, "dp_mode": "fsdp"}, FULL),
+    "fsdp, interleaved": (
+        {**MEGATRON, "dp": 2, "dp_mode": "fsdp", "stages_per_rank": 2},
+        {},
+    ),
+    "sequence parallel": ({**MEGATRON, "sequence_parallel": True}, FULL),
+    "no pipeline": ({"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast"}, {}),
+}
+IN_MAKE_TEST = ("pipelined products", "sums over replicas")
+QUICK = quick()
+
+
+class _TorchsFakes(FakeTensorMode):
+    """Torch's own fake tensors, which remember nothing of ours."""
+
+    remembered = None
+
+
+def complete(run: Any, rank: int) -> MemoryBreakdown:
+    """Estimate a rank from the complete step, on torch's own fake tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_fake, "fast_fakes", _TorchsFakes)
+        return estimate_rank(run, rank, once=False)
+
+
+def same_as_complete(run: Any) -> None:
+    for rank in largest_ranks(run):
+        assert estimate_rank(run, rank) == complete(run, rank)
+
+
+@pytest.mark.parametrize("method", full_unless(lambda name: name in IN_MAKE_TEST, METHODS))
+def test_methods_have_the_log_of_the_complete_step(method: str) -> None:
+    layout, train = METHODS[method]
+    n_layers = 4 if "stages_per_rank" in layout else 2
+    same_as_complete(a_run(layout, {"n_layers": n_layers}, {**BATCH, **train}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "cell",
+    [cell for cell in CELLS if cell.pp > 1 and (not cell.dropout or cell in QUICK)],
+    ids=lambda cell: cell.title,
+)
+def test_cells_have_the_log_of_the_complete_step(cell: Cell) -> None:
+    layout = {**cell.layout, "micro_batches": 6}
+    same_as_complete(a_run(layout, cell.config, BATCH))
+
+
+def test_only_one_micro_batch_of_a_stage_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    real = Executor.forward
+
+    def forward(self: Executor, action: Any, *rest: Any) -> Any:
+        ran.append(action)
+        return real(self, action, *rest)
+
+    monkeypatch.setattr(Executor, "forward", forward)
+    estimate_rank(a_run({**MEGATRON, "dp": 2}, {"n_layers": 4}, BATCH), 0)
+    assert [action.micro for action in ran] == [0]
+
+
+def test_what_cannot_be_repeated_runs_completely(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> Any:
+        raise NotRepeatableError("never")
+
+    run = a_run(MEGATRON, {"n_layers": 2}, BATCH)
+    expected = estimate_rank(run, 0)
+    monkeypatch.setattr(estimate, "ways_of", lambda _: [refuses])
+    assert estimate_rank(run, 0) == expected
+
+
+def test_remembered_results_are_those_of_torch() -> None:
+    mode = fast_fake.FastFakeTensorMode()
+
+    def results() -> list[torch.Tensor]:
+        x = torch.empty(4, 6, dtype=torch.bfloat16)
+        first, second = x.t().split(3)
+        total = x.float().sum(0, keepdim=True)
+        norm = torch.nn.functional.layer_norm(x.float(), (6,))
+        return [x.t()[1:], first, second.contiguous(), total, x.add_(1), norm, x.to(torch.int64)]
+
+    with mode:
+        results()
+        again = results()
+    with FakeTensorMode():
+        real = results()
+    for ours, theirs in zip(again, real):
+        assert ours.dtype == theirs.dtype
+        assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
+        assert ours.storage_offset() == theirs.storage_offset()
+        assert ours.device == theirs.device
+        assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+    assert again[0].untyped_storage()._cdata == again[1].untyped_storage()._cdata
