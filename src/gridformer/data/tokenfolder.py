@@ -179,6 +179,22 @@ class TokenSplit:
             )
         return ids
 
+    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """Returns `length` tokens from each of `starts` on, [len(starts), length] int64.
+
+        It is faster than as many calls of `window`, and it does not hold Python's lock while it
+        copies.
+
+        Raises:
+            DataError: The file is damaged; see `window`.
+        """
+        every = np.lib.stride_tricks.sliding_window_view(np.asarray(self.tokens), length)
+        ids = every[starts]
+        if ids.size and int(ids.max()) >= self.vocab_size:
+            damaged = int(starts[(ids >= self.vocab_size).any(axis=1).argmax()])
+            self.window(damaged, damaged + length)  # raises
+        return ids.astype(np.int64)
+
 
 @dataclass(frozen=True)
 class TokenFolder:

@@ -107,6 +107,9 @@ def test_rows_alone_are_rows_of_the_whole(
         for a, b in zip([0, *cuts], [*cuts, size])
     ]
     assert same({key: np.concatenate([p[key] for p in parts]) for key in whole}, whole)
+    rows = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=3)))
+    some = opened_batches(opened[kind], split, seed=seed, global_batch=size).batch(step, rows)
+    assert same(some, {key: value[rows] for key, value in whole.items()})
 
 
 @pytest.mark.parametrize("kind", KINDS)

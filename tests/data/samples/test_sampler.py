@@ -1,7 +1,6 @@
 """Batches: what they contain, and that only (seed, step) decides it."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +60,10 @@ def test_any_cut_into_rows_gives_the_same_batch(
         for a, b in zip([0, *cuts], [*cuts, global_batch])
     ]
     assert np.array_equal(np.concatenate(parts), whole)
+    numbers = data.draw(st.lists(st.integers(0, global_batch - 1), max_size=6))
+    rows = np.array(numbers, dtype=np.int64)
+    some = BatchSampler(counting_split(n_tokens), seq_len, global_batch, 5).batch(step, rows)
+    assert np.array_equal(some, whole[rows])
 
 
 def test_resuming_reads_on() -> None:
@@ -88,26 +91,16 @@ def test_seeds_and_epochs_shuffle_differently() -> None:
         assert not any(np.array_equal(order, other) for other in orders[:i])
 
 
-class Recorder:
-    """Tokens that record which of them were read."""
-
-    def __init__(self, tokens: np.ndarray[Any, Any]) -> None:
-        self.tokens = tokens
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, where: slice) -> np.ndarray[Any, Any]:
-        self.read.append(where.start)
-        return self.tokens[where]
-
-
 def test_reads_only_the_rows_asked_for() -> None:
-    recorder: Any = Recorder(np.arange(1001))
-    sampler = BatchSampler(replace(counting_split(1001), tokens=recorder), 10, 16, seed=0)
-    sampler.batch(2, slice(4, 7))
-    assert recorder.read == (sampler.indices(2)[4:7] * 10).tolist()
+    """All other tokens are outside the vocabulary, which raises an error when they are read."""
+    sampler = BatchSampler(counting_split(1001), 10, 16, seed=0)
+    want = sampler.batch(2, slice(4, 7))
+    tokens = np.full(1001, 1001)
+    tokens[want] = want
+    damaged = BatchSampler(replace(counting_split(1001), tokens=tokens), 10, 16, seed=0)
+    assert np.array_equal(damaged.batch(2, slice(4, 7)), want)
+    with pytest.raises(DataError, match="outside the vocabulary"):
+        damaged.batch(2, slice(3, 7))
     assert sampler.batch(2, slice(3, 3)).shape == (0, 11)
 
 
@@ -136,6 +129,8 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
     split = replace(counting_split(101), vocab_size=50)
     with pytest.raises(DataError, match="outside the vocabulary of 50"):
         BatchSampler(split, 10, 10, sequential=True).batch(0)
+    with pytest.raises(DataError, match="contains token 60 outside"):  # the first window's largest
+        split.windows(np.array([10, 50, 80]), 11)
 
 
 @pytest.mark.parametrize(("seq_len", "global_batch"), [(0, 1), (1, 0)])

@@ -7,7 +7,7 @@ import numpy as np
 from gridformer.config import RunConfig
 from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
 from gridformer.data.samples.masked import MaskedSamples
-from gridformer.data.samples.order import Order
+from gridformer.data.samples.order import Order, Rows
 from gridformer.data.samples.sampler import BatchSampler
 from gridformer.data.samples.samples import Arrays, Batches, Dealt, Samples
 from gridformer.data.samples.spans import SpanSamples, sentinels_of
@@ -63,7 +63,7 @@ class CausalBatches:
         self.windows = windows
         self.n_samples = windows.n_samples
 
-    def batch(self, step: int, rows: slice | None = None) -> Arrays:
+    def batch(self, step: int, rows: Rows = None) -> Arrays:
         """Returns tokens and targets [rows, seq_len]; see Batches."""
         ids = self.windows.batch(step, rows)
         tokens, targets = ids[:, :-1], ids[:, 1:]

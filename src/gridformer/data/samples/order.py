@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from gridformer.data.samples.permutation import permute
 
+# Rows of a global batch: a slice of them, their numbers in any order, or all of them.
+Rows = slice | NDArray[np.int64] | None
+
 
 @dataclass(frozen=True)
 class Order:
@@ -34,8 +37,15 @@ class Order:
     seed: int
     sequential: bool = False
 
-    def indices(self, step: int) -> NDArray[np.int64]:
-        """Returns the sample numbers [global_batch] int64 of a step; a batch may span two epochs.
+    def indices(self, step: int, rows: Rows = None) -> NDArray[np.int64]:
+        """Returns the sample numbers [rows] int64 of a step; a batch may span two epochs.
+
+        Only the wanted rows are computed, so a device's time for them depends on its own rows and
+        not on the size of the global batch.
+
+        Args:
+            step: The number of the step, counted from 0.
+            rows: The rows of the global batch; None returns all.
 
         Raises:
             ValueError: `step` is negative.
@@ -45,11 +55,11 @@ class Order:
         # The start is computed with Python's integers: step * global_batch could in theory exceed
         # 2^63, but the position within an epoch cannot.
         epoch, start = divmod(step * self.global_batch, self.n_samples)
-        positions = start + np.arange(self.global_batch, dtype=np.int64)
-        epochs, positions = np.divmod(positions, self.n_samples)
+        wanted = row_numbers(self.global_batch, rows)
+        epochs, positions = np.divmod(start + wanted, self.n_samples)
         if self.sequential:
             return positions
-        for ahead in range(int(epochs[-1]) + 1):
+        for ahead in np.unique(epochs).tolist():
             here = epochs == ahead
             positions[here] = permute(positions[here], self.n_samples, self.seed, epoch + ahead)
         return positions
@@ -64,3 +74,9 @@ class Order:
         # The streams of a counter-based generator do not overlap for different keys.
         key = int.from_bytes(digest.digest(), "little")
         return np.random.Generator(np.random.Philox(key=key))
+
+
+def row_numbers(global_batch: int, rows: Rows) -> NDArray[np.int64]:
+    """Returns the numbers of `rows` in a global batch, [rows] int64."""
+    every = np.arange(global_batch, dtype=np.int64)
+    return every if rows is None else every[rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.samples.order import Order
+from gridformer.data.samples.order import Order, Rows
 from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.errors import DataError
 
@@ -48,11 +48,11 @@ class BatchSampler:
             raise DataError(_too_short(split, seq_len))
         self.order = Order(self.n_samples, global_batch, seed, sequential)
 
-    def indices(self, step: int) -> NDArray[np.int64]:
-        """Returns the sample numbers [global_batch] of a step >= 0; see `Order.indices`."""
-        return self.order.indices(step)
+    def indices(self, step: int, rows: Rows = None) -> NDArray[np.int64]:
+        """Returns the sample numbers [rows] of a step >= 0; see `Order.indices`."""
+        return self.order.indices(step, rows)
 
-    def batch(self, step: int, rows: slice | None = None) -> NDArray[np.int64]:
+    def batch(self, step: int, rows: Rows = None) -> NDArray[np.int64]:
         """Returns token ids [rows, seq_len + 1] int64 of a step's global batch.
 
         It reads only these rows from the disk.
@@ -64,12 +64,8 @@ class BatchSampler:
         Raises:
             DataError: An id is outside the vocabulary, which happens only in a damaged file.
         """
-        samples = self.indices(step)[rows if rows is not None else slice(None)]
-        batch = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)
-        for row, sample in zip(batch, samples.tolist()):
-            start = sample * self.seq_len
-            row[:] = self.split.window(start, start + self.seq_len + 1)
-        return batch
+        starts = self.indices(step, rows) * self.seq_len
+        return self.split.windows(starts, self.seq_len + 1)
 
 
 def _too_short(split: TokenSplit, seq_len: int) -> str:

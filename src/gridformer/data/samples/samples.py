@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.samples.order import Order
+from gridformer.data.samples.order import Order, Rows, row_numbers
 from gridformer.data.tokenfolder import TokenSplit
 
 Arrays = dict[str, NDArray[Any]]
@@ -53,7 +53,7 @@ class Batches(Protocol):
     @property
     def n_left_out(self) -> int: ...
 
-    def batch(self, step: int, rows: slice | None = None) -> Arrays:
+    def batch(self, step: int, rows: Rows = None) -> Arrays:
         """Returns rows of the global batch of a step, with the keys of `gridformer.utils.batch`.
 
         Each row is a function of (seed, step, row) alone, so it is the same whichever other rows
@@ -93,12 +93,13 @@ class Dealt:
     def n_left_out(self) -> int:
         return self.samples.n_left_out
 
-    def batch(self, step: int, rows: slice | None = None) -> Arrays:
+    def batch(self, step: int, rows: Rows = None) -> Arrays:
         """See Batches."""
-        numbers = self.order.indices(step)
-        wanted = range(len(numbers))[rows if rows is not None else slice(None)]
+        wanted = row_numbers(self.order.global_batch, rows)
         # An empty batch takes its keys and shapes from the first row.
-        read = [self._sample(step, row, int(numbers[row])) for row in wanted or range(1)]
+        made = wanted if len(wanted) else np.zeros(1, dtype=np.int64)
+        numbers = self.order.indices(step, made)
+        read = [self._sample(step, *of) for of in zip(made.tolist(), numbers.tolist())]
         return {key: np.stack([one[key] for one in read])[: len(wanted)] for key in read[0]}
 
     def _sample(self, step: int, row: int, number: int) -> Arrays:
