@@ -16,6 +16,7 @@ import torch
 
 from gridformer.comm import record
 from gridformer.config import DataConfig, LayoutConfig, RunConfig, TrainConfig
+from gridformer.data.samples.order import Rows
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.step import Stepper
@@ -75,7 +76,7 @@ def moved(run: RunConfig) -> tuple[float, float]:
     model = build_parallel(run.model, layout, axes, 1, CPU, choices=choices)
     batch = batches_of(0, run.model, B)
 
-    def read(rows: slice) -> Batch:
+    def read(rows: Rows) -> Batch:
         return {key: value[rows] for key, value in batch.items()}
 
     with record() as recorder:

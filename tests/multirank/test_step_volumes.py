@@ -14,6 +14,7 @@ import torch
 
 from gridformer.comm import Recorder, record
 from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.data.samples.order import Rows
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -68,7 +69,7 @@ def one_step(
     plan = plan.model_copy(update={"micro_batches": micro_batches})
     batch = batch_of(0, config, B)
 
-    def read(rows: slice) -> Batch:
+    def read(rows: Rows) -> Batch:
         return next_words(batch[rows])
 
     with patch.object(bucketing, "BUCKET_BYTES", bucket_bytes), record() as recorder:

@@ -16,6 +16,7 @@ import torch
 
 from gridformer.comm import Recorder, record
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
+from gridformer.data.samples.order import Rows
 from gridformer.mesh.node_placement import split_messages
 from gridformer.models import build_model
 from gridformer.parallel import build_parallel
@@ -184,7 +185,7 @@ def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorde
     plan = plan.model_copy(update={"micro_batches": micro_batches})
     batch = batch_of(0, CONFIG, 2 * B)
 
-    def read(rows: slice) -> Batch:
+    def read(rows: Rows) -> Batch:
         return next_words(batch[rows])
 
     stepper = Stepper(model, settings, axes, plan)

@@ -10,7 +10,7 @@ their model allows it, because rounding is then far below the differences of int
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.train.step import Stepper
+from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils import rng
 from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.support.reference import bert, gpt2, t5, transformer
@@ -392,7 +392,7 @@ def test_an_evaluation_is_a_mean_over_all_targets_without_dropout() -> None:
     want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     stepper = Stepper(ours.train(), TrainConfig(global_batch=2), Axes())
 
-    def read_of(batch: Batch) -> Callable[[slice], Batch]:
+    def read_of(batch: Batch) -> ReadRows:
         return lambda rows: {key: value[rows] for key, value in batch.items()}
 
     found = stepper.evaluate([read_of(batch) for batch in batches])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes, Axis
+from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import counted_square
 from gridformer.train.step import Stepper, learning_rate
-from gridformer.utils.batch import next_words
+from gridformer.utils.batch import Batch, next_words
 from gridformer.utils.errors import DivergedError
 
 MODEL = ModelConfig(n_layers=1, hidden_size=8, n_heads=2, vocab_size=11, max_seq_len=4)
@@ -60,7 +62,34 @@ def test_every_row_is_read_once(dp: int, rows: int, micro: int, each: int) -> No
                 axes = Axes(dp=Axis("dp", dp, replica), batch=Axis("batch", rows, row))
                 device = stepper(axes, global_batch=batch, micro_batches=micro)
                 read += range(batch)[device.rows(part)]
+                mine = device.all_rows.reshape(micro, each)
+                assert mine[part].tolist() == [*range(batch)[device.rows(part)]]
     assert read == list(range(batch)), "and in order"
+
+
+def test_a_step_reads_once_and_counts_once() -> None:
+    """What a step does besides its passes does not grow with the number of micro-batches."""
+    tokens = torch.randint(0, 11, (8, 5))
+    read: list[list[int]] = []
+    counted: list[int] = []
+    counts = Model.counts
+
+    def read_rows(rows: Any) -> Batch:
+        read.append(rows.tolist())
+        return next_words(tokens[rows])
+
+    def count(batch: Batch) -> dict[str, torch.Tensor]:
+        counted.append(len(batch["targets"]))
+        return counts(batch)
+
+    losses = []
+    for micro in (1, 4):
+        device = stepper(global_batch=8, micro_batches=micro)
+        with patch.object(Model, "counts", staticmethod(count)):
+            losses.append(device(0, read_rows).loss)
+    assert read == [[*range(8)]] * 2
+    assert counted == [8, 8]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

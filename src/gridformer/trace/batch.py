@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from gridformer.config import RunConfig
+from gridformer.data.samples.order import Rows
 from gridformer.utils.batch import Batch
 
 
-def rows_like(run: RunConfig, rows: slice) -> Batch:
+def rows_like(run: RunConfig, rows: Rows) -> Batch:
     """Returns a batch with the keys, shapes and dtypes of the run's batches, but without content.
 
     Args:
         run: The run.
         rows: The rows of the global batch; only their number matters.
     """
-    n = rows.stop - rows.start
+    n = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
     def ids(*shape: int) -> Tensor:
         return torch.zeros(n, *shape, dtype=torch.int64)

@@ -6,13 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gridformer import comm
 from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.data.samples.order import Rows
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel.data.copies import share_copies, share_parts
@@ -25,8 +29,8 @@ from gridformer.train.optimizer import Updates
 from gridformer.utils.batch import Batch, MicroBatch
 from gridformer.utils.errors import DivergedError
 
-# Reads these rows of a step's global batch; see gridformer.utils.batch.
-ReadRows = Callable[[slice], Batch]
+# Reads rows of a step's global batch; see gridformer.utils.batch.
+ReadRows = Callable[[Rows], Batch]
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,18 @@ class Stepper:
         part = (self.axes.dp.index * n_micro + micro) * batch.size + batch.index
         return slice(part * size, (part + 1) * size)
 
+    @cached_property
+    def all_rows(self) -> NDArray[np.int64]:
+        """The rows of a global batch that this device reads: its micro-batches' rows in order."""
+        parts = [self.rows(micro) for micro in range(self.micro_batches)]
+        return np.concatenate([np.arange(part.start, part.stop) for part in parts])
+
     def __call__(self, step: int, read: ReadRows, flag: bool = False) -> StepResult:
         """Trains on the global batch of one step. All ranks call it together.
 
         Args:
             step: The number of the step, counted from 0.
-            read: Reads rows of the step's global batch.
+            read: Reads rows of the step's global batch. It is called once, with `all_rows`.
             flag: Whether this rank was told to stop. Every rank's result tells if any rank was.
 
         Raises:
@@ -116,8 +126,9 @@ class Stepper:
                 `update: in_backward` layers may have been.
         """
         with self._timed("read the batch"):
-            work = self._work(read)
-            counts, tokens_and_flags = self._count(work, flag)
+            batch = self._read(read)
+            work = self._micro_batches(batch)
+            counts, tokens_and_flags = self._count(batch, flag)
         self.model.train()
         clear_gradients(self.parameters)
         self.model.clock.step = step
@@ -131,7 +142,7 @@ class Stepper:
         mine = [loss * self._first() for loss in losses.values()]
         sums = torch.stack([*mine, *self.updates.squares()])
         totals = comm.all_reduce(sums, self.axes.world, label="metrics")
-        # The host waits for the device here, and nowhere else unless `clip_by` is `layer`.
+        # The host waits for the device here and nowhere else.
         numbers = torch.cat([totals, torch.stack([*counts.values()]), tokens_and_flags]).tolist()
         n = len(counts)
         means, (square, last_square) = numbers[:n], numbers[n : n + 2]
@@ -175,17 +186,17 @@ class Stepper:
         All ranks call it together and get the same result.
 
         Args:
-            reads: For each global batch, a function that reads rows of it.
+            reads: For each global batch, a function that reads rows of it, called once each.
         """
         self.model.eval()
         totals: dict[str, Tensor] = {}
         with weights_kept(self.model):
             for read in reads:
-                work = self._work(read)
-                found = self.passes.evaluate(work)
+                batch = self._read(read)
+                counts = Model.counts(batch)
+                found = self.passes.evaluate(self._micro_batches(batch))
                 for name, loss in found.items():
-                    count = torch.stack([Model.counts(micro.batch)[name] for micro in work]).sum()
-                    count = count * self._reads_first()
+                    count = counts[name] * self._reads_first()
                     both = torch.stack((loss, count.to(loss.dtype)))
                     totals[name] = totals[name] + both if name in totals else both
         sums = torch.stack([*totals.values()]) * self._first()
@@ -193,30 +204,32 @@ class Stepper:
         parts = {name: loss / max(1.0, count) for name, (loss, count) in zip(totals, means)}
         return Evaluation(sum(parts.values()), parts)
 
-    def _work(self, read: ReadRows) -> list[MicroBatch]:
-        """Reads this device's micro-batches of a global batch and copies them to the device."""
-        found = []
-        for micro in range(self.micro_batches):
-            rows = self.rows(micro)
-            batch = {
-                key: value.to(self.device, non_blocking=True) for key, value in read(rows).items()
-            }
-            found.append(MicroBatch(rows, batch))
-        return found
+    def _read(self, read: ReadRows) -> Batch:
+        """Reads all rows of this device at once and copies them to the device."""
+        rows = read(self.all_rows)
+        return {key: value.to(self.device, non_blocking=True) for key, value in rows.items()}
 
-    def _count(self, work: list[MicroBatch], flag: bool) -> tuple[dict[str, Tensor], Tensor]:
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """Divides the rows of `_read` into micro-batches, which are views of them."""
+        size = len(self.all_rows) // self.micro_batches
+        parts = {key: value.split(size) for key, value in batch.items()}
+        return [
+            MicroBatch(self.rows(micro), {key: part[micro] for key, part in parts.items()})
+            for micro in range(self.micro_batches)
+        ]
+
+    def _count(self, batch: Batch, flag: bool) -> tuple[dict[str, Tensor], Tensor]:
         """Counts over the global batch, on the device.
 
         Returns:
             The targets of each loss, and [tokens read, flags raised].
         """
-        each = [Model.counts(micro.batch) for micro in work]
-        mine = [torch.stack([counts[name] for counts in each]).sum() for name in each[0]]
-        mine.append(torch.stack([Model.n_tokens(micro.batch) for micro in work]).sum())
+        counts = Model.counts(batch)
+        mine = [*counts.values(), Model.n_tokens(batch)]
         mine = [count * self._first() * self._reads_first() for count in mine]
         mine.append(torch.full_like(mine[0], flag))
         totals = comm.all_reduce(torch.stack(mine), self.axes.world, label="metrics")
-        return dict(zip(each[0], totals.unbind())), totals[-2:]
+        return dict(zip(counts, totals.unbind())), totals[-2:]
 
     def _first(self) -> int:
         """Returns 1 on one of the ranks that hold the same rows and 0 on the others.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
-
-import torch
 
 from gridformer.checkpoint import checkpoint
 from gridformer.data import Batches, TokenFolder, open_batches
@@ -17,11 +17,11 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.compile import compile_model
 from gridformer.train.console import Reporter, title_of
+from gridformer.train.loader import BatchLoader
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
 from gridformer.train.step import ReadRows, Stepper, StepResult
 from gridformer.train.trace import StepTrace
-from gridformer.utils.batch import Batch
 from gridformer.utils.signals import install
 
 
@@ -76,7 +76,11 @@ class Trainer:
         """
         train, step = self.run.train, self.plan.resume_step
         saved = step
-        try:
+        with ExitStack() as at_end:
+            for opened in (self.log, self.report):
+                if opened:
+                    at_end.callback(opened.close)
+            self.ahead = at_end.enter_context(self._loader(self.batches, range(step, train.steps)))
             if step == 0:
                 self._write({"step": 0, "tokens": 0, **self._evaluate()})
             while step < train.steps:
@@ -94,15 +98,10 @@ class Trainer:
             if self.report:
                 plot_loss(self.plan.out, title_of(self.run))
                 self.report.end(step, saved, stopped=step < train.steps)
-        finally:
-            if self.report:
-                self.report.close()
-            if self.log:
-                self.log.close()
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         began = time.perf_counter()
-        read = partial(self._rows, self.batches, step)
+        read = partial(self.ahead.read, step)
         if step + 1 == self.run.train.trace_step:
             result = self._traced(step, read)
         else:
@@ -146,11 +145,9 @@ class Trainer:
             assert_copies_equal(self.model, self.axes)
         if self.report:
             self.report.say("evaluating")
-        reads: list[ReadRows] = [
-            partial(self._rows, self.held_out, number)
-            for number in range(self.run.train.eval_batches)
-        ]
-        found = self.stepper.evaluate(reads)
+        numbers = range(self.run.train.eval_batches)
+        with self._loader(self.held_out, numbers) as ahead:
+            found = self.stepper.evaluate([partial(ahead.read, number) for number in numbers])
         return {"val_loss": found.loss, **_parts("val_loss", found.losses)}
 
     def _save(self, step: int) -> None:
@@ -179,9 +176,9 @@ class Trainer:
         (out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
         shutil.copyfile(self.run.data.path / "tokenizer.json", out / "tokenizer.json")
 
-    @staticmethod
-    def _rows(batches: Batches, step: int, rows: slice) -> Batch:
-        return {key: torch.from_numpy(value) for key, value in batches.batch(step, rows).items()}
+    def _loader(self, batches: Batches, steps: Sequence[int]) -> BatchLoader:
+        """Starts to make this device's rows of some global batches."""
+        return BatchLoader(batches, self.stepper.all_rows, steps, self.stepper.device)
 
 
 def _parts(name: str, losses: dict[str, float]) -> dict[str, float]:

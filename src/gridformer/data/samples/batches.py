@@ -63,7 +63,7 @@ class CausalBatches:
         self.windows = windows
         self.n_samples = windows.n_samples
 
-    def batch(self, step: int, rows: Rows = None) -> Arrays:
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """Returns tokens and targets [rows, seq_len]; see Batches."""
         ids = self.windows.batch(step, rows)
         tokens, targets = ids[:, :-1], ids[:, 1:]

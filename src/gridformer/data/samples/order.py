@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from gridformer.data.samples.permutation import permute
 
-# Rows of a global batch: a slice of them, their numbers in any order, or all of them.
-Rows = slice | NDArray[np.int64] | None
+# Rows of a global batch: a slice of them, or their numbers in any order.
+Rows = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Order:
     seed: int
     sequential: bool = False
 
-    def indices(self, step: int, rows: Rows = None) -> NDArray[np.int64]:
+    def indices(self, step: int, rows: Rows | None = None) -> NDArray[np.int64]:
         """Returns the sample numbers [rows] int64 of a step; a batch may span two epochs.
 
         Only the wanted rows are computed, so a device's time for them depends on its own rows and
@@ -76,7 +76,7 @@ class Order:
         return np.random.Generator(np.random.Philox(key=key))
 
 
-def row_numbers(global_batch: int, rows: Rows) -> NDArray[np.int64]:
+def row_numbers(global_batch: int, rows: Rows | None) -> NDArray[np.int64]:
     """Returns the numbers of `rows` in a global batch, [rows] int64."""
     every = np.arange(global_batch, dtype=np.int64)
     return every if rows is None else every[rows]

@@ -48,11 +48,11 @@ class BatchSampler:
             raise DataError(_too_short(split, seq_len))
         self.order = Order(self.n_samples, global_batch, seed, sequential)
 
-    def indices(self, step: int, rows: Rows = None) -> NDArray[np.int64]:
+    def indices(self, step: int, rows: Rows | None = None) -> NDArray[np.int64]:
         """Returns the sample numbers [rows] of a step >= 0; see `Order.indices`."""
         return self.order.indices(step, rows)
 
-    def batch(self, step: int, rows: Rows = None) -> NDArray[np.int64]:
+    def batch(self, step: int, rows: Rows | None = None) -> NDArray[np.int64]:
         """Returns token ids [rows, seq_len + 1] int64 of a step's global batch.
 
         It reads only these rows from the disk.

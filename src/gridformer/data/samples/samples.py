@@ -53,7 +53,7 @@ class Batches(Protocol):
     @property
     def n_left_out(self) -> int: ...
 
-    def batch(self, step: int, rows: Rows = None) -> Arrays:
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """Returns rows of the global batch of a step, with the keys of `gridformer.utils.batch`.
 
         Each row is a function of (seed, step, row) alone, so it is the same whichever other rows
@@ -93,7 +93,7 @@ class Dealt:
     def n_left_out(self) -> int:
         return self.samples.n_left_out
 
-    def batch(self, step: int, rows: Rows = None) -> Arrays:
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """See Batches."""
         wanted = row_numbers(self.order.global_batch, rows)
         # An empty batch takes its keys and shapes from the first row.

@@ -1,0 +1,218 @@
+"""Makes the batches of the next steps in a background thread while the device computes.
+
+A thread is enough. What takes the time is reading and copying, during which numpy releases Python's
+lock; the rest takes turns with the training thread, so it costs no more than it would there. A
+child process would instead have to be forked or started from a worker that has process groups, GPUs
+and threads, and would outlive it if the worker were killed.
+
+A batch depends only on (seed, step, row). So batches that are made ahead are the same as those made
+when they are needed, and nothing about them has to be saved in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gridformer.data import Batches
+from gridformer.data.samples.order import Rows
+from gridformer.data.samples.samples import Arrays
+from gridformer.utils.batch import Batch
+
+DEPTH = 2  # batches that are made ahead: one to take, and one that evens out slow reads
+# A run that fails must report it soon, even if the thread waits for a slow disk.
+_CLOSE_S = 1.0
+
+
+class BatchLoader:
+    """The batches of some steps, made ahead in their order by a thread.
+
+    The thread starts at once. It ends after the last step, after an error and on `close`, so use
+    the loader in a `with` statement.
+
+    Args:
+        batches: The global batches.
+        rows: The rows of each global batch that this device reads.
+        steps: The numbers of the batches, in the order in which they will be read.
+        device: Where the batches are needed.
+        depth: How many batches are made ahead at most.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        rows: NDArray[np.int64],
+        steps: Sequence[int],
+        device: torch.device,
+        depth: int = DEPTH,
+    ) -> None:
+        self.batches, self.rows, self.steps, self.depth = batches, rows, steps, depth
+        self._transfer = transfer_to(device, depth + 1)
+        self._changed = threading.Condition()  # guards the next three
+        self._ready: deque[tuple[int, Batch | BaseException]] = deque()
+        self._closed = False
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+        self._thread.start()
+
+    def read(self, step: int, rows: Rows) -> Batch:
+        """Returns the batch of a step on the device and waits until it has been made.
+
+        Args:
+            step: The step, which must be the next one of `steps`.
+            rows: The loader's `rows`.
+
+        Raises:
+            Exception: What making this batch has raised, with the traceback of the thread.
+        """
+        assert rows is self.rows, "the loader makes other rows"
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._ended)
+            assert self._ready, f"no batch is left for step {step}"
+            number, made = self._ready.popleft()
+            self._changed.notify_all()
+        assert number == step, f"the next batch is that of step {number}, not {step}"
+        if isinstance(made, BaseException):
+            try:
+                raise made
+            finally:
+                del made  # its traceback refers to this frame
+        return self._transfer.to_device(made)
+
+    def close(self) -> None:
+        """Ends the thread. If it is making a batch, it ends after that one."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        with self._telling_the_end():
+            for step in self.steps:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self.depth)
+                    if self._closed:
+                        return
+                made: Batch | BaseException
+                try:
+                    made = self._transfer.from_host(self.batches.batch(step, self.rows))
+                except BaseException as error:
+                    made = error
+                with self._changed:
+                    self._ready.append((step, made))
+                    self._changed.notify_all()
+                if isinstance(made, BaseException):
+                    return
+
+    @contextmanager
+    def _telling_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+
+class Transfer(Protocol):
+    """Moves batches from numpy arrays to a device."""
+
+    def from_host(self, arrays: Arrays) -> Batch:
+        """Puts a batch where `to_device` finds it. Called by the thread that makes batches."""
+
+    def to_device(self, batch: Batch) -> Batch:
+        """Returns a batch of `from_host` on the device. Called by the training thread, in order."""
+
+
+def transfer_to(device: torch.device, n_buffers: int) -> Transfer:
+    """Returns the transfer to a device, with `n_buffers` pinned buffers if it is a GPU."""
+    return ToGpu(device, n_buffers) if device.type == "cuda" else InPlace()
+
+
+class InPlace:
+    """The transfer to the CPU, where a batch's arrays are its tensors."""
+
+    def from_host(self, arrays: Arrays) -> Batch:
+        return {key: torch.from_numpy(value) for key, value in arrays.items()}
+
+    def to_device(self, batch: Batch) -> Batch:
+        return batch
+
+
+@dataclass
+class PinnedBuffer:
+    """Pinned memory for one batch, from which a GPU copies without the CPU.
+
+    Attributes:
+        batch: The tensors; empty until the first batch determines their shapes.
+        copied: Passes when the last copy from the buffer is done.
+    """
+
+    batch: Batch = field(default_factory=dict)
+    copied: torch.cuda.Event | None = None
+
+    def fill(self, arrays: Arrays) -> None:
+        """Copies arrays into the buffer once the GPU has read what was there before."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if not self.batch:
+            self.batch = {key: pinned_like(value) for key, value in arrays.items()}
+        for key, value in arrays.items():
+            # With numpy: torch would start a second set of OpenMP threads for this thread.
+            np.copyto(self.batch[key].numpy(), value)
+
+
+def pinned_like(array: NDArray[np.generic]) -> Tensor:
+    """Returns an uninitialized tensor in pinned memory, with the shape and dtype of an array."""
+    return torch.empty_like(torch.from_numpy(array), pin_memory=True)
+
+
+class ToGpu:
+    """The transfer to a GPU, through buffers in pinned memory that are used in turn.
+
+    Copies run on a stream of their own, so that they do not wait for the kernels of the step
+    before. At most `n_buffers` batches, the one that is being filled included, may wait for
+    `to_device`; then the copy of what a buffer held before has started when it is filled again.
+    """
+
+    def __init__(self, device: torch.device, n_buffers: int) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.buffers = [PinnedBuffer() for _ in range(n_buffers)]
+        self._filled = self._copied = 0  # how many batches; each thread changes one of them
+
+    def from_host(self, arrays: Arrays) -> Batch:
+        torch.cuda.set_device(self.device)  # each thread has its own current device
+        buffer = self.buffers[self._filled % len(self.buffers)]
+        buffer.fill(arrays)
+        self._filled += 1
+        return buffer.batch
+
+    def to_device(self, batch: Batch) -> Batch:
+        buffer = self.buffers[self._copied % len(self.buffers)]
+        assert batch is buffer.batch, "batches are copied in the order in which they were made"
+        training = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.stream):
+            found = {key: x.to(self.device, non_blocking=True) for key, x in batch.items()}
+            buffer.copied = self.stream.record_event()
+        training.wait_event(buffer.copied)
+        for tensor in found.values():
+            tensor.record_stream(training)  # its memory belongs to the other stream
+        self._copied += 1
+        return found
