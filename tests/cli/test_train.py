@@ -21,7 +21,10 @@ from tests.support.marks import full_unless
 
 COMMAND = [sys.executable, "-m", "gridformer"]
 GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
-KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s"}
+KEYS = {
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s"),
+    *("model_tflops", "hardware_tflops"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,7 @@ def test_a_run_writes_all_promised_files(run_file: Path, tmp_path: Path) -> None
     done = gridformer("train", run_file, "train.lr=0.001", "--out", out, "--nproc", "4")
     assert done.returncode == 0, done.stderr
     assert "optimus 2x2" in done.stdout
+    assert " TFLOP/s per process" in done.stdout
     assert "gloo" in done.stdout or "nccl" in done.stdout
 
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

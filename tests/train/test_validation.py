@@ -17,6 +17,7 @@ from gridformer.mesh.process_group import World
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
+from gridformer.train.flops import StepFlops
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -101,7 +102,9 @@ def test_metrics_are_of_their_own_step(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
     """The learning rate follows its formula; tokens add up, and tokens/s are those of one step."""
-    run = run_of(token_folder, global_batch=2, eval_batches=1, lr=0.01, warmup_steps=2)
+    run = run_of(
+        token_folder, global_batch=2, eval_batches=1, lr=0.01, warmup_steps=2, peak_tflops=0.5
+    )
     pool.run(1, fit, Plan(run, tmp_path, None, 0, decide_run(run)))
     first, *lines = read_metrics(tmp_path)
     assert (first["step"], first["tokens"]) == (0, 0)
@@ -111,3 +114,6 @@ def test_metrics_are_of_their_own_step(
         assert line["step"] == number
         assert line["tokens"] == 2 * SEQ * number
         assert line["tokens_per_s"] * line["step_time_s"] == pytest.approx(2 * SEQ)
+        flops = line["model_tflops"] * line["step_time_s"] * 1e12
+        assert flops == pytest.approx(StepFlops.of(run).model)
+        assert line["mfu"] == line["hfu"] == pytest.approx(line["model_tflops"] / 0.5)

@@ -176,6 +176,13 @@ class TrainConfig(Config):
         description="The timeline of this step N is written to trace-step-N.json, which makes "
         "the step slower; 0 means no step.",
     )
+    peak_tflops: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Metrics state utilizations (mfu and hfu) relative to this peak of one device "
+        "in TFLOP/s. 0 means the peak of the data sheet for dtype if the device is a known GPU, "
+        "and otherwise metrics have no utilizations.",
+    )
     timeout_s: float = Field(
         default=600.0,
         gt=0.0,

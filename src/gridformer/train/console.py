@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import notes
 from gridformer.parallel.registry import describe
-from gridformer.utils.units import format_count
+from gridformer.utils.units import GIB, format_bytes, format_count, three_digits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +38,7 @@ class Reporter:
 
     def __init__(self, plan: Plan, world: World, n_train_tokens: int, batches: Batches) -> None:
         self.plan = plan
+        self.on_gpu = world.device.type == "cuda"
         self.console = Console(highlight=False)
         self._last_line = 0.0
         run = plan.run
@@ -81,6 +82,9 @@ class Reporter:
             parts.append(f"val {val:.3f} (perplexity {perplexity(words):,.1f})")
         if "tokens_per_s" in metrics:
             parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+            parts.append(_speed(metrics, "GPU" if self.on_gpu else "process"))
+        if "peak_memory_gib" in metrics:
+            parts.append(f"peak {format_bytes(metrics['peak_memory_gib'] * GIB)}")
         text = "  ".join(parts)
         self.progress.update(self._task, completed=step, description=text)
         now = time.monotonic()
@@ -146,6 +150,18 @@ def title_of(run: RunConfig) -> str:
 def _lengths(run: RunConfig) -> str:
     """Returns `128`, or `128 + 114` if samples have a source."""
     return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
+
+
+def _speed(metrics: dict[str, Any], device: str) -> str:
+    """Returns `312 TFLOP/s per GPU`, or with a known peak `312 TFLOP/s per GPU (MFU 32%)`.
+
+    With recomputation, the utilization of the hardware is larger and is added.
+    """
+    text = f"{three_digits(metrics['model_tflops'])} TFLOP/s per {device}"
+    if "mfu" not in metrics:
+        return text
+    rest = "" if metrics["hfu"] == metrics["mfu"] else f", HFU {metrics['hfu']:.1%}"
+    return f"{text} (MFU {metrics['mfu']:.1%}{rest})"
 
 
 def perplexity(loss: float) -> float:

@@ -9,6 +9,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
+
+from gridformer import comm
 from gridformer.checkpoint import checkpoint
 from gridformer.data import Batches, TokenFolder, open_batches
 from gridformer.mesh.process_group import World
@@ -17,12 +20,14 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.compile import compile_model
 from gridformer.train.console import Reporter, title_of
+from gridformer.train.flops import Utilization
 from gridformer.train.loader import BatchLoader
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
 from gridformer.train.step import ReadRows, Stepper, StepResult
 from gridformer.train.trace import StepTrace
 from gridformer.utils.signals import install
+from gridformer.utils.units import GIB
 
 
 class Trainer:
@@ -54,6 +59,7 @@ class Trainer:
         if run.train.compile:
             compile_model(self.model)
         self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
+        self.utilization = Utilization.of(run, world.device, self.model.recompute.stops_early)
         self.tokens = 0
         if plan.resume is not None:
             loaded = checkpoint.load(plan.resume, self.model, self.stepper.updates, self.axes)
@@ -88,7 +94,7 @@ class Trainer:
                 step += 1
                 last = step == train.steps
                 if not flagged and (last or _due(step, train.eval_every)):
-                    metrics |= self._evaluate()
+                    metrics |= self._evaluate() | self._peak_memory()
                 self._write(metrics)
                 if last or flagged or _due(step, train.save_every):
                     self._save(step)
@@ -123,6 +129,7 @@ class Trainer:
             "tokens": self.tokens,
             "tokens_per_s": result.tokens / seconds,
             "step_time_s": seconds,
+            **self.utilization.metrics(seconds),
         }
         return metrics, result.flagged
 
@@ -149,6 +156,15 @@ class Trainer:
         with self._loader(self.held_out, numbers) as ahead:
             found = self.stepper.evaluate([partial(ahead.read, number) for number in numbers])
         return {"val_loss": found.loss, **_parts("val_loss", found.losses)}
+
+    def _peak_memory(self) -> dict[str, float]:
+        """Returns the most memory that the tensors of any process have taken on its GPU."""
+        device = self.world.device
+        if device.type != "cuda":
+            return {}
+        peak = torch.tensor(torch.cuda.max_memory_allocated(device), device=device)
+        largest = comm.all_reduce(peak, self.axes.world, "max", label="metrics")
+        return {"peak_memory_gib": int(largest) / GIB}
 
     def _save(self, step: int) -> None:
         if self.report:

@@ -48,6 +48,7 @@ FIXED: dict[str, Any] = {
     "train.save_every": 0,
     "train.keep_checkpoints": 1,
     "train.trace_step": 0,
+    "train.peak_tflops": 0.0,
     "train.timeout_s": 600.0,
 }
 # Numbers that suit tiny models on few processes; usual ones appear several times. For numbers that

@@ -1,0 +1,155 @@
+"""How many floating-point operations a step takes, and how well devices are utilized by them.
+
+Only matrix products count, 2mnk for each, and the backward pass has two for each of the forward
+pass. Attention counts all pairs of positions, also those that a causal mask hides, and padding
+counts like text, as is usual for MFU (Narayanan et al. 2021; Chowdhery et al. 2022, appendix B).
+
+Model operations are those of one device without recomputation, so they are the same on every
+layout. Hardware operations add what `train.recompute` computes again (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gridformer.config import ModelConfig, RunConfig
+from gridformer.utils.gpus import peak_tflops
+
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Floating-point operations of one optimizer step on all devices together.
+
+    Attributes:
+        model: The operations of the model itself.
+        hardware: `model`, and what is recomputed.
+    """
+
+    model: int
+    hardware: int
+
+    @staticmethod
+    def of(run: RunConfig, stops_early: bool = True) -> StepFlops:
+        """Counts the operations of a run's step.
+
+        Args:
+            run: The run, with its vocabulary and lengths resolved.
+            stops_early: Whether recomputation stops early; see `models.blocks.Recompute`.
+        """
+        model, s, source = run.model, run.seq_len, run.source_len
+        stacks = [_Stack(model, model.n_layers, s)]
+        if model.two_stacks:
+            stacks = [
+                _Stack(model, model.n_layers, source),
+                _Stack(model, model.n_decoder_layers, s, source),
+            ]
+        forward = sum(stack.forward for stack in stacks) + _heads(model, s)
+        mode, unfused = run.train.recompute, model.attention_dropout > 0.0
+        again = 0
+        if mode == "full":
+            again = sum(stack.recomputed_fully(stops_early) for stack in stacks)
+        elif mode == "selective":
+            again = sum(stack.recomputed_selectively(unfused) for stack in stacks)
+        rows = run.train.global_batch
+        return StepFlops(rows * 3 * forward, rows * (3 * forward + again))
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The layers of an encoder or a decoder, and their operations for one sequence.
+
+    Attributes:
+        model: The model's config.
+        n_layers: The number of layers.
+        s: The tokens of a sequence.
+        source: The tokens that cross-attention reads; 0 without it.
+    """
+
+    model: ModelConfig
+    n_layers: int
+    s: int
+    source: int = 0
+
+    @property
+    def scores(self) -> int:
+        """The products of queries with keys in all layers. Those with values are as many."""
+        inner = self.model.n_heads * self.model.head_width
+        return self.n_layers * 2 * self.s * (self.s + self.source) * inner
+
+    @property
+    def last(self) -> int:
+        """The last products of all layers."""
+        return self.n_layers * 2 * self.s * self.model.hidden_size * self.model.ffn_size
+
+    @property
+    def forward(self) -> int:
+        """The forward pass."""
+        h, inner = self.model.hidden_size, self.model.n_heads * self.model.head_width
+        weights = self.s * 4 * inner * h  # queries, keys, values and output
+        if self.source:
+            weights += self.s * 2 * inner * h + self.source * 2 * inner * h
+        return self.n_layers * 2 * weights + 2 * self.scores + 2 * self.last
+
+    def recomputed_fully(self, stops_early: bool) -> int:
+        """What is computed again with recompute=full."""
+        # Nothing reads the result of the last product, except for a norm after the layer.
+        spared = stops_early and self.model.norm_position == "pre"
+        return self.forward - self.last * spared
+
+    def recomputed_selectively(self, unfused: bool) -> int:
+        """What is computed again with recompute=selective: a fused kernel has both products."""
+        return self.scores * (1 if unfused else 2)
+
+
+def _heads(model: ModelConfig, s: int) -> int:
+    """The forward pass of all heads for one sequence."""
+    h = model.hidden_size
+    found = 2 * s * h * model.vocab_size
+    if model.family == "bert":
+        found += 2 * s * h * h  # the transform before the head
+        if model.sentence_pair and not model.n_labels:
+            found += 2 * h * (h + 2)
+    if model.n_labels:
+        found += 2 * h * (h + model.n_labels)
+    return found
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Turns the time of a step into the speed and utilization of each device.
+
+    Attributes:
+        flops: The operations of a step.
+        n_devices: The number of devices, which is that of processes.
+        peak: The peak of one device in TFLOP/s; 0 if it is unknown.
+    """
+
+    flops: StepFlops
+    n_devices: int
+    peak: float
+
+    @staticmethod
+    def of(run: RunConfig, device: torch.device, stops_early: bool) -> Utilization:
+        """Looks up the peak of a device, unless `train.peak_tflops` sets it."""
+        peak = run.train.peak_tflops
+        if not peak and device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+            peak = peak_tflops(name, run.train.dtype, _products_use_tf32()) or 0.0
+        return Utilization(StepFlops.of(run, stops_early), run.layout.n_processes, peak)
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Returns a step's TFLOP/s of each device and, if the peak is known, MFU and HFU."""
+        each = seconds * self.n_devices * TERA
+        model, hardware = self.flops.model / each, self.flops.hardware / each
+        found = {"model_tflops": model, "hardware_tflops": hardware}
+        if self.peak:
+            found |= {"mfu": model / self.peak, "hfu": hardware / self.peak}
+        return found
+
+
+def _products_use_tf32() -> bool:
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -1,0 +1,146 @@
+"""Operations of a step by formula, compared with those that a step runs, as torch counts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from gridformer.config import DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from gridformer.memory.estimate import rows_like
+from gridformer.mesh import Axes
+from gridformer.parallel import build_parallel
+from gridformer.train.console import _speed
+from gridformer.train.flops import StepFlops, Utilization
+from gridformer.train.step import Stepper
+
+aten = torch.ops.aten
+SIZES: dict[str, Any] = {
+    "n_layers": 2, "hidden_size": 12, "n_heads": 3, "head_dim": 5, "ffn_size": 20,
+    "vocab_size": 17, "max_seq_len": 16,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt2, labels": {"n_labels": 3},
+    "bert": {"family": "bert"},
+    "bert, labels": {"family": "bert", "n_labels": 3, "sentence_pair": False},
+    "bert, pre-norm, alone": {"family": "bert", "norm_position": "pre", "sentence_pair": False},
+    "t5": {"family": "t5", "n_decoder_layers": 3},
+    "transformer": {"family": "transformer", "n_decoder_layers": 1},
+    "transformer, pre-norm": {"family": "transformer", "norm_position": "pre"},
+}
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations of products and attention.
+
+    torch's own counter does not know attention on CPU. What a fused kernel recomputes in its
+    backward pass is not counted, as there are kernels that keep the scores.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif packet == aten._scaled_dot_product_flash_attention_for_cpu:
+            self.total += sdpa_flop_count(*(x.shape for x in args[:3]))
+        elif packet == aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            self.total += 2 * sdpa_flop_count(*(x.shape for x in args[1:4]))
+        return out
+
+
+def run_of(model: dict[str, Any], **train: Any) -> RunConfig:
+    config = ModelConfig(**{**SIZES, **model})
+    return RunConfig(
+        model=config,
+        data=DataConfig(path=Path("none"), seq_len=8, source_len=11 if config.two_stacks else 0),
+        layout=LayoutConfig(micro_batches=2),
+        train=TrainConfig(**{"global_batch": 4, "loss_chunk_tokens": 6, **train}),
+    )
+
+
+def counted(run: RunConfig) -> int:
+    model = build_parallel(run.model, LayoutConfig(), Axes(), 1, torch.device("cpu"))
+    stepper = Stepper(model, run.train, Axes(), run.layout)
+    with Counter() as counter:
+        stepper(0, lambda rows: rows_like(run, rows))
+    return counter.total
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_takes_the_operations_of_its_formula(model: str, recompute: str) -> None:
+    """The source is longer than the target, and heads are wider than h / n."""
+    run = run_of(MODELS[model], recompute=recompute)
+    flops = StepFlops.of(run)
+    assert flops.model == counted(run.model_copy(update={"train": run_of({}).train}))
+    if recompute == "none":
+        assert flops.hardware == flops.model
+    elif (model, recompute) != ("t5", "selective"):  # on CPU a learned bias needs the unfused path
+        assert flops.hardware == counted(run) > flops.model
+
+
+def test_attention_dropout_recomputes_less() -> None:
+    """The probabilities are computed again, but not their product with the values."""
+    run = run_of({"attention_dropout": 0.1}, recompute="selective")
+    assert StepFlops.of(run).hardware == counted(run)
+
+
+def test_the_known_size_of_a_step() -> None:
+    """Narayanan et al. 2021, equation 3, which counts recomputation of everything."""
+    run = run_of({"n_layers": 24, "hidden_size": 1024, "n_heads": 16, "vocab_size": 50257,
+                  "max_seq_len": 1024, "head_dim": 0, "ffn_size": 0}, recompute="full")  # fmt: skip
+    run = run.model_copy(update={"data": DataConfig(path=Path("none"), seq_len=1024)})
+    b, s, n, h, v = 4, 1024, 24, 1024, 50257
+    want = 96 * b * s * n * h**2 * (1 + s / (6 * h)) + 6 * b * s * h * v
+    assert StepFlops.of(run, stops_early=False).hardware == want
+
+
+def test_utilization_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LayoutConfig(scheme="megatron", cols=4)
+    run = run_of({}, recompute="full", dtype="bfloat16").model_copy(update={"layout": layout})
+    flops = StepFlops.of(run)
+    on_cpu = Utilization.of(run, torch.device("cpu"), True).metrics(0.5)
+    assert on_cpu == {
+        "model_tflops": pytest.approx(flops.model / 0.5 / 4 / 1e12),
+        "hardware_tflops": pytest.approx(flops.hardware / 0.5 / 4 / 1e12),
+    }
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    on_gpu = Utilization.of(run, torch.device("cuda", 0), True).metrics(0.5)
+    assert on_gpu["mfu"] == pytest.approx(on_gpu["model_tflops"] / 989.5)
+    assert on_gpu["hfu"] == pytest.approx(on_gpu["hardware_tflops"] / 989.5)
+    assert on_gpu["hfu"] > on_gpu["mfu"]
+    train = run.train.model_copy(update={"peak_tflops": 2.0})
+    told = run.model_copy(update={"train": train})
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        found = Utilization.of(told, device, True).metrics(0.5)
+        assert found["mfu"] == pytest.approx(on_cpu["model_tflops"] / 2.0)
+
+
+def test_float32_is_compared_with_the_peak_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision, want in (("ieee", 51.0), ("tf32", 378.0)):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            assert Utilization.of(run_of({}), torch.device("cuda", 0), True).peak == want
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_what_the_terminal_says() -> None:
+    speed = {"model_tflops": 312.4, "hardware_tflops": 312.4}
+    assert _speed(speed, "process") == "312 TFLOP/s per process"
+    speed |= {"mfu": 0.3157, "hfu": 0.3157}
+    assert _speed(speed, "GPU") == "312 TFLOP/s per GPU (MFU 31.6%)"
+    speed["hfu"] = 0.4
+    assert _speed(speed, "GPU") == "312 TFLOP/s per GPU (MFU 31.6%, HFU 40.0%)"
