@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,8 @@ def test_workers_form_a_group(start: Start, tmp_path: Path) -> None:
     cores = n_cores()
     for rank in range(2):
         assert (tmp_path / f"sum{rank}").read_text() == f"{rank}/2 2 {max(1, cores // 2)}"
+        if sys.platform == "linux":
+            assert (tmp_path / f"allocator{rank}").read_text() == "expandable_segments:True"
     assert "2 processes over" in out
 
 

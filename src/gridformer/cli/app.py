@@ -19,6 +19,7 @@ from gridformer.cli.layouts import layouts
 from gridformer.cli.memory import memory
 from gridformer.cli.prepare import prepare
 from gridformer.cli.train import train
+from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.threads import let_threads_sleep
 
@@ -69,7 +70,9 @@ def _options(
 
 def main() -> None:
     """Runs the command. A UserError is printed without a traceback and exits with code 2."""
-    let_threads_sleep()  # works only before torch is imported, and no command has done so yet
+    # Both work only before torch is imported or initializes CUDA, and no command has done so yet.
+    let_threads_sleep()
+    use_expandable_segments()
     try:
         app()
     except UserError as error:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from gridformer.mesh.launch_env import STORE_FILE, Joined
 from gridformer.mesh.process_group import abandon_world
 from gridformer.utils import signals as stopping
+from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.errors import UserError
 
 # Under torchrun, a rank whose peer broke the connection waits this long before it ends, because
@@ -83,6 +84,7 @@ def work(
     stop.is_hopeless = meeting.is_hopeless
     threading.Thread(target=_die_with_launcher, name="launcher watch", daemon=True).start()
     faulthandler.enable(all_threads=True)  # a crash in native code prints where it happened
+    use_expandable_segments()
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -125,6 +127,7 @@ def work_here(entrypoint: Callable[..., None], args: tuple[Any, ...], place: Joi
         SystemExit: a signal asked to stop.
     """
     stop = stopping.install()
+    use_expandable_segments()
     error_file = _error_file_of_torchrun()
     if error_file:
         faulthandler.enable(all_threads=True)

@@ -28,6 +28,7 @@ def sums(folder: Path, n: int) -> None:
     x = torch.ones(1)
     if n > 1:
         dist.all_reduce(x)
+    note(folder, "allocator", os.environ.get("PYTORCH_ALLOC_CONF", ""))
     note(folder, "sum", f"{world.rank}/{world.size} {x.item():g} {torch.get_num_threads()}")
     print(f"output of rank {world.rank}: {world.why}")
     close_world()

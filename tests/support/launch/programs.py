@@ -39,7 +39,7 @@ def starting(folder: Path) -> Iterator[Start]:
         process = subprocess.Popen(
             [sys.executable, *before, "-m", "tests.support.launch.main", name, str(n), folder],
             cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if not k.startswith("OMP_")} | (env or {}),
+            env=_without_settings_of_threads_and_memory() | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -53,6 +53,14 @@ def starting(folder: Path) -> Iterator[Start]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def _without_settings_of_threads_and_memory() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("OMP_") and not name.endswith("ALLOC_CONF")
+    }
 
 
 def wait_for(folder: Path, names: list[str], process: subprocess.Popen[str]) -> list[str]:
