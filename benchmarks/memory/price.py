@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.memory.cases import METHODS, PRICE_BATCH, PRICE_LAYOUTS, PRICE_MODEL
 from gridformer import comm
 from gridformer.config import DataConfig, RunConfig, TrainConfig
+from gridformer.data.samples.order import Rows
 from gridformer.memory.estimate import DEVICE
 from gridformer.mesh import Axes
 from gridformer.mesh.process_group import close_world, init_world
@@ -114,5 +115,5 @@ def _stepper(run: RunConfig, axes: Axes) -> Stepper:
     return Stepper(model, run.train, axes, run.layout)
 
 
-def _rows(text: Tensor, rows: slice) -> dict[str, Tensor]:
+def _rows(text: Tensor, rows: Rows) -> dict[str, Tensor]:
     return {"tokens": text[rows, :-1], "targets": text[rows, 1:]}

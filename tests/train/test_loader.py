@@ -200,7 +200,7 @@ def test_a_buffer_is_filled_again_only_after_its_copy(monkeypatch: pytest.Monkey
 
         return call
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copying)
+    monkeypatch.setattr(module, "copy_stream", lambda device: copying)
     monkeypatch.setattr(torch.cuda, "current_stream", noted("stream", training))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "set_device", noted("device"))

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol, Self
 
 import numpy as np
@@ -183,6 +184,12 @@ def pinned_like(array: NDArray[np.generic]) -> Tensor:
     return torch.empty_like(torch.from_numpy(array), pin_memory=True)
 
 
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream of all copies to a device: each stream would cache memory of its own."""
+    return torch.cuda.Stream(device)
+
+
 class ToGpu:
     """The transfer to a GPU, through buffers in pinned memory that are used in turn.
 
@@ -193,7 +200,7 @@ class ToGpu:
 
     def __init__(self, device: torch.device, n_buffers: int) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = copy_stream(device)
         self.buffers = [PinnedBuffer() for _ in range(n_buffers)]
         self._filled = self._copied = 0  # how many batches; each thread changes one of them
 

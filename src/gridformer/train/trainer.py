@@ -194,7 +194,7 @@ class Trainer:
 
     def _loader(self, batches: Batches, steps: Sequence[int]) -> BatchLoader:
         """Starts to make this device's rows of some global batches."""
-        return BatchLoader(batches, self.stepper.all_rows, steps, self.stepper.device)
+        return BatchLoader(batches, self.stepper.all_rows, steps, self.world.device)
 
 
 def _parts(name: str, losses: dict[str, float]) -> dict[str, float]:
