@@ -126,14 +126,12 @@ def _own(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
 def _too_many(run: RunConfig, reads: Sequence[Read]) -> list[Read]:
     """Returns the read-backs of a step that it should do without.
 
-    One at the end tells the losses and the norm. Clipping layer by layer reads the norms of layers,
-    and offloading copies the optimizer's state to the host.
+    One at the end tells the losses and the norm. Offloading copies optimizer states to the host.
     """
     early = [read for read in reads if not read.products]
     values = [read for read in reads if not read.copies]
     copies = [read for read in reads if read.copies and run.train.offload == "none"]
-    allowed = len(values) if run.train.clip_by == "layer" else 1
-    return early or copies + values[: max(0, len(values) - allowed)]
+    return early or copies + values[:-1]
 
 
 def _groups(traces: Sequence[Trace]) -> Iterator[Problem]:
