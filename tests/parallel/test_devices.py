@@ -1,7 +1,8 @@
 """No rank mixes devices when its tensors are on a GPU; see tests/support/fake_gpu.py.
 
-The cases cover every scheme, pipelines, replica modes and memory-saving methods. D&SP-cSub is
-checked on both kinds of sub-grids, whose messages must also come in one order.
+The cases are all cells of the exactness matrix, and a selection of other schemes, pipelines,
+replica modes and memory-saving methods. D&SP-cSub is checked on both kinds of sub-grids, whose
+messages must also come in one order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from tests.support.fake_gpu import (
     step_of,
 )
 from tests.support.marks import full_unless
-from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.matrix import CELLS, MODELS, Cell, refusal
+from tests.support.multirank.matrix import PIPELINES as MATRIX_PIPELINES
+from tests.support.multirank.matrix import REPLICAS as MATRIX_REPLICAS
+from tests.support.multirank.matrix import SCHEMES as MATRIX_SCHEMES
 from tests.support.multirank.memory import a_run
 from tests.support.multirank.networks import NETWORKS, batch
 
@@ -149,19 +153,64 @@ def test_a_step_mixes_no_devices(gpu: InProcess, case: Case) -> None:
     With both GPU and meta tensors in the graph, torch would run backward in two threads. The host
     waits for the device once, after all products of the step have been launched.
     """
-    try:
-        check(case.run)
-    except ConfigError:
+    if is_refused(case.run):
         pytest.skip("the layout is refused")
     for ranks in ranks_of(case):
-        steps: list[Step] = [gpu(step_of, case.run, rank) for rank in ranks]
-        for step in steps:
-            assert len(step.threads) == (case.run.layout.n_processes > 1)
-            if case.run.train.clip_by == "global":  # else the norms of layers are read, too
-                assert step.reads == [step.products], "one read-back, after all products"
-            assert step.over("branch", "every", "world") == steps[0].over(
-                "branch", "every", "world"
-            )
+        assert_on_one_device(case.run, [gpu(step_of, case.run, rank) for rank in ranks])
+
+
+def is_refused(run: RunConfig) -> bool:
+    try:
+        check(run)
+    except ConfigError:
+        return True
+    return False
+
+
+def assert_on_one_device(run: RunConfig, steps: list[Step]) -> None:
+    """Check the steps of ranks which send the same messages."""
+    common = ("branch", "every", "world")
+    for step in steps:
+        assert len(step.threads) == (run.layout.n_processes > 1)
+        assert step.reads == [step.products], f"one read-back, after all products: {step.places}"
+        assert step.over(*common) == steps[0].over(*common)
+
+
+# --------------------------------------------------------------------------- the matrix
+
+# Cells of which others test less: a pipeline of four stages, and a scheme that is not above.
+QUICK_CELLS = {
+    Cell("Transformer", "Megatron 2-D", 4, "zero1", False),
+    Cell("BERT", "D&SP-cSub", 4, "replicate", False),
+}
+
+
+def of_cell(cell: Cell) -> tuple[RunConfig, list[int]]:
+    """Return the run of a cell, and ranks of one stage that must send the same messages.
+
+    Without dropout, cells take turns with methods, so that each method meets every scheme, model,
+    pipeline and replica mode; and cells of the same layout take turns with stages.
+    """
+    model = [*MODELS].index(cell.model)
+    scheme, replicas = [*MATRIX_SCHEMES].index(cell.scheme), MATRIX_REPLICAS.index(cell.replicas)
+    turn = model + scheme + MATRIX_PIPELINES.index(cell.pp) + replicas
+    method = "plain" if cell.dropout else [*METHODS][turn % len(METHODS)]
+    run = a_run(cell.layout, cell.config, {**METHODS[method], "global_batch": 32})
+    if is_refused(run):
+        run = a_run(cell.layout, cell.config, {**METHODS["plain"], "global_batch": 32})
+    stage = mesh_ranks(run.layout)[(2 * model + cell.dropout) % cell.pp]
+    ranks = stage[-1].flatten().tolist()
+    return run, ranks if run.layout.common == "first" else ranks[-1:]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    full_unless(QUICK_CELLS.__contains__, [cell for cell in CELLS if not refusal(cell)]),
+    ids=lambda cell: cell.title,
+)
+def test_a_step_of_every_cell_mixes_no_devices(gpu: InProcess, cell: Cell) -> None:
+    run, ranks = of_cell(cell)
+    assert_on_one_device(run, [gpu(step_of, run, rank, False) for rank in ranks])
 
 
 def network_step(name: str, rank: int, how: dict[str, Any]) -> Step:
@@ -206,6 +255,26 @@ def mix(device: str) -> None:
         _ = torch.ones((), device=device) / y
 
 
+def read(how: str) -> list[str]:
+    """Read from the fake GPU in one way, and return where the read-backs are."""
+    watch = Watch()
+    with fake_tensors(watch), watch:
+        x = torch.ones(2, device=fake_gpu())
+        if how == "tolist":
+            x.tolist()
+        elif how == "float":
+            float(x[0])
+        elif how == "cpu":
+            x.cpu()
+        elif how == "copy_":
+            torch.empty(2).copy_(x)
+        else:
+            x.to("cpu", non_blocking=True)
+            torch.empty(2).copy_(x, non_blocking=True)
+            torch.ones(2).to(fake_gpu())
+    return watch.places
+
+
 def send(device: str) -> None:
     with playing(0, 2), fake_tensors(), Watch():
         comm.all_reduce(torch.ones(2, device=device), Axis("world", 2, 0))
@@ -219,3 +288,8 @@ def test_what_a_gpu_refuses_is_refused(gpu: InProcess) -> None:
     with pytest.raises(RuntimeError, match="a tensor on cpu is handed to NCCL"):
         gpu(send, "cpu")
     gpu(send, f"{NAME}:0")
+
+
+@pytest.mark.parametrize("how", ["tolist", "float", "cpu", "copy_", "without waiting"])
+def test_read_backs_are_listed(gpu: InProcess, how: str) -> None:
+    assert len(gpu(read, how)) == (how != "without waiting")

@@ -15,10 +15,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import gridformer
 from gridformer.comm import record
 from gridformer.comm.recorder import Recorder
 from gridformer.config import RunConfig
@@ -38,7 +40,9 @@ from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import NAME, fake_gpu
 from gridformer.train.step import Stepper
+from gridformer.utils import rng
 
+SOURCE = str(Path(gridformer.__file__).parent)
 PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
 
 
@@ -70,18 +74,20 @@ class Step:
         messages: Messages as (operation, axis, label).
         threads: The threads that sent them.
         reads: One entry for each read-back; for each the host waits until all kernels are done.
+        places: Where in the code each of them is.
         products: The number of matrix products.
     """
 
     messages: list[tuple[str, str, str]]
     threads: set[int]
     reads: list[int]  # how many matrix products were launched before each read-back
+    places: list[str]
     products: int
 
     @staticmethod
     def of(recorder: Recorder, watch: Watch) -> Step:
         found = [(one.op, one.axis, one.label) for one in recorder.records]
-        return Step(found, watch.threads, watch.reads, watch.products)
+        return Step(found, watch.threads, watch.reads, watch.places, watch.products)
 
     def over(self, *axes: str) -> list[tuple[str, str, str]]:
         return [message for message in self.messages if message[1] in axes]
@@ -94,7 +100,14 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.threads: set[int] = set()
         self.reads: list[int] = []
+        self.places: list[str] = []
         self.products = 0
+
+    def read(self) -> None:
+        """Note that the host reads from the device here."""
+        self.reads.append(self.products)
+        ours = [frame for frame in traceback.extract_stack() if SOURCE in frame.filename]
+        self.places.append(f"{ours[-1].filename}:{ours[-1].lineno}" if ours else "outside")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -106,7 +119,22 @@ class Watch(TorchDispatchMode):
                 raise RuntimeError(f"{func}: a tensor on {wrong.pop()} is handed to NCCL")
             self.threads.add(threading.get_ident())
         self.products += func.overloadpacket in PRODUCTS
+        if _waits(func, args, kwargs or {}):
+            self.read()
         return func(*args, **(kwargs or {}))
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation copies from the device to the host and waits for that."""
+    blocking = not kwargs.get("non_blocking", False)
+    if func is torch.ops.aten._to_copy.default:
+        to = kwargs.get("device")
+        to = args[0].device if to is None else torch.device(to)
+        return blocking and args[0].device.type == NAME and to.type == "cpu"
+    if func is torch.ops.aten.copy_.default:
+        blocking &= not (len(args) > 2 and args[2])
+        return blocking and args[1].device.type == NAME and args[0].device.type == "cpu"
+    return False
 
 
 @contextmanager
@@ -137,7 +165,7 @@ def fake_tensors(watch: Watch | None = None) -> Iterator[None]:
 
     def ones(x: Tensor) -> Any:
         if watch is not None and x.device.type == NAME:
-            watch.reads.append(watch.products)
+            watch.read()
         return np.ones(tuple(x.shape)).tolist()
 
     with (
@@ -148,15 +176,29 @@ def fake_tensors(watch: Watch | None = None) -> Iterator[None]:
         yield
 
 
-def step_of(run: RunConfig, rank: int) -> Step:
+@contextmanager
+def short_masks() -> Iterator[None]:
+    """Leave out most of the integer operations that make dropout masks.
+
+    They are the same everywhere, and take most of the time of a fake step with dropout.
+    """
+    with patch.object(rng, "_mix", lambda x: x), patch.object(rng, "_fold", lambda x: x):
+        yield
+
+
+def step_of(run: RunConfig, rank: int, whole_masks: bool = True) -> Step:
     """Run an optimizer step and an evaluation of one rank of a checked run, in `own_process`.
 
     It also raises errors about mixed devices of which torch only warns.
+
+    Args:
+        whole_masks: Whether dropout masks are made as in a real step; see `short_masks`.
     """
     warnings.filterwarnings("error", message=".*at least two types of devices")
     device, (layout, train) = fake_gpu(), (run.layout, run.train)
     choices, watch = decide_run(run).choices, Watch()
-    with playing(rank, layout.n_processes):
+    masks = nullcontext() if whole_masks else short_masks()
+    with masks, playing(rank, layout.n_processes):
         axes = build_axes(layout, NAME)
         with fake_tensors(watch), watch, record() as recorder:
             model = build_parallel(
@@ -164,6 +206,7 @@ def step_of(run: RunConfig, rank: int) -> Step:
             )
             stepper = Stepper(model, train, axes, layout)
             stepper(0, partial(rows_like, run))
-            reads, products = [*watch.reads], watch.products
+            reads, places, products = [*watch.reads], [*watch.places], watch.products
             stepper.evaluate([partial(rows_like, run)])
-    return replace(Step.of(recorder, watch), reads=reads, products=products)
+    found = Step.of(recorder, watch)
+    return replace(found, reads=reads, places=places, products=products)

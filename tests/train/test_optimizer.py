@@ -14,6 +14,7 @@ from gridformer.config import LayoutConfig, TrainConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.data.gradients import clipping, clippings
 from gridformer.train.optimizer import UpdateUnit
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
@@ -64,6 +65,14 @@ def test_a_unit_is_clipped_by_its_own_norm() -> None:
     assert {p.dim() for unit in layers for p in unit.updated} == {2}
     inside = sum(p.numel() for unit in layers for p in unit.updated)
     assert inside == 3 * 12 * 16 * 16
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1, 1.0])
+def test_the_device_clips_as_the_host_does(clip: float) -> None:
+    """To the bit, also for numbers that are not finite and those at the limit."""
+    norms = [0.0, 1e-3, 0.1, 0.1 + 1e-9, 1.0, 1.0 - 5e-7, 3.7, 1e30, math.inf, math.nan]
+    found = clippings(torch.tensor(norms, dtype=torch.float64), clip).tolist()
+    assert found == [clipping(norm, clip) for norm in norms]
 
 
 def test_updates_in_backward_are_exact_to_the_bit() -> None:

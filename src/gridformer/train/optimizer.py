@@ -20,7 +20,6 @@ it is updated. The arithmetic is the same as without offloading.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from gridformer.models.blocks import Layer
 from gridformer.parallel.data.gradients import (
     GradientSums,
     clipping,
+    clippings,
     counted_square,
     scale_gradients,
 )
@@ -116,7 +116,7 @@ class Updates:
         self.sums = GradientSums.of(
             model, axes, [unit.parameters for unit in self.units] if self.in_backward else None
         )
-        self._finite = True
+        self._overflow: Tensor | None = None  # 1 if a clipped layer's norm was not finite, else 0
         self._squares: list[Tensor] = []
         self._reached: list[int] = []
         self._updated: set[int] = set()
@@ -145,6 +145,8 @@ class Updates:
     @property
     def state(self) -> Mapping[nn.Parameter, dict[str, Tensor]]:
         """AdamW's state by updated parameter. With offloading, the moments are in host memory."""
+        if self.train.offload == "optimizer" and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # moments of the last update may still be on their way
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for unit in self.units:
             for parameter in unit.updated:
@@ -177,7 +179,7 @@ class Updates:
 
     def begin(self, lr: float) -> None:
         """Begins a step with the learning rate `lr`. Call it before the forward pass."""
-        self._finite, self._squares, self._updated = True, [], set()
+        self._overflow, self._squares, self._updated = None, [], set()
         for group in self.param_groups:
             group["lr"] = lr
 
@@ -208,11 +210,12 @@ class Updates:
         *layers, last = self.units
         if layers and not self.in_backward:  # a stage may have none
             each = torch.stack([counted_square(unit.updated, self.axes) for unit in layers])
-            for unit, square in zip(layers, self._over_stage(each).tolist()):
-                self._update(unit, clipping(math.sqrt(square) / scale, clip) / scale)
+            factors = clippings(self._over_stage(each).sqrt() / scale, clip) / scale
+            for unit, factor in zip(layers, factors.unbind()):
+                self._update(unit, factor)
         self._update(last, clipping(last_norm, clip) / scale)
 
-    def _update(self, unit: UpdateUnit, factor: float) -> None:
+    def _update(self, unit: UpdateUnit, factor: float | Tensor) -> None:
         scale_gradients(unit.updated, factor)
         with self._moments_on_device(unit):
             unit.optimizer.step()
@@ -230,7 +233,8 @@ class Updates:
                 state[name] = state[name].to(parameter.device, non_blocking=True, copy=True)
         yield
         for state, name, home in kept:
-            state[name] = home.copy_(state[name])
+            # Not waited for: later copies to the device come after it, and `state` waits.
+            state[name] = home.copy_(state[name], non_blocking=True)
 
     def _over_stage(self, squares: Tensor) -> Tensor:
         """Sums over all ranks that hold shards of the same layers."""
@@ -268,12 +272,22 @@ class Updates:
             self.sums.finish_of(unit.parameters)
             square = counted_square(unit.updated, self.axes)
             self._squares.append(square)
-            factor = 1.0
             if self.train.clip_by == "layer":
-                (total,) = self._over_stage(square.clone()).view(1).tolist()
-                self._finite &= math.isfinite(total)
-                factor = clipping(math.sqrt(total), self.train.clip_norm) if self._finite else 1.0
-            if self._finite:
-                self._update(unit, factor)
+                self._update_if_finite(unit, self._over_stage(square.clone()))
+            else:
+                self._update(unit, 1.0)
             for parameter in (*unit.parameters, *unit.updated):
                 parameter.grad = None
+
+    def _update_if_finite(self, unit: UpdateUnit, square: Tensor) -> None:
+        """Clips and updates a layer unless its norm, or that of a layer before it, is not finite.
+
+        The device decides this by itself, because the host would have to wait for the norm.
+        """
+        overflow = 1.0 - square.isfinite().float()
+        if self._overflow is not None:
+            overflow = torch.maximum(overflow, self._overflow)
+        self._overflow = overflow
+        # The fused optimizer updates nothing if this is 1, as torch's GradScaler asks it to.
+        unit.optimizer.found_inf = overflow  # type: ignore[attr-defined]
+        self._update(unit, clippings(square.sqrt(), self.train.clip_norm))

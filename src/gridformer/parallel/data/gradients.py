@@ -336,10 +336,19 @@ def _counts(shard: ParamShard, axes: Axes) -> bool:
     return first_stage and (shard.replicas is None or axes[shard.replicas].index == 0)
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiplies the gradients of parameters by `factor`, in place."""
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiplies the gradients of parameters by `factor`, in place.
+
+    Args:
+        parameters: The parameters.
+        factor: A number, or a scalar on the device of the gradients, which the host need not know.
+    """
     grads = [p.grad for p in parameters if p.grad is not None]
-    if grads and factor != 1.0:
+    if grads and isinstance(factor, Tensor):
+        # The fused kernel wants one dtype, and the factor must not be rounded to half precision.
+        factor = factor.to(torch.promote_types(grads[0].dtype, torch.float32))
+        torch._foreach_mul_(grads, factor)
+    elif grads and factor != 1.0:
         torch._foreach_mul_(grads, factor)
 
 
@@ -349,6 +358,14 @@ def clipping(norm: float, max_norm: float) -> float:
     A `max_norm` of 0 turns clipping off.
     """
     return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
+
+
+def clippings(norms: Tensor, max_norm: float) -> Tensor:
+    """Returns what `clipping` returns for each of several norms, on their device."""
+    if not max_norm:
+        return torch.ones_like(norms)
+    # Not max_norm / (...), which torch computes as a product with the reciprocal.
+    return torch.where(norms > max_norm, torch.full_like(norms, max_norm) / (norms + 1e-6), 1.0)
 
 
 def _updated(parameter: nn.Parameter) -> nn.Parameter:
