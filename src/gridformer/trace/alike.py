@@ -124,14 +124,13 @@ def _translation(one: Trace, other: Trace, events: Sequence[Event]) -> Translati
     return lambda found: [translated(event) for event in found]
 
 
-def _places_of(trace: Trace) -> dict[Member, tuple[str, int, int, int]]:
+def _places_of(trace: Trace) -> dict[Member, tuple[str, int, int]]:
     """Returns what is the same about a group of a rank and the like group of another rank.
 
-    This is its purpose, its size, its number among such groups, and the rank's index in it.
+    This is its purpose, its size, and its number among such groups.
     """
-    found: dict[Member, tuple[str, int, int, int]] = {}
+    found: dict[Member, tuple[str, int, int]] = {}
     for member in trace.own:
         key = member.purpose, len(member.ranks)
-        number = sum(place[:2] == key for place in found.values())
-        found[member] = (*key, number, member.ranks.index(trace.rank))
+        found[member] = (*key, sum(place[:2] == key for place in found.values()))
     return found

@@ -1,10 +1,9 @@
 """Traces equal micro-batches of a pipeline once, and repeats what was recorded for the others.
 
-What a stage does in a pass depends on the passes of this rank before and after it, between which
-weights may be kept and gathered ahead. A pass is run if it is of the first micro-batch, if it
-completes gradients, or if none like it has been recorded between the same neighbors. Otherwise its
-messages are repeated, and its results are empty tensors with the right shapes. The messages between
-stages are never repeated: the pipeline's own code sends them.
+Most micro-batches do in a stage what the second one does: in the first one weights are gathered
+that stay, and in the last one sums of gradients begin. So these three are run. For the others the
+messages of the second one are repeated, and the results are empty tensors with the right shapes.
+The messages between stages are never repeated: the pipeline's own code sends them.
 
 Ranks whose stages have equal layers differ only in the order of their passes, so their traces can
 be made from the passes of one of them (gridformer.trace.alike).
@@ -32,12 +31,13 @@ class _Kind(NamedTuple):
     """What a pass does depends on this.
 
     Attributes:
-        around: The pass and its neighbors in the order of this rank, each as its kind and the
-            number of its stage on this rank.
+        kind: `forward` or `backward`.
+        stage: The number of its stage among those of this rank.
         which: `first` micro-batch, `last` if it completes gradients, else empty.
     """
 
-    around: tuple[tuple[str, int], ...]
+    kind: str
+    stage: int
     which: str
 
 
@@ -202,12 +202,11 @@ def _empty(
 def _kinds(
     actions: Sequence[Action], complete: Mapping[Action, object], pp: int
 ) -> dict[Action, _Kind]:
-    names = [("", -1), *((action.kind, action.stage // pp) for action in actions), ("", -1)]
     found = {}
-    for i, action in enumerate(actions):
+    for action in actions:
         last = action._replace(kind="backward") in complete
         which = "last" if last else "first" if action.micro == 0 else ""
-        found[action] = _Kind(tuple(names[i : i + 3]), which)
+        found[action] = _Kind(action.kind, action.stage // pp, which)
     return found
 
 
