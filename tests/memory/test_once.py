@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gridformer.memory import estimate, fast_fake
+from gridformer.memory import estimate
 from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.tape import NotRepeatableError
 from gridformer.parallel.pipeline import Executor
+from gridformer.trace import fast_fake
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, Cell, quick
 from tests.support.multirank.memory import a_run

@@ -12,7 +12,7 @@ from gridformer.parallel.tensor.summa import ChunkedGather
 from gridformer.parallel.tensor.summa.chunks import even_chunks
 
 if TYPE_CHECKING:
-    from gridformer.memory.fast_fake import FastFakeTensorMode
+    from gridformer.trace.fast_fake import FastFakeTensorMode
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def fake_tensors() -> Iterator[FastFakeTensorMode]:
     # Both take time to import.
     from torch._subclasses.fake_tensor import FakeTensor
 
-    from gridformer.memory.fast_fake import fast_fakes
+    from gridformer.trace.fast_fake import fast_fakes
 
     def ones(x: Tensor) -> list[float]:
         return [1.0] * x.numel()

@@ -72,7 +72,7 @@ class MemoryTracker(TorchDispatchMode):
 
     Args:
         remembered: Returns the result of an operation without running it, or NotImplemented; see
-            `gridformer.memory.fast_fake`.
+            `gridformer.trace.fast_fake`.
 
     Attributes:
         place: Where storages are made now.

@@ -86,9 +86,9 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
             split_ranks=[[*line] for line in lines], timeout=_timeout(), group_desc=purpose
         )
         return split
-    mine = None
+    mine, timeout = None, _timeout()
     for line in lines:
-        group = dist.new_group([*line], timeout=_timeout(), group_desc=purpose)
+        group = dist.new_group([*line], timeout=timeout, group_desc=purpose)
         if dist.get_rank() in line:
             mine = group
     return mine
