@@ -13,7 +13,7 @@ from torch import Tensor
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.models.blocks.attention import _Heads
+from gridformer.models.blocks.attention import SharedBias, _Heads, added_to_scores
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import Batch
 
@@ -122,3 +122,28 @@ def test_no_layer_keeps_scores(family: str, padded: bool, n: int) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         model.train().losses(batch_of(model, padded))["tokens"].backward()
     assert len(kept) == n
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_shared_bias_gets_its_gradient_in_float32(masked: bool) -> None:
+    """With 24 layers, what is added in bfloat16 to a sum of 1 would be lost."""
+    bias = torch.zeros(2, 3, 3, requires_grad=True)
+    mask = torch.tensor([[True, True, False]])[:, None, None, :] if masked else None
+    shared = added_to_scores(3, torch.bfloat16, mask, bias)
+    assert isinstance(shared, SharedBias)
+    small, reads = 2.0**-9, []
+    for _ in range(24):
+        reads.append(shared.of_layer())
+        assert reads[-1].data_ptr() == shared.values.data_ptr(), "one memory for all layers"
+        assert reads[-1].dtype == torch.bfloat16
+    total = sum(
+        (read * (small if layer else 1.0)).masked_fill(read.isinf(), 0.0).float().sum()
+        for layer, read in enumerate(reads)
+    )
+    assert isinstance(total, Tensor)
+    total.backward()
+    want = torch.full((2, 3, 3), 1.0 + 23 * small)
+    if masked:
+        want[..., 2] = 0.0
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, want)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,13 +86,50 @@ class RelativeBias(nn.Module):
         return first + torch.where(distance < exact, distance, wide.clamp(max=n_buckets - 1))
 
 
+@dataclass(frozen=True)
+class SharedBias:
+    """A learned bias of scores that all layers of a stack read in bfloat16 or float16.
+
+    Its memory is shared, and the gradients of the layers are added up in float32.
+
+    Attributes:
+        bias: The bias in float32 [n, s, S], which gets the gradients.
+        values: What is added to the scores, without a graph.
+        mask: Where a key may be attended to, or None.
+    """
+
+    bias: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+    def of_layer(self) -> Tensor:
+        """Returns what one layer adds to its scores."""
+        read: Tensor = _ReadBias.apply(self.bias, self.values, self.mask)
+        return read
+
+
+class _ReadBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias_NST: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        ctx.mask, ctx.dtype = mask, bias_NST.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0] if ctx.mask is None else grads[0].masked_fill(~ctx.mask, 0.0)
+        return grad.sum(0, dtype=ctx.dtype), None, None
+
+
+ScoreBias = Tensor | SharedBias  # what `added_to_scores` returns
+
+
 def added_to_scores(
     queries: int,
     dtype: torch.dtype,
     mask: Tensor | None = None,
     bias_NST: Tensor | None = None,
     causal: bool = False,
-) -> Tensor | None:
+) -> ScoreBias | None:
     """Builds the tensor that all layers of a stack add to their scores, so that it exists once.
 
     Args:
@@ -102,8 +141,8 @@ def added_to_scores(
             last key are at the same position.
 
     Returns:
-        [b or 1, n or 1, queries or 1, S], or None without `mask` and `bias_NST`: attention applies
-        causality by itself.
+        [b or 1, n or 1, queries or 1, S], as a `SharedBias` if it needs gradients in another dtype;
+        or None without `mask` and `bias_NST`: attention applies causality by itself.
     """
     which = bias_NST if mask is None else mask
     if which is None:
@@ -116,6 +155,10 @@ def added_to_scores(
         assert mask is not None
         return torch.where(mask, 0.0, -torch.inf).to(dtype)
     bias = bias_NST.to(dtype).unsqueeze(0)
+    if bias_NST.dtype != dtype and bias.requires_grad:
+        bias = bias.detach()
+        values = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        return SharedBias(bias_NST, values, mask)
     return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
 
 
@@ -151,9 +194,11 @@ class _Heads(nn.Module):
         k_BNTD: Tensor,
         v_BNTD: Tensor,
         causal: bool,
-        mask: Tensor | None,
+        mask: ScoreBias | None,
     ) -> Tensor:
         """Returns the heads' results concatenated, [b, s, n d]. For mask see `added_to_scores`."""
+        if isinstance(mask, SharedBias):
+            mask = mask.of_layer()
         b, _, s, _ = q_BNSD.shape
         seen = k_BNTD.shape[2]
         unfused = self.training and self.dropout > 0.0
@@ -211,7 +256,7 @@ class Attention(_Heads):
     def forward(
         self,
         x_BSH: Tensor,
-        mask: Tensor | None = None,
+        mask: ScoreBias | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Attends from x [b, s, h] to itself, and to the tokens in `cache`, which it extends.
@@ -250,7 +295,7 @@ class CrossAttention(_Heads):
         self,
         x_BSH: Tensor,
         memory_BTH: Tensor,
-        mask: Tensor | None = None,
+        mask: ScoreBias | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Attends from x to the encoder's output.

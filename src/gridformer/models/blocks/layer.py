@@ -8,7 +8,12 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
-from gridformer.models.blocks.attention import Attention, CrossAttention, KVCache
+from gridformer.models.blocks.attention import (
+    Attention,
+    CrossAttention,
+    KVCache,
+    ScoreBias,
+)
 from gridformer.models.blocks.dropout import Clock, Dropout
 from gridformer.models.blocks.linear import Activation, FeedForward, Init, Linear, Role
 from gridformer.models.blocks.norm import NormKind, new_norm
@@ -116,10 +121,10 @@ class Layer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | None = None,
+        mask: ScoreBias | None = None,
         cache: KVCache | None = None,
         memory: Tensor | None = None,
-        memory_mask: Tensor | None = None,
+        memory_mask: ScoreBias | None = None,
     ) -> Tensor:
         """Runs the layer on x [b, s, h].
 
