@@ -149,20 +149,40 @@ def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, mode: str) -> None
         assert worst["norm"] < 2e-2
 
 
-# --------------------------------------------------------------------------- memory
-
-
-def settings_of(layout: Layout, n_layers: int, **model: Any) -> tuple[Model, Axes, Stepper]:
+def settings_of(
+    layout: Layout, n_layers: int, dtype: Any = "float32", **model: Any
+) -> tuple[Model, Axes, Stepper]:
     torch.set_num_threads(1)
     plan = LayoutConfig(**layout)
     axes, config = axes_of(plan), tiny(n_layers=n_layers, max_seq_len=8, **model)
-    built = build_parallel(config, plan, axes, 1, CPU)
-    return built, axes, Stepper(built, TrainConfig(global_batch=36), axes, plan)
+    built = build_parallel(config, plan, axes, 1, CPU, dtype)
+    return built, axes, Stepper(built, TrainConfig(global_batch=36, dtype=dtype), axes, plan)
 
 
 def read_of(model: Model, step: int) -> ReadRows:
     batch = batch_of(step, model.config, 36)
     return lambda rows: next_words(batch[rows])
+
+
+def parts_after(layout: Layout) -> list[Tensor]:
+    """Return this replica's parts of all parameters after two steps in bfloat16."""
+    built, _, stepper = settings_of(layout, 2, "bfloat16", dropout=0.2)
+    for step in range(2):
+        stepper(step, read_of(built, step))
+    return [part.detach() for p in built.parameters() if (part := replica_part(p)) is not None]
+
+
+def test_what_fsdp_gathers_in_bfloat16_is_what_zero1_casts(pool: WorkerPool) -> None:
+    layout = {**SINGLE, "micro_batches": 3}
+    zero1, fsdp = (
+        pool.run(2, parts_after, {**layout, "dp_mode": mode}) for mode in ("zero1", "fsdp")
+    )
+    for want, got in zip(zero1, fsdp):
+        assert want
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+# --------------------------------------------------------------------------- memory
 
 
 @dataclass

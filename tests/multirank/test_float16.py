@@ -54,14 +54,15 @@ LAYOUTS: dict[str, Layout] = {
     "pipeline of grids": {"scheme": "optimus", "rows": 2, "cols": 1, "pp": 2, "micro_batches": 2},
 }
 # Bytes of a number in a message, by its label (docs/reference/precision.md). Activations and
-# weights of products are float16; rows looked up in the table of tokens are float32.
+# weights of products are float16, also where fsdp gathers them; rows looked up in the table of
+# tokens are float32.
 WIDTHS = {
     "product": {2, 4},
     "pipeline": {2},
     "norm": {4},
     "loss": {4},
     "gradients": {4},
-    "parameters": {4},
+    "parameters": {2, 4},
     "copies": {4},
     "metrics": {8},
 }

@@ -14,14 +14,15 @@ from gridformer import comm
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.models.blocks import IGNORE
+from gridformer.models.blocks import IGNORE, copy_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.sharding import shard_of
+from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import CPU, axes_of, batch_of, tiny
+from tests.support.multirank.exactness import CPU, axes_of, batch_of, batches_of, tiny
 from tests.support.multirank.layouts import name_of
 from tests.support.multirank.pool import WorkerPool
 
@@ -185,3 +186,61 @@ def test_loss_does_not_see_padding(
     pool: WorkerPool, cols: int, vocab_size: int, padded: int, dtype: torch.dtype
 ) -> None:
     pool.run(cols, loss_and_gradient, cols, vocab_size, padded, dtype)
+
+
+# --------------------------------------------------------------------------- of the cast copy
+
+
+def loss_with_columns(
+    layout: dict[str, Any], tokens: int, multiple: int
+) -> tuple[int, list[Tensor]]:
+    """Return a rank's columns of logits, its token loss and all gradients in bfloat16.
+
+    Args:
+        tokens: Tokens of a chunk of the loss.
+        multiple: To which the rows of the table's copy are rounded up; 0 leaves it as it is.
+    """
+    torch.set_num_threads(1)
+    plan, config = LayoutConfig(**layout), tiny(family="bert", n_layers=1)
+    axes, widths = axes_of(plan), []
+    model = build_parallel(config, plan, axes, 1, CPU, "bfloat16").train()
+    model.loss_chunk_tokens = tokens
+    copy = copy_of(model.tokens.weight)
+    assert copy is not None
+    copy.multiple = multiple or copy.multiple
+    model.loss.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[-1]))
+    size = 12 // axes.row.size
+    rows = slice(axes.row.index * size, (axes.row.index + 1) * size)
+    batch = {key: value[rows] for key, value in batches_of(0, config, 12).items()}
+    with weights_kept(model):
+        loss = model.losses(batch)["tokens"]
+        loss.backward()
+    grads = [p.grad.float() for p in model.parameters() if p.grad is not None]
+    return widths[0], [loss.detach(), *grads]
+
+
+WITH_COPIES: dict[str, dict[str, Any]] = {
+    "megatron": {"scheme": "megatron", "cols": 2},
+    "optimus": {"scheme": "optimus", "rows": 2, "cols": 1, "schedule": "gather"},
+    "grid": {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "gather"},
+}
+COPY_CASES = [(name, tokens) for name in WITH_COPIES for tokens in (0, 16)]
+
+
+@pytest.mark.parametrize(
+    "case", full_unless(lambda case: case in (("megatron", 0), ("optimus", 16)), COPY_CASES)
+)
+def test_additional_columns_of_a_cast_copy_do_not_count(
+    pool: WorkerPool, case: tuple[str, int]
+) -> None:
+    """The head of BERT has a bias, too, and on a grid it normalizes its input."""
+    layout, tokens = WITH_COPIES[case[0]], case[1]
+    n = LayoutConfig(**layout).n_processes
+    plain, padded = (pool.run(n, loss_with_columns, layout, tokens, m) for m in (1, 0))
+    for (before, want), (after, got) in zip(plain, padded):
+        assert after == -(-before // 64) * 64 > before
+        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0.0)
+        scale = max(float(grad.abs().max()) for grad in want[1:])
+        for a, b in zip(got[1:], want[1:], strict=True):
+            assert a.shape == b.shape
+            assert float((a - b).abs().max()) <= 1e-2 * scale

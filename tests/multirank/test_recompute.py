@@ -377,7 +377,8 @@ def gathered(
 
     def comes(unit: FSDPUnit) -> int:
         """Return the elements that come from other replicas."""
-        return sum((flat_bucket.axis.size - 1) * flat_bucket.share for flat_bucket in unit._buckets)
+        buckets = [message.bucket for message in unit._messages]
+        return sum((bucket.axis.size - 1) * bucket.share for bucket in buckets)
 
     layers = sum(map(comes, gathering.layers))
     said = 2 * plan.micro_batches * layers + comes(gathering.rest)

@@ -68,6 +68,13 @@ class TrainConfig(Config):
         description="The computation uses this data type. bfloat16 and float16 keep parameters "
         "and statistics in float32, and float16 scales the loss.",
     )
+    cast: Literal["auto", "step", "use"] = Field(
+        default="auto",
+        description="With bfloat16 and float16, each weight is cast once a step and the copy is "
+        "kept for all products that read it, which takes 2 bytes for each parameter of a device "
+        "(step), or it is cast for each product (use). auto means step if the copies take at most "
+        "a quarter of what a device holds.",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
         description="These activations are recomputed in the backward pass instead of kept: "

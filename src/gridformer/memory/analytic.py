@@ -26,7 +26,8 @@ def states_of(run: RunConfig) -> float:
 def total_states(run: RunConfig) -> float:
     """Returns bytes of parameters, gradients and optimizer of all devices of one replica."""
     choices = decide(run.model, run.layout, work_of(run))
-    return float(choices.parameters) * choices.work.state_bytes
+    copies = _copy_bytes(run, choices, run.layout.dp)
+    return float(choices.parameters) * (choices.work.state_bytes + copies)
 
 
 def quick_estimate(run: RunConfig) -> float:
@@ -56,8 +57,12 @@ def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
     Both are for a device that holds its shards of all stages.
     """
     layout, grid, layers, head = run.layout, choices.rows * choices.cols, 0.0, 0.0
+    each: float
+    of_common: float
     everywhere = layout.branches if choices.between == "cut" else 1  # replicas of common layers
     each, of_common = choices.work.state_bytes, state_bytes(run, layout.dp * everywhere)
+    each += _copy_bytes(run, choices, layout.dp)
+    of_common += _copy_bytes(run, choices, layout.dp * everywhere)
     for choice in choices.products.values():
         product = choice.product
         held = product.n_in * product.n_out * product.count
@@ -67,6 +72,19 @@ def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
         else:
             layers += held_bytes
     return layers, head
+
+
+def _copy_bytes(run: RunConfig, choices: Choices, replicas: int) -> float:
+    """Returns the bytes per parameter of copies in the type of the computation.
+
+    Args:
+        run: The run.
+        choices: Its choices.
+        replicas: Number of replicas that share sharded state.
+    """
+    if choices.work.itemsize > 2 or not choices.cast_once:
+        return 0.0
+    return choices.work.itemsize / (replicas if run.layout.dp_mode == "fsdp" else 1)
 
 
 def _kept(run: RunConfig, choices: Choices) -> float:

@@ -1,6 +1,7 @@
 """The memory of one rank during an optimizer step, by kind and over time.
 
-parameters, gradients, optimizer    kept from step to step
+parameters, gradients, optimizer    kept from step to step; the parameters with the copies in the
+                                    type of the computation that a step makes of them
 activations                         made in a forward pass and kept for its backward pass, by the
                                     kind of module that made them
 recomputed                          activations that a backward pass recomputes
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,8 +163,13 @@ def _watching(
     stack: list[str] = []
     handles: list[Any] = []
 
+    def mark_copies(parameters: Iterable[nn.Parameter]) -> None:
+        copies = [copy for p in parameters if (copy := blocks.copy_of(p)) is not None]
+        tracker.mark((copy.value for copy in copies if copy.value is not None), "parameters")
+
     def enters(kind: str, name: str) -> Callable[..., None]:
-        def before(*_: Any) -> None:
+        def before(module: nn.Module, *_: Any) -> None:
+            mark_copies(module.parameters())
             stack.append(tracker.place)
             again = "again, " if in_backward() else ""
             tracker.at(f"{kind}|{again}forward of {name}")
@@ -171,7 +177,8 @@ def _watching(
         return before
 
     def leaves(is_layer: bool, name: str) -> Callable[..., None]:
-        def after(_: nn.Module, __: Any, out: Any) -> None:
+        def after(module: nn.Module, _: Any, out: Any) -> None:
+            mark_copies(module.parameters())
             tracker.at(stack.pop())
             if is_layer and isinstance(out, Tensor) and out.requires_grad:
                 out.register_hook(lambda _: tracker.at(f"|backward of {name}"))
@@ -179,11 +186,13 @@ def _watching(
         return after
 
     def marked(owner: nn.Parameter) -> None:
+        mark_copies([owner])
         if owner.grad is not None:
             tracker.mark([owner.grad], "gradients")
 
     def was_done(event: Event) -> None:
         tracker.at("")
+        mark_copies(model.parameters())
         tracker.mark((p.grad for p in held if p.grad is not None), "gradients")
         done.append((tracker.now, event.kind))
 

@@ -18,7 +18,8 @@ from gridformer.memory.estimate import estimate_ranks, on_gpu
 from gridformer.memory.ranks import largest_ranks
 from gridformer.mesh.launch_env import joined
 from gridformer.models import build_model
-from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.auto.decisions import Decisions, decide_run, work_of
+from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.offers import Changes, with_changes
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import broken_rules
@@ -299,6 +300,9 @@ def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
     layout, train = run.layout, run.train
     if train.loss_chunk_tokens == 0 or train.loss_chunk_tokens > 256:
         yield {"train.loss_chunk_tokens": 256}
+    choices = decide(run.model, layout, work_of(run))
+    if choices.work.itemsize == 2 and choices.cast_once:
+        yield {"train.cast": "use"}
     free, slower = spec_of(layout).savings(layout)
     yield from free
     if layout.dp > 1 and layout.dp_mode == "replicate":

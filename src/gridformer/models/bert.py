@@ -123,9 +123,11 @@ class BERT(Model):
             hidden = self.norm(hidden)
         return Activations(hidden)
 
-    def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
+    def token_logits(
+        self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
+    ) -> Tensor:
         x = self.head_norm(self.gelu(self.transform(hidden_BSH)))
-        return self._tied_head(x, table)
+        return self._tied_head(x, table, padded)
 
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
         logits: dict[str, Tensor] = {}

@@ -168,9 +168,11 @@ class EncoderDecoder(Model):
     # The decoder's last norm is part of the logits, so that a chunked loss runs it on one chunk at
     # a time.
 
-    def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
+    def token_logits(
+        self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
+    ) -> Tensor:
         x = self.decoder.norm(hidden_BSH) if self.pre else hidden_BSH
-        return self._tied_head(x, table)
+        return self._tied_head(x, table, padded)
 
     def head_modules(self) -> tuple[nn.Module, ...]:
         return (self.decoder.norm, self.head) if self.pre else (self.head,)

@@ -94,8 +94,10 @@ class GPT2(Model):
 
     # The last norm is part of the logits, so that a chunked loss runs it on one chunk at a time.
 
-    def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
-        return self._tied_head(self.norm(hidden_BSH), table)
+    def token_logits(
+        self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
+    ) -> Tensor:
+        return self._tied_head(self.norm(hidden_BSH), table, padded)
 
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
         if "at" not in batch:

@@ -28,6 +28,7 @@ from gridformer.models.blocks import (
     TiedHead,
     TokenEmbedding,
     chunked_loss,
+    keep_copies,
     places_per_chunk,
 )
 from gridformer.utils.batch import IGNORE, Batch
@@ -110,7 +111,7 @@ class Model(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.stages: tuple[range, ...] = ()
         self.clock = DropoutClock()
-        self.loss = CrossEntropy(config.label_smoothing)
+        self.loss = CrossEntropy(config.label_smoothing, config.vocab_size)
         self.label_loss = LabelLoss()
         self.loss_chunk_tokens = 0
         self.recompute = Recompute()
@@ -144,13 +145,16 @@ class Model(nn.Module):
         """
         raise NotImplementedError
 
-    def token_logits(self, hidden_BSH: Tensor, table: Tensor | None = None) -> Tensor:
+    def token_logits(
+        self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
+    ) -> Tensor:
         """Computes logits [b, s, v] from the last hidden states, or from some positions of them.
 
         Args:
             hidden_BSH: Hidden states [b, s, h].
             table: The token table as `TiedHead.prepare` returned it, for callers that use it many
                 times; None reads the table of `tokens`.
+            padded: Whether the logits may have more than v columns, of which `loss` reads v.
         """
         raise NotImplementedError
 
@@ -207,12 +211,14 @@ class Model(nn.Module):
         places = places_per_chunk(hidden_BSH, targets_BS, self.loss_chunk_tokens)
         # On meta the hidden states belong to another device, so there is no memory to save.
         if places >= hidden_BSH.shape[1] or hidden_BSH.is_meta:
-            loss: Tensor = self.loss(self.token_logits(hidden_BSH), targets_BS)
+            loss: Tensor = self.loss(self.token_logits(hidden_BSH, padded=True), targets_BS)
             return loss
-        table = self.head.prepare(self.tokens.weight, hidden_BSH.dtype)
         parameters = [p for module in self.head_modules() for p in module.parameters()]
-        head = partial(self.token_logits, table=table)
-        return chunked_loss(hidden_BSH, targets_BS, places, head, self.loss, [*parameters, table])
+        with keep_copies([*parameters, self.tokens.weight], once=False):  # for all chunks
+            table = self.head.prepare(self.tokens.weight, hidden_BSH.dtype)
+            head = partial(self.token_logits, table=table, padded=True)
+            mine = [*parameters, table]
+            return chunked_loss(hidden_BSH, targets_BS, places, head, self.loss, mine)
 
     @staticmethod
     def counts(batch: Batch) -> dict[str, Tensor]:
@@ -260,10 +266,8 @@ class Model(nn.Module):
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype or x.dtype)
 
-    def _tied_head(self, x_BSH: Tensor, table: Tensor | None) -> Tensor:
-        logits: Tensor
-        if table is None:
-            logits = self.head(x_BSH, self.tokens.weight)
-        else:
-            logits = self.head(x_BSH, table, prepared=True)
+    def _tied_head(self, x_BSH: Tensor, table: Tensor | None, padded: bool) -> Tensor:
+        prepared = table is not None
+        table = self.tokens.weight if table is None else table
+        logits: Tensor = self.head(x_BSH, table, prepared, padded)
         return logits

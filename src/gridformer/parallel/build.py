@@ -9,6 +9,7 @@ import torch
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import FAMILIES, Model, build_model
+from gridformer.models.blocks import attach_copies
 from gridformer.parallel import pipeline
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.heuristics import decide
@@ -95,8 +96,9 @@ def build_parallel(
         pipeline.mark_shared(model, axes)
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
     initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled)
-    if layout.dp_mode == "fsdp":
-        fsdp.install(model, axes, reshards=layout.reshard == "layer")
+    attach_copies(model, getattr(torch, dtype), choices.cast_once)
     model.clock.seed = seed
     model.compute_dtype = getattr(torch, dtype)
+    if layout.dp_mode == "fsdp":
+        fsdp.install(model, axes, reshards=layout.reshard == "layer")
     return model

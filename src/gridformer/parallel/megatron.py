@@ -113,7 +113,7 @@ def one_dimensional(
         whole: Placement of vectors that every device needs in full between sections.
         partition: How saved inputs of recomputed blocks are sharded, if at all.
     """
-    from gridformer.parallel.sharding import ParamPlacement, place
+    from gridformer.parallel.sharding import ParamPlacement, place, vocabulary_width
     from gridformer.parallel.tensor.boundary import Replicated, boundary_of
     from gridformer.parallel.tensor.linear import (
         GridLinear,
@@ -131,6 +131,7 @@ def one_dimensional(
     of_chosen = Schedules(axes, Replicated(col))  # every device has the chosen tokens
     opening = ParamPlacement(("col",), copies="row", partial=True)
     head, table = choices["head"], keep_gathered_of(choices["head"])
+    vocab_size = model.config.vocab_size
     part = (col.index, col.size) if cuts_sequence else (0, 1)
 
     def everywhere(parameter: nn.Parameter) -> ParamPlacement:
@@ -168,7 +169,7 @@ def one_dimensional(
         "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
         "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
         "cross_entropy": lambda plain: VocabParallelCrossEntropy(
-            col, model.config.vocab_size, plain.smoothing
+            col, vocab_size, plain.smoothing, vocabulary_width(axes, vocab_size)
         ),
     }
     if cuts_sequence:

@@ -80,7 +80,7 @@ class Optimus(SchemeSpec):
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig
     ) -> ModuleTable:
-        from gridformer.parallel.sharding import ParamPlacement, place
+        from gridformer.parallel.sharding import ParamPlacement, place, vocabulary_width
         from gridformer.parallel.tensor.boundary import boundary_of
         from gridformer.parallel.tensor.linear import (
             GridLinear,
@@ -95,6 +95,7 @@ class Optimus(SchemeSpec):
 
         schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
         head, table = choices["head"], keep_gathered_of(choices["head"])
+        vocab_size = model.config.vocab_size
         inside = {name for name, choice in choices.products.items() if choice.norm_inside}
         # Tables that are looked up locally (positions, segments, relative biases) are sharded over
         # columns: they are small, and no device needs the columns of another.
@@ -135,7 +136,7 @@ class Optimus(SchemeSpec):
                 "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
                 "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
                 "cross_entropy": lambda plain: VocabParallelCrossEntropy(
-                    axes.col, model.config.vocab_size, plain.smoothing
+                    axes.col, vocab_size, plain.smoothing, vocabulary_width(axes, vocab_size)
                 ),
             }
         )

@@ -162,7 +162,7 @@ class SchemeSpec:
         """Returns sentences for --explain that describe effects of the scheme itself."""
         return []
 
-    def replica_elements(self, choices: Choices, layout: LayoutConfig, again: int) -> float:
+    def replica_elements(self, choices: Choices, layout: LayoutConfig, again: float) -> float:
         """Returns the elements of gradients and sharded parameters received from replicas per step.
 
         They are counted for one device with ring collectives.

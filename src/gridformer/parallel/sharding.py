@@ -103,6 +103,9 @@ class ParamGroup(Protocol):
     def unshard(self) -> None:
         """Allocates and fills the parameters, unless they are materialized."""
 
+    def forget(self) -> None:
+        """Frees what was derived from values that have been updated."""
+
 
 @dataclass
 class ParamInfo:
@@ -212,6 +215,11 @@ def vocabulary_multiple(axes: Axes) -> int:
     Rows may shard it in the table, and columns shard it in the logits.
     """
     return math.lcm(axes.row.size, axes.col.size)
+
+
+def vocabulary_width(axes: Axes, vocab_size: int) -> int:
+    """Returns how many words of a vocabulary a column of devices has logits for, with padding."""
+    return _round_up(vocab_size, vocabulary_multiple(axes)) // axes.col.size
 
 
 def _round_up(value: int, multiple: int) -> int:

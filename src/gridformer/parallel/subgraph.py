@@ -107,7 +107,7 @@ class Branched(SchemeSpec):
             )
         return found
 
-    def replica_elements(self, choices: Choices, layout: LayoutConfig, again: int) -> float:
+    def replica_elements(self, choices: Choices, layout: LayoutConfig, again: float) -> float:
         outside, inside = choices.head_parameters, choices.branched_parameters
         common = (choices.parameters - outside - inside) * again + outside * 2
         n = self.replicas(layout)

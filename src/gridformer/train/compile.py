@@ -1,8 +1,10 @@
 """torch.compile, block by block: checking what it needs on this machine, and applying it.
 
-Transformer blocks, the head and the loss are compiled in place, so that names of modules and
-parameters, and therefore checkpoints, stay the same. All blocks run the same code on the same
-shapes: one compilation serves all of them, and its cost does not grow with the model's depth.
+Transformer blocks and the loss are compiled in place, so that names of modules and parameters, and
+therefore checkpoints, stay the same. All blocks run the same code on the same shapes: one
+compilation serves all of them, and its cost does not grow with the model's depth. The head is one
+product, with which nothing could be fused; it stays as it is and reads a copy of the table
+(gridformer.models.blocks.cast), which compiled code does not.
 
 What communicates runs as it is, between compiled regions: torch.compile cannot see into messages
 that are started early and waited for late, and it would gain nothing, since these modules consist
@@ -16,6 +18,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,15 +34,17 @@ from gridformer.models.blocks import (
     CrossEntropy,
     Dropout,
     Layer,
-    TiedHead,
+    Linear,
+    copy_of,
 )
+from gridformer.parallel.sharding import info_of
 
 _OFF = "use train.compile=false"
 _left_out: set[type[nn.Module]] = set()  # whose forward passes are excluded
 
 
 def compile_model(model: Model, backend: str = "inductor") -> None:
-    """Compiles a model's blocks, head and loss in place, each when it is first called.
+    """Compiles a model's blocks and loss in place, each when it is first called.
 
     Shapes are treated as static, as they are in training. Another micro-batch size or sequence
     length recompiles, and so does evaluation, which saves nothing for a backward pass.
@@ -49,7 +54,9 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     for every new value. A block with dropout is therefore several compiled pieces with a mask
     between them. The masks are bit-identical to those of uncompiled code.
 
-    Hooks of a block, with which FSDP gathers its parameters, also run outside of compiled code.
+    Hooks of a block, with which FSDP gathers its parameters, also run outside of compiled code. In
+    bfloat16 and float16 FSDP gathers cast copies, which compiled code cannot read, so the products
+    of its blocks stay outside as well.
 
     Args:
         model: This rank's model on any layout.
@@ -57,7 +64,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     """
     from torch import compile
 
-    kinds = (Layer, TiedHead, CrossEntropy)
+    kinds = (Layer, CrossEntropy)
     parts = [module for module in model.modules() if isinstance(module, kinds)]
     for module in (module for part in parts for module in part.modules()):
         if isinstance(module, Dropout) and module.p > 0.0:
@@ -66,6 +73,8 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
             _leave_out(module, "_unfused")
         if type(module).__module__.startswith(parallel.__name__ + "."):
             _leave_out_all(type(module))
+        if type(module) is Linear and _reads_gathered_copies(module):
+            module.__class__ = _uncompiled_linear()
     for part in parts:
         part.forward = compile(  # type: ignore[method-assign]
             part.forward, backend=backend, dynamic=False
@@ -105,6 +114,18 @@ def _leave_out_all(kind: type[nn.Module]) -> None:
     if kind not in _left_out:
         kind.forward = disable(kind.forward)
         _left_out.add(kind)
+
+
+def _reads_gathered_copies(product: Linear) -> bool:
+    return copy_of(product.weight) is not None and info_of(product.weight).resharded
+
+
+@cache
+def _uncompiled_linear() -> type[Linear]:
+    """Returns a class of linear layers whose forward pass is excluded from compilation."""
+    from torch.compiler import disable
+
+    return type("UncompiledLinear", (Linear,), {"forward": disable(Linear.forward)})
 
 
 def _takes_cuda(run: RunConfig) -> bool:

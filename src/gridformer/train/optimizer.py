@@ -34,6 +34,7 @@ from gridformer.config import TrainConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import Layer
+from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.parallel.data.gradients import (
     GradientSums,
     clipping,
@@ -219,6 +220,8 @@ class Updates:
         scale_gradients(unit.updated, factor)
         with self._moments_on_device(unit):
             unit.optimizer.step()
+        for parameter in unit.parameters:
+            drop_copies(parameter)
 
     @contextmanager
     def _moments_on_device(self, unit: UpdateUnit) -> Iterator[None]:

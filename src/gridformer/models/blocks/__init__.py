@@ -15,6 +15,7 @@ from gridformer.models.blocks.attention import (
     added_to_scores,
 )
 from gridformer.models.blocks.branch import ChosenToken, Classifier, LabelHead
+from gridformer.models.blocks.cast import attach_copies, cast, copy_of, keep_copies
 from gridformer.models.blocks.dropout import Clock, Dropout, DropoutClock
 from gridformer.models.blocks.embedding import (
     PositionEmbedding,
@@ -72,8 +73,12 @@ __all__ = [
     "TiedHead",
     "TokenEmbedding",
     "added_to_scores",
+    "attach_copies",
+    "cast",
     "chunked_loss",
+    "copy_of",
     "init_of",
+    "keep_copies",
     "new_norm",
     "new_parameter",
     "places_per_chunk",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.models.blocks.linear import Init, Linear, Role, new_parameter
+from gridformer.models.blocks.linear import Init, Linear, Role, linear, new_parameter
 
 
 class Classifier(nn.Module):
@@ -38,11 +37,12 @@ class ChosenToken(nn.Module):
 class LabelHead(nn.Module):
     """Maps [b, h] to logits [b, n_labels], which have too few columns to be sharded."""
 
+    cast_parameters = ("weight", "bias")
+
     def __init__(self, h: int, n_labels: int, std: float) -> None:
         super().__init__()
         self.weight = new_parameter(h, n_labels, init=Init(std=std))
         self.bias: nn.Parameter | None = new_parameter(n_labels, init=Init())
 
     def forward(self, x_BH: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x_BH.dtype)
-        return F.linear(x_BH, self.weight.to(x_BH.dtype).t(), bias)
+        return linear(x_BH, self.weight, self.bias)

@@ -11,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.models.blocks.linear import Init, new_parameter
+from gridformer.models.blocks.cast import ROWS_OF_TABLE
+from gridformer.models.blocks.linear import Init, linear, new_parameter
 
 
 class TokenEmbedding(nn.Module):
     """Maps tokens [b, s] to rows of a [v, h] table, [b, s, h]. `TiedHead` shares the table."""
+
+    cast_parameters, cast_multiple = ("weight",), ROWS_OF_TABLE  # for the head
 
     def __init__(self, v: int, h: int, std: float) -> None:
         super().__init__()
@@ -83,6 +86,8 @@ class TiedHead(nn.Module):
         biases: Size of the bias that is added, v in BERT; 0 for none.
     """
 
+    cast_parameters, cast_multiple = ("bias",), ROWS_OF_TABLE
+
     def __init__(self, biases: int = 0) -> None:
         super().__init__()
         self.bias: nn.Parameter | None = new_parameter(biases, init=Init()) if biases else None
@@ -94,16 +99,18 @@ class TiedHead(nn.Module):
         """
         return table_VH
 
-    def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
+    def forward(
+        self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False, padded: bool = False
+    ) -> Tensor:
         """Computes logits [b, s, v] from x [b, s, h].
 
         Args:
             x_BSH: Hidden states [b, s, h].
             table_VH: The embedding's table [v, h], or what `prepare` returned.
             prepared: Whether `prepare` returned the table.
+            padded: Whether the logits may have additional columns, which a loss leaves out.
         """
-        bias = None if self.bias is None else self.bias.to(x_BSH.dtype)
-        return F.linear(x_BSH, table_VH.to(x_BSH.dtype), bias)
+        return linear(x_BSH, table_VH.t(), self.bias, padded)
 
 
 def chunk_bounds(whole: int, part: tuple[int, int]) -> tuple[int, int]:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gridformer.models.blocks.cast import cast
+
 Section = Literal["attention", "feed_forward", "head"]
 Activation = Literal["gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -75,22 +77,25 @@ class Role:
     reads: Literal["tokens", "source", "sequences"] = "tokens"
 
 
-def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = False) -> Tensor:
     """Computes x W + b in the precision of x.
 
-    For a weight in another precision, autograd saves the weight itself and not its cast copy: the
-    copies of all layers would take as much memory as the whole model in that precision.
+    For a weight in another precision, autograd saves the weight itself and not its cast copy
+    (gridformer.models.blocks.cast): the copies of all layers take as much memory as the whole model
+    in that precision, so whether they are kept is a setting.
 
     Args:
         x: Input [..., in].
-        weight_IO: Weight [in, out].
+        weight_IO: Weight [in, out], a parameter or the transpose of one.
         bias_O: Bias [out], or None.
+        padded: Whether the result may have the additional columns of the cast copy, see `CastCopy`.
     """
     if weight_IO.dtype == x.dtype:
         return F.linear(x, weight_IO.t(), bias_O)
-    place = _CastLinear.apply(x, weight_IO, bias_O)
-    bias = None if bias_O is None else bias_O.detach()
-    out: Tensor = _CastLinearResult.apply(place, x.detach(), weight_IO.detach(), bias)
+    weight = cast(weight_IO, x.dtype, padded)
+    bias = None if bias_O is None else cast(bias_O, x.dtype, weight.shape[1] > len(bias_O))
+    place = _CastLinear.apply(x, weight_IO, bias_O, weight.shape[1])
+    out: Tensor = _CastLinearResult.apply(place, x.detach(), weight, bias)
     return out
 
 
@@ -101,18 +106,35 @@ class _CastLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, n_out: int
+    ) -> Tensor:
         ctx.save_for_backward(x, weight_IO)
+        # Recomputation replaces saved tensors by others, which have no cast copy. Compiled code
+        # has none anyway.
+        ctx.weight = None if torch.compiler.is_compiling() else weight_IO
         ctx.bias = None if bias_O is None else bias_O.dtype
-        return x.new_empty(()).expand(*x.shape[:-1], weight_IO.shape[1])
+        return x.new_empty(()).expand(*x.shape[:-1], n_out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight_IO = ctx.saved_tensors
+        n_out = weight_IO.shape[1]
         grad = grads[0].flatten(0, -2)
-        grad_x = grads[0] @ weight_IO.to(x.dtype).t() if ctx.needs_input_grad[0] else None
-        grad_weight = (x.flatten(0, -2).t() @ grad).to(weight_IO.dtype)
-        return grad_x, grad_weight, None if ctx.bias is None else grad.sum(0).to(ctx.bias)
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            source = weight_IO if ctx.weight is None else ctx.weight
+            weight = cast(source, x.dtype, padded=grad.shape[1] > n_out)
+            grad_x = grads[0] @ weight.t()
+        if ctx.needs_input_grad[1]:
+            if weight_IO.stride(0) == 1:  # stored by columns, as the table that the head transposes
+                grad_weight = (grad.t() @ x.flatten(0, -2))[:n_out].t()
+            else:
+                grad_weight = (x.flatten(0, -2).t() @ grad)[:, :n_out]
+            grad_weight = grad_weight.to(weight_IO.dtype)
+        if ctx.bias is not None:
+            grad_bias = grad.sum(0)[:n_out].to(ctx.bias)
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _CastLinearResult(torch.autograd.Function):
@@ -122,8 +144,7 @@ class _CastLinearResult(torch.autograd.Function):
     def forward(
         ctx: Any, place: Tensor, x: Tensor, weight_IO: Tensor, bias_O: Tensor | None
     ) -> Tensor:
-        bias = None if bias_O is None else bias_O.to(x.dtype)
-        return F.linear(x, weight_IO.to(x.dtype).t(), bias)
+        return F.linear(x, weight_IO.t(), bias_O)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -140,6 +161,8 @@ class Linear(nn.Module):
         init: How the weight is initialized; the bias starts at 0.
         bias: Whether there is a bias.
     """
+
+    cast_parameters = ("weight", "bias")
 
     def __init__(self, n_in: int, n_out: int, role: Role, init: Init, bias: bool = True) -> None:
         super().__init__()

@@ -20,20 +20,27 @@ class CrossEntropy(nn.Module):
     Args:
         smoothing: The fraction of each target that training distributes evenly over the vocabulary
             (Vaswani et al. 2017, section 5.4).
+        vocab_size: v, if the logits may have additional columns, which are left out.
     """
 
-    def __init__(self, smoothing: float = 0.0) -> None:
+    def __init__(self, smoothing: float = 0.0, vocab_size: int | None = None) -> None:
         super().__init__()
-        self.smoothing = smoothing
+        self.smoothing, self.vocab_size = smoothing, vocab_size
 
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         return F.cross_entropy(
-            _wide(logits_BSV.flatten(0, -2)),
+            self._wide_columns(logits_BSV.flatten(0, -2)),
             targets_BS.flatten(),
             ignore_index=IGNORE,
             reduction="sum",
             label_smoothing=self.smoothing if self.training else 0.0,
         )
+
+    def _wide_columns(self, logits_TV: Tensor) -> Tensor:
+        if self.vocab_size is None or logits_TV.shape[1] == self.vocab_size:
+            return _wide(logits_TV)
+        wide: Tensor = _WideColumns.apply(logits_TV, self.vocab_size)
+        return wide
 
 
 class LabelLoss(nn.Module):
@@ -130,6 +137,26 @@ class _ChunkedLoss(torch.autograd.Function):
         scaled = [gradient.mul_(grads[0]) for gradient in found]
         grad_hidden, *rest = [gradient.to(dtype) for gradient, dtype in zip(scaled, ctx.dtypes)]
         return grad_hidden, None, None, None, *rest
+
+
+class _WideColumns(torch.autograd.Function):
+    """Casts the first columns of logits [T, V] to float32; their gradient is 0 in the others.
+
+    Leaving columns out costs no pass over the logits besides those of the casts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, columns: int) -> Tensor:
+        ctx.shape, ctx.dtype = logits_TV.shape, logits_TV.dtype
+        return _wide(logits_TV[:, :columns])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        columns = grads[0].shape[1]
+        grad_TV = grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
+        grad_TV[:, :columns] = grads[0]
+        grad_TV[:, columns:] = 0
+        return grad_TV, None
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class Work:
         sequences: Sequences of the micro-batch.
         recompute: `train.recompute` of the run.
         loss_chunk_tokens: Tokens whose logits exist at a time on a row of the grid; 0 for all.
+        cast: `train.cast` of the run.
     """
 
     tokens: int
@@ -45,6 +46,7 @@ class Work:
     sequences: int = 0
     recompute: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: int = 0
+    cast: Literal["auto", "step", "use"] = "auto"
 
     def rows_of(self, product: Product) -> int:
         """Returns the number of rows of a product's input, over all devices of the grid."""
@@ -140,6 +142,8 @@ class Choices:
         parameters: Elements of the model's matrices.
         held_bytes: Approximate bytes that a device holds if nothing is kept gathered.
         block_inputs: Elements of the inputs of all blocks in one micro-batch.
+        cast_once: Whether a weight is cast to the type of the computation once a step and the copy
+            is kept for all products of the step, or cast for each product.
         reasons: Sentences that explain the choices.
     """
 
@@ -151,6 +155,7 @@ class Choices:
     parameters: int = 0
     held_bytes: float = 0.0
     block_inputs: float = 0.0
+    cast_once: bool = True
     reasons: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Choice:

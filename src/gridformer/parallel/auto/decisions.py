@@ -80,6 +80,7 @@ def work_of(run: RunConfig) -> Work:
     """Returns the amount of work of one replica of a run, which `decide` reads."""
     layout, train = run.layout, run.train
     sequences = train.global_batch // (layout.dp * layout.micro_batches)
+    devices = layout.rows * layout.cols * layout.branches
     return Work(
         tokens=sequences * run.seq_len,
         source=sequences * run.source_len,
@@ -89,6 +90,8 @@ def work_of(run: RunConfig) -> Work:
         state_bytes=state_bytes(run, layout.dp),
         recompute=train.recompute,
         loss_chunk_tokens=train.loss_chunk_tokens,
+        # Blocks that do not communicate are compiled whole, and compiled code keeps no copies.
+        cast="use" if train.compile and devices == 1 else train.cast,
     )
 
 
@@ -155,12 +158,17 @@ def state_bytes(run: RunConfig, replicas: int) -> int:
     return round((value + gradient + moments) * _parameter_bytes(run))
 
 
-def _times_over_replicas(run: RunConfig) -> int:
-    """Returns how often a layer's parameters travel per step: gathered, or as gradients summed."""
+def _times_over_replicas(run: RunConfig) -> float:
+    """Returns how often a layer's parameters travel per step: gathered, or as gradients summed.
+
+    With fsdp what is gathered has the type of the computation. It counts as the part of a parameter
+    that has the same bytes.
+    """
     layout = run.layout
-    if layout.dp_mode == "fsdp" and layout.reshard == "layer":
-        return 2 * layout.micro_batches + 1
-    return 2
+    if layout.dp_mode != "fsdp":
+        return 2
+    gathers = 2 * layout.micro_batches if layout.reshard == "layer" else 1
+    return gathers * _ITEMSIZE[run.train.dtype] / _parameter_bytes(run) + 1
 
 
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:

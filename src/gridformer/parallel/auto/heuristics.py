@@ -26,6 +26,7 @@ SMALL_BYTES = 64 << 20
 CHUNK_SHARE = 1 / 256
 CHUNK_BYTES = 16 << 20
 MOST_CHUNKS = 32  # keeps products large and messages few
+COPIES_SHARE = 1 / 4  # of what a device holds, for copies of weights in the type of the computation
 
 _BETWEEN: dict[str, Literal["cut", "replicated", "first"]] = {
     "replicated": "replicated",
@@ -60,7 +61,7 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
     chosen = _schedules(_chunked(chosen, layout), layout)
-    return _at_once(_kept(chosen, layout))
+    return _cast(_at_once(_kept(chosen, layout)), layout)
 
 
 def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
@@ -196,6 +197,32 @@ def _with_weights(choices: Choices) -> Choices:
     if choices.rows == 1:
         return choices
     return _each(choices, lambda c: replace(c, keep_weight=c.schedule == "gather"))
+
+
+def _cast(choices: Choices, layout: LayoutConfig) -> Choices:
+    """Decides whether weights are cast once a step, or at each use if the copies are too large."""
+    wish, held = choices.work.cast, choices.held_bytes
+    if choices.work.itemsize != 2:
+        return choices  # parameters have the type of the computation
+    price = copies_bytes(choices, layout)
+    once = price <= COPIES_SHARE * held if wish == "auto" else wish == "step"
+    if wish == "auto":
+        choices.reasons.append(
+            f"cast: each weight is cast {'once a step' if once else 'at each use'}: copies take "
+            f"{format_bytes(price)}, and the budget is {format_bytes(COPIES_SHARE * held)}, "
+            f"{Fraction(COPIES_SHARE)} of what a device holds"
+        )
+    return replace(choices, cast_once=once)
+
+
+def copies_bytes(choices: Choices, layout: LayoutConfig) -> float:
+    """Returns the bytes that a device holds if weights are cast once a step.
+
+    With fsdp it keeps the copies of its parts.
+    """
+    replicas = layout.dp if layout.dp_mode == "fsdp" else 1
+    grid = choices.rows * choices.cols
+    return choices.parameters * choices.work.itemsize / (grid * layout.pp * replicas)
 
 
 def _each(choices: Choices, change: Callable[[Choice], Choice]) -> Choices:

@@ -11,6 +11,10 @@ others, m micro-batches and d replicas, a rank therefore receives in a step
 
 With `reshard: step` layers keep their parameters, too, and 2 m is 1.
 
+In bfloat16 and float16 the L elements travel in that type, as copies of what products read
+(gridformer.models.blocks.cast), and the float32 parameters of layers are never materialized. The
+vectors of norms, which are read in float32, then belong to R.
+
 Freeing a parameter frees its storage and keeps its tensor. What autograd has saved of it is
 therefore valid again once it is gathered for the backward pass.
 """
@@ -27,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from gridformer import comm
-from gridformer.mesh import Axes, Axis
+from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.models.blocks import Layer, Recompute
+from gridformer.models.blocks import Layer, Recompute, copy_of
 from gridformer.parallel.data.zero import FlatBucket, free_storage, replica_part, unshard
 from gridformer.parallel.sharding import info_of
 
@@ -42,6 +46,8 @@ class FSDPUnit:
     Args:
         parameters: The parameters. Those that are not sharded over replicas are left out.
         axes: The axes of the mesh.
+        as_copies: Whether cast copies of the parameters are gathered instead of the parameters,
+            where there are any.
 
     Attributes:
         after: The unit that the forward pass needs next; it is prefetched.
@@ -50,7 +56,9 @@ class FSDPUnit:
         reshards: Whether a layer frees them after its forward pass and after its backward pass.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], axes: Axes) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], axes: Axes, as_copies: bool = False
+    ) -> None:
         self.parameters = [p for p in parameters if replica_part(p) is not None]
         self.after: FSDPUnit | None = None
         self.before: FSDPUnit | None = None
@@ -59,11 +67,15 @@ class FSDPUnit:
         self._in_backward = False
         self._missing: set[nn.Parameter] = set()
         self._coming: list[comm.Pending] | None = None
-        groups: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+        groups: dict[tuple[str, bool], list[nn.Parameter]] = defaultdict(list)
         for parameter in self.parameters:
             info_of(parameter).group = self
-            groups[info_of(parameter).shard.replicas or "", parameter.dtype].append(parameter)
-        self._buckets = [FlatBucket(members, axes[name]) for (name, _), members in groups.items()]
+            copied = as_copies and copy_of(parameter) is not None
+            groups[info_of(parameter).shard.replicas or "", copied].append(parameter)
+        self._messages = [
+            _Message(FlatBucket(members, axes[name]), copied)
+            for (name, copied), members in groups.items()
+        ]
 
     def watch(self, layer: nn.Module, recompute: Recompute) -> None:
         """Makes a layer unshard and reshard these parameters when it runs.
@@ -81,7 +93,7 @@ class FSDPUnit:
     def prefetch(self) -> None:
         """Starts to gather the parameters, unless they are materialized or in flight."""
         if not self.whole and self._coming is None:
-            self._coming = [_start(flat_bucket) for flat_bucket in self._buckets]
+            self._coming = [message.start(self.reshards) for message in self._messages]
 
     def unshard(self) -> None:
         """Materializes the parameters; waits for the gather, or starts it if it has not started."""
@@ -89,15 +101,20 @@ class FSDPUnit:
             return
         self.prefetch()
         assert self._coming is not None
-        for flat_bucket, pending in zip(self._buckets, self._coming):
-            unshard(flat_bucket, pending.wait())
+        for message, pending in zip(self._messages, self._coming):
+            message.unshard(pending.wait())
         self._coming, self.whole = None, True
 
     def reshard(self) -> None:
         """Frees the parameters; only this replica's part of each stays."""
         self._coming, self.whole, self._in_backward = None, False, False
-        for parameter in self.parameters:
-            free_storage(parameter)
+        for message in self._messages:
+            message.reshard()
+
+    def forget(self) -> None:
+        """Frees cast copies of this replica's parts, which belong to the values of one step."""
+        for message in self._messages:
+            message.forget()
 
     def _before_forward(self, *_: Any) -> None:
         self.unshard()
@@ -122,6 +139,51 @@ class FSDPUnit:
             self.reshard()
 
 
+class _Message:
+    """Parameters of a unit that travel together, as they are or as cast copies.
+
+    Args:
+        flat_bucket: The layout of the message.
+        copied: Whether cast copies travel, all of one type.
+    """
+
+    def __init__(self, flat_bucket: FlatBucket, copied: bool) -> None:
+        self.bucket = flat_bucket
+        self._copies = [c for p in flat_bucket.parameters if copied and (c := copy_of(p))]
+        self._share: Tensor | None = None
+
+    def start(self, again: bool) -> comm.Pending:
+        """Starts to gather the message.
+
+        Args:
+            again: Whether it will be gathered again in this step.
+        """
+        share = self._share
+        if share is None:
+            share = self.bucket.join_parts(self._copies[0].dtype if self._copies else None)
+            if again and any(copy.held for copy in self._copies):
+                self._share = share  # the parts are cast once a step
+        return comm.start_all_gather(share.unsqueeze(0), self.bucket.axis, 0, LABEL)
+
+    def unshard(self, shares: Tensor) -> None:
+        if not self._copies:
+            unshard(self.bucket, shares)
+            return
+        for parameter, copy in zip(self.bucket.parameters, self._copies):
+            copy.value = torch.empty_like(parameter, dtype=copy.dtype, requires_grad=False)
+        self.bucket.part(shares, [copy.value for copy in self._copies if copy.value is not None])
+
+    def reshard(self) -> None:
+        for copy in self._copies:
+            copy.drop()
+        if not self._copies:
+            for parameter in self.bucket.parameters:
+                free_storage(parameter)
+
+    def forget(self) -> None:
+        self._share = None
+
+
 class Gathering:
     """The units of a model: one for each layer, and one for all other parameters.
 
@@ -136,12 +198,16 @@ class Gathering:
 
     def __init__(self, model: Model, axes: Axes) -> None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
-        self.layers = [FSDPUnit(layer.parameters(), axes) for layer in layers]
+        of_layer = [[*layer.parameters()] for layer in layers]
+        if model.compute_dtype not in (None, torch.float32, torch.float64):
+            # One message for each layer, so what is read in float32 is gathered with the rest.
+            of_layer = [[p for p in each if copy_of(p) is not None] for each in of_layer]
+        self.layers = [FSDPUnit(each, axes, as_copies=True) for each in of_layer]
         for layer, unit in zip(layers, self.layers):
             unit.watch(layer, model.recompute)
         for unit, after in pairwise(self.layers):
             unit.after, after.before = after, unit
-        inside = {parameter for layer in layers for parameter in layer.parameters()}
+        inside = {parameter for each in of_layer for parameter in each}
         self.rest = FSDPUnit([p for p in model.parameters() if p not in inside], axes)
         mine = set(self.rest.parameters)
         self._open = False
@@ -163,6 +229,7 @@ class Gathering:
             self._open = False
             for unit in (self.rest, *self.layers):
                 unit.reshard()
+                unit.forget()
 
     def _check(self, *_: Any) -> None:
         if not self._open:
@@ -210,6 +277,11 @@ def materialized(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def _start(flat_bucket: FlatBucket) -> comm.Pending:
-    axis: Axis = flat_bucket.axis
-    return comm.start_all_gather(flat_bucket.join_parts().unsqueeze(0), axis, 0, LABEL)
+def drop_copies(parameter: nn.Parameter) -> None:
+    """Frees the cast copies of a parameter that has been updated."""
+    copy = copy_of(parameter)
+    if copy is not None:
+        copy.drop()
+    group = info_of(parameter).group
+    if group is not None:
+        group.forget()

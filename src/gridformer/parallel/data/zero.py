@@ -120,10 +120,14 @@ class FlatBucket:
         for in_flat, in_tensor in self._places(flat, tensors):
             in_tensor.copy_(in_flat)
 
-    def join_parts(self) -> Tensor:
-        """Returns this replica's parts of all parameters as one new tensor [share]."""
+    def join_parts(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns this replica's parts of all parameters as one new tensor [share].
+
+        Args:
+            dtype: The type of the result; None means that of the parameters.
+        """
         parts = [self._part(parameter) for parameter in self.parameters]
-        flat = parts[0].new_zeros(self.share)
+        flat = parts[0].new_zeros(self.share, dtype=dtype)
         for part, view in zip(parts, self.parts(flat)):
             view.copy_(part)
         return flat

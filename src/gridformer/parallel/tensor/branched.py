@@ -64,6 +64,8 @@ class SliceLinear(nn.Module):
         first: Whether only the first sub-grid holds the projection (cSub).
     """
 
+    cast_parameters = ("weight", "bias")
+
     def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
         super().__init__()
         self.branch, self.first = axes.branch, first
@@ -94,6 +96,8 @@ class ConcatLinear(nn.Module):
         axes: Axes with `branch`, which has g ranks.
         first: Whether only the first sub-grid holds the projection (cSub).
     """
+
+    cast_parameters = ("weight", "bias")
 
     def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
         super().__init__()

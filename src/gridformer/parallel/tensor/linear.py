@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
 from gridformer.models import blocks
+from gridformer.models.blocks.linear import linear
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.data.fsdp import gathered, materialized
 from gridformer.parallel.sharding import ParamPlacement, place, vocabulary_multiple
@@ -86,6 +87,8 @@ class GridLinear(nn.Module):
         schedules: The schedules of the model.
     """
 
+    cast_parameters = ("weight", "bias")
+
     def __init__(
         self, plain: blocks.Linear, choice: Choice, bias: ParamPlacement, schedules: Schedules
     ) -> None:
@@ -128,6 +131,9 @@ class GridTokenEmbedding(nn.Module):
         schedules: The schedules of the model.
     """
 
+    cast_parameters = ("weight",)  # for the head
+    cast_multiple = 1
+
     def __init__(
         self,
         plain: blocks.TokenEmbedding,
@@ -139,6 +145,8 @@ class GridTokenEmbedding(nn.Module):
         self.axes = axes = schedules.axes
         self.schedule, self.keep = schedules[head], keep
         self.head_output_stays = head.stays == "output"
+        if self.head_output_stays and isinstance(self.schedule, summa.Gather):
+            self.cast_multiple = plain.cast_multiple
         self.weight = plain.weight
         cut = ("col", "row") if self.head_output_stays else ("row", "col")
         # Only v is padded to this multiple. h is sharded over the other axis alone, so on a grid of
@@ -163,6 +171,8 @@ class GridTiedHead(nn.Module):
         keep: What is kept of the gathered table; shared with the embedding.
         schedules: The schedules of the model.
     """
+
+    cast_parameters = ("bias",)
 
     def __init__(
         self, plain: blocks.TiedHead, choice: Choice, keep: summa.KeepGathered, schedules: Schedules
@@ -196,22 +206,27 @@ class GridTiedHead(nn.Module):
         if not isinstance(self.schedule, summa.Gather) or self.schedule.row.size == 1:
             return table_VH
         if self.output_stays:
-            return summa.whole_column(table_VH.t(), dtype, self.schedule, self.keep).t()
+            return summa.whole_column(
+                table_VH.t(), dtype, self.schedule, self.keep, padded=True
+            ).t()
         return summa.whole_column(table_VH, dtype, self.schedule, self.keep)
 
-    def forward(self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False) -> Tensor:
+    def forward(
+        self, x_BSH: Tensor, table_VH: Tensor, prepared: bool = False, padded: bool = False
+    ) -> Tensor:
         """Returns logits [b/r, s, v/c].
 
         Args:
             x_BSH: Hidden states: [b/r, s, h/c] under Optimus, else as the boundary says.
             table_VH: The embedding's local block of the table, or what `prepare` made of it.
             prepared: Whether the table comes from `prepare`.
+            padded: Whether the logits may have additional columns, which a loss leaves out.
         """
         schedule, keep = self.schedule, self.keep
         if prepared:  # a chunk of a loss: its backward pass follows at once, so keep the input
             schedule, keep = self.of_column, summa.KeepGathered(input=True)
         if self.output_stays:
-            return summa.product_ab(x_BSH, table_VH.t(), schedule, self.bias, keep)
+            return summa.product_ab(x_BSH, table_VH.t(), schedule, self.bias, keep, padded)
         return summa.product_abt(x_BSH, table_VH, schedule, self.bias, keep)
 
 
@@ -227,6 +242,8 @@ class RowParallelLabelHead(nn.Module):
         axes: Axes of the grid.
     """
 
+    cast_parameters = ("weight",)
+
     def __init__(self, plain: blocks.LabelHead, copies: str | None, axes: Axes) -> None:
         super().__init__()
         self.col = axes.col
@@ -241,7 +258,7 @@ class RowParallelLabelHead(nn.Module):
             place(self, "bias", ParamPlacement(cut=(None,), copies=copies, partial=partial), axes)
 
     def forward(self, x_BH: Tensor) -> Tensor:
-        terms = x_BH @ self.weight.to(x_BH.dtype)
+        terms = linear(x_BH, self.weight, None)
         if self.bias is not None:
             terms = terms + self.bias.to(terms.dtype)
         return autograd.allreduce_identity(terms, self.col)
@@ -271,8 +288,9 @@ class SequenceParallelChosenToken(nn.Module):
 def weights_kept(model: nn.Module) -> Iterator[None]:
     """Lets products keep and prefetch gathered weights, as their choices say, inside this context.
 
-    The weights must not change inside it. With FSDP, it also enables gathering the parameters of
-    each layer from the replicas.
+    It also keeps the copies of weights in the type of the computation. Weights must not change
+    inside it, except that a weight may be updated when the last product of a step has read it.
+    With FSDP, it also enables gathering the parameters of each layer from the replicas.
     """
     # Not getattr, which is slow for what a module does not have.
     keeps = [vars(module).get("keep") for module in model.modules()]
@@ -282,7 +300,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     for weight in weights:
         weight.open()
     try:
-        with gathered(model):
+        with blocks.keep_copies(model.parameters()), gathered(model):
             yield
     finally:
         for weight in weights:

@@ -30,20 +30,25 @@ class VocabParallelCrossEntropy(nn.Module):
         axis: Axis that shards the vocabulary.
         vocab_size: True size of the vocabulary.
         smoothing: Label smoothing in training, from 0 to 1.
+        width: V/size, if the logits may have additional columns, which are left out.
     """
 
-    def __init__(self, axis: Axis, vocab_size: int, smoothing: float = 0.0) -> None:
+    def __init__(
+        self, axis: Axis, vocab_size: int, smoothing: float = 0.0, width: int | None = None
+    ) -> None:
         super().__init__()
         self.axis, self.vocab_size, self.smoothing = axis, vocab_size, smoothing
+        self.width = width
 
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        width = logits_BSV.shape[-1]
+        columns = logits_BSV.shape[-1]
         out: Tensor = _VocabParallelCrossEntropy.apply(
-            logits_BSV.reshape(-1, width),
+            logits_BSV.reshape(-1, columns),
             targets_BS.flatten(),
             self.axis,
             self.vocab_size,
             self.smoothing if self.training else 0.0,
+            columns if self.width is None else self.width,
         )
         return out
 
@@ -57,10 +62,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         axis: Axis,
         vocab_size: int,
         smoothing: float,
+        width: int,
     ) -> Tensor:
-        first = axis.index * logits_TV.shape[1]
+        first = axis.index * width
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
-        x_TV = logits_TV.to(dtype, copy=True)
+        x_TV = logits_TV[:, :width].to(dtype, copy=True)
         n_words = min(max(0, vocab_size - first), x_TV.shape[1])  # the rest is padding
         x_TV[:, n_words:] = -torch.inf
 
@@ -79,7 +85,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         softmax_TV = exp_TV.div_(sum_T.unsqueeze(1))
         ctx.save_for_backward(softmax_TV, column_T, here, counts)
-        ctx.dtype, ctx.n_words = logits_TV.dtype, n_words
+        ctx.shape, ctx.dtype, ctx.n_words = logits_TV.shape, logits_TV.dtype, n_words
         ctx.share, ctx.spread = 1.0 - smoothing, smoothing / vocab_size
         return ((sum_T.log() - target_T) * counts).sum()
 
@@ -92,4 +98,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         at_target = here.to(grad_TV.dtype).mul_(-ctx.share).unsqueeze(1)
         grad_TV.scatter_add_(1, column_T.unsqueeze(1), at_target)
         grad_TV.mul_((counts * grads[0]).unsqueeze(1))
-        return grad_TV.to(ctx.dtype), None, None, None, None
+        if grad_TV.shape == ctx.shape:
+            return grad_TV.to(ctx.dtype), None, None, None, None, None
+        width = grad_TV.shape[1]
+        cast_TV = grad_TV.new_empty(ctx.shape, dtype=ctx.dtype)
+        cast_TV[:, :width] = grad_TV
+        cast_TV[:, width:] = 0
+        return cast_TV, None, None, None, None, None

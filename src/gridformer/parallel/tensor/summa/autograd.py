@@ -21,12 +21,14 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
+from gridformer.models.blocks.cast import padded_columns
 from gridformer.parallel.tensor.boundary import LABEL
 from gridformer.parallel.tensor.summa.fused_norm import Normed, product_of_norm
 from gridformer.parallel.tensor.summa.gather import Gather
 from gridformer.parallel.tensor.summa.operands import (
     OneHotOperand,
     Operand,
+    add_bias,
     arrived,
     bias_gradient,
     type_of,
@@ -41,6 +43,7 @@ def product_ab(
     schedule: Schedule,
     bias: Tensor | None = None,
     keep: KeepGathered = NOTHING,
+    padded: bool = False,
 ) -> Tensor:
     """Computes C = A B + bias (Optimus, Algorithm 1), differentiable.
 
@@ -53,24 +56,23 @@ def product_ab(
         schedule: How panels travel.
         bias: Local part [N/c].
         keep: Which gathered operands are kept for later.
+        padded: Whether C may have the additional columns of the cast copy of B; needs `Gather`.
 
     Returns:
         Local block [.., N/c] of C.
     """
     if isinstance(a, Normed):
-        return product_of_norm(a, b, schedule, bias, keep)
+        return product_of_norm(a, b, schedule, bias, keep, padded)
     operand = Operand(a)
+    width = padded_columns(b, a.dtype) if padded else b.shape[1]
 
     def compute() -> Tensor:
-        weight = keep.weight_operand(b, a.dtype)
+        weight = keep.weight_operand(b, a.dtype, padded)
         schedule.prefetch(operand, weight)
         keep.prefetch_next(a.dtype)
-        c = schedule.ab(operand, weight).wait()
-        if bias is not None:
-            c += bias.to(c.dtype)
-        return c
+        return add_bias(schedule.ab(operand, weight).wait(), bias)
 
-    place = _AB.apply(a, b, bias, schedule, keep, operand)
+    place = _AB.apply(a, b, bias, schedule, keep, operand, width)
     out: Tensor = _Carry.apply(place, compute)
     return out
 
@@ -103,10 +105,7 @@ def product_abt(
         weight = keep.weight_operand(b, a.dtype)
         schedule.prefetch(None, weight)
         keep.prefetch_next(a.dtype)
-        c = schedule.abt(Operand(a), weight).wait()
-        if bias is not None:
-            c += bias.to(c.dtype)
-        return c
+        return add_bias(schedule.abt(Operand(a), weight).wait(), bias)
 
     place = _ABt.apply(a, b, bias, schedule, keep)
     out: Tensor = _Carry.apply(place, compute)
@@ -157,7 +156,11 @@ def lookup(
 
 
 def whole_column(
-    b: Tensor, dtype: torch.dtype, schedule: Gather, keep: KeepGathered = NOTHING
+    b: Tensor,
+    dtype: torch.dtype,
+    schedule: Gather,
+    keep: KeepGathered = NOTHING,
+    padded: bool = False,
 ) -> Tensor:
     """Gathers a weight down its column: forward all-gather, backward reduce-scatter of its rows.
 
@@ -169,26 +172,33 @@ def whole_column(
         dtype: Dtype of the result.
         schedule: Gathers the weight.
         keep: Whether the gathered weight is kept for later.
+        padded: Whether the result may have the additional columns of the cast copy.
 
     Returns:
         The column [K, N/c] of the weight.
     """
-    out: Tensor = _WholeColumn.apply(b, dtype, schedule, keep)
+    out: Tensor = _WholeColumn.apply(b, dtype, schedule, keep, padded)
     return out
 
 
 class _WholeColumn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, b: Tensor, dtype: torch.dtype, schedule: Gather, keep: KeepGathered
+        ctx: Any,
+        b: Tensor,
+        dtype: torch.dtype,
+        schedule: Gather,
+        keep: KeepGathered,
+        padded: bool,
     ) -> Tensor:
-        ctx.row, ctx.dtype = schedule.row, b.dtype
-        return schedule.whole_column(keep.weight_operand(b, dtype)).detach()
+        ctx.row, ctx.dtype, ctx.n_columns = schedule.row, b.dtype, b.shape[1]
+        return schedule.whole_column(keep.weight_operand(b, dtype, padded)).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = comm.start_reduce_scatter(grads[0].contiguous(), ctx.row, 0, LABEL)
-        return grad.wait().to(ctx.dtype), None, None, None
+        grad = grads[0][:, : ctx.n_columns].contiguous()
+        total = comm.start_reduce_scatter(grad, ctx.row, 0, LABEL)
+        return total.wait().to(ctx.dtype), None, None, None, None
 
 
 class _AB(torch.autograd.Function):
@@ -208,13 +218,15 @@ class _AB(torch.autograd.Function):
         schedule: Schedule,
         keep: KeepGathered,
         operand: Operand,
+        width: int,
     ) -> Tensor:
         if keep.input:
             schedule.prefetch(operand, None)
         ctx.whole = keep.input and operand.whole is not None
         ctx.save_for_backward(operand.whole.wait() if ctx.whole else a, b)  # type: ignore[union-attr]
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
-        return schedule.empty_ab_like(a, b.shape[1])
+        ctx.weight = b  # has a cast copy, which a recomputed saved tensor lacks
+        return schedule.empty_ab_like(a, width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -222,7 +234,8 @@ class _AB(torch.autograd.Function):
         schedule, grad = ctx.schedule, Operand(grads[0])
         wants_a, wants_b = ctx.needs_input_grad[:2]
         operand = Operand(a, Pending(a) if ctx.whole else None)
-        weight = ctx.keep.weight_operand(b, a.dtype)
+        n_columns = b.shape[1]
+        weight = ctx.keep.weight_operand(ctx.weight, a.dtype, grads[0].shape[-1] > n_columns)
         schedule.prefetch(operand if wants_b else None, weight if wants_a else None)
         ctx.keep.prefetch_previous(a.dtype)
         grad_a = schedule.abt(grad, weight) if wants_a else None
@@ -230,8 +243,8 @@ class _AB(torch.autograd.Function):
         grad_b = schedule.atb(operand, grad) if wants_b else None
         grad_bias = bias_gradient(grads[0], ctx.bias)
         # Waits for grad_b first: its remaining product then runs while both sums travel.
-        weight_gradient = arrived(grad_b, b.dtype)
-        return arrived(grad_a, a.dtype), weight_gradient, grad_bias, None, None, None
+        weight_gradient = arrived(grad_b, b.dtype, n_columns)
+        return arrived(grad_a, a.dtype), weight_gradient, grad_bias, None, None, None, None
 
 
 class _ABt(torch.autograd.Function):
@@ -248,6 +261,7 @@ class _ABt(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.schedule, ctx.keep, ctx.bias = schedule, keep, type_of(bias)
+        ctx.weight = b  # has a cast copy, which a recomputed saved tensor lacks
         return schedule.empty_abt_like(a, b.shape[0])
 
     @staticmethod
@@ -255,7 +269,7 @@ class _ABt(torch.autograd.Function):
         a, b = ctx.saved_tensors
         schedule, grad = ctx.schedule, Operand(grads[0])
         wants_a, wants_b = ctx.needs_input_grad[:2]
-        weight = ctx.keep.weight_operand(b, a.dtype)
+        weight = ctx.keep.weight_operand(ctx.weight, a.dtype)
         schedule.prefetch(grad, weight if wants_a else None)
         ctx.keep.prefetch_previous(a.dtype)
         grad_a: Pending | None

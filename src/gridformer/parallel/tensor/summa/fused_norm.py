@@ -15,7 +15,13 @@ from torch import Tensor
 from gridformer.comm import Pending
 from gridformer.parallel.tensor.summa.chunks import ALL
 from gridformer.parallel.tensor.summa.gather import Gather
-from gridformer.parallel.tensor.summa.operands import Operand, arrived, bias_gradient, type_of
+from gridformer.parallel.tensor.summa.operands import (
+    Operand,
+    add_bias,
+    arrived,
+    bias_gradient,
+    type_of,
+)
 from gridformer.parallel.tensor.summa.prefetch import NOTHING, KeepGathered
 from gridformer.parallel.tensor.summa.products import Schedule
 
@@ -50,6 +56,7 @@ def product_of_norm(
     schedule: Schedule,
     bias: Tensor | None = None,
     keep: KeepGathered = NOTHING,
+    padded: bool = False,
 ) -> Tensor:
     """Computes C = norm(X) B + bias, differentiable.
 
@@ -59,13 +66,16 @@ def product_of_norm(
         schedule: Must be a `Gather`, since panels never hold whole rows.
         bias: Local part [N/c].
         keep: Which gathered operands are kept for later.
+        padded: Whether C may have the additional columns of the cast copy of B.
 
     Returns:
         Local block [.., N/c] of C.
     """
     assert isinstance(schedule, Gather), "a product panel by panel never has whole rows"
     norm = a.norm
-    out: Tensor = _NormedAB.apply(a.x, norm.weight, norm.bias, b, bias, norm.eps, schedule, keep)
+    out: Tensor = _NormedAB.apply(
+        a.x, norm.weight, norm.bias, b, bias, norm.eps, schedule, keep, padded
+    )
     return out
 
 
@@ -81,8 +91,9 @@ class _NormedAB(torch.autograd.Function):
         eps: float,
         schedule: Gather,
         keep: KeepGathered,
+        padded: bool,
     ) -> Tensor:
-        weight = keep.weight_operand(b, x.dtype)
+        weight = keep.weight_operand(b, x.dtype, padded)
         operand = Operand(x)
         schedule.prefetch(operand, weight)
         keep.prefetch_next(x.dtype)
@@ -91,18 +102,18 @@ class _NormedAB(torch.autograd.Function):
             return normalize(whole, norm_weight, norm_bias, eps)[0]
 
         kept = schedule.whole_row(operand) if keep.input else x
-        c = schedule.ab(operand, weight, normed).wait()
-        if bias is not None:
-            c += bias.to(c.dtype)
+        c = add_bias(schedule.ab(operand, weight, normed).wait(), bias)
         ctx.save_for_backward(kept, norm_weight, norm_bias, b)
         ctx.schedule, ctx.keep, ctx.eps, ctx.bias = schedule, keep, eps, type_of(bias)
+        ctx.weight = b  # has a cast copy, which a recomputed saved tensor lacks
         return c
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, norm_weight, norm_bias, b = ctx.saved_tensors
         schedule = ctx.schedule
-        weight = ctx.keep.weight_operand(b, x.dtype)
+        n_columns = b.shape[1]
+        weight = ctx.keep.weight_operand(ctx.weight, x.dtype, grads[0].shape[-1] > n_columns)
         operand = Operand(x, Pending(x) if ctx.keep.input else None)
         schedule.prefetch(operand, weight)
         ctx.keep.prefetch_previous(x.dtype)
@@ -138,13 +149,14 @@ class _NormedAB(torch.autograd.Function):
         if norm_bias is not None:
             grad_norm_bias = _total([bias for _, bias in norm_grads if bias is not None])
         grad_bias = bias_gradient(grads[0], ctx.bias)
-        weight_gradient = arrived(grad_b, b.dtype)  # before grad_x, as in _AB
+        weight_gradient = arrived(grad_b, b.dtype, n_columns)  # before grad_x, as in _AB
         return (
             grad_x.wait(),
             grad_norm_weight,
             grad_norm_bias,
             weight_gradient,
             grad_bias,
+            None,
             None,
             None,
             None,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gridformer.comm import Pending
 from gridformer.mesh import Axis
+from gridformer.models.blocks.cast import cast
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,13 @@ def add_times(c: Tensor, a: Matrix, b: Tensor) -> Tensor:
     return c
 
 
+def add_bias(c: Tensor, bias: Tensor | None) -> Tensor:
+    """Adds a bias [N] to the first N columns of c [.., N] in place, and returns c."""
+    if bias is not None:
+        _columns(c, len(bias)).add_(cast(bias, c.dtype))
+    return c
+
+
 def times_into(out: Tensor, a: Matrix, b: Tensor) -> None:
     """Writes a [.., K] times b [K, N] to out [.., N]."""
     if isinstance(a, OneHot):
@@ -141,18 +149,40 @@ def transposed_times_into(out: Tensor, a: Matrix, b: Matrix) -> None:
         torch.mm(a.flatten(0, -2).t(), b.flatten(0, -2), out=out)
 
 
+def _columns(x: Tensor, n: int | None) -> Tensor:
+    """Returns the first n columns of x, a view if there are more, and x itself if n is None."""
+    return x if n is None or x.shape[-1] == n else x[..., :n]
+
+
 # Helpers of the backward passes, whose results may still be in flight.
 
 
-def bias_gradient(grad: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """Returns the gradient [N] of a bias of that dtype from the output's gradient [.., N]."""
-    return None if dtype is None else grad.flatten(0, -2).sum(0).to(dtype)
+def bias_gradient(grad: Tensor, bias: tuple[torch.dtype, int] | None) -> Tensor | None:
+    """Returns the gradient [N] of a bias.
+
+    Args:
+        grad: The output's gradient [.., N], which may have additional columns.
+        bias: The dtype of the bias, and N; None if there is none.
+    """
+    if bias is None:
+        return None
+    dtype, n_columns = bias
+    return _columns(grad.flatten(0, -2).sum(0), n_columns).to(dtype)
 
 
-def arrived(gradient: Pending | None, dtype: torch.dtype) -> Tensor | None:
-    """Waits for a gradient and casts it to the dtype of its variable; None if none is wanted."""
-    return None if gradient is None else gradient.wait().to(dtype)
+def arrived(
+    gradient: Pending | None, dtype: torch.dtype, n_columns: int | None = None
+) -> Tensor | None:
+    """Waits for a gradient and casts it to the dtype of its variable; None if none is wanted.
+
+    Args:
+        gradient: The gradient [.., N], which may have additional columns.
+        dtype: The dtype of its variable.
+        n_columns: N, if there are additional columns.
+    """
+    return None if gradient is None else _columns(gradient.wait(), n_columns).to(dtype)
 
 
-def type_of(bias: Tensor | None) -> torch.dtype | None:
-    return None if bias is None else bias.dtype
+def type_of(bias: Tensor | None) -> tuple[torch.dtype, int] | None:
+    """Returns what `bias_gradient` needs to know about a bias."""
+    return None if bias is None else (bias.dtype, len(bias))

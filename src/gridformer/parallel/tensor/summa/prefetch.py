@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gridformer.models.blocks.cast import cast
 from gridformer.models.blocks.recompute import in_backward
 from gridformer.parallel.tensor.summa.operands import Operand
 from gridformer.parallel.tensor.summa.products import Schedule
@@ -41,25 +42,27 @@ class WeightPrefetcher:
         self.before: WeightPrefetcher | None = None
         self.ends_block = False
         self._open = False
-        self._operands: dict[torch.dtype, Operand] = {}
+        self._operands: dict[tuple[torch.dtype, bool], Operand] = {}
 
-    def operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
+    def operand(self, weight: Tensor, dtype: torch.dtype, padded: bool) -> Operand:
         """Returns the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
+        key = dtype, padded
         if not self._open:
-            return Operand(weight.to(dtype))
+            return Operand(cast(weight, dtype, padded))
         if not self.keeps:
-            return self._operands.pop(dtype, None) or Operand(weight.to(dtype))
-        if dtype not in self._operands:
-            self._operands[dtype] = Operand(weight.to(dtype))
-        return self._operands[dtype]
+            return self._operands.pop(key, None) or Operand(cast(weight, dtype, padded))
+        if key not in self._operands:
+            self._operands[key] = Operand(cast(weight, dtype, padded))
+        return self._operands[key]
 
     def prefetch(self, dtype: torch.dtype) -> None:
         """Starts to gather the weight early, while the neighboring product multiplies."""
-        if not self._open or self.source is None or dtype in self._operands:
+        key = dtype, False
+        if not self._open or self.source is None or key in self._operands:
             return
         weight, schedule = self.source()
-        self._operands[dtype] = Operand(weight.to(dtype))
-        schedule.prefetch(None, self._operands[dtype])
+        self._operands[key] = Operand(cast(weight, dtype))
+        schedule.prefetch(None, self._operands[key])
 
     def open(self) -> None:
         """Allows the weight to be kept and prefetched; it must not change until `close`."""
@@ -83,11 +86,17 @@ class KeepGathered:
     input: bool = False
     weight: WeightPrefetcher | None = None
 
-    def weight_operand(self, weight: Tensor, dtype: torch.dtype) -> Operand:
-        """Returns the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
+    def weight_operand(self, weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Operand:
+        """Returns the weight [K/r, N/c] in `dtype`, with what is already gathered of it.
+
+        Args:
+            weight: The local block, a parameter or its transpose.
+            dtype: The dtype of the product.
+            padded: See `gridformer.models.blocks.cast`.
+        """
         if self.weight is None:
-            return Operand(weight.to(dtype))
-        return self.weight.operand(weight, dtype)
+            return Operand(cast(weight, dtype, padded))
+        return self.weight.operand(weight, dtype, padded)
 
     def prefetch_next(self, dtype: torch.dtype) -> None:
         """Starts to gather the weight of the next product, while this one multiplies."""

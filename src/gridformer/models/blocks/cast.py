@@ -1,0 +1,164 @@
+"""Copies of float32 parameters in the type of the computation, in which products read them.
+
+Activations in bfloat16 or float16 need weights of the same type, while updates need them in
+float32. Every product therefore asks `cast` for its weight. Between `keep_copies` and its end a
+parameter is cast once, whatever the number of micro-batches, recomputations and chunks of a loss
+that read it; elsewhere it is cast at each use. Gradients always belong to the float32 parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_ATTRIBUTE = "_gridformer_cast"
+# GPUs multiply blocks of this many columns. With 50,257 words instead of 50,304, a multiple of it,
+# the product of a head ran at 100 instead of 640 TFLOP/s on an H100 (docs/results/gpu.md).
+ROWS_OF_TABLE = 64
+
+
+class CastCopy:
+    """The copy of one parameter.
+
+    Args:
+        dtype: The type of the copy.
+        once: Whether the copy is kept from its first use on while `keep_copies` is open.
+        multiple: The number of rows of the copy is rounded up to a multiple of this, with zeros.
+
+    Attributes:
+        held: Whether a copy that is made now is kept.
+        value: The copy, with its additional rows; None while there is none.
+    """
+
+    def __init__(self, dtype: torch.dtype, once: bool = True, multiple: int = 1) -> None:
+        self.dtype, self.once, self.multiple = dtype, once, multiple
+        self.held = False
+        self.value: Tensor | None = None
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Returns the copy, which is made now if there is none.
+
+        Args:
+            parameter: The parameter to which this copy is attached.
+        """
+        if self.value is not None:
+            return self.value
+        made = self._made(parameter.detach())
+        if self.held:
+            self.value = made
+        return made
+
+    def rows(self, rows: int) -> int:
+        """Returns the number of rows of the copy of a parameter that has `rows`."""
+        return -(-rows // self.multiple) * self.multiple
+
+    def drop(self) -> None:
+        """Frees the copy, for instance because the parameter has been updated."""
+        self.value = None
+
+    def _made(self, parameter: Tensor) -> Tensor:
+        if parameter.numel() and not parameter.untyped_storage().nbytes():
+            raise RuntimeError("a parameter that is sharded over replicas was read, not gathered")
+        rows, padded = len(parameter), self.rows(len(parameter))
+        if padded == rows:
+            return parameter.to(self.dtype)
+        made = parameter.new_empty((padded, *parameter.shape[1:]), dtype=self.dtype)
+        made[:rows] = parameter
+        made[rows:] = 0
+        return made
+
+
+def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
+    """Returns a weight in another type, without a graph: the copy of this step if one is kept.
+
+    A weight of that type is returned as it is.
+
+    Args:
+        weight: A parameter, or the transpose of one.
+        dtype: The type of the product.
+        padded: Whether the result may have the additional rows of the copy, or columns if `weight`
+            is a transpose. They are zero.
+    """
+    if weight.dtype == dtype:
+        return weight
+    found = _copy_behind(weight, dtype)
+    if found is None:
+        return weight.detach().to(dtype)
+    parameter, copy = found
+    value = copy.of(parameter)
+    value = value if padded else value[: len(parameter)]
+    return value if weight.stride() == parameter.stride() else value.t()
+
+
+def padded_columns(weight_IO: Tensor, dtype: torch.dtype) -> int:
+    """Returns the number of columns of `cast(weight_IO, dtype, padded=True)`."""
+    found = _copy_behind(weight_IO, dtype)
+    if found is None or weight_IO.stride() == found[0].stride():
+        return weight_IO.shape[1]
+    return found[1].rows(weight_IO.shape[1])
+
+
+def _copy_behind(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastCopy] | None:
+    """Returns a parameter and its copy, if `weight` is the parameter or its transpose."""
+    # Compiled code cannot keep a tensor between calls.
+    if weight.dtype == dtype or torch.compiler.is_compiling():
+        return None
+    parameter = weight if weight._base is None else weight._base
+    copy = copy_of(parameter)
+    if copy is None or copy.dtype != dtype:
+        return None
+    shape, stride = parameter.shape, parameter.stride()
+    as_it_is = weight.shape == shape and weight.stride() == stride
+    if not as_it_is and (weight.shape != shape[::-1] or weight.stride() != stride[::-1]):
+        return None  # a part of it
+    return parameter, copy
+
+
+def copy_of(parameter: Tensor) -> CastCopy | None:
+    """Returns the copy of a parameter, or None if no product reads it in another type."""
+    copy: CastCopy | None = getattr(parameter, _ATTRIBUTE, None)
+    return copy
+
+
+def attach_copies(model: nn.Module, dtype: torch.dtype, once: bool) -> None:
+    """Attaches a `CastCopy` to each parameter that products of a model read in another type.
+
+    A module names these parameters in its attribute `cast_parameters`. With `cast_multiple` it asks
+    for additional rows, see `CastCopy`.
+
+    Args:
+        model: The model, whose parameters are allocated.
+        dtype: The type of the computation.
+        once: Whether a step casts each parameter once.
+    """
+    for module in model.modules():
+        for name in getattr(module, "cast_parameters", ()):
+            parameter = getattr(module, name)
+            if parameter is not None and parameter.dtype != dtype:
+                multiple = getattr(module, "cast_multiple", 1)
+                setattr(parameter, _ATTRIBUTE, CastCopy(dtype, once, multiple))
+
+
+@contextmanager
+def keep_copies(parameters: Iterable[Tensor], once: bool = True) -> Iterator[None]:
+    """Keeps copies from their first use until the end of this context.
+
+    Whoever changes a parameter inside the context calls `CastCopy.drop`.
+
+    Args:
+        parameters: The parameters; those without a copy are left out.
+        once: False keeps all of them, true those that are to be cast once a step.
+    """
+    copies = [copy for parameter in parameters if (copy := copy_of(parameter)) is not None]
+    mine = [copy for copy in copies if not copy.held and (copy.once or not once)]
+    for copy in mine:
+        copy.held = True
+    try:
+        yield
+    finally:
+        for copy in mine:
+            copy.held = False
+            copy.drop()
