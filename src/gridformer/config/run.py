@@ -75,6 +75,16 @@ class TrainConfig(Config):
         "(step), or it is cast for each product (use). auto means step if the copies take at most "
         "a quarter of what a device holds.",
     )
+    tf32: bool = Field(
+        default=False,
+        description="true lets float32 products on GPUs round their operands to TF32, which has "
+        "10 bits after the leading one instead of 23.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="true uses deterministic kernels only, so that the same run on the same GPUs "
+        "gives the same bits. Steps are slower.",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
         description="These activations are recomputed in the backward pass instead of kept: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gridformer.launch import launch
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import close_world, init_world
+from gridformer.train.numerics import set_numerics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 
@@ -35,6 +36,7 @@ def worker(plan: Plan) -> None:
     anything that waits for its peers, which may be inside a collective: `launch` reports the
     failure and ends the process.
     """
+    set_numerics(plan.run.train)
     world = init_world(plan.run.train.device, plan.n_processes, plan.run.train.timeout_s)
     Trainer(plan, world).fit()
     close_world()
