@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 TORCH  := 2.13.0
+TRITON := 3.7.1
 RUN    ?= runs/demo
 FUZZ   ?= 200
 # Two files of tests at a time: what waits for messages or processes leaves a core to the other.
@@ -39,6 +40,8 @@ fmt: $(VENV)/.ready
 	$(BIN)/ruff format src tests benchmarks examples
 
 # torch first and pinned: a looser requirement, met with no torch installed, would pull another build.
+# Triton exists for Linux. CUDA builds of torch bring the version that they need; for CPU builds it is
+# installed here, for the tests of the kernels.
 $(VENV)/.ready: pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "gridformer needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
@@ -46,13 +49,15 @@ $(VENV)/.ready: pyproject.toml requirements.lock
 	@echo "installing torch $(TORCH) and the pinned dependencies (a minute or two)"
 	@$(BIN)/python -m pip install -qq torch==$(TORCH)
 	@$(BIN)/python -m pip install -qq -r requirements.lock
+	@$(BIN)/python -c "import triton" 2> /dev/null || test $$(uname) != Linux || \
+	  $(BIN)/python -m pip install -qq --no-deps triton==$(TRITON)
 	@$(BIN)/python -m pip install -qq --no-deps --editable .
 	@touch $@
 
 # Upgrade everything pyproject.toml allows, then pin what was installed. torch has its own line above.
 lock: $(VENV)/.ready
 	$(BIN)/python -m pip install -qq --upgrade --upgrade-strategy eager torch==$(TORCH) --editable '.[dev]'
-	$(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude gridformer > requirements.lock
+	$(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude triton --exclude gridformer > requirements.lock
 
 clean:
 	rm -rf $(VENV) data runs build dist

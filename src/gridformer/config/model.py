@@ -116,7 +116,7 @@ class ModelConfig(Config):
         ge=0.0,
         lt=1.0,
         description="Dropout zeroes attention probabilities with this probability. A value above "
-        "0 uses the unfused attention path.",
+        "0 uses the unfused attention path, except on GPUs with train.kernels=fused.",
     )
     norm_eps: float = Field(
         default=1e-5,

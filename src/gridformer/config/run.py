@@ -122,6 +122,12 @@ class TrainConfig(Config):
         description="The run uses this type of device. auto means cuda if every machine has a "
         "GPU for each process, and cpu otherwise.",
     )
+    kernels: Literal["fused", "torch"] = Field(
+        default="fused",
+        description="On GPUs, dropout, and attention with dropout, padding or a learned bias, are "
+        "computed by gridformer's own kernels (fused) or by operators of PyTorch (torch), which "
+        "are slower and take more memory. On CPUs both values mean the operators of PyTorch.",
+    )
     compile: bool = Field(
         default=False,
         description="true compiles each block with torch.compile. What communicates in a block "

@@ -4,8 +4,7 @@ One process plays one rank. Its tensors have shapes but no memory, and its proce
 ranks but sends nothing; everything else runs as on the real rank. The estimate is therefore valid
 for every scheme and setting, and for any number of ranks.
 
-It covers what torch's CPU kernels hold. On CUDA attention may differ: with a learned bias of scores
-a fused kernel runs there, where the CPU's keeps the probabilities.
+It covers what torch's CPU kernels hold and, in runs on GPUs, gridformer's own kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import get_context
 
@@ -32,6 +31,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
+from gridformer.trace.device import gpu_kernels
 from gridformer.train.step import Stepper
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.hardware import n_cores
@@ -102,7 +102,8 @@ def _estimate(
     left_out = rows - train.global_batch // layout.dp
     with playing(rank, layout.n_processes), _no_garbage_collection():
         axes = build_axes(layout, DEVICE.type, decisions.block)
-        with fake_tensors() as fake:
+        kernels = gpu_kernels(DEVICE.type) if on_gpu(run) else nullcontext()
+        with fake_tensors() as fake, kernels:
             model = build_parallel(
                 run.model,
                 layout,

@@ -115,7 +115,7 @@ class BERT(Model):
         layers = self._layers(self.layers, "layers", links)
         mask = None
         if layers and "valid" in batch:
-            mask = added_to_scores(s, hidden.dtype, self.mask(batch["valid"]))
+            mask = added_to_scores(s, hidden.dtype, self.mask(batch["valid"]), fused=self.fused)
         for _, layer in layers:
             hidden = self.recompute.block(layer, hidden, mask)
 

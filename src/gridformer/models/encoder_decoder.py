@@ -142,7 +142,7 @@ class EncoderDecoder(Model):
         if encoder_layers:
             s = batch["source"].shape[1]
             bias = encoder.bias(s, s) if self.relative else None
-            mask = added_to_scores(s, hidden.dtype, seen, bias)
+            mask = added_to_scores(s, hidden.dtype, seen, bias, fused=self.fused)
             del bias  # `mask` does not share its memory
         for _, layer in encoder_layers:
             hidden = self.recompute.block(layer, hidden, mask)
@@ -153,12 +153,13 @@ class EncoderDecoder(Model):
             hidden = decoder.dropout(self._cast(self.embed(batch["tokens"], start)))
 
         if decoder_layers:
+            fused = self.fused and not caches
             s = batch["tokens"].shape[1]
             bias = decoder.bias(s, start + s) if self.relative else None
             valid = self.mask(batch["valid"]) if "valid" in batch else None
-            mask = added_to_scores(s, hidden.dtype, valid, bias, causal=True)
+            mask = added_to_scores(s, hidden.dtype, valid, bias, causal=True, fused=fused)
             del bias
-            memory_mask = added_to_scores(1, hidden.dtype, seen)
+            memory_mask = added_to_scores(1, hidden.dtype, seen, fused=fused)
         for i, layer in decoder_layers:
             cache = caches[i] if caches else None
             hidden = self.recompute.block(layer, hidden, mask, cache, memory, memory_mask)

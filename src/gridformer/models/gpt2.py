@@ -85,7 +85,8 @@ class GPT2(Model):
         layers = self._layers(self.layers, "layers", links)
         mask = None  # needed for padding only: attention is causal without one
         if layers and "valid" in batch:
-            mask = added_to_scores(s, hidden.dtype, self.mask(batch["valid"]), causal=True)
+            valid, fused = self.mask(batch["valid"]), self.fused and not caches
+            mask = added_to_scores(s, hidden.dtype, valid, causal=True, fused=fused)
         for i, layer in layers:
             cache = caches[i] if caches else None
             hidden = self.recompute.block(layer, hidden, mask, cache)

@@ -20,6 +20,7 @@ from gridformer.models.blocks import (
     Attention,
     CrossAttention,
     CrossEntropy,
+    Dropout,
     DropoutClock,
     KVCache,
     LabelLoss,
@@ -92,6 +93,7 @@ class Model(nn.Module):
         loss_chunk_tokens: How many tokens' logits exist at a time while the loss is computed; 0
             means all of them.
         recompute: Which activations of layers are kept for the backward pass.
+        fused: Whether GPUs use `gridformer.models.kernels`; `uses_kernels` sets it.
 
     Raises:
         ValueError: `config.vocab_size` is not known yet.
@@ -115,6 +117,7 @@ class Model(nn.Module):
         self.label_loss = LabelLoss()
         self.loss_chunk_tokens = 0
         self.recompute = Recompute()
+        self.fused = True
 
     # ------------------------------------------------------------------ implemented by a family
 
@@ -252,6 +255,13 @@ class Model(nn.Module):
         for module in self.modules():
             if isinstance(module, Attention | CrossAttention):
                 module.recompute = self.recompute
+
+    def uses_kernels(self, fused: bool) -> None:
+        """Sets whether GPUs use `gridformer.models.kernels`, or PyTorch's operators only."""
+        self.fused = fused
+        for module in self.modules():
+            if isinstance(module, Attention | CrossAttention | Dropout):
+                module.fused = fused
 
     def _link_names(self) -> list[str]:
         return [link.name for link in self.links()]

@@ -9,9 +9,14 @@ A registered device type stays registered in its process, so use a process of it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from unittest.mock import patch
 
 import torch
+
+from gridformer.models.kernels import library
 
 NAME = "fakegpu"
 
@@ -48,3 +53,14 @@ def fake_gpu() -> torch.device:
 
     _setup_privateuseone_for_python_backend(NAME, _Backend)
     return torch.device(NAME, 0)
+
+
+@contextmanager
+def gpu_kernels(device_type: str) -> Iterator[None]:
+    """Makes models inside use their kernels for GPUs with fake tensors on a type of device."""
+
+    def available(device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type == device_type and dtype != torch.float64
+
+    with patch.object(library, "available", available):
+        yield

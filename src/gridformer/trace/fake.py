@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.trace.device import NAME
+from gridformer.trace.device import NAME, gpu_kernels
 from gridformer.trace.events import Read
 from gridformer.trace.fast_fake import fast_fakes
 from gridformer.trace.group import Log
@@ -85,5 +85,6 @@ def fake_tensors(log: Log) -> Iterator[Watch]:
     with ExitStack() as stack:
         for name, reader in readers.items():
             stack.enter_context(patch.object(FakeTensor, name, reader))
+        stack.enter_context(gpu_kernels(NAME))
         stack.enter_context(fast_fakes())
         yield stack.enter_context(watch)

@@ -71,6 +71,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
             _leave_out(module, "forward")
         if isinstance(module, Attention | CrossAttention) and module.dropout > 0.0:
             _leave_out(module, "_unfused")
+            _leave_out(module, "_fused")
         if type(module).__module__.startswith(parallel.__name__ + "."):
             _leave_out_all(type(module))
         if type(module) is Linear and _reads_gathered_copies(module):

@@ -84,6 +84,7 @@ class Stepper:
         self.model, self.train, self.axes = model, train, axes
         model.loss_chunk_tokens = train.loss_chunk_tokens
         model.recomputes(train.recompute)
+        model.uses_kernels(train.kernels == "fused")
         self.micro_batches = layout.micro_batches if layout else 1
         self.updates = Updates(model, train, axes)
         self.sums = self.updates.sums

@@ -39,7 +39,7 @@ def bits(key: int, rows: Tensor, cols: Tensor) -> Tensor:
     """
     row_hash = _mix(_fold(rows) ^ (key & _MASK))
     col_hash = _mix(_fold(cols) ^ (key >> 32))
-    return _mix(row_hash.unsqueeze(-1) ^ col_hash)
+    return _mix_in_place(row_hash.unsqueeze(-1) ^ col_hash)
 
 
 def join(*indices: Tensor) -> Tensor:
@@ -100,3 +100,15 @@ def _mix(x: Tensor) -> Tensor:
     x = x ^ (x >> 15)
     x = (x * 0x735A2D97) & _MASK
     return x ^ (x >> 15)
+
+
+def _mix_in_place(x: Tensor) -> Tensor:
+    """Computes `_mix` in the memory of x, for tensors whose size matters."""
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x &= _MASK
+    x ^= x >> 15
+    x *= 0x735A2D97
+    x &= _MASK
+    x ^= x >> 15
+    return x

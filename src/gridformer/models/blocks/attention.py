@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from gridformer.models.blocks.dropout import Clock, indices
 from gridformer.models.blocks.linear import Init, Linear, new_parameter
 from gridformer.models.blocks.recompute import Recompute
+from gridformer.models.kernels import attention as kernel
+from gridformer.models.kernels import library
 from gridformer.utils import rng
 
 
@@ -120,7 +122,29 @@ class _ReadBias(torch.autograd.Function):
         return grad.sum(0, dtype=ctx.dtype), None, None
 
 
-ScoreBias = Tensor | SharedBias  # what `added_to_scores` returns
+@dataclass(frozen=True)
+class ScoreParts:
+    """What `gridformer.models.kernels` adds to scores: parts, which are smaller than their sum.
+
+    Attributes:
+        valid: False where no query may attend to a key [b, S].
+        bias: Bias of the scores [n, s, S].
+        causal: See `added_to_scores`.
+    """
+
+    valid: Tensor | None
+    bias: Tensor | None
+    causal: bool
+
+    def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | None:
+        """Returns them as one tensor, for attention that the kernels cannot compute."""
+        mask = None if self.valid is None else self.valid[:, None, None, :]
+        out = added_to_scores(queries, dtype, mask, self.bias, self.causal)
+        assert not isinstance(out, ScoreParts)
+        return out
+
+
+ScoreBias = Tensor | SharedBias | ScoreParts  # what `added_to_scores` returns
 
 
 def added_to_scores(
@@ -129,8 +153,9 @@ def added_to_scores(
     mask: Tensor | None = None,
     bias_NST: Tensor | None = None,
     causal: bool = False,
+    fused: bool = False,
 ) -> ScoreBias | None:
-    """Builds the tensor that all layers of a stack add to their scores, so that it exists once.
+    """Builds what all layers of a stack add to their scores, so that it exists once.
 
     Args:
         queries: Number of queries.
@@ -139,14 +164,19 @@ def added_to_scores(
         bias_NST: Bias of the scores [n, s, S]; see `RelativeBias`.
         causal: Whether a query attends only to keys up to its own position. The last query and the
             last key are at the same position.
+        fused: Whether attention may use the kernels of `gridformer.models.kernels`.
 
     Returns:
         [b or 1, n or 1, queries or 1, S], as a `SharedBias` if it needs gradients in another dtype;
-        or None without `mask` and `bias_NST`: attention applies causality by itself.
+        or the parts of that where a kernel takes them. None without `mask` and `bias_NST`:
+        attention applies causality by itself.
     """
     which = bias_NST if mask is None else mask
     if which is None:
         return None
+    if fused and library.available(which.device, dtype):
+        valid = None if mask is None else mask[:, 0, 0, :]
+        return ScoreParts(valid, None if bias_NST is None else bias_NST.contiguous(), causal)
     seen = which.shape[-1]
     if causal and queries > 1:
         past = _past(queries, seen, which.device)
@@ -176,6 +206,9 @@ class _Heads(nn.Module):
         dropout: Probability of dropping an attention probability.
         site: The name of this module in dropout masks.
         clock: The step and rows on which dropout masks depend.
+
+    With `fused`, a GPU uses a kernel of `gridformer.models.kernels` where PyTorch has no fused one:
+    with dropout, and with what `added_to_scores` returns.
     """
 
     def __init__(
@@ -186,6 +219,7 @@ class _Heads(nn.Module):
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
         self.dropout, self.site, self.clock = dropout, site, clock
         self.head_block = 0  # index of the block of heads that this device holds
+        self.fused = True
         self.recompute = Recompute()
 
     def _attend(
@@ -197,16 +231,24 @@ class _Heads(nn.Module):
         mask: ScoreBias | None,
     ) -> Tensor:
         """Returns the heads' results concatenated, [b, s, n d]. For mask see `added_to_scores`."""
+        b, _, s, d = q_BNSD.shape
+        seen = k_BNTD.shape[2]
+        dropped = self.training and self.dropout > 0.0
+        fits = self.fused and d * q_BNSD.element_size() <= kernel.MAX_HEAD_BYTES
+        if isinstance(mask, ScoreParts) and not fits:
+            mask = mask.sum(s, q_BNSD.dtype)
         if isinstance(mask, SharedBias):
             mask = mask.of_layer()
-        b, _, s, _ = q_BNSD.shape
-        seen = k_BNTD.shape[2]
-        unfused = self.training and self.dropout > 0.0
         causal = causal and mask is None and s > 1
-        # A fused kernel's causal mask aligns the first query with the first key.
-        if causal and (unfused or s < seen):
+        if mask is None and dropped and fits and library.available(q_BNSD.device, q_BNSD.dtype):
+            mask = ScoreParts(None, None, causal)
+        if isinstance(mask, ScoreParts):
+            o_BNSD = self._fused(q_BNSD, k_BNTD, v_BNTD, mask)
+            return o_BNSD.transpose(1, 2).reshape(b, s, -1)
+        # The causal mask of PyTorch's fused kernel aligns the first query with the first key.
+        if causal and (dropped or s < seen):
             mask, causal = _past(s, seen, q_BNSD.device), False
-        if unfused:
+        if dropped:
             o_BNSD = self._unfused(q_BNSD, k_BNTD, v_BNTD, mask)
         else:
             o_BNSD = F.scaled_dot_product_attention(
@@ -214,8 +256,17 @@ class _Heads(nn.Module):
             )
         return o_BNSD.transpose(1, 2).reshape(b, s, -1)
 
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, parts: ScoreParts) -> Tensor:
+        """Attention in a kernel that computes the same dropout mask as `_unfused`."""
+        settings = kernel.Settings(parts.causal, self.scale)
+        if self.training and self.dropout > 0.0:
+            key = rng.key(self.clock.seed, self.clock.step, self.site)
+            sample, head = self.clock.first_sample, self.head_block * q.shape[1]
+            settings = kernel.Settings(parts.causal, self.scale, key, sample, head, self.dropout)
+        return kernel.attention(q, k, v, parts.valid, parts.bias, settings)
+
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention whose dropout mask is indexed globally, which a fused kernel cannot do."""
+        """Attention with a dropout mask that is indexed globally, as PyTorch's kernels' is not."""
         b, n, s, _ = q.shape
         scores = q @ k.transpose(-1, -2) * self.scale
         if mask is not None and mask.dtype == torch.bool:

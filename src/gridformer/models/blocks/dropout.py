@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gridformer.models.kernels import library
+from gridformer.models.kernels.dropout import masked
 from gridformer.utils import rng
 
 
@@ -47,19 +49,22 @@ class Dropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, site, global element index).
 
     The input is [b, s, h] or a block of it; `block` holds the indices along s and along h of the
-    block on this device.
+    block on this device. With `fused` a GPU computes mask and product in one kernel.
     """
 
     def __init__(self, p: float, site: str, clock: Clock) -> None:
         super().__init__()
         self.p, self.site, self.clock = p, site, clock
         self.block = (0, 0)
+        self.fused = True
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x_BSH
         key = rng.key(self.clock.seed, self.clock.step, self.site)
-        out: Tensor = _Masked.apply(x_BSH, Mask(key, self.clock.first_sample, self.block, self.p))
+        fused = self.fused and library.available(x_BSH.device, x_BSH.dtype)
+        mask = Mask(key, self.clock.first_sample, self.block, self.p, fused)
+        out: Tensor = _Masked.apply(x_BSH, mask)
         return out
 
 
@@ -72,21 +77,25 @@ class Mask:
         first_sample: The global index of the first sequence.
         block: Indices along s and along h of the block that the mask covers.
         p: The probability of dropping an element.
+        fused: Whether a kernel of `gridformer.models.kernels` computes the mask.
     """
 
     key: int
     first_sample: int
     block: tuple[int, int]
     p: float
+    fused: bool = False
 
     def times(self, x_BSH: Tensor) -> Tensor:
         """Returns x [b, s, h] masked."""
-        # Runs on some rows at a time: the random integers take several times the memory of x.
         b, s, h = x_BSH.shape
+        token, column = self.block[0] * s, self.block[1] * h
+        if self.fused:
+            return masked(x_BSH, self.key, self.first_sample, token, column, self.p)
+        # Runs on some rows at a time: the random integers take several times the memory of x.
         samples = indices(self.first_sample, b, x_BSH).view(b, 1)
-        tokens = indices(self.block[0] * s, s, x_BSH)
-        rows = rng.join(samples, tokens).view(-1)
-        columns = indices(self.block[1] * h, h, x_BSH)
+        rows = rng.join(samples, indices(token, s, x_BSH)).view(-1)
+        columns = indices(column, h, x_BSH)
         flat = x_BSH.reshape(-1, h)
         out = torch.empty_like(flat)
         n_rows = max(1, _CHUNK_ELEMENTS[x_BSH.is_cuda] // h)

@@ -1,0 +1,154 @@
+"""The operators of attention, forward and backward, which never hold all scores at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gridformer.models.kernels.library import LIBRARY, define, signed
+
+MAX_HEAD_BYTES = 512  # tiles of a larger head do not fit into a GPU's shared memory
+
+_SETTINGS = "bool causal, float scale, int key, int first_sample, int first_head, float p"
+define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, "
+    f"{_SETTINGS}) -> (Tensor, Tensor)"
+)
+define(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, "
+    f"Tensor out, Tensor lse, {_SETTINGS}, bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What attention computes, besides its tensors.
+
+    Attributes:
+        causal: Whether a query sees only keys up to its own position. The last query and the last
+            key are at the same position.
+        scale: A factor of the scores.
+        key: The 64-bit key of the dropout mask; see `gridformer.utils.rng`.
+        first_sample: The global index of the first sequence.
+        first_head: The global index of the first head.
+        p: The probability of dropping an attention probability; 0 means no dropout.
+    """
+
+    causal: bool
+    scale: float
+    key: int = 0
+    first_sample: int = 0
+    first_head: int = 0
+    p: float = 0.0
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Returns them in the order of the operators' schemas."""
+        key = signed(self.key, 64)
+        return self.causal, self.scale, key, self.first_sample, self.first_head, self.p
+
+
+def attention(
+    q_BNSD: Tensor,
+    k_BNTD: Tensor,
+    v_BNTD: Tensor,
+    valid_BT: Tensor | None,
+    bias_NST: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """Computes attention; it is differentiable in q, k, v and the bias.
+
+    Args:
+        q_BNSD: Queries [b, n, s, d] for which `library.available` is true; a head has at most
+            `MAX_HEAD_BYTES`.
+        k_BNTD: Keys [b, n, S, d].
+        v_BNTD: Values [b, n, S, d].
+        valid_BT: False where no query may attend to a key, bool [b, S].
+        bias_NST: Added to the scores [n, s, S].
+        settings: The rest.
+
+    Returns:
+        [b, n, s, d], in memory [b, s, n, d]. A query that sees no key gets zeros.
+    """
+    out: Tensor = _Attention.apply(q_BNSD, k_BNTD, v_BNTD, valid_BT, bias_NST, settings)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps its inputs, its result and one number per query."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+        settings: Settings,
+    ) -> Tensor:
+        ops = torch.ops.gridformer
+        out, lse = ops.attention(q, k, v, valid, bias, *settings.arguments())
+        ctx.save_for_backward(q, k, v, valid, bias, out, lse)
+        ctx.settings = settings
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wants_bias = ctx.needs_input_grad[4]
+        q, k, v, bias = torch.ops.gridformer.attention_backward(
+            grads[0], *ctx.saved_tensors, *ctx.settings.arguments(), wants_bias
+        )
+        return q, k, v, None, bias if wants_bias else None, None
+
+
+def empty_heads(q_BNSD: Tensor) -> Tensor:
+    """Returns a tensor of the shape of q [b, n, s, d], in memory [b, s, n, d]."""
+    b, n, s, d = q_BNSD.shape
+    return q_BNSD.new_empty(b, s, n, d).transpose(1, 2)
+
+
+def empty_lse(q_BNSD: Tensor) -> Tensor:
+    """Returns a tensor for one number per query, at least float32 [b, n, s]."""
+    dtype = torch.promote_types(q_BNSD.dtype, torch.float32)
+    return torch.empty(q_BNSD.shape[:3], dtype=dtype, device=q_BNSD.device)
+
+
+@torch.library.impl(LIBRARY, "attention", "CUDA")
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    from gridformer.models.kernels import flash_launch
+
+    with torch.cuda.device(q.device):
+        return flash_launch.attention(q, *rest)
+
+
+@torch.library.impl(LIBRARY, "attention_backward", "CUDA")
+def _(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from gridformer.models.kernels import flash_launch
+
+    with torch.cuda.device(grad.device):
+        return flash_launch.attention_backward(grad, *rest)
+
+
+@torch.library.register_fake("gridformer::attention", lib=LIBRARY)
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_heads(q), empty_lse(q)
+
+
+@torch.library.register_fake("gridformer::attention_backward", lib=LIBRARY)
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wants_bias = settings[-1]
+    of_bias = torch.empty_like(bias) if wants_bias and bias is not None else q.new_empty(0)
+    return empty_heads(q), empty_heads(k), empty_heads(v), of_bias

@@ -1,0 +1,232 @@
+"""The backward kernels of attention, which compute each tile of scores and masks again.
+
+Each gradient is summed by the program that stores it, in one order, so that results are the same
+whenever they are computed. Arguments are those of `flash.forward`; `grad` is the gradient of `out`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gridformer.models.kernels.tiles import drop, head_of, load, product, scores, store
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def backward_queries(
+    q,
+    k,
+    v,
+    valid,
+    bias,
+    out,
+    grad,
+    lse,
+    delta,
+    grad_q,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    grad_strides,
+    grad_q_strides,
+    sizes,
+    key,
+    first,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VALID: tl.constexpr,
+    BIAS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    GAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Computes the gradient of R queries, and `delta` [b, n, s], the sum of out * grad over d."""
+    n_heads, n_rows, n_columns, width = sizes[1], sizes[2], sizes[3], sizes[4]
+    n_blocks = tl.cdiv(n_rows, R)
+    pair = (tl.program_id(0) // n_blocks).to(tl.int64)
+    first_row = (tl.program_id(0) % n_blocks) * R
+    sample, head = pair // n_heads, pair % n_heads
+    q, out = head_of(q, q_strides, sample, head), head_of(out, out_strides, sample, head)
+    k, v = head_of(k, k_strides, sample, head), head_of(v, v_strides, sample, head)
+    grad = head_of(grad, grad_strides, sample, head)
+    valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
+    row = first_row + tl.arange(0, R)
+    tile_q = load(q, q_strides, first_row, n_rows, width, R, D)
+    tile_out = load(out, out_strides, first_row, n_rows, width, R, D)
+    tile_grad = load(grad, grad_strides, first_row, n_rows, width, R, D)
+    wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
+    row_delta = tl.sum(tile_out.to(wide) * tile_grad.to(wide), 1)
+    place = pair * n_rows + row
+    tl.store(delta + place, row_delta, row < n_rows)
+    log = tl.load(lse + place, row < n_rows, float("inf"))
+    total = tl.zeros([R, D], wide)
+    end = n_columns
+    if CAUSAL:
+        end = tl.minimum(end, first_row + R + n_columns - n_rows)
+    for start in range(0, end, C):
+        column = start + tl.arange(0, C)
+        tile_k = load(k, k_strides, start, n_columns, width, C, D)
+        tile_v = load(v, v_strides, start, n_columns, width, C, D)
+        x = scores(
+            tile_q, tile_k, valid, bias, row, column, n_rows, n_columns,
+            SCALE, CAUSAL, VALID, BIAS, PRECISION,
+        )  # fmt: skip
+        grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
+        grad_p = grad_p * tl.full([1, 1], GAIN, wide)
+        grad_p = drop(grad_p, first[0] + sample, first[1] + head, row, column, key, THRESHOLD)
+        grad_x = tl.exp(x - log[:, None]) * (grad_p - row_delta[:, None])
+        total = product(grad_x.to(tile_k.dtype), tile_k, total, PRECISION)
+    total = total * tl.full([1, 1], SCALE, wide)
+    grad_q = head_of(grad_q, grad_q_strides, sample, head)
+    store(grad_q, grad_q_strides, total, first_row, n_rows, width, R, D)
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def backward_keys(
+    q,
+    k,
+    v,
+    valid,
+    bias,
+    grad,
+    lse,
+    delta,
+    grad_k,
+    grad_v,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
+    grad_k_strides,
+    grad_v_strides,
+    sizes,
+    key,
+    first,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VALID: tl.constexpr,
+    BIAS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    GAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Computes the gradients of C keys and their values. It runs after `backward_queries`."""
+    n_heads, n_rows, n_columns, width = sizes[1], sizes[2], sizes[3], sizes[4]
+    n_blocks = tl.cdiv(n_columns, C)
+    pair = (tl.program_id(0) // n_blocks).to(tl.int64)
+    start = (tl.program_id(0) % n_blocks) * C
+    sample, head = pair // n_heads, pair % n_heads
+    q, grad = head_of(q, q_strides, sample, head), head_of(grad, grad_strides, sample, head)
+    k, v = head_of(k, k_strides, sample, head), head_of(v, v_strides, sample, head)
+    valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
+    column = start + tl.arange(0, C)
+    tile_k = load(k, k_strides, start, n_columns, width, C, D)
+    tile_v = load(v, v_strides, start, n_columns, width, C, D)
+    wide: tl.constexpr = tl.float64 if tile_k.dtype == tl.float64 else tl.float32
+    total_k, total_v = tl.zeros([C, D], wide), tl.zeros([C, D], wide)
+    begin = 0
+    if CAUSAL:  # the tile of the first query that sees one of these keys
+        begin = tl.maximum(0, start - (n_columns - n_rows)) // R * R
+    for first_row in range(begin, n_rows, R):
+        row = first_row + tl.arange(0, R)
+        tile_q = load(q, q_strides, first_row, n_rows, width, R, D)
+        tile_grad = load(grad, grad_strides, first_row, n_rows, width, R, D)
+        log = tl.load(lse + pair * n_rows + row, row < n_rows, float("inf"))
+        row_delta = tl.load(delta + pair * n_rows + row, row < n_rows, 0.0)
+        x = scores(
+            tile_q, tile_k, valid, bias, row, column, n_rows, n_columns,
+            SCALE, CAUSAL, VALID, BIAS, PRECISION,
+        )  # fmt: skip
+        p = tl.exp(x - log[:, None])
+        factor = tl.full([R, C], GAIN, wide)
+        factor = drop(factor, first[0] + sample, first[1] + head, row, column, key, THRESHOLD)
+        dropped = (p * factor).to(tile_grad.dtype)
+        total_v = product(tl.trans(dropped), tile_grad, total_v, PRECISION)
+        grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION) * factor
+        grad_x = (p * (grad_p - row_delta[:, None])).to(tile_q.dtype)
+        total_k = product(tl.trans(grad_x), tile_q, total_k, PRECISION)
+    total_k = total_k * tl.full([1, 1], SCALE, wide)
+    grad_k = head_of(grad_k, grad_k_strides, sample, head)
+    grad_v = head_of(grad_v, grad_v_strides, sample, head)
+    store(grad_k, grad_k_strides, total_k, start, n_columns, width, C, D)
+    store(grad_v, grad_v_strides, total_v, start, n_columns, width, C, D)
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def backward_bias(
+    q,
+    k,
+    v,
+    valid,
+    bias,
+    grad,
+    lse,
+    delta,
+    grad_bias,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
+    sizes,
+    key,
+    first,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VALID: tl.constexpr,
+    BIAS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    GAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Computes a tile of one head's gradient of the bias [n, s, S], a sum over samples.
+
+    It runs after `backward_queries`.
+    """
+    n_samples, n_heads = sizes[0], sizes[1]
+    n_rows, n_columns, width = sizes[2], sizes[3], sizes[4]
+    n_blocks = tl.cdiv(n_columns, C)
+    n_tiles = tl.cdiv(n_rows, R) * n_blocks
+    head = (tl.program_id(0) // n_tiles).to(tl.int64)
+    tile = tl.program_id(0) % n_tiles
+    first_row, start = tile // n_blocks * R, tile % n_blocks * C
+    row, column = first_row + tl.arange(0, R), start + tl.arange(0, C)
+    bias, grad_bias = bias + head * n_rows * n_columns, grad_bias + head * n_rows * n_columns
+    wide: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
+    total = tl.zeros([R, C], wide)
+    end = n_samples
+    if CAUSAL:  # no sample adds to a tile in the future
+        end = tl.where(start <= first_row + R - 1 + n_columns - n_rows, n_samples, 0)
+    for index in range(0, end):
+        sample = tl.cast(index, tl.int64)
+        this_q = head_of(q, q_strides, sample, head)
+        this_k = head_of(k, k_strides, sample, head)
+        this_v = head_of(v, v_strides, sample, head)
+        this_grad = head_of(grad, grad_strides, sample, head)
+        tile_q = load(this_q, q_strides, first_row, n_rows, width, R, D)
+        tile_k = load(this_k, k_strides, start, n_columns, width, C, D)
+        tile_v = load(this_v, v_strides, start, n_columns, width, C, D)
+        tile_grad = load(this_grad, grad_strides, first_row, n_rows, width, R, D)
+        place = (sample * n_heads + head) * n_rows + row
+        log = tl.load(lse + place, row < n_rows, float("inf"))
+        row_delta = tl.load(delta + place, row < n_rows, 0.0)
+        x = scores(
+            tile_q, tile_k, valid + sample * n_columns, bias, row, column, n_rows, n_columns,
+            SCALE, CAUSAL, VALID, BIAS, PRECISION,
+        )  # fmt: skip
+        grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
+        grad_p = grad_p * tl.full([1, 1], GAIN, wide)
+        grad_p = drop(grad_p, first[0] + sample, first[1] + head, row, column, key, THRESHOLD)
+        total += tl.exp(x - log[:, None]) * (grad_p - row_delta[:, None])
+    place = row[:, None].to(tl.int64) * n_columns + column[None, :]
+    inside = (row < n_rows)[:, None] & (column < n_columns)[None, :]
+    tl.store(grad_bias + place, total.to(grad_bias.dtype.element_ty), inside)

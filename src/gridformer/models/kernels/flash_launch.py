@@ -1,0 +1,154 @@
+"""Launches the attention kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gridformer.models.kernels.attention import empty_heads, empty_lse
+from gridformer.models.kernels.flash import forward
+from gridformer.models.kernels.flash_backward import (
+    backward_bias,
+    backward_keys,
+    backward_queries,
+)
+from gridformer.models.kernels.library import halves, threshold
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    key: int,
+    first_sample: int,
+    first_head: int,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns the result [b, n, s, d] and, for backward, one number per query [b, n, s]."""
+    q, k, v = map(_with_whole_rows, (q, k, v))
+    out, lse = empty_heads(q), empty_lse(q)
+    tiles = tile_sizes(q, forward=True)
+    grid = (q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], tiles["R"]),)
+    if lse.numel():
+        forward[grid](
+            q,
+            k,
+            v,
+            *_masks(q, valid, bias),
+            out,
+            lse,
+            *(x.stride()[:3] for x in (q, k, v, out)),
+            _sizes(q, k),
+            halves(key),
+            (first_sample, first_head),
+            **_constants(causal, scale, p, valid, bias),
+            **tiles,
+        )
+    return out, lse
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    key: int,
+    first_sample: int,
+    first_head: int,
+    p: float,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k, v and the bias; the last is empty if it is not wanted."""
+    q, k, v, grad = map(_with_whole_rows, (q, k, v, grad))
+    grad_q, grad_k, grad_v = empty_heads(q), empty_heads(k), empty_heads(v)
+    grad_bias = q.new_empty(0)
+    if wants_bias and bias is not None:
+        grad_bias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    if not lse.numel():
+        return grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias.zero_()
+    delta = torch.empty_like(lse)
+    tiles, masks = tile_sizes(q, forward=False), _masks(q, valid, bias)
+    heads, sizes = q.shape[0] * q.shape[1], _sizes(q, k)
+    n_rows, n_columns = triton.cdiv(sizes[2], tiles["R"]), triton.cdiv(sizes[3], tiles["C"])
+    rest = (sizes, halves(key), (first_sample, first_head))
+    constants = {**_constants(causal, scale, p, valid, bias), **tiles}
+
+    def strides(*tensors: Tensor) -> tuple[Any, ...]:
+        return tuple(x.stride()[:3] for x in tensors)
+
+    backward_queries[(heads * n_rows,)](
+        *(q, k, v, *masks, out, grad, lse, delta, grad_q),
+        *strides(q, k, v, out, grad, grad_q),
+        *rest,
+        **constants,
+    )
+    backward_keys[(heads * n_columns,)](
+        *(q, k, v, *masks, grad, lse, delta, grad_k, grad_v),
+        *strides(q, k, v, grad, grad_k, grad_v),
+        *rest,
+        **constants,
+    )
+    if grad_bias.numel():
+        backward_bias[(q.shape[1] * n_rows * n_columns,)](
+            *(q, k, v, *masks, grad, lse, delta, grad_bias),
+            *strides(q, k, v, grad),
+            *rest,
+            **constants,
+        )
+    return grad_q, grad_k, grad_v, grad_bias
+
+
+def tile_sizes(q: Tensor, forward: bool) -> dict[str, int]:
+    """Returns the sizes of tiles and how many threads and buffers a program has.
+
+    They fit into the 99 KiB of shared memory that the smallest supported GPUs have.
+    """
+    width = max(16, triton.next_power_of_2(q.shape[-1]))
+    n_bytes = width * q.element_size()  # of a row
+    if n_bytes > 256:
+        return {"D": width, "R": 32, "C": 32, "num_warps": 4, "num_stages": 1}
+    rows = 128 if forward and n_bytes <= 128 else 64
+    return {"D": width, "R": rows, "C": 64, "num_warps": 8, "num_stages": 2}
+
+
+def _constants(
+    causal: bool, scale: float, p: float, valid: Tensor | None, bias: Tensor | None
+) -> dict[str, Any]:
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return {
+        "SCALE": scale,
+        "CAUSAL": causal,
+        "VALID": valid is not None,
+        "BIAS": bias is not None,
+        "THRESHOLD": threshold(p),
+        "GAIN": 1.0 / (1.0 - p),
+        "PRECISION": "tf32" if tf32 else "ieee",
+    }
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _masks(q: Tensor, valid: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns both as the kernels read them; q takes the place of one that does not exist."""
+    mask = q if valid is None else valid.contiguous().view(torch.uint8)
+    return mask, q if bias is None else bias.contiguous()
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    b, n, s, d = q.shape
+    return b, n, s, k.shape[2], d

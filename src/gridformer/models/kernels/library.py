@@ -1,0 +1,67 @@
+"""The namespace `torch.ops.gridformer`, and on which devices its operators run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+LIBRARY = torch.library.Library("gridformer", "DEF")
+
+
+def available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether the operators run on tensors of a device and a dtype.
+
+    float64 is for comparisons, for which PyTorch's operators are the reference.
+    """
+    return (
+        device.type == "cuda" and dtype != torch.float64 and triton_works() and _supported(device)
+    )
+
+
+@cache
+def _supported(device: torch.device) -> bool:
+    """Returns whether it is an NVIDIA GPU with the shared memory that tiles need."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def triton_works() -> bool:
+    """Returns whether Triton is installed and finds what it builds its launchers with."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return (
+        find_spec("triton") is not None
+        and any(shutil.which(compiler) for compiler in compilers)
+        and header.exists()
+    )
+
+
+def define(schema: str) -> None:
+    """Declares an operator, given its schema."""
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def signed(word: int, n_bits: int) -> int:
+    """Returns the signed integer that has the same last `n_bits` bits as `word`."""
+    half = 1 << (n_bits - 1)
+    return (word + half) % (2 * half) - half
+
+
+def halves(key: int) -> tuple[int, int]:
+    """Splits a 64-bit key into its low and its high half, each as a signed 32-bit integer.
+
+    Triton picks an argument's type by its value. Signed halves always have the same type, so that
+    no key makes a kernel compile again.
+    """
+    return signed(key, 32), signed(key >> 32, 32)
+
+
+def threshold(p: float) -> int:
+    """Returns the number that random bits must reach for an element to be kept, as `rng.keep`."""
+    return round(p * (1 << 32))

@@ -1,0 +1,109 @@
+"""What the attention kernels compute of one tile of scores: rows are queries, columns are keys.
+
+Names in capitals are known when a kernel is compiled. Tiles of tensors are [rows, D], where D is
+the head size rounded up to a power of two; columns beyond the head size hold zeros. Arguments that
+belong together are tuples:
+
+    strides   of a tensor [b, n, s, d], for its first three dimensions; the last is contiguous
+    sizes     numbers of samples, heads, queries and keys, and the head size
+    first     the global indices of the first sample and of the first head
+    key       the two halves of the key of dropout masks, see `gridformer.utils.rng`
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gridformer.models.kernels.bits import hash_column, hash_row, join, kept
+
+
+@triton.jit
+def head_of(x, strides, sample, head):
+    """Returns a pointer to one head [s, d] of one sample of x [b, n, s, d]."""
+    return x + sample * strides[0] + head * strides[1]
+
+
+@triton.jit
+def load(x, strides, start, n_rows, width, ROWS: tl.constexpr, D: tl.constexpr):
+    """Loads rows of one head's x [n_rows, width] from `start` on as a tile [ROWS, D]."""
+    row, at = tl.arange(0, ROWS), tl.arange(0, D)
+    inside = (start + row < n_rows)[:, None] & (at < width)[None, :]
+    x += tl.cast(start, tl.int64) * strides[2]
+    return tl.load(x + row[:, None] * strides[2] + at[None, :], inside, 0.0)
+
+
+@triton.jit
+def store(x, strides, tile, start, n_rows, width, ROWS: tl.constexpr, D: tl.constexpr):
+    """Stores a tile [ROWS, D] to the rows of one head's x [n_rows, width] from `start` on."""
+    row, at = tl.arange(0, ROWS), tl.arange(0, D)
+    inside = (start + row < n_rows)[:, None] & (at < width)[None, :]
+    x += tl.cast(start, tl.int64) * strides[2]
+    tl.store(x + row[:, None] * strides[2] + at[None, :], tile.to(x.dtype.element_ty), inside)
+
+
+@triton.jit
+def product(a, b, total, PRECISION: tl.constexpr):
+    """Returns total + a b, computed in the type of `total`."""
+    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
+
+
+@triton.jit
+def scores(
+    q,
+    k,
+    valid,
+    bias,
+    row,
+    column,
+    n_rows,
+    n_columns,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    VALID: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Returns the scores of a tile [R, C]; minus infinity where a query does not see a key.
+
+    Args:
+        q: Queries [R, D].
+        k: Keys [C, D].
+        valid: Pointer to the sample's mask of keys [n_columns], if `VALID`.
+        bias: Pointer to the head's bias [n_rows, n_columns], if `BIAS`.
+        row: Indices of the queries [R].
+        column: Indices of the keys [C].
+        n_rows: Number of queries.
+        n_columns: Number of keys.
+    """
+    wide: tl.constexpr = tl.float64 if q.dtype == tl.float64 else tl.float32
+    found = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], wide), PRECISION)
+    found = found * tl.full([1, 1], SCALE, wide)
+    seen = (column < n_columns)[None, :]
+    if BIAS:
+        place = row[:, None].to(tl.int64) * n_columns + column[None, :]
+        found += tl.load(bias + place, (row < n_rows)[:, None] & seen, 0.0).to(found.dtype)
+    if VALID:
+        seen = seen & (tl.load(valid + column, column < n_columns, 0) != 0)[None, :]
+    if CAUSAL:  # the last query is at the position of the last key
+        seen = seen & (column[None, :] <= row[:, None] + (n_columns - n_rows))
+    return tl.where(seen, found, float("-inf"))
+
+
+@triton.jit
+def drop(x, sample, head, row, column, key, THRESHOLD: tl.constexpr):
+    """Zeroes elements of a tile [R, C] where dropout drops a probability.
+
+    Args:
+        x: The tile.
+        sample: The global index of the sample, int64.
+        head: The global index of the head, int64.
+        row: Indices of the queries [R].
+        column: Indices of the keys [C].
+        key: See the module.
+    """
+    if THRESHOLD > 0:
+        joined = join(tl.zeros_like(row).to(tl.uint32), sample)
+        rows = hash_row(join(join(joined, head), row.to(tl.int64)), key[0])
+        x = tl.where(kept(rows, hash_column(column.to(tl.int64), key[1]), THRESHOLD), x, 0.0)
+    return x

@@ -1,0 +1,37 @@
+"""The kernels on a real GPU, wherever one is found, compute what PyTorch's operators compute."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gridformer.models.blocks.dropout import Mask
+from gridformer.models.kernels import dropout, library
+from tests.support.kernels import ATTENTION, KEY, LARGE, MASKS, run_attention
+
+if not (torch.cuda.is_available() and library.available(torch.device("cuda", 0), torch.bfloat16)):
+    pytest.skip("the kernels on a GPU: none was found that runs them", allow_module_level=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_have_the_bits_of_the_reference(name: str, dtype: torch.dtype) -> None:
+    shape, first, block, p = MASKS[name]
+    x = torch.randn(shape, dtype=dtype, device="cuda")
+    got = dropout.masked(x, KEY, first, block[0] * shape[1], block[1] * shape[2], p)
+    assert torch.equal(got, Mask(KEY, first, block, p).times(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*ATTENTION, "large"])
+def test_attention_equals_the_unfused_path(name: str, dtype: torch.dtype) -> None:
+    """Twice, since results must also be the same to the bit."""
+    with patch.dict(ATTENTION, large=LARGE):
+        got, again = (run_attention(name, True, dtype, "cuda", tile=0) for _ in range(2))
+        want = run_attention(name, False, torch.float64, "cuda")
+    atol = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}[dtype]
+    for one, other, same in zip(got, want, again):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
+        assert torch.equal(one, same)

@@ -1,0 +1,123 @@
+"""Triton compiles the kernels for GPUs, which it can do without one, and their tiles fit into them.
+
+The interpreter accepts what the compiler refuses, for example numbers of another type.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.models.kernels.attention import MAX_HEAD_BYTES
+from gridformer.models.kernels.library import threshold
+from tests.support.fake_gpu import own_process
+from tests.support.kernels import NO_TRITON
+from tests.support.marks import full_unless
+
+InProcess = Callable[..., Any]
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes of a block, by architecture
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+ATTENTION = ("forward", "backward_queries", "backward_keys", "backward_bias")
+CASES = [
+    (name, dtype, head_dim, architecture)
+    for name in ATTENTION
+    for dtype in (torch.bfloat16, torch.float32)
+    for head_dim in (64, 128, 256)
+    for architecture in SHARED_MEMORY
+    if head_dim * dtype.itemsize <= MAX_HEAD_BYTES
+    if head_dim == 64 or architecture == 89  # the others have more shared memory
+]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    with own_process() as call:
+        call(_cache_in, tmp_path_factory.mktemp("triton"))
+        yield call
+
+
+def _cache_in(folder: Path) -> None:
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
+@pytest.mark.parametrize("dtype", full_unless(lambda dtype: dtype == torch.bfloat16, TYPES))
+def test_dropout_compiles(compiler: InProcess, dtype: torch.dtype) -> None:
+    assert compiler(compile_dropout, dtype, 90) == 0
+
+
+def compile_dropout(dtype: torch.dtype, architecture: int) -> int:
+    from gridformer.models.kernels import masking
+
+    constants = {"THRESHOLD": threshold(0.1), "SCALE": 1 / 0.9, "ROWS": 2, "COLUMNS": 1024}
+    pointers = dict.fromkeys(("x", "out"), TYPES[dtype])
+    return shared_memory(masking._masked, pointers, constants, architecture, {"num_warps": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim", "architecture"),
+    full_unless(lambda case: case[1:] == (torch.bfloat16, 64, 80), CASES, unpack=True),
+)
+def test_attention_compiles(
+    compiler: InProcess, name: str, dtype: torch.dtype, head_dim: int, architecture: int
+) -> None:
+    """With all that it can do: dropout, padding, a bias, causality."""
+    used = compiler(compile_attention, name, dtype, head_dim, architecture)
+    assert 0 < used <= SHARED_MEMORY[architecture]
+
+
+def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture: int) -> int:
+    from gridformer.models.kernels import flash, flash_backward, flash_launch
+
+    kernel = getattr(flash if name == "forward" else flash_backward, name)
+    q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
+    tiles = flash_launch.tile_sizes(q, forward=name == "forward")
+    options = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
+    one = torch.ones(1)
+    constants = flash_launch._constants(True, head_dim**-0.5, 0.1, one, one) | tiles
+    types: dict[str, Any] = {}
+    for argument in kernel.arg_names:
+        if argument.endswith("strides"):
+            types[argument] = ("i32",) * 3
+        elif argument == "sizes":
+            types[argument] = ("i32",) * 5
+        elif argument in ("key", "first"):
+            types[argument] = ("i32",) * 2
+        elif argument == "valid":
+            types[argument] = "*u8"
+        elif argument in ("bias", "grad_bias", "lse", "delta"):
+            types[argument] = "*fp32"
+        else:
+            types[argument] = TYPES[dtype]
+    return shared_memory(kernel, types, constants, architecture, options)
+
+
+def shared_memory(
+    kernel: Any,
+    types: dict[str, Any],
+    constants: dict[str, Any],
+    architecture: int,
+    options: dict[str, int],
+) -> int:
+    """Compile a kernel to machine code and return the shared memory that it needs, in bytes.
+
+    Args:
+        types: The types of arguments as Triton names them; other arguments are integers.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = dict.fromkeys(kernel.arg_names, "i32") | types
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = triton.compile(source, target=target, options=options)
+    assert compiled.asm["cubin"]
+    used: int = compiled.metadata.shared
+    return used

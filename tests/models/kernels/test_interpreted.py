@@ -1,0 +1,166 @@
+"""The kernels' own code, run by Triton's interpreter, computes what PyTorch's operators compute.
+
+The interpreter computes bfloat16 in its own way, so that only masks are compared in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from gridformer.models.blocks import DropoutClock
+from gridformer.models.blocks.dropout import Dropout, Mask
+from gridformer.models.kernels import attention, dropout
+from gridformer.utils import rng
+from tests.support.kernels import ATTENTION, KEY, MASKS, interpreter, run_attention, run_model
+from tests.support.marks import full_unless
+
+InProcess = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[InProcess]:
+    with interpreter() as call:
+        yield call
+
+
+# --------------------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_have_the_bits_of_the_reference(
+    cpu: InProcess, name: str, dtype: torch.dtype
+) -> None:
+    """So have the results, NaN, infinity and negative zero included, and those of a transpose."""
+    shape, first, block, p = MASKS[name]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator).to(dtype)
+    x[0, 0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    if dtype == torch.bfloat16:
+        x = torch.ones(shape, dtype=dtype)
+    _, s, h = shape
+    mask = Mask(KEY, first, block, p)
+    for y in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        got = cpu(dropout.masked, y, KEY, first, block[0] * s, block[1] * h, p)
+        want = mask.times(y)
+        if dtype == torch.bfloat16:
+            got, want = got.ne(0).float(), want.ne(0).float()
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(got.signbit(), want.signbit())
+
+
+def test_backward_computes_the_mask_again(cpu: InProcess) -> None:
+    """The gradient of ones is the mask, and nothing is kept."""
+    out, gradient = cpu(run_dropout)
+    assert torch.equal(out, gradient)
+    assert 0 < float(out.eq(0).double().mean()) < 1
+
+
+def run_dropout() -> tuple[Tensor, Tensor]:
+    module = Dropout(0.5, "x", DropoutClock(1, 2, 3))
+    x = torch.ones(2, 3, 32, requires_grad=True)
+
+    def kept(_: Tensor) -> Tensor:
+        raise AssertionError("a tensor is kept for backward")
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(kept, kept),
+        patch.object(rng, "keep", side_effect=AssertionError),
+    ):
+        out = module(x)
+    (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out).transpose(0, 1).transpose(0, 1))
+    return out.detach(), gradient
+
+
+# --------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("name", full_unless({"everything"}.__contains__, ATTENTION))
+def test_attention_of_several_tiles(cpu: InProcess, name: str) -> None:
+    """Results and all gradients equal the unfused path's, with its dropout masks."""
+    got, want = (cpu(run_attention, name, fused, torch.float64, "cpu") for fused in (True, False))
+    assert len(got) == len(want) == 4 + ATTENTION[name][3]
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "dtype", full_unless(lambda dtype: dtype == torch.float16, [torch.float16, torch.float32])
+)
+def test_attention_in_types_of_gpus(cpu: InProcess, dtype: torch.dtype) -> None:
+    got = cpu(run_attention, "everything", True, dtype, "cpu")
+    want = cpu(run_attention, "everything", False, torch.float64, "cpu")
+    atol = {torch.float32: 1e-5, torch.float16: 2e-2}[dtype]
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
+
+
+def test_a_query_that_sees_no_key_gets_zeros(cpu: InProcess) -> None:
+    assert cpu(run_without_keys) == [0.0] * 4
+
+
+def run_without_keys() -> list[float]:
+    """Return the largest numbers of the result and of the gradients; NaN is larger than all."""
+    q, k, v = (torch.ones(1, 1, 3, 4, requires_grad=True) for _ in range(3))
+    valid = torch.zeros(1, 3, dtype=torch.bool)
+    settings = attention.Settings(causal=False, scale=1.0)
+    out = attention.attention(q, k, v, valid, None, settings)
+    found = (out.detach(), *torch.autograd.grad(out.sum(), (q, k, v)))
+    return [float(x.abs().max()) for x in found]
+
+
+def test_fake_tensors_see_what_the_operators_return(cpu: InProcess) -> None:
+    cpu(check_operators)
+
+
+def check_operators() -> None:
+    """Check shapes, strides, types and the schemas, as `torch.library.opcheck` does."""
+    ops, b, n, s, seen, d = torch.ops.gridformer, 1, 1, 5, 7, 4
+    q = torch.randn(b, s, n, d).transpose(1, 2)
+    k, v = torch.randn(2, b, n, seen, d)
+    valid, bias = torch.ones(b, seen, dtype=torch.bool), torch.randn(n, s, seen)
+    settings = attention.Settings(True, 0.5, KEY, 3, 4, 0.1).arguments()
+    out, lse = ops.attention(q, k, v, valid, bias, *settings)
+    tests = ("test_schema", "test_faketensor")
+    x = torch.randn(2, 3, 4).transpose(0, 1)
+    torch.library.opcheck(ops.masked.default, (x, 5, 0, 0, 0, 0.1), test_utils=tests)
+    found = (q, k, v, valid, bias)
+    torch.library.opcheck(ops.attention.default, (*found, *settings), test_utils=tests)
+    for wants_bias in (False, True):
+        given = (out, *found, out, lse, *settings, wants_bias)
+        torch.library.opcheck(ops.attention_backward.default, given, test_utils=tests)
+
+
+# --------------------------------------------------------------------------- whole models
+
+MODELS = {
+    (family, padded, rate)
+    for family in ("gpt2", "bert", "t5", "transformer")
+    for padded in (False, True)
+    for rate in (0.0, 0.2)
+    if family == "t5" or padded or rate  # else there is nothing that the kernels compute
+}
+QUICK = {("gpt2", False, 0.2), ("bert", True, 0.0), ("t5", True, 0.2)}
+
+
+@pytest.mark.parametrize(
+    ("family", "padded", "rate"),
+    full_unless(QUICK.__contains__, sorted(MODELS), unpack=True),
+)
+def test_models_have_the_same_loss_and_gradients(
+    cpu: InProcess, family: str, padded: bool, rate: float
+) -> None:
+    (got, gradients), (want, others) = (
+        cpu(run_model, family, padded, rate, fused) for fused in (True, False)
+    )
+    assert got == pytest.approx(want, rel=1e-12)
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], rtol=1e-9, atol=1e-11, msg=name)

@@ -1,0 +1,148 @@
+"""How many kernels a layer launches on a GPU with dropout, padding and learned biases.
+
+They are counted on fake tensors, which need neither a GPU nor Triton.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.memory.estimate import estimate_rank
+from gridformer.mesh import Axes
+from gridformer.models.kernels import library
+from gridformer.parallel import build_parallel
+from gridformer.trace.device import fake_gpu
+from tests.support.fake_gpu import InProcess, fake_tensors, own_process
+from tests.support.multirank.memory import a_run
+
+N_LAYERS = {"gpt2": 1, "bert": 1, "t5": 2}
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[InProcess]:
+    with own_process() as call:
+        yield call
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels that operators launch. Views and empty tensors need none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.partition("::")[2]
+        views = any(x.alias_info and not x.alias_info.is_write for x in func._schema.returns)
+        if func.namespace != "prim" and not (views or "empty" in name or name == "_unsafe_view"):
+            self.of[name] += 1
+            if name == "attention_backward":  # of queries, of keys and values, of the bias
+                self.of[name] += 2 if args[-1] else 1
+        return func(*args, **(kwargs or {}))
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, mask: None, is_causal: bool, scale: float) -> Tensor:
+    """Attention without dropout as CUDA runs it; torch does not know that the device has it."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+    out: Tensor = found[0]
+    return out
+
+
+def launches(family: str, rate: float, fused: bool = True, padded: bool = False) -> Counter[str]:
+    """Return the kernels of a forward and a backward pass through a model's layers."""
+    values: dict[str, Any] = {"family": family, "n_layers": 1, "n_heads": 2, "hidden_size": 64}
+    values |= {"max_seq_len": 16, "vocab_size": 50}
+    config = ModelConfig(**values, dropout=rate, attention_dropout=rate)
+    with fake_tensors(), fake_gpu(), Launches() as seen:
+        model = build_parallel(
+            config, LayoutConfig(), Axes(), 1, fake_gpu(), "bfloat16", filled=False
+        )
+        model.uses_kernels(fused)
+        tokens = torch.zeros(4, 16, dtype=torch.int64)
+        batch = {"tokens": tokens, "source": tokens}
+        if padded:
+            batch |= {"valid": tokens > 0, "source_valid": tokens > 0}
+        with patch.object(F, "scaled_dot_product_attention", flash):
+            seen.of.clear()
+            hidden = model.run(batch).hidden
+            assert hidden is not None
+            hidden.sum().backward()
+        return seen.of
+
+
+def test_dropout_launches_few_kernels_more(gpu: InProcess) -> None:
+    """A layer has two dropouts and one of probabilities; the embedding has one more."""
+    without, with_it = (gpu(launches, "gpt2", rate) for rate in (0.0, 0.1))
+    assert with_it["masked"] == 2 * 3
+    assert with_it["attention"] == 1
+    assert with_it["attention_backward"] == 2
+    of_embedding = 2
+    assert with_it.total() - of_embedding <= 1.15 * without.total()
+    plain = gpu(launches, "gpt2", 0.1, False)
+    assert plain.total() > 5 * without.total()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_attention_stays_one_kernel(gpu: InProcess, family: str, rate: float) -> None:
+    """Padding, dropout and a learned bias do not break attention up into operators."""
+    seen = gpu(launches, family, rate, True, True)
+    n_attentions = {"gpt2": 1, "bert": 1, "t5": 3}[family]
+    n_biased = 2 if family == "t5" else 0
+    assert seen["attention"] == n_attentions
+    assert seen["attention_backward"] == 2 * n_attentions + n_biased
+    unfused = {"_softmax", "bmm", "baddbmm", "_scaled_dot_product_flash_attention"}
+    assert not unfused & seen.keys()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+def test_the_estimate_of_memory_knows(fused: bool) -> None:
+    """On GPUs nothing of the size of the scores is kept or made, however many tokens there are."""
+    kernels = "fused" if fused else "torch"
+    s = 256
+    model = {"max_seq_len": s, "n_layers": 2, "attention_dropout": 0.1, "dropout": 0.1}
+    train = {"global_batch": 4, "device": "cuda", "kernels": kernels}
+    found = estimate_rank(a_run({}, model, train), 0)
+    scores = 4 * 4 * a_run({}, model, train).model.n_heads * s * s  # float32
+    assert (found.peak < scores) == fused
+    on_cpu = estimate_rank(a_run({}, model, {**train, "device": "cpu"}), 0)
+    assert on_cpu.peak > 2 * scores
+
+
+def test_kernels_need_a_gpu_and_a_working_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(library, "triton_works", lambda: True)
+    monkeypatch.setattr(library, "_supported", lambda device: True)
+    assert library.available(cuda, torch.bfloat16)
+    assert not library.available(cuda, torch.float64)
+    assert not library.available(cpu, torch.float32)
+    monkeypatch.setattr(library, "_supported", lambda device: False)
+    assert not library.available(cuda, torch.bfloat16)
+    monkeypatch.setattr(library, "_supported", lambda device: True)
+    monkeypatch.setattr(library, "triton_works", lambda: False)
+    assert not library.available(cuda, torch.bfloat16)
+
+
+def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "find_spec", lambda name: name)
+    monkeypatch.setattr(library.Path, "exists", lambda path: True)
+    monkeypatch.delenv("CC", raising=False)
+    for found, works in (("clang", True), ("icc", False)):
+        monkeypatch.setattr(
+            library.shutil, "which", lambda name, found=found: name if name == found else None
+        )
+        assert library.triton_works.__wrapped__() == works
+    monkeypatch.setenv("CC", "icc")
+    assert library.triton_works.__wrapped__()

@@ -1,0 +1,154 @@
+"""Runs the kernels of `gridformer.models.kernels` and what they must equal.
+
+On a CPU they run in a process of their own whose Triton interprets them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
+from gridformer.models.blocks import DropoutClock
+from gridformer.models.blocks.attention import ScoreParts, _Heads
+from gridformer.models.kernels import library
+from gridformer.parallel import build_parallel
+from gridformer.utils import rng
+from gridformer.utils.batch import Batch
+from tests.support.fake_gpu import own_process
+
+NO_TRITON = "Triton is not installed; `make test` installs it where it exists, which is on Linux"
+
+KEY = rng.key(1234, 7, "layers.0.dropout1")
+# shape, first sample, block along s and h, probability
+MASKS: dict[str, tuple[tuple[int, int, int], int, tuple[int, int], float]] = {
+    "several tiles": ((1, 3, 1030), 5, (0, 0), 0.3),
+    "a block": ((2, 7, 24), 2**33 + 5, (2, 1), 0.1),
+    "far away": ((1, 3, 6), 2**32 - 1, (700_000_000, 800_000_000), 1 - 2**-40),
+}
+Sizes = tuple[int, int, int, int, int]  # samples, heads, queries, keys, head size
+ATTENTION: dict[str, tuple[Sizes, bool, bool, bool, float]] = {
+    # sizes, causal, padded, biased, dropout
+    "dropout": ((2, 2, 21, 37, 24), False, False, False, 0.3),
+    "causal, dropout": ((1, 2, 37, 37, 16), True, False, False, 0.5),
+    "everything": ((2, 1, 18, 20, 5), True, True, True, 0.2),
+    "padding": ((2, 1, 17, 33, 16), False, True, False, 0.0),
+    "bias": ((2, 2, 33, 20, 8), False, False, True, 0.0),
+    "causal, padding": ((2, 1, 40, 40, 8), True, True, False, 0.0),
+}
+LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1)  # several tiles of a real run
+
+
+@contextmanager
+def interpreter() -> Iterator[Callable[..., Any]]:
+    """Yield a caller of top-level functions in a process whose CPU has the kernels of a GPU.
+
+    Triton reads the variable when it is imported, so this process must not have it set.
+    """
+    pytest.importorskip("triton", reason=NO_TRITON)
+    with own_process() as call:
+        call(_begin)
+        yield call
+
+
+def _begin() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    # Words of 32 bits are meant to wrap, of which numpy warns.
+    warnings.filterwarnings("ignore", message="overflow encountered")
+    from gridformer.models.kernels import flash_launch, masking
+
+    library.LIBRARY.impl("masked", masking.masked, "CPU")
+    library.LIBRARY.impl("attention", flash_launch.attention, "CPU")
+    library.LIBRARY.impl("attention_backward", flash_launch.attention_backward, "CPU")
+    library.available = lambda device, dtype: device.type == "cpu"
+
+
+def run_attention(
+    name: str, fused: bool, dtype: torch.dtype, device: str, tile: int = 16
+) -> list[Tensor]:
+    """Return the result and the gradients of q, k, v and the bias, which is at least float32.
+
+    Args:
+        tile: Tiles have this number of rows and columns; 0 means those of a real run.
+    """
+    from gridformer.models.kernels import flash_launch
+
+    (b, n, s, seen, d), causal, padded, biased, p = ATTENTION[name]
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    q, grad = random(b, s, n, d).transpose(1, 2), random(b, s, n * d)
+    k, v = random(b, seen, n, 2, d).permute(3, 0, 2, 1, 4).unbind(0)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    inputs, valid, bias = [q, k, v], None, None
+    if padded:
+        valid = (torch.arange(seen) < torch.tensor([[seen], [seen - 9]])[:b]).to(device)
+    if biased:
+        bias = random(n, s, seen, dtype=torch.promote_types(dtype, torch.float32))
+        inputs.append(bias.requires_grad_())
+    heads = _Heads(d, True, p, "x", DropoutClock(1, 2, 2**32 + 3)).train()
+    heads.head_block, heads.fused = 2, fused
+    mask = ScoreParts(valid, bias, causal) if padded or biased else None
+    with ExitStack() as stack:
+        if tile:
+            width = max(16, 1 << (d - 1).bit_length())
+            sizes = {"D": width, "R": tile, "C": tile, "num_warps": 4}
+            stack.enter_context(patch.object(flash_launch, "tile_sizes", lambda *_, **__: sizes))
+        out = heads._attend(q, k, v, causal, mask)
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def run_model(
+    family: str, padded: bool, rate: float, fused: bool
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and all gradients; if fused, no mask is made with PyTorch's operators."""
+    values = {"n_layers": 1, "hidden_size": 12, "n_heads": 2, "vocab_size": 31, "max_seq_len": 9}
+    rates = {"dropout": rate, "attention_dropout": rate}
+    config = ModelConfig(family=family, **values, **rates)  # type: ignore[arg-type]
+    model = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"), "float64")
+    model.uses_kernels(fused)
+    model.clock.step = 3
+    model.clock.at(slice(4, 6))
+    with ExitStack() as stack:
+        if fused:
+            for owner, name in ((rng, "keep"), (_Heads, "_unfused")):
+                stack.enter_context(patch.object(owner, name, side_effect=AssertionError))
+            if rate or padded:  # T5 does not bias cross-attention
+                stack.enter_context(
+                    patch.object(F, "scaled_dot_product_attention", side_effect=AssertionError)
+                )
+        loss = model.train().losses(batch_of(config, padded))["tokens"]
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), gradients
+
+
+def batch_of(config: ModelConfig, padded: bool) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(n: int) -> Tensor:
+        return torch.randint(0, 31, (2, n), generator=generator)
+
+    def valid(n: int) -> Tensor:
+        return torch.arange(n) < torch.tensor([[n], [2]])
+
+    batch = {"tokens": tokens(7), "targets": tokens(7)}
+    if config.two_stacks:
+        batch["source"] = tokens(9)
+    if padded:
+        batch["valid"] = valid(7)
+        if config.two_stacks:
+            batch["source_valid"] = valid(9)
+    return batch
