@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gridformer.models.blocks.cast import cast
+from gridformer.models.blocks.cast import cast, padded_columns
 from gridformer.models.blocks.recompute import in_backward
 from gridformer.parallel.tensor.summa.operands import Operand
 from gridformer.parallel.tensor.summa.products import Schedule
@@ -46,7 +46,8 @@ class WeightPrefetcher:
 
     def operand(self, weight: Tensor, dtype: torch.dtype, padded: bool) -> Operand:
         """Returns the weight [K/r, N/c] in `dtype`, with what is already gathered of it."""
-        key = dtype, padded
+        # The lookup of the table and the head share it, unless their blocks differ.
+        key = dtype, padded and padded_columns(weight, dtype) > weight.shape[1]
         if not self._open:
             return Operand(cast(weight, dtype, padded))
         if not self.keeps:
