@@ -17,6 +17,7 @@ from gridformer.parallel import build_parallel
 from gridformer.train.console import _speed
 from gridformer.train.flops import StepFlops, Utilization
 from gridformer.train.step import Stepper
+from tests.support.marks import full_unless
 
 aten = torch.ops.aten
 SIZES: dict[str, Any] = {
@@ -32,6 +33,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5": {"family": "t5", "n_decoder_layers": 3},
     "transformer": {"family": "transformer", "n_decoder_layers": 1},
     "transformer, pre-norm": {"family": "transformer", "norm_position": "pre"},
+}
+QUICK = {
+    *(("gpt2", "selective"), ("bert", "full"), ("gpt2, labels", "none")),
+    *(("t5", "full"), ("transformer", "none"), ("bert, pre-norm, alone", "full")),
 }
 
 
@@ -76,8 +81,14 @@ def counted(run: RunConfig) -> int:
     return counter.total
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    full_unless(
+        QUICK.__contains__,
+        [(model, how) for model in MODELS for how in ("none", "selective", "full")],
+        unpack=True,
+    ),
+)
 def test_a_step_takes_the_operations_of_its_formula(model: str, recompute: str) -> None:
     """The source is longer than the target, and heads are wider than h / n."""
     run = run_of(MODELS[model], recompute=recompute)
@@ -128,13 +139,8 @@ def test_utilization_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_float32_is_compared_with_the_peak_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        for precision, want in (("ieee", 51.0), ("tf32", 378.0)):
-            torch.backends.cuda.matmul.fp32_precision = precision
-            assert Utilization.of(run_of({}), torch.device("cuda", 0), True).peak == want
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    for tf32, want in ((False, 51.0), (True, 378.0)):
+        assert Utilization.of(run_of({}, tf32=tf32), torch.device("cuda", 0), True).peak == want
 
 
 def test_what_the_terminal_says() -> None:

@@ -138,7 +138,7 @@ class Utilization:
         peak = run.train.peak_tflops
         if not peak and device.type == "cuda":
             name = torch.cuda.get_device_name(device)
-            peak = peak_tflops(name, run.train.dtype, _products_use_tf32()) or 0.0
+            peak = peak_tflops(name, run.train.dtype, run.train.tf32) or 0.0
         return Utilization(StepFlops.of(run, stops_early), run.layout.n_processes, peak)
 
     def metrics(self, seconds: float) -> dict[str, float]:
@@ -149,7 +149,3 @@ class Utilization:
         if self.peak:
             found |= {"mfu": model / self.peak, "hfu": hardware / self.peak}
         return found
-
-
-def _products_use_tf32() -> bool:
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
