@@ -37,7 +37,7 @@ from gridformer.utils.forkserver import warm_up
 from gridformer.utils.hardware import n_cores
 
 DEVICE = torch.device("cpu")
-_START_S = 6.0  # seconds that processes take to start
+_START_S = 6.0  # seconds of work for which starting processes takes longer
 # Modules that take time to import and that only estimates need.
 _FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg")
 
@@ -59,10 +59,10 @@ def estimate_ranks(
     if not ranks:
         return []
     with fake_tensors():  # imports what takes time
-        began = time.monotonic()
+        began = time.process_time()
     first = estimate_rank(run, ranks[0], decisions)
     others = ranks[1:]
-    if (time.monotonic() - began) * len(others) < _START_S:
+    if (time.process_time() - began) * len(others) < _START_S:
         return [first, *(estimate_rank(run, rank, decisions) for rank in others)]
     warm_up(__name__, *_FAKES)  # has no effect if a fork server is already running
     workers = min(len(others), n_cores())
