@@ -36,12 +36,12 @@ def train_and_crash(plan: Plan) -> None:
     """Train on one rank; the last rank dies while it writes the second checkpoint."""
     written = []
 
-    def breaking(shards: Any, folder: Path) -> None:
+    def breaking(shards: Any, folder: Path, axes: Any) -> blocks_io.Written:
         written.append(folder)
         if len(written) == 2 and dist.get_rank() == dist.get_world_size() - 1:
             (folder / "shard-00001-half").write_bytes(b"half a file")
             raise OSError("no space left on device")
-        original(shards, folder)
+        return original(shards, folder, axes)
 
     original = blocks_io.write_blocks
     blocks_io.write_blocks = breaking

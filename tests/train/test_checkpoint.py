@@ -60,6 +60,36 @@ def test_round_trip(saved: Path) -> None:
     assert any(s["exp_avg"].abs().max() > 0 for s in got_stepper.updates.state.values())
 
 
+def test_a_save_does_not_read_what_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads(path: Path) -> int:
+        raise AssertionError(f"{path} is read")
+
+    run = a_run()
+    model, stepper = a_model(run, seed=1)
+    stepper.updates.allocate(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_crc32", reads)
+        folder = checkpoint.save(tmp_path, 1, 8, run, model, stepper.updates, Axes())
+    checkpoint.verify(folder)
+
+
+def test_a_manifest_without_an_index_is_enough(saved: Path) -> None:
+    """Checkpoints of earlier versions have none: the files say which blocks they hold."""
+    manifest, path = checkpoint.read_manifest(saved), saved / checkpoint.MANIFEST
+    assert manifest.index is not None
+    content = json.loads(path.read_text())
+    del content["index"]
+    path.write_text(json.dumps(content))
+    got, got_stepper = a_model(a_run(), seed=2)
+    checkpoint.load(saved, got, got_stepper.updates, Axes())
+    path.write_text(json.dumps({**content, "index": manifest.index.model_dump()}))
+    want, want_stepper = a_model(a_run(), seed=3)
+    checkpoint.load(saved, want, want_stepper.updates, Axes())
+    assert all(torch.equal(a, b) for a, b in zip(got.parameters(), want.parameters()))
+
+
 def shard(folder: Path) -> Path:
     return next(folder.glob("*.safetensors"))
 

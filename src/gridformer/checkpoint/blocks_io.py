@@ -1,80 +1,48 @@
-"""Reads and writes blocks of tensors in safetensors files with torch.distributed.checkpoint (DCP).
+"""Writes and reads blocks of tensors in safetensors files.
 
 A checkpoint is a set of named global tensors; each file holds blocks of them with their offsets. A
-reader may ask for other blocks than were written, so a run can resume under another layout. Only
-safetensors are read and written, because DCP's own format unpickles its index on load.
+reader may ask for other blocks than were written, so a run can resume under another layout. Each
+rank writes one file, and reads the files that hold what it needs. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from safetensors import safe_open
 
+from gridformer import comm
+from gridformer.checkpoint.block import Block, Shards, written_here
+from gridformer.checkpoint.index import Index, blocks_for, joined, part_of
+from gridformer.checkpoint.safetensors_file import write_file
+from gridformer.comm import irregular
+from gridformer.mesh import Axes, Axis
 from gridformer.mesh.groups import objects_group
-from gridformer.parallel.sharding import ParamShard
-from gridformer.utils.errors import CheckpointError
+
+LABEL = "checkpoint"
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block of a global tensor.
+class Written:
+    """What all ranks have written.
 
     Attributes:
-        tensor: The local tensor without its padding.
-        size: The shape of the global tensor.
-        offset: The index in the global tensor at which the block begins.
+        files: For each file, its bytes and its CRC-32.
+        index: Where the blocks are; None on other ranks than the first.
     """
 
-    tensor: Tensor
-    size: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    @staticmethod
-    def of(local: Tensor, shard: ParamShard) -> Block:
-        """Returns the block that a local tensor with this shard holds, without its padding."""
-        return Block(shard.valid(local.detach()), shard.size, shard.offset)
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """The position of the block in the form that DCP uses."""
-        return ChunkStorageMetadata(torch.Size(self.offset), self.tensor.size())
-
-    @property
-    def empty(self) -> bool:
-        """Whether the local tensor is all padding, so that there is nothing to save or load."""
-        return self.tensor.numel() == 0
+    files: dict[str, tuple[int, int]]
+    index: Index | None
 
 
-def write_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) -> None:
+# The part of an index that this process wrote last, and on the first rank the whole index. Saves of
+# one run have the same, so it is collected once.
+_last: tuple[bytes, Index | None] | None = None
+
+
+def write_blocks(shards: Shards, folder: Path, axes: Axes) -> Written:
     """Writes the blocks of all ranks, which call it together, into `folder`.
 
     A block that several ranks hold (replicas) is written once.
@@ -82,110 +50,63 @@ def write_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) 
     Args:
         shards: By global name, this rank's local tensor and its position in the global tensor.
         folder: An existing folder on storage that all ranks share.
+        axes: The axes of the mesh.
     """
-    blocks = _blocks(shards)
-    with _no_warning_of_one_process():
-        dcp.save(
-            {},
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            planner=_SavePlanner(blocks),
-            process_group=objects_group(),
-            no_dist=not dist.is_initialized(),
-        )
+    global _last
+    world = replace(axes.world, group=objects_group())
+    blocks = written_here(shards, axes)
+    part = part_of(_file_of(world.index), blocks)
+    is_known = _last is not None and _last[0] == part
+    # For each rank: bytes and checksum of its file, bytes of its part, whether that is known.
+    told = torch.zeros(world.size, 4, dtype=torch.int64)
+    told[world.index, 2:] = torch.tensor([len(part), is_known])
+    if blocks:
+        found = write_file(folder / _file_of(world.index), blocks)
+        told[world.index, :2] = torch.tensor(found)
+    told = comm.all_reduce(told, world, label=LABEL)
+    if not bool(told[:, 3].all()):
+        _last = part, _collected(part, told[:, 2].tolist(), world)
+    assert _last is not None
+    files = {
+        _file_of(rank): (n_bytes, crc)
+        for rank, (n_bytes, crc) in enumerate(told[:, :2].tolist())
+        if n_bytes
+    }
+    return Written(files, _last[1])
 
 
-def read_blocks(shards: Mapping[str, tuple[Tensor, ParamShard]], folder: Path) -> None:
+def read_blocks(shards: Shards, folder: Path, index: Index) -> None:
     """Fills local tensors in place from the blocks in `folder`, whichever layout wrote them.
+
+    Only files with such blocks are opened.
 
     Args:
         shards: By global name, this rank's local tensor and its position in the global tensor.
         folder: A folder that `write_blocks` filled.
+        index: Where the blocks are.
 
     Raises:
         CheckpointError: A tensor is missing or incomplete, or has another global shape.
     """
-    blocks = _blocks(shards)
-    try:
-        with _no_warning_of_one_process():
-            dcp.load(
-                {},
-                storage_reader=HuggingFaceStorageReader(str(folder)),
-                planner=_LoadPlanner(blocks, folder),
-                process_group=objects_group(),
-                no_dist=not dist.is_initialized(),
-            )
-    except dcp.api.CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, CheckpointError):
-                raise cause from None
-        raise
+    wanted = {name: Block.of(local, shard) for name, (local, shard) in shards.items()}
+    for file, stored in blocks_for(index, wanted, folder).items():
+        with safe_open(folder / file, framework="pt") as opened:
+            for _, name, offset, size in stored:
+                both = wanted[name].overlap(offset, size)
+                assert both is not None
+                there, here = both
+                wanted[name].tensor[here].copy_(opened.get_slice(name)[there])
 
 
-def _blocks(shards: Mapping[str, tuple[Tensor, ParamShard]]) -> dict[str, Block]:
-    return {name: Block.of(local, shard) for name, (local, shard) in shards.items()}
+def _file_of(rank: int) -> str:
+    return f"shard-{rank + 1:05d}.safetensors"
 
 
-@contextmanager
-def _no_warning_of_one_process() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, blocks: Mapping[str, Block]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.blocks = blocks
-
-    def create_local_plan(self) -> SavePlan:
-        items = [
-            WriteItem(
-                index=MetadataIndex(name, block.offset),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=block.chunk,
-                    properties=TensorProperties.create_from_tensor(block.tensor),
-                    size=torch.Size(block.size),
-                ),
-            )
-            for name, block in self.blocks.items()
-            if not block.empty
-        ]
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.blocks[index.fqn].tensor.contiguous()  # a block may be a transposed view
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, blocks: Mapping[str, Block], folder: Path) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.blocks, self.folder = blocks, folder
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, block in self.blocks.items():
-            stored = _stored(self.metadata, name, block, self.folder)
-            if not block.empty:
-                items += create_read_items_for_chunk_list(name, stored, [block.chunk])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.blocks[index.fqn].tensor
-
-
-def _stored(metadata: Metadata, name: str, block: Block, folder: Path) -> TensorStorageMetadata:
-    stored = metadata.state_dict_metadata.get(name)
-    if not isinstance(stored, TensorStorageMetadata):
-        raise CheckpointError(f"{folder} does not contain '{name}': it is of another model")
-    if tuple(stored.size) != block.size:
-        raise CheckpointError(
-            f"{folder} contains '{name}' with shape {list(stored.size)}, but this run needs "
-            f"{list(block.size)}: it is of another model"
-        )
-    held = sum(chunk.sizes.numel() for chunk in stored.chunks)
-    if held != torch.Size(block.size).numel():
-        raise CheckpointError(f"{folder} contains only a part of '{name}': a file is missing")
-    return stored
+def _collected(part: bytes, lengths: list[int], world: Axis) -> Index | None:
+    """Joins the parts of all ranks on the first one."""
+    mine = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0)
+    mine = mine.to(torch.uint8)
+    if world.size == 1:
+        return joined([part])
+    parts = irregular.gather(mine, [(length,) for length in lengths], world, 0, LABEL)
+    return None if parts is None else joined(x.numpy().tobytes() for x in parts)

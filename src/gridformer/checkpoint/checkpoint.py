@@ -16,7 +16,6 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,10 +24,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from gridformer import comm
+from gridformer.checkpoint.index import Index, index_of_files
 from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.config.renamed import with_new_names
 from gridformer.mesh import Axes
-from gridformer.mesh.groups import objects_group
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
 from gridformer.parallel.sharding import ParamShard, shard_of
@@ -87,6 +86,7 @@ class Manifest(Config):
         model: The model's config.
         run: The run's config.
         files: Size and checksum of each file by name.
+        index: Where the blocks are; None in checkpoints of earlier versions, whose files say it.
     """
 
     format: Literal["gridformer-checkpoint"]
@@ -99,6 +99,7 @@ class Manifest(Config):
     model: ModelConfig
     run: dict[str, Any]
     files: dict[str, FileEntry]
+    index: Index | None = None
 
 
 def latest(run_dir: Path) -> Path | None:
@@ -235,8 +236,7 @@ def save(
     if first:
         begin_folder(writing)
     comm.barrier((axes.world,))
-    write_blocks(_shards(model, optimizer), writing)
-    files = _file_entries(writing, axes)
+    written = write_blocks(_shards(model, optimizer), writing, axes)
     if first:
         manifest = Manifest(
             format="gridformer-checkpoint",
@@ -248,9 +248,13 @@ def save(
             good_steps=scale.good if scale else 0,
             model=run.model,
             run=run.model_dump(mode="json"),
-            files=files,
+            files={
+                name: FileEntry(bytes=n_bytes, crc32=crc)
+                for name, (n_bytes, crc) in written.files.items()
+            },
+            index=written.index,
         )
-        _write_synced(writing / MANIFEST, manifest.model_dump_json(indent=1))
+        _write_synced(writing / MANIFEST, manifest.model_dump_json())
         finish_folder(writing, final)  # replaces a checkpoint of the same step
         _prune(run_dir, run.train.keep_checkpoints)
     comm.barrier((axes.world,))
@@ -286,7 +290,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, axes: Axes
         optimizer.allocate(manifest.step - manifest.skipped)
         shards |= _moments(model, optimizer)
     with torch.no_grad():
-        read_blocks(shards, folder)
+        read_blocks(shards, folder, manifest.index or index_of_files(folder, manifest.files))
     return manifest
 
 
@@ -303,22 +307,6 @@ def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, 
         f"{moment}.{name}": (state[parameter][moment], shard_of(parameter))
         for name, parameter in owned(model)
         for moment in _MOMENTS
-    }
-
-
-def _file_entries(folder: Path, axes: Axes) -> dict[str, FileEntry]:
-    """Returns sizes and checksums of all files in a folder; each rank reads some of them."""
-    comm.barrier((axes.world,))
-    paths = sorted(folder.glob("*.safetensors"))
-    entries = torch.zeros(len(paths), 2, dtype=torch.int64)
-    for number in range(axes.world.index, len(paths), axes.world.size):
-        entries[number, 0] = paths[number].stat().st_size
-        entries[number, 1] = _crc32(paths[number])
-    world = replace(axes.world, group=objects_group())
-    entries = comm.all_reduce(entries, world, label="checkpoint")
-    return {
-        path.name: FileEntry(bytes=size, crc32=crc)
-        for path, (size, crc) in zip(paths, entries.tolist())
     }
 
 

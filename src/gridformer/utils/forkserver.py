@@ -10,7 +10,7 @@ from gridformer.utils.threads import let_threads_sleep
 PRELOAD = [
     "torch",
     "torch.distributed",
-    "torch.distributed.checkpoint",
+    "safetensors",
     "torch._dynamo",  # imported by every optimizer
     "gridformer.cli.app",  # imported by __main__
 ]

@@ -16,7 +16,6 @@ from gridformer.utils.forkserver import warm_up
 from tests.support.launch.named import run_named
 
 forkserver.PRELOAD.remove("torch._dynamo")  # its import takes seconds, and nothing is trained here
-forkserver.PRELOAD.remove("torch.distributed.checkpoint")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import importlib
 for name in (
     "pytest",
     "hypothesis",
-    "torch.distributed.checkpoint",
+    "safetensors",
     "gridformer.launch.run",
     "gridformer.memory.measure",
     "tests.support.multirank.exactness",

@@ -1,0 +1,144 @@
+"""Each rank writes its own blocks, the index of them stays small, and a load opens few files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gridformer.checkpoint import blocks_io
+from gridformer.checkpoint.block import Block, written_here
+from gridformer.checkpoint.index import Index, index_of_files, joined, part_of
+from gridformer.checkpoint.safetensors_file import write_file
+from gridformer.mesh import Axes, Axis
+from gridformer.parallel.sharding import ParamShard
+from gridformer.utils.errors import CheckpointError
+
+SIZE = (6, 8)
+
+
+def whole() -> Tensor:
+    return torch.arange(48.0).view(SIZE)
+
+
+def shard(row: int, col: int, **more: Any) -> ParamShard:
+    """Return the shard of one of 2 x 4 devices."""
+    return ParamShard(SIZE, (3 * row, 2 * col), **more)
+
+
+def block(row: int, col: int) -> Block:
+    place = shard(row, col)
+    return Block.of(place.block_of(whole(), torch.Size((3, 2))), place)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Index]:
+    """A folder into which eight ranks have written their blocks of two tensors."""
+    parts = []
+    for rank in range(8):
+        held = dict.fromkeys(("a", "b"), block(*divmod(rank, 4)))
+        write_file(tmp_path / f"{rank}.safetensors", held)
+        parts.append(part_of(f"{rank}.safetensors", held))
+    return tmp_path, joined(parts)
+
+
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of files that are opened from now on."""
+    found: list[str] = []
+    real = blocks_io.safe_open
+
+    def noted(path: Path, **more: Any) -> Any:
+        found.append(path.name)
+        return real(path, **more)
+
+    monkeypatch.setattr(blocks_io, "safe_open", noted)
+    return found
+
+
+def test_a_load_opens_the_files_that_it_needs(
+    saved: tuple[Path, Index], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = opened(monkeypatch)
+    local = torch.zeros(2, 4).t()  # stored transposed; rows 1 to 4, columns 2 and 3
+    blocks_io.read_blocks({"a": (local, ParamShard(SIZE, (1, 2)))}, *saved)
+    assert torch.equal(local, whole()[1:5, 2:4])
+    assert names == ["1.safetensors", "5.safetensors"]
+
+
+def test_files_without_an_index_tell_where_blocks_are(saved: tuple[Path, Index]) -> None:
+    folder, index = saved
+    found = index_of_files(folder, [*index.files])
+    names = {"a", "b"}
+    assert {*found.of(names)} == {*index.of(names)}
+
+
+def test_an_index_names_tensors_once(saved: tuple[Path, Index]) -> None:
+    _, index = saved
+    assert index.names == [["a", "b"]]
+    assert index.files["6.safetensors"] == [(0, (3, 4), (3, 2))]
+    assert Index.model_validate_json(index.model_dump_json()) == index
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "without", "message"),
+    [
+        ("c", SIZE, "", "does not contain 'c'"),
+        ("a", (6, 9), "", r"with shape \[6, 8\], but this run needs \[6, 9\]"),
+        ("a", SIZE, "2.safetensors", "only a part of 'a': a file is missing"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    saved: tuple[Path, Index], name: str, size: tuple[int, ...], without: str, message: str
+) -> None:
+    folder, index = saved
+    index.files.pop(without, None)
+    shards = {name: (torch.zeros(size), ParamShard(size, (0, 0)))}
+    with pytest.raises(CheckpointError, match=message):
+        blocks_io.read_blocks(shards, folder, index)
+
+
+def test_one_of_the_replicas_writes_a_block() -> None:
+    shards: Mapping[str, tuple[Tensor, ParamShard]] = {
+        f"t{i}": (torch.zeros(i + 1), ParamShard((i + 1,), (0,))) for i in range(9)
+    }
+    written = [written_here(shards, Axes(dp=Axis("dp", 3, index))) for index in range(3)]
+    assert sorted(name for found in written for name in found) == sorted(shards)
+    loads = [sum(one.tensor.numel() for one in found.values()) for found in written]
+    assert max(loads) - min(loads) <= 9
+
+
+def test_the_first_of_the_stages_that_share_a_block_writes_it() -> None:
+    shards = {"tied": (torch.zeros(4), ParamShard((4,), (0,), stages=(1, 3)))}
+    written = [bool(written_here(shards, Axes(pp=Axis("pp", 4, index)))) for index in range(4)]
+    assert written == [False, True, False, False]
+
+
+def test_parts_of_replicas_are_all_written_and_padding_is_not() -> None:
+    mine = {"part": (torch.zeros(3), ParamShard((9,), (6,), replicas=None))}
+    assert written_here(mine, Axes(dp=Axis("dp", 3, 2)))
+    beyond = {"part": (torch.zeros(3), ParamShard((6,), (6,), replicas=None))}
+    assert not written_here(beyond, Axes(dp=Axis("dp", 3, 2)))
+
+
+def test_the_index_is_collected_once_for_all_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[bytes] = []
+    real = blocks_io._collected
+
+    def noted(part: bytes, *rest: Any) -> Any:
+        collected.append(part)
+        return real(part, *rest)
+
+    monkeypatch.setattr(blocks_io, "_collected", noted)
+    monkeypatch.setattr(blocks_io, "_last", None)
+    shards = {"a": (whole(), ParamShard(SIZE, (0, 0)))}
+    written = [blocks_io.write_blocks(shards, tmp_path, Axes()) for _ in range(2)]
+    assert len(collected) == 1
+    assert written[0] == written[1]
+    blocks_io.write_blocks({**shards, "b": shards["a"]}, tmp_path, Axes())
+    assert len(collected) == 2
