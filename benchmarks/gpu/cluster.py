@@ -49,6 +49,7 @@ from gridformer.parallel.validation import check
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.gpus import peak_tflops
 from gridformer.utils.units import GIB
 
 WARM_UP = 3
@@ -64,7 +65,7 @@ class Options:
         sequences: Sequences per device and step.
         steps: Timed steps of each layout.
         only: Titles of layouts; empty for all.
-        peak_tflops: The device's dense bfloat16 peak, for MFU; 0 if it is unknown.
+        peak_tflops: The device's dense bfloat16 peak, for MFU; 0 for that of its data sheet.
         out: The file to which the report is written.
         device: Where to run.
         quick: Whether to use tiny sizes.
@@ -104,6 +105,9 @@ class Writer:
 def work(n: int, options: Options) -> None:
     """Measures everything; the work of one rank."""
     world = init_world(options.device, n, 600.0)
+    if world.device.type == "cuda" and not options.peak_tflops:
+        known = peak_tflops(torch.cuda.get_device_name(), "bfloat16")
+        options = replace(options, peak_tflops=known or 0.0)
     writer = Writer(world, options.out)
     layouts = layouts_of(n)
     layouts = {title: layouts[title] for title in options.only or layouts}
@@ -369,8 +373,13 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option(help="The title of a layout; may be repeated.")
     ] = None,
-    peak_tflops: Annotated[
-        float, typer.Option(min=0.0, help="The device's dense bfloat16 peak, for MFU.")
+    peak: Annotated[
+        float,
+        typer.Option(
+            "--peak-tflops",
+            min=0.0,
+            help="The device's dense bfloat16 peak, for MFU; 0: that of its data sheet.",
+        ),
     ] = 0.0,
     processes: Annotated[
         int, typer.Option(min=0, help="Processes on this machine; 0: one for each GPU.")
@@ -386,9 +395,7 @@ def main(
         unknown = [title for title in only or () if title not in known]
         if unknown:
             raise ValueError(f"--only {unknown[0]} is none of: {'; '.join(known)}")
-        options = Options(
-            model, sequences, steps, tuple(only or ()), peak_tflops, out, device, quick
-        )
+        options = Options(model, sequences, steps, tuple(only or ()), peak, out, device, quick)
         if quick:
             options = replace(options, model="a tiny GPT-2", steps=min(steps, 3))
         else:

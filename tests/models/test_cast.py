@@ -42,6 +42,17 @@ def test_a_copy_has_the_values_of_the_cast_weight(rows: int) -> None:
     assert torch.equal(cast(weight[:3], HALF), weight[:3].detach().to(HALF)), "a part of it"
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 1)])
+def test_a_single_row_or_column_is_not_taken_for_its_transpose(shape: tuple[int, int]) -> None:
+    """A matrix that is stored column by column then has the strides of its transpose."""
+    held = Holder(1)
+    held.weight = nn.Parameter(torch.arange(1.0, 1 + max(shape)).as_strided(shape, (1, 1)))
+    held.bias = nn.Parameter(torch.zeros(shape[0]))
+    attach_copies(held, HALF, once=True)
+    for wanted in (held.weight, held.weight.t()):
+        assert torch.equal(cast(wanted, HALF), wanted.detach().to(HALF))
+
+
 def test_a_copy_is_kept_until_the_context_ends_or_the_weight_is_updated() -> None:
     held = Holder(8)
     copy = copy_of(held.weight)

@@ -50,12 +50,17 @@ InProcess = Callable[..., Any]  # calls a function in the process with a fake GP
 
 
 @contextmanager
-def own_process() -> Iterator[InProcess]:
+def own_process(imports_nothing: bool = False) -> Iterator[InProcess]:
     """Yield a caller of top-level functions in a process that has a fake GPU.
 
     An exception there comes back as a RuntimeError with its traceback.
+
+    Args:
+        imports_nothing: Whether the process starts without any module. Others take over what the
+            fork server has imported for earlier tests.
     """
-    with ProcessPoolExecutor(1, get_context("forkserver")) as process:
+    context = get_context("spawn" if imports_nothing else "forkserver")
+    with ProcessPoolExecutor(1, context) as process:
         yield lambda fn, *args: process.submit(_call, fn, args).result()
 
 

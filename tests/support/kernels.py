@@ -53,10 +53,11 @@ LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1)  # several tiles of a real
 def interpreter() -> Iterator[Callable[..., Any]]:
     """Yield a caller of top-level functions in a process whose CPU has the kernels of a GPU.
 
-    Triton reads the variable when it is imported, so this process must not have it set.
+    Triton reads the variable when it is imported and when it decorates kernels, so the process must
+    not have imported them before, and this one must not have it set.
     """
     pytest.importorskip("triton", reason=NO_TRITON)
-    with own_process() as call:
+    with own_process(imports_nothing=True) as call:
         call(_begin)
         yield call
 

@@ -30,9 +30,10 @@ class Peak(NamedTuple):
 
 _HOPPER_SXM = Peak(989.5, 989.5, 494.5, 67.0, 67.0)
 _HOPPER_NVL = Peak(835.5, 835.5, 417.5, 60.0, 60.0)
-# Patterns of the names that CUDA gives to devices; the first one that is found counts. The sources
-# are NVIDIA's data sheets of the products, and for the RTX 4090 the Ada architecture's white paper
-# (with float32 accumulation, as in torch's products).
+# Patterns of the names that CUDA gives to devices; the first one that is found counts. The values
+# are those of NVIDIA's data sheets of the products, read on pages that quote them, and for the RTX
+# 4090 those of the Ada architecture's white paper (with float32 accumulation, as in torch's
+# products). Those of the two NVL cards were not checked again.
 _PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"\bGB200\b", Peak(2500.0, 2500.0, 1250.0, 80.0, 40.0)),
     (r"\bB200\b", Peak(2250.0, 2250.0, 1100.0, 75.0, 37.0)),

@@ -90,13 +90,13 @@ def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
     parameter, copy = found
     value = copy.of(parameter)
     value = value if padded else value[: len(parameter)]
-    return value if weight.stride() == parameter.stride() else value.t()
+    return value if _is_alike(weight, parameter) else value.t()
 
 
 def padded_columns(weight_IO: Tensor, dtype: torch.dtype) -> int:
     """Returns the number of columns of `cast(weight_IO, dtype, padded=True)`."""
     found = _copy_behind(weight_IO, dtype)
-    if found is None or weight_IO.stride() == found[0].stride():
+    if found is None or _is_alike(weight_IO, found[0]):
         return weight_IO.shape[1]
     return found[1].rows(weight_IO.shape[1])
 
@@ -110,11 +110,17 @@ def _copy_behind(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastCopy] 
     copy = copy_of(parameter)
     if copy is None or copy.dtype != dtype:
         return None
-    shape, stride = parameter.shape, parameter.stride()
-    as_it_is = weight.shape == shape and weight.stride() == stride
-    if not as_it_is and (weight.shape != shape[::-1] or weight.stride() != stride[::-1]):
+    if not _is_alike(weight, parameter) and not _is_alike(weight, parameter.t()):
         return None  # a part of it
     return parameter, copy
+
+
+def _is_alike(weight: Tensor, other: Tensor) -> bool:
+    """Returns whether two views of the same memory are the same view.
+
+    Strides alone do not tell a matrix with one row or column from its transpose.
+    """
+    return weight.shape == other.shape and weight.stride() == other.stride()
 
 
 def copy_of(parameter: Tensor) -> CastCopy | None:
