@@ -1,0 +1,32 @@
+"""What a machine is, and how long one kernel or one message takes on it; see docs/reference."""
+
+from gridformer.cluster.file import (
+    Cluster,
+    Device,
+    Figure,
+    Fitted,
+    Host,
+    Level,
+    Tables,
+    cluster_names,
+    load_cluster,
+)
+from gridformer.cluster.kernels import KernelWork, kernel_s
+from gridformer.cluster.messages import MessageWork, like_messages, message_s
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "Figure",
+    "Fitted",
+    "Host",
+    "KernelWork",
+    "Level",
+    "MessageWork",
+    "Tables",
+    "cluster_names",
+    "kernel_s",
+    "like_messages",
+    "load_cluster",
+    "message_s",
+]

@@ -1,0 +1,294 @@
+"""Cluster files: the devices, links and host of a machine, each number with its source.
+
+`configs/clusters` ships some, and `gridformer calibrate` writes one for the machine at hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gridformer.config.reading import closest, configs_dir
+from gridformer.utils.errors import ConfigError
+
+# The numbers that may be fitted, at most four of them in a file; a file may leave out any.
+FITTED: dict[str, tuple[float, str]] = {
+    "product_efficiency": (1.0, "fraction of the peak rate that large matrix products reach"),
+    "memory_efficiency": (1.0, "fraction of the memory bandwidth that memory-bound kernels reach"),
+    "inner_efficiency": (1.0, "fraction of the bandwidth of the innermost level that NCCL reaches"),
+    "outer_efficiency": (1.0, "fraction of the bandwidth of the other levels that NCCL reaches"),
+    "slowdown_per_node": (0.0, "messages between n nodes take 1 + (n - 2) times this longer"),
+}
+MAX_FITTED = 4
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Figure(_Part):
+    """A number and where it comes from: a data sheet, a paper, or a measurement."""
+
+    value: float = Field(ge=0)
+    source: str = Field(min_length=1)
+
+
+class Device(_Part):
+    """A device: one GPU, or one process on a CPU.
+
+    Attributes:
+        n_processors: Multiprocessors of a GPU, over which the tiles of products are distributed.
+        memory_gib: Memory of the device in GiB.
+        reserved_gib: What the driver, CUDA's context and NCCL take of it, in GiB.
+        peak_tflops: TFLOP/s of dense matrix products by data type; `tf32` are float32 tensors
+            multiplied as TF32.
+        memory_gbps: Bandwidth of the device's memory in GB/s.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    n_processors: Figure
+    memory_gib: Figure
+    reserved_gib: Figure
+    peak_tflops: dict[str, Figure] = Field(min_length=1)
+    memory_gbps: Figure
+
+
+class Level(_Part):
+    """A level of the network. Levels are listed from the inside out: node, rack, ...
+
+    Attributes:
+        size: Devices in one unit of this level, for example in one node.
+        bandwidth_gbps: GB/s in one direction of one link that attaches devices to this level.
+        latency_us: Time of one hop of a message at this level in microseconds.
+        shared_by: Neighboring devices share one such link, this number of them: 1 where each
+            device has its own. A node with 8 devices and 4 network cards has 2.
+    """
+
+    name: str
+    size: int = Field(ge=1)
+    bandwidth_gbps: Figure
+    latency_us: Figure
+    shared_by: int = Field(default=1, ge=1)
+
+
+class Host(_Part):
+    """The processor that launches kernels and messages.
+
+    Attributes:
+        launch_us: Time that the host needs for one kernel of PyTorch, in microseconds.
+        step_us: Time of a training step that depends on no kernel, in microseconds.
+        message_us: Time of a message before its first byte travels, in microseconds.
+    """
+
+    launch_us: Figure
+    step_us: Figure
+    message_us: Figure
+
+
+class Fitted(_Part):
+    """A number that was fitted to measurements of whole training steps.
+
+    Attributes:
+        source: The command that fitted it.
+        data: The measurements that it was fitted to.
+        identified: Whether these measurements determine it.
+        note: What one should know before using it where the measurements do not reach.
+    """
+
+    value: float = Field(ge=0)
+    source: str
+    data: str
+    identified: bool
+    note: str = ""
+
+
+class ProductRow(_Part):
+    """A measured matrix product: `shape` is (batch, m, n, k)."""
+
+    dtype: str
+    shape: tuple[int, int, int, int]
+    seconds: Positive
+
+
+class MemoryRow(_Part):
+    """A measured memory-bound kernel, which reads and writes `bytes` in all."""
+
+    bytes: Positive
+    seconds: Positive
+
+
+class MessageRow(_Part):
+    """A measured message. `bytes` and `sharers` are those of `messages.MessageWork`."""
+
+    op: str
+    members: int = Field(ge=2)
+    bytes: Positive
+    sharers: int = Field(default=1, ge=1)
+    seconds: Positive
+
+
+class Tables(_Part):
+    """What `gridformer calibrate` measured; where a table has rows, they replace the formulas."""
+
+    products: tuple[ProductRow, ...] = ()
+    memory: tuple[MemoryRow, ...] = ()
+    messages: tuple[MessageRow, ...] = ()
+
+
+class Cluster(_Part):
+    """A machine: its devices, the levels of its network, its host, and what was fitted."""
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...] = Field(min_length=1)
+    host: Host
+    fitted: dict[str, Fitted] = {}
+    tables: Tables = Tables()
+
+    @field_validator("fitted")
+    @classmethod
+    def _known(cls, fitted: dict[str, Fitted]) -> dict[str, Fitted]:
+        for name in fitted:
+            if name not in FITTED:
+                raise ValueError(f"'{name}' is no fitted number{closest(name, FITTED)}")
+        if len(fitted) > MAX_FITTED:
+            raise ValueError(f"has {len(fitted)} numbers: at most {MAX_FITTED} may be fitted")
+        return fitted
+
+    @model_validator(mode="after")
+    def _nested(self) -> Self:
+        for inner, outer in itertools.pairwise(self.levels):
+            if outer.size % inner.size or outer.size <= inner.size:
+                raise ValueError(
+                    f"level {outer.name} has {outer.size} devices: it must be a multiple of the "
+                    f"{inner.size} of level {inner.name}, such as {inner.size * 2}"
+                )
+        for level in self.levels:
+            if level.size % level.shared_by:
+                raise ValueError(
+                    f"level {level.name}: {level.size} devices cannot share links by "
+                    f"{level.shared_by}; use a divisor of {level.size}"
+                )
+        return self
+
+    @property
+    def node_size(self) -> int:
+        """Devices in one node."""
+        return self.levels[0].size
+
+    @property
+    def size(self) -> int:
+        """The most devices that the file describes."""
+        return self.levels[-1].size
+
+    @property
+    def limit_gib(self) -> float:
+        """Memory that a training process can use on one device, in GiB."""
+        return self.device.memory_gib.value - self.device.reserved_gib.value
+
+    def number(self, name: str) -> float:
+        """Returns a fitted number, or the value that has no effect if the file has none."""
+        return self.fitted[name].value if name in self.fitted else FITTED[name][0]
+
+    def with_fitted(self, values: Mapping[str, float]) -> Cluster:
+        """Returns this cluster with other values of fitted numbers."""
+        fitted = dict(self.fitted)
+        for name, value in values.items():
+            old = fitted.get(name)
+            fitted[name] = (
+                old.model_copy(update={"value": value})
+                if old
+                else Fitted(value=value, source="caller", data="none", identified=False)
+            )
+        return self.model_copy(update={"fitted": fitted})
+
+
+def cluster_names() -> list[str]:
+    """Returns the names of the shipped clusters, for example `dgx-h100`, in alphabetical order."""
+    return sorted(path.stem for path in (configs_dir() / "clusters").glob("*.yaml"))
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """Reads a cluster file.
+
+    Args:
+        name_or_path: The name of a shipped cluster, or the path of a file.
+
+    Raises:
+        ConfigError: There is no such cluster, or the file has problems: all of them are listed,
+            each with what would be valid.
+    """
+    path = Path(name_or_path)
+    if not path.is_file():
+        if str(name_or_path) not in cluster_names():
+            raise ConfigError(
+                [
+                    f"no cluster is called '{name_or_path}', and there is no such file"
+                    f"{closest(str(name_or_path), cluster_names())}"
+                ]
+            )
+        path = configs_dir() / "clusters" / f"{name_or_path}.yaml"
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: is not valid YAML ({' '.join(str(error).split())})"]) from None
+    if not isinstance(raw, dict):
+        raise ConfigError([f"{path}: must be a mapping with the keys device, levels and host"])
+    return parse_cluster({"name": path.stem, **raw}, str(path))
+
+
+def parse_cluster(raw: Mapping[str, Any], where: str) -> Cluster:
+    """Validates the contents of a cluster file.
+
+    Args:
+        raw: The contents.
+        where: The file's name, with which each problem is reported.
+
+    Raises:
+        ConfigError: Values are missing, unknown or invalid.
+    """
+    try:
+        return Cluster.model_validate(raw)
+    except ValidationError as error:
+        problems = []
+        for found in error.errors():
+            keys = ".".join(str(part) for part in found["loc"])
+            message = found["msg"].removeprefix("Value error, ")
+            if found["type"] == "extra_forbidden":
+                message = "unknown key" + closest(str(found["loc"][-1]), _keys(found["loc"][:-1]))
+            elif found["type"] == "missing":
+                message = "is missing"
+            elif found["type"] == "model_type" and keys:
+                message = "must be a mapping, such as {value: 312, source: where it comes from}"
+            problems.append(f"{where}: {keys}: {message}" if keys else f"{where}: {message}")
+        raise ConfigError(problems) from None
+
+
+def _keys(loc: tuple[int | str, ...]) -> list[str]:
+    """Returns the keys that the part of a cluster file at this place may have."""
+    parts: dict[str, type[BaseModel]] = {
+        "device": Device,
+        "levels": Level,
+        "host": Host,
+        "fitted": Fitted,
+        "tables": Tables,
+        "products": ProductRow,
+        "memory": MemoryRow,
+        "messages": MessageRow,
+    }
+    names = [part for part in loc if isinstance(part, str)]
+    if not names:
+        return list(Cluster.model_fields)
+    if names[-1] in parts:
+        return list(parts[names[-1]].model_fields)
+    return list((Fitted if names[0] == "fitted" else Figure).model_fields)

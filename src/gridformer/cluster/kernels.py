@@ -1,0 +1,85 @@
+"""How long one kernel takes on a device: products, fused attention, memory-bound kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from gridformer.cluster.file import Cluster
+from gridformer.cluster.tables import memory_row_s, product_row_s
+
+# Tiles of the results that libraries for products choose from, and the fraction of the rate of
+# large tiles that they reach: a tile reads (m + n) numbers for every m * n multiplications.
+TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.65), (32, 32, 0.35))
+# Steps along k that the start and the end of a tile cost: loading the first operands, writing the
+# result.
+K_OVERHEAD = 128
+# Fused attention reaches this fraction of the rate of large products: FlashAttention-2 (Dao 2023)
+# reaches 50 to 73% of an A100's peak, where products reach 80 to 90%.
+ATTENTION_RATE = 0.72
+
+
+class KernelWork(NamedTuple):
+    """What one kernel does.
+
+    Attributes:
+        kind: `product`, `attention` (fused) or `memory` (everything else).
+        flop: Floating-point operations.
+        bytes: Bytes read and written.
+        dtype: Data type of a product's operands: float16, bfloat16, tf32, float32 or float64.
+        shape: For products (batch, m, n, k); for attention (batch, heads, queries, keys, width,
+            causal).
+    """
+
+    kind: Literal["product", "attention", "memory"]
+    flop: float
+    bytes: float
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+
+
+def kernel_s(cluster: Cluster, work: KernelWork) -> float:
+    """Returns the time in seconds that a kernel takes on a device, without its launch."""
+    tables = cluster.tables
+    if work.kind == "product" and tables.products and len(work.shape) == 4:
+        measured = product_row_s(tables.products, work.dtype, work.shape, work.flop)
+        if measured is not None:
+            return measured
+    if work.kind == "memory" and tables.memory:
+        return memory_row_s(tables.memory, work.bytes)
+    memory_s = work.bytes / (
+        cluster.device.memory_gbps.value * 1e9 * cluster.number("memory_efficiency")
+    )
+    if work.kind == "memory":
+        return memory_s
+    rate = _peak(cluster, work.dtype) * 1e12 * cluster.number("product_efficiency")
+    if work.kind == "attention" or len(work.shape) != 4:
+        return max(memory_s, work.flop / (rate * ATTENTION_RATE))
+    batch, m, n, k = work.shape
+    return max(memory_s, _product_s(batch, m, n, k, rate, int(cluster.device.n_processors.value)))
+
+
+def _product_s(batch: int, m: int, n: int, k: int, rate: float, n_processors: int) -> float:
+    """Returns the time of the fastest choice of tiles: whole waves of tiles on all processors."""
+    best = math.inf
+    for tile_m, tile_n, quality in TILES:
+        for rows, cols in ((tile_m, tile_n), (tile_n, tile_m)):
+            tiles = batch * -(-m // rows) * -(-n // cols)
+            # With fewer tiles than processors, several processors share a tile's k.
+            split = max(1, min(n_processors // tiles, k // 512))
+            waves = -(-tiles * split // n_processors)
+            if waves > 4:  # later waves start while earlier ones end
+                waves = max(4.0, tiles / n_processors + 0.5)  # type: ignore[assignment]
+            steps = k / split + K_OVERHEAD * (1 if split == 1 else 2)
+            best = min(best, waves * 2 * rows * cols * steps / (quality * rate / n_processors))
+    return best
+
+
+def _peak(cluster: Cluster, dtype: str) -> float:
+    """Returns the peak in TFLOP/s; types without one compute at the rate of float32."""
+    peaks = cluster.device.peak_tflops
+    if dtype in peaks:
+        return peaks[dtype].value
+    if dtype == "bfloat16" and "float16" in peaks and "float32" not in peaks:
+        return peaks["float16"].value
+    return peaks["float32"].value if "float32" in peaks else max(p.value for p in peaks.values())

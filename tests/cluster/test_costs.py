@@ -1,0 +1,102 @@
+"""Times of single kernels and messages: bounds that hold for any machine, and known volumes."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridformer.cluster import (
+    Cluster,
+    KernelWork,
+    MessageWork,
+    kernel_s,
+    like_messages,
+    load_cluster,
+    message_s,
+)
+from gridformer.cluster.file import MemoryRow, MessageRow, ProductRow, Tables
+
+
+@pytest.fixture(scope="module")
+def selene() -> Cluster:
+    numbers = ("product_efficiency", "memory_efficiency", "inner_efficiency", "outer_efficiency")
+    return load_cluster("selene-a100").with_fitted(dict.fromkeys(numbers, 1.0))
+
+
+def product(m: int, n: int, k: int, dtype: str = "float16") -> KernelWork:
+    moved = 2.0 * (m * k + k * n + m * n)
+    return KernelWork("product", 2.0 * m * n * k, moved, dtype, (1, m, n, k))
+
+
+def test_products_never_exceed_peak_or_bandwidth_and_small_ones_are_inefficient(
+    selene: Cluster,
+) -> None:
+    def rate(work: KernelWork) -> float:
+        return work.flop / kernel_s(selene, work) / 312e12
+
+    assert 0.9 < rate(product(8192, 8192, 8192)) <= 1
+    assert rate(product(8192, 8192, 64)) < 0.4  # short in k: start and end of every tile
+    assert rate(product(256, 256, 8192)) < 0.6  # too few tiles for 108 processors
+    thin = product(1, 8192, 8192)
+    assert kernel_s(selene, thin) >= thin.bytes / 2039e9
+
+
+def test_memory_bound_kernels_take_their_bytes_over_the_fitted_bandwidth(selene: Cluster) -> None:
+    work = KernelWork("memory", 0, 2039e6)
+    assert kernel_s(selene, work) == pytest.approx(1e-3)
+    slow = selene.with_fitted({"memory_efficiency": 0.5})
+    assert kernel_s(slow, work) == pytest.approx(2e-3)
+
+
+def test_volumes_of_rings_and_chains(selene: Cluster) -> None:
+    big, node = 1e10, tuple(range(8))
+    hops = 1e-4  # latencies are below this
+    for op, volume in (
+        ("all_reduce", 2 * 7 / 8),
+        ("all_gather", 7 / 8),
+        ("reduce_scatter", 7 / 8),
+        ("broadcast", 1),
+        ("reduce", 1),
+        ("all_to_all", 7 / 8),
+    ):
+        found = message_s(selene, MessageWork(op, big, node))  # type: ignore[arg-type]
+        assert found == pytest.approx(volume * big / 300e9, abs=hops)
+    assert message_s(selene, MessageWork("send", big, (0, 8))) == pytest.approx(0.4, abs=hops)
+
+
+def test_between_nodes_a_group_uses_the_links_of_its_members_and_shares_them(
+    selene: Cluster,
+) -> None:
+    big = 1e10
+    whole = message_s(selene, MessageWork("all_gather", big, tuple(range(16))))
+    assert whole == pytest.approx(15 / 16 * big / (8 * 25e9), rel=0.01)
+    one = message_s(selene, MessageWork("all_gather", big, (0, 8)))
+    assert one == pytest.approx(1 / 2 * big / 25e9, rel=0.01)
+    frontera = load_cluster("frontera-rtx5000").with_fitted({"outer_efficiency": 1.0})
+    columns = [(i, i + 4) for i in range(4)]  # four groups, one network card a node
+    sharers = like_messages(frontera, columns[0], columns)
+    assert sharers == 4
+    alone = message_s(frontera, MessageWork("send", big, columns[0]))
+    assert message_s(frontera, MessageWork("send", big, columns[0], sharers)) == pytest.approx(
+        4 * alone, rel=0.01
+    )
+
+
+def test_measured_tables_replace_the_formulas(selene: Cluster) -> None:
+    tables = Tables(
+        products=(
+            ProductRow(dtype="float32", shape=(1, 64, 64, 64), seconds=1e-3),
+            ProductRow(dtype="float32", shape=(1, 1024, 1024, 1024), seconds=1e-1),
+        ),
+        memory=(MemoryRow(bytes=1e3, seconds=1e-5), MemoryRow(bytes=1e6, seconds=1e-3)),
+        messages=(
+            MessageRow(op="broadcast", members=4, bytes=1e3, seconds=1e-3),
+            MessageRow(op="broadcast", members=4, bytes=1e6, seconds=1e-2),
+        ),
+    )
+    cluster = selene.model_copy(update={"tables": tables})
+    work = product(1024, 1024, 1024, "float32")
+    assert kernel_s(cluster, work) == pytest.approx(1e-1, rel=1e-3)
+    assert kernel_s(cluster, KernelWork("memory", 0, 2e6)) == pytest.approx(2e-3)
+    broadcast = MessageWork("broadcast", 1e6, (0, 1, 2, 3))
+    assert message_s(cluster, broadcast) == pytest.approx(1e-2)
+    assert message_s(cluster, broadcast._replace(bytes=10)) == pytest.approx(1e-3)

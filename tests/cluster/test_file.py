@@ -1,0 +1,61 @@
+"""Cluster files: those that ship can be read, and what is wrong in one is named with a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gridformer.cluster import cluster_names, load_cluster
+from gridformer.cluster.file import parse_cluster
+from gridformer.config import configs_dir
+from gridformer.utils.errors import ConfigError
+
+
+def test_every_shipped_cluster_is_valid_and_every_number_has_a_source() -> None:
+    assert {"frontera-rtx5000", "lassen-v100", "dgx2h-v100", "selene-a100"} <= {*cluster_names()}
+    assert {"dgx-h100", "dgx-h200", "gb200-nvl72"} <= {*cluster_names()}
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        assert cluster.name == name
+        assert 0 < cluster.limit_gib < cluster.device.memory_gib.value
+        assert cluster.size > cluster.node_size
+
+
+def test_a_name_that_does_not_exist_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'dgx-h100'"):
+        load_cluster("dgx-h10")
+
+
+def test_all_problems_of_a_file_are_listed_with_what_would_be_valid(tmp_path: Path) -> None:
+    path = configs_dir() / "clusters" / "dgx-h100.yaml"
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    raw["device"]["memory_gb"] = raw["device"].pop("memory_gib")
+    del raw["levels"][0]["latency_us"]["source"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(raw))
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(tmp_path / "mine.yaml")
+    text = str(caught.value)
+    assert "device.memory_gib: is missing" in text
+    assert "device.memory_gb: unknown key: did you mean 'memory_gib'?" in text
+    assert "levels.0.latency_us.source: is missing" in text
+
+
+def test_fitted_numbers_are_few_and_known() -> None:
+    path = configs_dir() / "clusters" / "dgx-h100.yaml"
+    raw = {"name": "mine", **yaml.safe_load(path.read_text(encoding="utf-8"))}
+    number = {"value": 0.5, "source": "a test", "data": "none", "identified": False}
+    with pytest.raises(ConfigError, match="did you mean 'product_efficiency'"):
+        parse_cluster({**raw, "fitted": {"products_efficiency": number}}, "mine")
+    cluster = load_cluster("dgx-h100").with_fitted({"product_efficiency": 0.5})
+    assert cluster.number("product_efficiency") == 0.5
+    assert cluster.number("slowdown_per_node") == 0
+
+
+def test_levels_must_contain_each_other() -> None:
+    path = configs_dir() / "clusters" / "dgx-h100.yaml"
+    raw = {"name": "mine", **yaml.safe_load(path.read_text(encoding="utf-8"))}
+    raw["levels"][1]["size"] = 12
+    with pytest.raises(ConfigError, match="multiple of the 8 of level node, such as 16"):
+        parse_cluster(raw, "mine")
