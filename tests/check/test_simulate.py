@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from gridformer.check import simulate
 from gridformer.check.simulate import Outcome
 from gridformer.trace import Part, Place, Start, Wait
-from gridformer.trace.events import Event
 
 HERE = Place("a.py", 1, "f")
 GROUPS = {"world": (0, 1, 2, 3), "a": (0, 1), "b": (2, 3), "c": (1, 2), "d": (0, 2, 3), "e": (0, 1)}
-Programs = dict[int, list[Event]]
+Programs = dict[int, list[Start | Wait]]
 
 
 class Step(NamedTuple):

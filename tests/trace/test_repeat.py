@@ -12,7 +12,7 @@ import torch
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
-from gridformer.trace import Start, Trace, alike, trace_rank
+from gridformer.trace import Start, Trace, Wait, alike, trace_rank
 from gridformer.trace.events import Event
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
@@ -72,7 +72,10 @@ def numbered(trace: Trace) -> list[Event]:
     for event in trace.events:
         if isinstance(event, Start):
             numbers[event.number] = len(numbers)
-    return [replace(event, number=numbers[event.number]) for event in trace.events]
+    return [
+        replace(event, number=numbers[event.number]) if isinstance(event, Start | Wait) else event
+        for event in trace.events
+    ]
 
 
 @pytest.mark.parametrize("case", full_unless(lambda case: case is QUICK, CASES), ids=str)

@@ -130,7 +130,7 @@ class _Replay:
             if isinstance(event, Wait):
                 if event.number not in done:
                     return
-            else:
+            elif isinstance(event, Start):
                 self._start(rank, event)
             self.at[rank] += 1
 

@@ -22,39 +22,53 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, stages_of
 from gridformer.trace.batch import rows_like
-from gridformer.trace.device import NAME, fake_gpu
+from gridformer.trace.device import Backend
 from gridformer.trace.events import Event, Member, Start, Trace
 from gridformer.trace.fake import fake_tensors
-from gridformer.trace.rank import Played, on_gpus, play
+from gridformer.trace.rank import Played, on_devices, play
 from gridformer.trace.repeat import Repeats
 from gridformer.utils.batch import Batch, MicroBatch
 
 Translation = Callable[[Sequence[Event]], list[Event]]
 
 
-def trace_alike(run: RunConfig, ranks: Sequence[int], decisions: Decisions) -> list[Trace]:
+def trace_alike(
+    run: RunConfig,
+    ranks: Sequence[int],
+    decisions: Decisions,
+    kernels: bool = False,
+    backend: Backend = "nccl",
+) -> list[Trace]:
     """Traces ranks that differ only in their place along pp, and whose stages have equal layers.
 
     Args:
         run: The checked run.
         ranks: The ranks. The first is run; one that has passes which the first has not is run, too.
         decisions: The result of `decide_run(run)`.
+        kernels, backend: See `trace_rank`.
     """
-    first = play(run, ranks[0], decisions, repeat=True)
+    first = play(run, ranks[0], decisions, True, kernels, backend)
     found = [first.trace]
     for rank in ranks[1:]:
-        trace = _following(run, rank, first, decisions)
-        found.append(trace or play(run, rank, decisions, repeat=True).trace)
+        trace = _following(run, rank, first, decisions, kernels, backend)
+        found.append(trace or play(run, rank, decisions, True, kernels, backend).trace)
     return found
 
 
-def _following(run: RunConfig, rank: int, first: Played, decisions: Decisions) -> Trace | None:
+def _following(
+    run: RunConfig,
+    rank: int,
+    first: Played,
+    decisions: Decisions,
+    kernels: bool,
+    backend: Backend,
+) -> Trace | None:
     """Returns the trace of a rank that follows from that of another one, if it does."""
     if first.repeats is None or not first.trace.complete:
         return None
     layout, train = run.layout, run.train
-    with on_gpus(run, rank) as log:
-        axes = build_axes(layout, NAME, decisions.block)
+    with on_devices(run, rank, kernels, backend) as log:
+        axes = build_axes(layout, log.device.type, decisions.block)
         with fake_tensors(log) as watch:
             model = copy.copy(_plain(run.model))
             model.stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
@@ -75,7 +89,7 @@ def _following(run: RunConfig, rank: int, first: Played, decisions: Decisions) -
                 return None
             n_rows = train.global_batch // (layout.dp * layout.micro_batches * axes.batch.size)
             rows = slice(0, n_rows)
-            batch = {key: x.to(fake_gpu()) for key, x in rows_like(run, rows).items()}
+            batch = {key: x.to(log.device) for key, x in rows_like(run, rows).items()}
             work = [MicroBatch(rows, batch)] * layout.micro_batches
 
             def finish(hidden: Tensor, batch: Batch) -> Tensor:
@@ -83,6 +97,7 @@ def _following(run: RunConfig, rank: int, first: Played, decisions: Decisions) -
 
             repeats.repeat(translated(events[:start]))
             executor.train(work, finish)
+            log.trace.update = len(log.trace.events)
             repeats.repeat(translated(events[stop:]))
     log.trace.reads, log.trace.troubles = first.trace.reads, first.trace.troubles
     log.trace.complete = True

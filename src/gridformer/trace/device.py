@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Literal
 from unittest.mock import patch
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from gridformer.models.kernels import library
 
 NAME = "fakegpu"
+Backend = Literal["nccl", "gloo"]
 
 
 class _Backend:
@@ -53,6 +55,11 @@ def fake_gpu() -> torch.device:
 
     _setup_privateuseone_for_python_backend(NAME, _Backend)
     return torch.device(NAME, 0)
+
+
+def device_of(backend: Backend) -> torch.device:
+    """Returns the device of a trace: the fake GPU for NCCL, and the CPU for gloo."""
+    return fake_gpu() if backend == "nccl" else torch.device("cpu")
 
 
 @contextmanager

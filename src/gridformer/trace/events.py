@@ -1,4 +1,4 @@
-"""The record of one rank: the messages that it starts, what it waits for, and what it reads back.
+"""The record of one rank: its messages, its waits, what it reads back, and the kernels it launches.
 
 On a GPU a wait does not stop the host but the stream of the computation, and everything that is
 launched after it. For the order of messages the two are the same: a message that is started after
@@ -157,7 +157,38 @@ class Member(NamedTuple):
     ranks: tuple[int, ...]
 
 
-Event = Start | Wait
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What one operator launches on the device.
+
+    Attributes:
+        op: The operator, such as `mm` or `gelu`.
+        kind: `product`, `attention` or `memory`, which is everything else.
+        shape: For a product (batch, m, n, k); for attention (batch, heads, queries, keys, width,
+            1 if causal else 0).
+        dtype: The type of its factors, or of what it writes.
+        flop: Its floating-point operations; 0 unless it is a product or attention.
+        bytes: The bytes that it reads and writes.
+        place: The module and the direction; the file is empty.
+        order: For a product, `n` or `t` for each factor: whether its rows lie in memory one after
+            the other or its columns do.
+        launches: The number of launches.
+        update: Whether it belongs to the update after the backward passes.
+    """
+
+    op: str
+    kind: Literal["product", "attention", "memory"]
+    shape: tuple[int, ...]
+    dtype: str
+    flop: int
+    bytes: int
+    place: Place
+    order: str = ""
+    launches: int = 1
+    update: bool = False
+
+
+Event = Start | Wait | Kernel | Read
 
 
 @dataclass
@@ -168,10 +199,12 @@ class Trace:
         rank: The global rank.
         groups: The groups that are created, in order, including those of other ranks.
         own: The groups of this rank, in order.
-        events: Messages and waits, in order.
+        events: Messages and waits, in order. Where kernels are recorded, also these and the values
+            that are read back.
         reads: Values that are read back from the device.
         troubles: What a GPU or NCCL refuses. If the code raised an error, the last one says which.
         complete: Whether the step came to its end.
+        update: The number of the event with which the update begins, after all passes.
     """
 
     rank: int
@@ -181,3 +214,4 @@ class Trace:
     reads: list[Read] = field(default_factory=list)
     troubles: list[Trouble] = field(default_factory=list)
     complete: bool = False
+    update: int = 0

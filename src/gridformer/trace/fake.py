@@ -13,13 +13,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gridformer.trace.attention import fused_attention
 from gridformer.trace.device import NAME, gpu_kernels
 from gridformer.trace.events import Read
 from gridformer.trace.fast_fake import fast_fakes
 from gridformer.trace.group import Log
+from gridformer.trace.kernels import Work, work_of
 
 _PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
 _COPY = torch.ops.aten.copy_
+_DEVICE = torch.ops.prim.device.default
 _COPIES = {torch.ops.aten._to_copy, _COPY}
 
 
@@ -30,6 +33,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.products = 0
+        self.device = log.device.type
+        self._works: dict[Any, Work | None] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -42,20 +47,43 @@ class Watch(TorchDispatchMode):
 
     def read(self, copies: bool = False) -> None:
         """Notes that the host reads something from the device."""
-        self.log.trace.reads.append(Read(self.log.places.here(), self.products, copies))
+        read = Read(self.log.places.here(), self.products, copies)
+        self.log.trace.reads.append(read)
+        if self.log.kernels:
+            self.log.trace.events.append(read)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         op = func.overloadpacket
         self.products += op in _PRODUCTS
-        out = fast_fakes().remembered(func, args, kwargs or {})
+        out = self._launched(func, args, kwargs or {}) if self.log.kernels else NotImplemented
+        if out is NotImplemented:
+            out = fast_fakes().remembered(func, args, kwargs or {})
         if out is NotImplemented:
             out = func(*args, **(kwargs or {}))
         if op in _COPIES and out.device.type == "cpu" and not _goes_on(op, args, kwargs or {}):
             source = args[1] if op is _COPY else args[0]
             if source.device.type == NAME:
                 self.read(copies=True)
+        return out
+
+    def _launched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator and records what it launches; NotImplemented for messages."""
+        if func.namespace == "c10d" or func is _DEVICE:
+            return NotImplemented
+        key, tensors = fast_fakes().key_of(func, args, kwargs)
+        out = fast_fakes().remembered_of(key, tensors)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+        if key is None or key not in self._works:
+            work = work_of(func, args, kwargs, out, self.device)
+            if key is not None:
+                self._works[key] = work
+        else:
+            work = self._works[key]
+        if work is not None:
+            self.log.launch(work)
         return out
 
 
@@ -85,6 +113,9 @@ def fake_tensors(log: Log) -> Iterator[Watch]:
     with ExitStack() as stack:
         for name, reader in readers.items():
             stack.enter_context(patch.object(FakeTensor, name, reader))
-        stack.enter_context(gpu_kernels(NAME))
+        if log.nccl:
+            stack.enter_context(gpu_kernels(NAME))
+            if log.kernels:
+                stack.enter_context(fused_attention())
         stack.enter_context(fast_fakes())
         yield stack.enter_context(watch)

@@ -83,7 +83,7 @@ class FastFakeTensorMode(FakeTensorMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        key, tensors = self._key_of(func, args, kwargs)
+        key, tensors = self.key_of(func, args, kwargs)
         recipe = None if key is None else self._recipes.get(key, _NEW)
         if recipe is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -102,7 +102,10 @@ class FastFakeTensorMode(FakeTensorMode):
             # Messages change no shapes, and a group without other processes sends nothing.
             with in_kernel_invocation_manager(self):
                 return func(*args, **kwargs)
-        key, tensors = self._key_of(func, args, kwargs)
+        return self.remembered_of(*self.key_of(func, args, kwargs))
+
+    def remembered_of(self, key: Any, tensors: list[Tensor]) -> Any:
+        """Like `remembered`, for what `key_of` returns."""
         recipe = None if key is None else self._recipes.get(key)
         return NotImplemented if recipe is None else self._made(recipe, tensors)
 
@@ -111,7 +114,7 @@ class FastFakeTensorMode(FakeTensorMode):
             made = [None if one is None else self._make(one, tensors) for one in recipe.results]
         return made[0] if recipe.kind is None else recipe.kind(made)
 
-    def _key_of(
+    def key_of(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Tensor]]:
         """Returns the key of an operation, None if it has none, and the tensors among arguments."""

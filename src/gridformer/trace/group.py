@@ -18,8 +18,9 @@ from torch import Tensor
 
 from gridformer.comm.recorder import Record, Recorder
 from gridformer.mesh import groups
-from gridformer.trace.device import NAME
-from gridformer.trace.events import Groups, Member, Part, Start, Trace, Trouble, Wait
+from gridformer.trace.device import NAME, Backend, device_of
+from gridformer.trace.events import Groups, Kernel, Member, Part, Start, Trace, Trouble, Wait
+from gridformer.trace.kernels import Work
 from gridformer.trace.place import Places
 
 BACKEND = "gridformer_trace"
@@ -31,14 +32,34 @@ class Log:
     Args:
         trace: The trace.
         places: Names the places.
+        kernels: Whether kernels are recorded.
+        backend: The backend that is played.
+
+    Attributes:
+        updating: Whether what is launched now updates parameters.
     """
 
-    def __init__(self, trace: Trace, places: Places) -> None:
-        self.trace, self.places = trace, places
+    def __init__(
+        self,
+        trace: Trace,
+        places: Places,
+        kernels: bool = False,
+        backend: Backend = "nccl",
+    ) -> None:
+        self.trace, self.places, self.kernels = trace, places, kernels
+        self.nccl, self.device = backend == "nccl", device_of(backend)
+        self.updating = False
         self.recorder = Recorder()  # `gridformer.comm` tells it the axis and purpose of messages
         self.n_groups = 0
         self._number = 0
         self._posted: list[tuple[_Group, Part]] | None = None
+
+    def launch(self, work: Work) -> None:
+        """Records that a kernel is launched."""
+        op, kind, shape, dtype, flop, n_bytes, order = work
+        place = self.places.of_kernel()
+        kernel = Kernel(op, kind, shape, dtype, flop, n_bytes, place, order, 1, self.updating)
+        self.trace.events.append(kernel)
 
     def created(self, purpose: str, ranks: tuple[int, ...]) -> None:
         """Records that a group is created, of which this rank need not be a member."""
@@ -114,6 +135,8 @@ class Log:
 
     def refuse(self, x: Tensor, op: str, axis: str) -> None:
         """Notes what NCCL refuses about a tensor."""
+        if not self.nccl:
+            return
         shape = f"a tensor of shape {list(x.shape)}"
         if x.device.type != NAME:
             text = f"{op}: {shape} on {x.device.type} is handed to a group of GPUs"
@@ -179,7 +202,7 @@ class _Group(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(NAME)]
+        return [self.log.device]
 
     def _get_backend(self, device: torch.device) -> Any:
         return _NoBackend()
@@ -245,7 +268,7 @@ _playing: Log | None = None  # torch calls the creator of groups without our arg
 
 @contextmanager
 def recording(log: Log, n_processes: int) -> Iterator[None]:
-    """Makes this process one rank of a group of GPUs, whose messages the log records.
+    """Makes this process one rank of a group of devices, whose messages the log records.
 
     Args:
         log: The log of the rank.
@@ -257,7 +280,7 @@ def recording(log: Log, n_processes: int) -> Iterator[None]:
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", NAME])
     with (
-        patch.object(groups, "over_nccl", lambda _: True),
+        patch.object(groups, "over_nccl", lambda _: log.nccl),
         patch.object(dist, "batch_isend_irecv", log.batch),
         _groups_noted(log),
     ):

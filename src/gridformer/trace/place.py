@@ -8,6 +8,7 @@ is noted on the node of the autograd graph when the node is made.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ _ROOT = f"{Path(gridformer.__file__).parent}/"
 _DOORS = tuple(f"{_ROOT}{name}/" for name in ("comm", "trace"))
 _NOTE = "traced_at"  # an attribute of autograd nodes
 _NOWHERE = Place("", 0, "")
+_NO_NUMBER = 1 << 62
 
 
 class Places:
@@ -35,6 +37,10 @@ class Places:
         self._names: dict[nn.Module, str] = {}
         self._running: list[str] = []
         self._known: dict[Place, Place] = {}  # one object for each place makes records small
+        # When a module began or ended to run, by torch's number of the next node of a graph.
+        self._nodes: list[int] = []
+        self._ran: list[str] = []
+        self._last = ""
 
     def name(self, model: nn.Module) -> None:
         """Sets the model whose modules are named in places."""
@@ -58,6 +64,23 @@ class Places:
             frame = frame.f_back
         return self._place(Path(outside.f_code.co_filename).name, outside) if outside else _NOWHERE
 
+    def of_kernel(self) -> Place:
+        """Returns the module and the direction of what the device does now, without a line.
+
+        The nodes of a graph are numbered in the order in which they were made, which tells of each
+        which module ran then. The node that adds up a gradient has no number of its own.
+        """
+        node = _running_node()
+        if node is None:
+            return self._one(Place("", 0, "", self._running[-1] if self._running else ""))
+        if self._running:  # a block that is recomputed
+            return self._one(Place("", 0, "", self._running[-1], True))
+        number = node._sequence_nr()
+        if number < _NO_NUMBER:
+            at = bisect_right(self._nodes, number) - 1
+            self._last = self._ran[at] if at >= 0 else ""
+        return self._one(Place("", 0, "", self._last, True))
+
     def of_error(self, error: BaseException) -> Place:
         """Returns the innermost line of gridformer from which an error came."""
         found = _NOWHERE
@@ -80,6 +103,11 @@ class Places:
     def _one(self, place: Place) -> Place:
         return self._known.setdefault(place, place)
 
+    def _note(self) -> None:
+        """Notes which module's nodes come now."""
+        self._nodes.append(torch._C._autograd._get_sequence_nr())
+        self._ran.append(self._running[-1] if self._running else "")
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follows which module runs, and notes on autograd nodes where they were made."""
@@ -96,9 +124,11 @@ class Places:
         def enter(module: nn.Module, _: Any) -> None:
             name = self._names.get(module, "")
             self._running.append(name or (self._running[-1] if self._running else ""))
+            self._note()
 
         def leave(*_: Any) -> None:
             self._running.pop()
+            self._note()
 
         handles = [
             modules.register_module_forward_pre_hook(enter),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from gridformer.comm import recorder
 from gridformer.config import RunConfig
@@ -14,7 +15,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
-from gridformer.trace.device import NAME, fake_gpu
+from gridformer.trace.device import NAME, Backend, fake_gpu
 from gridformer.trace.events import Trace, Trouble
 from gridformer.trace.fake import fake_tensors
 from gridformer.trace.group import Log, recording
@@ -39,7 +40,12 @@ class Played:
 
 
 def trace_rank(
-    run: RunConfig, rank: int, decisions: Decisions | None = None, repeat: bool = False
+    run: RunConfig,
+    rank: int,
+    decisions: Decisions | None = None,
+    repeat: bool = False,
+    kernels: bool = False,
+    backend: Backend = "nccl",
 ) -> Trace:
     """Traces one optimizer step of one rank, as it would run on GPUs over NCCL.
 
@@ -51,28 +57,37 @@ def trace_rank(
         rank: The rank.
         decisions: The result of `decide_run(run)`; None calls it.
         repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
+        kernels: Whether kernels and read-backs are among the events, too.
+        backend: `gloo` traces the step as it would run on CPUs over gloo.
 
     Returns:
         The trace. An error of the code is its last trouble, and the trace ends with it.
     """
-    return play(run, rank, decisions or decide_run(run), repeat).trace
+    return play(run, rank, decisions or decide_run(run), repeat, kernels, backend).trace
 
 
-def play(run: RunConfig, rank: int, decisions: Decisions, repeat: bool) -> Played:
+def play(
+    run: RunConfig,
+    rank: int,
+    decisions: Decisions,
+    repeat: bool,
+    kernels: bool = False,
+    backend: Backend = "nccl",
+) -> Played:
     """Traces a rank; see `trace_rank`."""
     layout, train = run.layout, run.train
     with ExitStack() as stack:
-        log = stack.enter_context(on_gpus(run, rank))
+        log = stack.enter_context(on_devices(run, rank, kernels, backend))
         played = Played(log.trace)
         try:
-            axes = build_axes(layout, NAME, decisions.block)
+            axes = build_axes(layout, log.device.type, decisions.block)
             watch = stack.enter_context(fake_tensors(log))
             model = build_parallel(
                 run.model,
                 layout,
                 axes,
                 train.seed,
-                fake_gpu(),
+                log.device,
                 train.dtype,
                 decisions.choices,
                 filled=False,
@@ -82,6 +97,10 @@ def play(run: RunConfig, rank: int, decisions: Decisions, repeat: bool) -> Playe
             if repeat and isinstance(stepper.passes, Pipeline):
                 executor = stepper.passes.executor
                 played.repeats = Repeats(model, executor, log, watch.count)
+            _mark_update(stepper, log)
+            if kernels:  # those of a step alone
+                stepper.updates.allocate(0)
+                log.trace.events.clear()
             watch.products = 0
             log.trace.reads.clear()
             stepper(0, partial(rows_like, run))
@@ -94,12 +113,33 @@ def play(run: RunConfig, rank: int, decisions: Decisions, repeat: bool) -> Playe
     return played
 
 
+def _mark_update(stepper: Stepper, log: Log) -> None:
+    """Makes the log note what updates parameters, and where all passes have ended."""
+    passes, updates = stepper.passes, stepper.updates
+    real_train, real_update = passes.train, updates._update
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        found = real_train(*args, **kwargs)
+        log.trace.update = len(log.trace.events)
+        return found
+
+    def update(*args: Any) -> None:
+        log.updating = True
+        real_update(*args)
+        log.updating = False
+
+    setattr(passes, "train", train)  # noqa: B010
+    setattr(updates, "_update", update)  # noqa: B010
+
+
 @contextmanager
-def on_gpus(run: RunConfig, rank: int) -> Iterator[Log]:
-    """Makes this process a rank of the run's group of GPUs, and yields the log of what it does."""
+def on_devices(
+    run: RunConfig, rank: int, kernels: bool = False, backend: Backend = "nccl"
+) -> Iterator[Log]:
+    """Makes this process a rank of the run's group of devices, and yields the log of it."""
     places = Places()
-    log = Log(Trace(rank), places)
     fake_gpu()  # registers the device type that `recording` names
+    log = Log(Trace(rank), places, kernels, backend)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         # torch only warns of these, and a GPU stops at them.

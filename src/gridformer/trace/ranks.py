@@ -13,6 +13,7 @@ import torch
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.trace.alike import trace_alike
+from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
 from gridformer.trace.rank import trace_rank
 from gridformer.utils.forkserver import warm_up
@@ -27,6 +28,8 @@ def trace_ranks(
     decisions: Decisions | None = None,
     repeat: bool = False,
     limit_s: float = float("inf"),
+    kernels: bool = False,
+    backend: Backend = "nccl",
 ) -> list[Trace]:
     """Traces an optimizer step of some ranks of a checked run.
 
@@ -37,6 +40,7 @@ def trace_ranks(
         decisions: The result of `decide_run(run)`; None calls it.
         repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
         limit_s: No list is begun after so many seconds.
+        kernels, backend: See `trace_rank`.
 
     Returns:
         The traces by rank. Ranks that were not begun in time are left out.
@@ -45,20 +49,26 @@ def trace_ranks(
     decisions = decisions or decide_run(run)
     warm_up(WARM)  # has no effect if a fork server is already running
     workers = min(len(lines), n_cores())
-    trace = partial(_trace_in_time, run, decisions, repeat, until)
+    trace = partial(_trace_in_time, run, decisions, repeat, until, kernels, backend)
     with ProcessPoolExecutor(workers, get_context("forkserver"), _one_thread) as pool:
         found = [trace for traces in pool.map(trace, lines) for trace in traces]
     return sorted(found, key=lambda trace: trace.rank)
 
 
 def _trace_in_time(
-    run: RunConfig, decisions: Decisions, repeat: bool, until: float, ranks: Sequence[int]
+    run: RunConfig,
+    decisions: Decisions,
+    repeat: bool,
+    until: float,
+    kernels: bool,
+    backend: Backend,
+    ranks: Sequence[int],
 ) -> list[Trace]:
     if time.monotonic() > until:  # the clock is the same in all processes of a machine
         return []
     if len(ranks) > 1:
-        return trace_alike(run, ranks, decisions)
-    return [trace_rank(run, ranks[0], decisions, repeat)]
+        return trace_alike(run, ranks, decisions, kernels, backend)
+    return [trace_rank(run, ranks[0], decisions, repeat, kernels, backend)]
 
 
 def _one_thread() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from gridformer.models import Activations, Model
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.schedules import Action
-from gridformer.trace.events import Event, Start
+from gridformer.trace.events import Event, Start, Wait
 from gridformer.trace.group import Log
 from gridformer.utils.batch import MicroBatch
 
@@ -140,9 +140,12 @@ class Repeats:
         for event in events:
             if isinstance(event, Start):
                 self._renumbered[event.number] = number = self.log.next_number()
-            else:
+                self.log.trace.events.append(replace(event, number=number))
+            elif isinstance(event, Wait):
                 number = self._renumbered.get(event.number, event.number)
-            self.log.trace.events.append(replace(event, number=number))
+                self.log.trace.events.append(Wait(number, event.place))
+            else:
+                self.log.trace.events.append(event)
 
     def _train(self, work: Sequence[MicroBatch], finish: Any) -> None:
         start = len(self.log.trace.events)

@@ -1,0 +1,141 @@
+"""What the operators of a step launch on a device: which kernels, of which size.
+
+Every operator that computes something is one launch, as it is with torch's own kernels. Views and
+empty tensors launch nothing. Products and attention carry their floating-point operations, by the
+rules of `gridformer.train.flops`; everything else is bound by the memory that it reads and writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+from torch.utils.flop_counter import sdpa_flop_count
+
+
+class Work(NamedTuple):
+    """What an operator launches; see `gridformer.trace.events.Kernel`."""
+
+    op: str
+    kind: Literal["product", "attention", "memory"]
+    shape: tuple[int, ...]
+    dtype: str
+    flop: int
+    bytes: int
+    order: str = ""
+
+
+_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1}  # where the factors begin
+# Operators that launch nothing although their results are not marked as views.
+_NOTHING = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"),
+    *("detach", "alias", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "item"),
+    *("promote_types", "scalar_tensor", "_reshape_alias", "record_stream"),
+}
+_FILLS = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_"}  # do not read their target
+# They read as much of their first argument as they return.
+_LOOKUPS = {"embedding", "gather", "index_select", "index", "index_add_", "scatter_add_", "take"}
+
+
+def work_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str) -> Work | None:
+    """Returns what an operator launches on a type of device; None if it launches nothing there.
+
+    Args:
+        func: The operator, as a dispatch mode sees it.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        out: What it returns.
+        device: The type of the device.
+    """
+    name = func.overloadpacket.__name__
+    if func.namespace not in ("aten", "gridformer") or name in _NOTHING:
+        return None
+    results = [*_tensors((out,))]
+    given = [*_tensors(args), *_tensors(kwargs.values())]
+    if not any(x.device.type == device for x in (results or given)):
+        return None
+    changed = _changed(func, args)
+    storages = {x.untyped_storage()._cdata for x in given}
+    made = [x for x in results if x.untyped_storage()._cdata not in storages]
+    if not made and not changed:
+        return None  # a view
+    if name in _PRODUCTS:
+        return _product(name, args[_PRODUCTS[name] :], results[0], given)
+    if "attention" in name:
+        return _attention(name, args, kwargs, [*made, *changed], given)
+    read: list[int] = [_extent(x) for x in given if x.device.type == device]
+    if name in _FILLS:
+        read = read[1:]
+    elif name in _LOOKUPS and given:
+        read = [*read[1:], _extent(results[0])]
+        changed = [given[-1]] if changed else []
+    n_bytes = sum(read) + sum(map(_extent, made)) + sum(map(_extent, changed))
+    return Work(name, "memory", (), _dtype((made or changed or given)[0]), 0, n_bytes)
+
+
+def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> Work:
+    a, b = factors[0], factors[1]
+    *batch, m, k = a.shape
+    n = b.shape[-1]
+    many = math.prod(batch)
+    order = "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in (a, b))
+    n_bytes = sum(_extent(x) for x in given) + _extent(out)
+    flop = 2 * many * m * n * k
+    return Work(name, "product", (many, m, n, k), _dtype(a), flop, n_bytes, order)
+
+
+def _attention(
+    name: str, args: Any, kwargs: dict[str, Any], made: list[Tensor], given: list[Tensor]
+) -> Work:
+    """The backward pass counts for two products of each in the forward pass."""
+    backward = "backward" in name
+    q, k = args[backward], args[1 + backward]
+    (b, heads, queries, width), keys = q.shape, k.shape[2]
+    flop = (1 + backward) * sdpa_flop_count(q.shape, k.shape, args[2 + backward].shape)
+    causal = any(value is True for value in _causal(name, args, kwargs))
+    n_bytes = sum(map(_extent, given)) + sum(map(_extent, made))
+    shape = (b, heads, queries, keys, width, int(causal))
+    return Work(name, "attention", shape, _dtype(q), flop, n_bytes)
+
+
+def _causal(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the arguments of which one says whether attention is causal."""
+    named = [kwargs[key] for key in ("is_causal", "causal") if key in kwargs]
+    if named:
+        return named
+    at = {"attention": 5, "attention_backward": 8}.get(name)  # the operators of gridformer
+    return [args[at]] if at is not None else [x for x in args if isinstance(x, bool)]
+
+
+def _changed(func: Any, args: Any) -> list[Tensor]:
+    """Returns the tensors that an operator writes into."""
+    found: list[Tensor] = []
+    if not func._schema.is_mutable:
+        return found
+    for argument, value in zip(func._schema.arguments, args):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _tensors((value,))
+    if func.overloadpacket.__name__ == "_fused_adamw_":  # names gradients, which it only reads
+        gradients = {id(x) for x in args[1]}
+        found = [x for x in found if id(x) not in gradients]
+    return found
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
+
+
+def _extent(x: Tensor) -> int:
+    """Returns the bytes of the different elements of a tensor, which may be expanded."""
+    n = math.prod(size for size, stride in zip(x.shape, x.stride()) if stride)
+    return n * x.element_size() if x.numel() else 0
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
