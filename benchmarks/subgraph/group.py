@@ -150,7 +150,7 @@ def _examine(built: Built, rank: int) -> Row:
     """Count the messages and bytes of one step."""
     with comm.record() as record:
         built.step()
-    within, _ = record.messages(rank, dist.get_world_size())
+    within, _ = record.messages(rank, [dist.get_world_size()])
     parameters = [*built.stack.parameters()]
     moments = [m for s in built.optimizer.state.values() for m in s.values()]
     with LiveMemory([*parameters, *moments, built.x, built.g]) as memory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,14 +20,14 @@ from gridformer.mesh.node_placement import (
     NodeBlock,
     Sizes,
     blocks,
-    explain,
+    nodes_of,
     plain_block,
     rank_grid,
-    reason,
-    rows,
     search,
+    search_racks,
     sizes_of,
 )
+from gridformer.mesh.placement_table import explain, explain_racks, reason, rows
 from gridformer.parallel.offers import Problem
 from gridformer.parallel.validation import problems
 
@@ -173,6 +174,69 @@ def test_no_other_way_to_fill_nodes_is_better(sizes: Sizes, k: int) -> None:
         assert search(sizes, {"pp": a, "dp": a, "row": a, "col": b}, k)[0].total == total
 
 
+# --------------------------------------------------------------------------- racks
+
+
+@settings(max_examples=100)
+@given(case=cases(), racks=st.integers(1, 6))
+@example(case=(grid(8, 8), dict.fromkeys(MESH_AXES, 1), 4), racks=4)
+def test_bytes_into_every_rack_are_those_of_simulated_rings(
+    case: tuple[Sizes, Traffic, int], racks: int
+) -> None:
+    """Rings of devices in rank order, with as many bytes a device, enter racks as is foretold."""
+    sizes, traffic, k = case
+    for candidate in search(sizes, traffic, k)[:3]:
+        if candidate.block is None:
+            assert search_racks(sizes, candidate, racks) == []
+            continue
+        n_nodes = math.prod(nodes_of(sizes, candidate.block))
+        in_rack = max(d for d in divisors(n_nodes) if d <= racks)
+        found = search_racks(sizes, candidate, in_rack)
+        assert found[0].total == min(rack.total for rack in found)
+        for rack in found:
+            if rack.block is None:
+                continue
+            ranks = rank_grid(sizes, replace(candidate.block, rack=rack.block))
+            assert sorted(ranks.flatten().tolist()) == list(range(math.prod(sizes)))
+            for axis in range(4):
+                assert all(line == sorted(line) for line in lines(ranks, axis))
+            # A node is what it is without racks, and what enters a rack is what is foretold.
+            per_node = candidate.block.n_devices
+            assert simulated(ranks, traffic, per_node) == [candidate.bytes_in] * n_nodes
+            entered = simulated(ranks, traffic, per_node * in_rack)
+            assert entered == [rack.bytes_in] * (n_nodes // in_rack)
+
+
+def test_racks_are_squares_of_squares() -> None:
+    sizes = grid(16, 16)
+    best_node = search(sizes, {"row": 100, "col": 100}, 4)[0]
+    found = search_racks(sizes, best_node, 4)
+    assert found[0].block == NodeBlock(row=2, col=2)  # 2x2 nodes of 2x2 devices
+    assert found[0].total == 800  # 4 rings of rows and 4 of columns enter 4x4 devices
+    assert found[-1].total == 1000  # 2x8 devices: 8 columns enter, and 2 rows
+    block = replace(NodeBlock(row=2, col=2), rack=NodeBlock(row=2, col=2))
+    assert rank_grid(sizes, block)[0, 0, :4, :4].tolist() == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+        [8, 9, 12, 13],
+        [10, 11, 14, 15],
+    ]
+    assert rank_grid(sizes, block)[0, 0, 0, :8].tolist() == [0, 1, 4, 5, 16, 17, 20, 21]
+    assert "A rack of 4 nodes holds 4x4 of the grid" in explain_racks(found, block, sizes, 4)
+
+
+def test_numbers_of_nodes_that_do_not_divide_are_refused() -> None:
+    def said(k: int, racks: int) -> list[str]:
+        layout = plan(4, 4, 1, k).model_copy(update={"nodes_per_rack": racks})
+        return [str(one) for one in of_nodes(layout, "nodes_per_rack")]
+
+    assert said(4, 2) == said(4, 4) == said(4, 9) == said(2, 0) == []
+    (only,) = said(4, 3)
+    assert "does not divide the number of nodes, 4" in only
+    (only,) = said(0, 2)
+    assert "needs layout.devices_per_node" in only
+
+
 # --------------------------------------------------------------------------- known answers
 
 
@@ -284,11 +348,11 @@ def plan(n_rows: int, n_cols: int, dp: int, devices_per_node: int) -> LayoutConf
     )
 
 
-def of_nodes(layout: LayoutConfig) -> list[Problem]:
-    """Return the problems of a layout's nodes only."""
+def of_nodes(layout: LayoutConfig, rule: str = "devices_per_node") -> list[Problem]:
+    """Return the problems of a layout's nodes, or racks, only."""
     run = {"model": {"n_layers": 1, "hidden_size": 8, "n_heads": 2}, "data": {"path": "x"}}
     found = problems(RunConfig.model_validate({**run, "layout": layout}))
-    return [problem for problem in found if problem.rule == "devices_per_node"]
+    return [problem for problem in found if problem.rule == rule]
 
 
 def test_node_sizes_that_do_not_divide_are_refused() -> None:

@@ -156,7 +156,22 @@ def test_messages_between_nodes(pool: WorkerPool, n: int, g: int, order: str) ->
             targets = found[0]["targets"]
             near = sum(target // k == rank // k for target in targets)
             within, between = within + near, between + len(targets) - near
-        assert (within, between) == split_messages(n, g, k, order), k  # type: ignore[arg-type]
+        found_of_k = split_messages(n, g, [k], order)  # type: ignore[arg-type]
+        assert [within, between] == found_of_k, k
+
+
+@pytest.mark.parametrize("order", ["topology", "contiguous"])
+def test_messages_between_racks(pool: WorkerPool, order: str) -> None:
+    """Count the split that really ran, for nodes of 2 processes and racks of 2 nodes."""
+    n, g = 12, 6
+    results = pool.run(n, segmented, g, order, False, False)
+    counts = [0, 0, 0]
+    for rank, found in enumerate(results):
+        for target in found[0]["targets"]:
+            far = (target // 2 != rank // 2) + (target // 4 != rank // 4)
+            counts[far] += 1
+    assert counts == split_messages(n, g, [2, 4], order)  # type: ignore[arg-type]
+    assert counts[2] > 0
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
@@ -172,7 +187,7 @@ def test_the_table_of_messages(a: int, b: int, c: int) -> None:
             continue
         if m % k == 0 or k % m == 0:
             want = (n, n * (g - 1)) if m >= k else (k * g, (n - k) * g)
-            assert split_messages(n, g, k, "contiguous") == want
+            assert split_messages(n, g, [k], "contiguous") == [*want]
         if g % k == 0 or k % g == 0:
             want = (n * g, 0) if g <= k else (n * k, n * (g - k))
-            assert split_messages(n, g, k, "topology") == want
+            assert split_messages(n, g, [k], "topology") == [*want]

@@ -304,6 +304,6 @@ def test_messages_of_one_split(pool: WorkerPool, order: str, common: str) -> Non
         near = sum(t // k == rank // k for rank, targets in enumerate(results) for t in targets)
         far = sum(map(len, results)) - near
         if common == "all":
-            assert (near, far) == split_messages(4, g, k, order)  # type: ignore[arg-type]
+            assert [near, far] == split_messages(4, g, [k], order)  # type: ignore[arg-type]
         else:
             assert near + far == 4

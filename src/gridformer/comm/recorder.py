@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -91,24 +92,25 @@ class Recorder:
         """The number of collectives of each kind; arguments as in `moved`."""
         return Counter(r.op for r in self._select(label, axis))
 
-    def messages(self, rank: int, devices_per_node: int, label: str = "") -> tuple[int, int]:
-        """Counts the messages of `rank`, whose records these are.
+    def messages(self, rank: int, units: Sequence[int], label: str = "") -> list[int]:
+        """Counts the messages of `rank`, whose records these are, by the level of the network.
 
         There is one message for each rank that receives something from this rank, itself included
         (as Jain et al. 2021 count them).
 
         Args:
             rank: global rank.
-            devices_per_node: number of consecutive ranks on a node.
+            units: numbers of consecutive ranks in a unit of each level, the smallest first, such as
+                on a node and in a rack.
             label: count only records whose label starts with this.
 
         Returns:
-            The number of messages within its node, and the number to other nodes.
+            For each level the number of messages that stay within its unit and leave that of the
+            level below, and last the number of messages that leave the largest unit.
         """
-        node = rank // devices_per_node
-        targets = [t // devices_per_node for r in self._select(label, "") for t in r.targets]
-        within = targets.count(node)
-        return within, len(targets) - within
+        targets = [target for r in self._select(label, "") for target in r.targets]
+        within = [sum(target // k == rank // k for target in targets) for k in units]
+        return [b - a for a, b in itertools.pairwise([0, *within, len(targets)])]
 
     def _select(self, label: str, axis: str) -> Iterator[Record]:
         return (

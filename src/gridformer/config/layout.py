@@ -125,6 +125,12 @@ class LayoutConfig(Config):
         description="Each node has this number of devices, and blocks of the grid are placed on "
         "nodes. 0 means that ranks are placed in order, row by row.",
     )
+    nodes_per_rack: int = Field(
+        default=0,
+        ge=0,
+        description="Each rack has this number of nodes, and blocks of nodes are placed in racks. "
+        "0 means that nodes are placed in order. It needs devices_per_node.",
+    )
 
     @property
     def n_processes(self) -> int:

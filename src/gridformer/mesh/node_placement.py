@@ -1,4 +1,4 @@
-"""Places the mesh on nodes: finds the block of devices per node that the fewest bytes enter.
+"""Places the mesh on nodes and racks: finds the block per node that the fewest bytes enter.
 
 With k devices per node, a launcher puts ranks 0 to k-1 on the first node, the next k on the
 second, and so on. Ranks are therefore placed by numbering them: each node holds a *block* of the
@@ -21,6 +21,9 @@ strips, all 4 devices of a node exchange with other nodes along the columns over
 blocks, 2 devices at a time do so, and a column spans half as many nodes. On 8x8 with equal traffic,
 4 + 1 shares enter a strip and 2 + 2 enter a block. On 4x4 it is 4 + 0 against 2 + 2: the bytes are
 equal, and the number of devices that share the link decides in favor of the block.
+
+Racks. Nodes form a mesh, too, and a rack holds a block of them. It is found in the same way, after
+the block of devices in a node: few bytes into nodes come first, and few into racks second.
 """
 
 from __future__ import annotations
@@ -28,12 +31,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from gridformer.config import LayoutConfig, divisors
-from gridformer.utils.units import MIB, three_digits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,12 +46,23 @@ Sizes = tuple[int, int, int, int]  # one number per axis, in the order of MESH_A
 
 @dataclass(frozen=True)
 class NodeBlock:
-    """The part of the mesh on one node: its extent in devices along each axis."""
+    """The part of the mesh on one node: its extent in devices along each axis.
+
+    Attributes:
+        rack: the part of the mesh of nodes in one rack: its extent in nodes along each axis. None
+            if racks are unknown, and nodes then follow each other in plain order.
+    """
 
     pp: int = 1
     dp: int = 1
     row: int = 1
     col: int = 1
+    rack: NodeBlock | None = None
+
+    @classmethod
+    def of(cls, extents: Iterable[int]) -> NodeBlock:
+        """Returns the block with these extents, in the order of MESH_AXES."""
+        return cls(**dict(zip(MESH_AXES, extents)))  # type: ignore[arg-type]
 
     @property
     def extents(self) -> Sizes:
@@ -118,16 +131,16 @@ def blocks(sizes: Sizes, devices_per_node: int) -> list[NodeBlock]:
     """
     assert devices_per_node >= 1, "0 means that the nodes are unknown and ranks are in plain order"
     if math.prod(sizes) <= devices_per_node:
-        return [NodeBlock(*sizes)]
+        return [NodeBlock.of(sizes)]
     choices = [divisors(math.gcd(size, devices_per_node)) for size in sizes]
-    every = [NodeBlock(*extents) for extents in itertools.product(*choices)]
+    every = [NodeBlock.of(extents) for extents in itertools.product(*choices)]
     return [block for block in every if block.n_devices == devices_per_node]
 
 
 def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
     """Returns what a node holds in plain order (`col` innermost), or None if it is not a block."""
     if math.prod(sizes) <= devices_per_node:
-        return NodeBlock(*sizes)
+        return NodeBlock.of(sizes)
     left, extents = devices_per_node, []
     for size in reversed(sizes):
         if left % size and size % left:
@@ -135,7 +148,7 @@ def plain_block(sizes: Sizes, devices_per_node: int) -> NodeBlock | None:
         extent = min(size, left)
         extents.append(extent)
         left //= extent
-    return NodeBlock(*reversed(extents))
+    return NodeBlock.of(reversed(extents))
 
 
 def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) -> list[Candidate]:
@@ -170,6 +183,32 @@ def search(sizes: Sizes, traffic: Mapping[str, float], devices_per_node: int) ->
         return candidate.total, candidate.sharing, *(-e for e in reversed(extents))
 
     return sorted(candidates, key=badness)
+
+
+def search_racks(sizes: Sizes, best: Candidate, nodes_per_rack: int) -> list[Candidate]:
+    """Ranks the blocks of nodes that fill a rack, by the bytes that enter a rack.
+
+    Nodes form a mesh as devices do, and what a node lets in over an axis passes from node to node
+    along that axis. So the same search serves racks, with nodes in the place of devices.
+
+    Args:
+        sizes: sizes of the mesh, see sizes_of.
+        best: how nodes are filled.
+        nodes_per_rack: number of nodes per rack, at least 1. It must divide the number of nodes if
+            that is larger.
+
+    Returns:
+        The candidates, the best first; extents are in nodes. Empty if nodes hold no block.
+    """
+    if best.block is None:
+        return []
+    return search(nodes_of(sizes, best.block), best.bytes_in, nodes_per_rack)
+
+
+def nodes_of(sizes: Sizes, block: NodeBlock) -> Sizes:
+    """Returns the sizes of the mesh in nodes."""
+    pp, dp, row, col = (size // extent for size, extent in zip(sizes, block.extents))
+    return pp, dp, row, col
 
 
 def _candidate(
@@ -209,8 +248,8 @@ def _plain_receivers(sizes: Sizes, devices_per_node: int) -> list[list[int]]:
 def rank_grid(sizes: Sizes, block: NodeBlock | None) -> Tensor:
     """Returns the rank at each coordinate of the mesh: int64 [pp, dp, row, col].
 
-    The ranks of one node are consecutive. `col` is innermost both within a block and among blocks,
-    and the first device is rank 0.
+    The ranks of one node are consecutive, and so are the nodes of one rack. `col` is innermost
+    within a block, among the blocks of a rack and among racks, and the first device is rank 0.
 
     Ranks ascend along every axis. The order of ranks within a process group (torch sorts its
     members) is therefore the order of coordinates, and a ring in this order visits the members on
@@ -222,13 +261,13 @@ def rank_grid(sizes: Sizes, block: NodeBlock | None) -> Tensor:
     """
     import torch
 
-    ranks = torch.arange(math.prod(sizes))
     if block is None:
-        return ranks.view(sizes)
+        return torch.arange(math.prod(sizes)).view(sizes)
     assert all(size % e == 0 for size, e in zip(sizes, block.extents)), (sizes, block)
-    n_blocks = [size // e for size, e in zip(sizes, block.extents)]
-    # From [block along each axis, place in the block along each axis] to (block, place) per axis.
-    both = ranks.view(*n_blocks, *block.extents).permute(0, 4, 1, 5, 2, 6, 3, 7)
+    nodes = rank_grid(nodes_of(sizes, block), block.rack).view(*nodes_of(sizes, block), 1, 1, 1, 1)
+    # From [node along each axis, place in the node along each axis] to (node, place) per axis.
+    places = torch.arange(block.n_devices).view(block.extents)
+    both = (nodes * block.n_devices + places).permute(0, 4, 1, 5, 2, 6, 3, 7)
     return both.reshape(sizes)
 
 
@@ -254,152 +293,30 @@ def sub_grids(pp: int, dp: int, g: int, order: Literal["topology", "contiguous"]
 
 
 def split_messages(
-    n: int, g: int, k: int, order: Literal["topology", "contiguous"]
-) -> tuple[int, int]:
-    """Counts the messages of one split within nodes and between nodes, own pieces included.
+    n: int, g: int, units: Sequence[int], order: Literal["topology", "contiguous"]
+) -> list[int]:
+    """Counts the messages of one split by the level of the network, own pieces included.
 
-    They are counted from the placement of ranks. Jain et al. 2021 have formulas for sizes that
-    divide each other.
+    They are counted from the placement of ranks. Jain et al. 2021 have formulas for one level
+    (equations 4 to 7), for sizes that divide each other. With `order=topology` the members of a
+    segmented collective have consecutive ranks, so they fill a node, then a rack, and so on:
+    the nearest first, whatever the levels are.
 
     Args:
         n: number of processes.
         g: number of sub-grids.
-        k: number of processes per node; it need not divide n.
+        units: numbers of processes in a unit of each level, the smallest first, such as in a node
+            and in a rack. They need not divide n.
         order: layout.order.
 
     Returns:
-        The number of messages within nodes, and the number between nodes.
+        For each level the number of messages within its units that leave those of the level
+        below, and last the number of messages between units of the largest level. With
+        `units=[k]` these are the messages within nodes, and those between nodes.
     """
-    within = 0
+    within = [0] * len(units)
     for group in sub_grids(1, n // g, g, order)[0].tolist():
-        within += sum(count * count for count in Counter(rank // k for rank in group).values())
-    return within, n * g - within
-
-
-# --------------------------------------------------------------------------- explanation
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the explanation.
-
-    Attributes:
-        block: the block in words.
-        mib: MiB that enter a node in one step, by axis.
-        total_mib: their sum.
-        ratio: the total divided by that of the best, infinite if the best is 0.
-        sharing: number of devices that share the node's link.
-        chosen: whether this is the best.
-        plain: whether this is the plain order.
-    """
-
-    block: str
-    mib: dict[str, float]
-    total_mib: float
-    ratio: float
-    sharing: int
-    chosen: bool
-    plain: bool
-
-
-def rows(
-    candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int, few: int = 3
-) -> list[Row]:
-    """Returns rows for the best `few` candidates, and for the plain order if it is not among them.
-
-    Axes of size 1 are left out of `mib` because nothing moves over them.
-
-    Args:
-        candidates: result of search.
-        sizes: sizes of the mesh, see sizes_of.
-        devices_per_node: number of devices per node.
-        few: number of best candidates.
-    """
-    plain = plain_block(sizes, devices_per_node)
-    best = candidates[0]
-    found = []
-    for place, candidate in enumerate(candidates):
-        if place >= few and candidate.block != plain:
-            continue
-        if best.total:
-            ratio = candidate.total / best.total
-        else:
-            ratio = math.inf if candidate.total else 1.0
-        found.append(
-            Row(
-                block=_words(candidate, sizes, plain),
-                mib={
-                    axis: candidate.bytes_in[axis] / MIB
-                    for axis, size in zip(MESH_AXES, sizes)
-                    if size > 1
-                },
-                total_mib=candidate.total / MIB,
-                ratio=ratio,
-                sharing=candidate.sharing,
-                chosen=place == 0,
-                plain=candidate.block == plain,
-            )
-        )
-    return found
-
-
-def reason(candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int) -> str:
-    """Says in one sentence what a node holds, what enters it, and how the plain order compares.
-
-    Args: see `rows`.
-    """
-    n = math.prod(sizes)
-    if n <= devices_per_node:
-        return f"One node holds all {n} devices, so nothing enters it."
-    best, plain = candidates[0], plain_block(sizes, devices_per_node)
-    other = next(candidate for candidate in candidates if candidate.block == plain)
-    holds = f"A node holds {_words(best, sizes, plain)}"
-    if best.block is None:
-        holds = "A node holds rows in order, wherever a row ends"
-    start = f"{holds}: {three_digits(best.total / MIB)} MiB enter it"
-    if best is other:
-        if len(candidates) == 1:
-            return f"{start} in a step; no other block fills a node."
-        second = candidates[1]
-        end = f"the next best, it would be {three_digits(second.total / MIB)}."
-        return f"{start} in a step; with {_words(second, sizes, plain)}, {end}"
-    if best.total < other.total:
-        end = f"it would be {three_digits(other.total / MIB)}."
-        return f"{start} in a step; with rows in order {end}"
-    return (
-        f"{start} in a step, as with rows in order, but {best.sharing} of its devices share the "
-        f"network link, not {other.sharing}."
-    )
-
-
-def explain(
-    candidates: Sequence[Candidate], sizes: Sizes, devices_per_node: int, few: int = 3
-) -> str:
-    """Returns `rows` as a table in plain text with `reason` below; a `>` marks the chosen block.
-
-    Args: see `rows`.
-    """
-    lines = rows(candidates, sizes, devices_per_node, few)
-    axes = list(lines[0].mib)
-    table = [["", "a node holds", *axes, "total", "ratio", "sharing"]]
-    for row in lines:
-        ratio = f"{row.ratio:.2f}" if math.isfinite(row.ratio) else "-"
-        numbers = [three_digits(row.mib[axis]) for axis in axes]
-        mark = ">" if row.chosen else ""
-        table.append(
-            [mark, row.block, *numbers, three_digits(row.total_mib), ratio, str(row.sharing)]
-        )
-    widths = [max(map(len, column)) for column in zip(*table)]
-    text = [f"MiB that enter a node of {devices_per_node} devices in one step, by axis:"]
-    for line in table:
-        left = [cell.ljust(width) for cell, width in zip(line[:2], widths)]
-        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:])]
-        text.append(f"{left[0]} {left[1]}  {'  '.join(right)}")
-    return "\n".join([*text, reason(candidates, sizes, devices_per_node)])
-
-
-def _words(candidate: Candidate, sizes: Sizes, plain: NodeBlock | None) -> str:
-    if candidate.block is None:
-        return "rows in order"
-    shape = candidate.block.describe(sizes)
-    return f"{shape} (rows in order)" if candidate.block == plain else shape
+        for level, k in enumerate(units):
+            counts = Counter(rank // k for rank in group).values()
+            within[level] += sum(count * count for count in counts)
+    return [b - a for a, b in itertools.pairwise([0, *within, n * g])]

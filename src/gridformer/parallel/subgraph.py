@@ -100,10 +100,14 @@ class Branched(SchemeSpec):
             )
         if layout.devices_per_node:
             n, k = layout.dp * layout.branches, layout.devices_per_node
-            within, between = split_messages(n, layout.branches, k, layout.order)
+            units = [k, *[k * layout.nodes_per_rack] * (layout.nodes_per_rack > 0)]
+            within, *beyond = split_messages(n, layout.branches, units, layout.order)
+            far = f"{beyond[0]} go between them"
+            if layout.nodes_per_rack:
+                far = f"{beyond[0]} go between nodes of a rack, and {beyond[1]} between racks"
             found.append(
                 f"order: {layout.order}; of the messages of one split {within} stay within "
-                f"nodes of {k} and {between} go between them"
+                f"nodes of {k} and {far}"
             )
         return found
 

@@ -133,6 +133,22 @@ def _nodes(run: RunConfig) -> Iterator[Broken]:
     yield Broken("devices_per_node", text, [_one("layout.devices_per_node", nearest, 3)])
 
 
+def _racks(run: RunConfig) -> Iterator[Broken]:
+    """The number of nodes per rack must divide the number of nodes, unless it is larger."""
+    layout = run.layout
+    n, k, in_rack = layout.n_processes, layout.devices_per_node, layout.nodes_per_rack
+    if not in_rack:
+        return
+    none = _one("layout.nodes_per_rack", [0])
+    if not k:
+        text = f"layout.nodes_per_rack={in_rack} needs layout.devices_per_node, which is 0"
+        yield Broken("nodes_per_rack", text, [none])
+    elif k < n and n % k == 0 and in_rack < n // k and (n // k) % in_rack:
+        text = f"layout.nodes_per_rack={in_rack} does not divide the number of nodes, {n // k}"
+        nearest = sorted(divisors(n // k), key=lambda d: abs(d - in_rack))
+        yield Broken("nodes_per_rack", text, [_one("layout.nodes_per_rack", nearest, 3), none])
+
+
 # --------------------------------------------------------------------------- pipelines
 
 
@@ -270,6 +286,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _divides,
     _batch,
     _nodes,
+    _racks,
     _length,
 )
 

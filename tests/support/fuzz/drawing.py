@@ -78,6 +78,7 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "layout.stages_per_rank": (1, 1, 2, 2, 3),
     "layout.micro_batches": (1, 1, 2, 2, 3, 4),
     "layout.devices_per_node": (0, 0, 0, 1, 2, 3, 4),
+    "layout.nodes_per_rack": (0, 0, 0, 1, 2, 3),
     "data.seq_len": (0, 0, 1, 2, 3, 4, 6, 8),
     "data.source_len": (0, 0, 1, 2, 3, 4, 6, 8),
     "train.seed": (0, 1, 1234, 2**63 - 1),

@@ -7,7 +7,7 @@ Every process decides from the run's config alone, so all of them agree. `gridfo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +16,7 @@ from rich.text import Text
 from gridformer.config import RunConfig
 from gridformer.mesh import node_placement as nodes
 from gridformer.mesh.node_placement import Candidate, NodeBlock
+from gridformer.mesh.placement_table import explain, explain_racks
 from gridformer.parallel.auto.cost import Choice, Choices, Work
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.pipeline.partition import link_names, stages_of
@@ -39,16 +40,22 @@ class Decisions:
             pipeline stages taken as equal.
         candidates: The blocks of the grid that a node may hold, best first. Empty if the run does
             not give the number of devices per node.
+        racks: The blocks of nodes that a rack may hold, best first. Empty if the run does not give
+            the number of nodes per rack.
     """
 
     choices: Choices
     traffic: dict[str, float]
     candidates: list[Candidate]
+    racks: list[Candidate] = field(default_factory=list)
 
     @property
     def block(self) -> NodeBlock | None:
-        """The best block of the grid for a node, if any."""
-        return self.candidates[0].block if self.candidates else None
+        """The best block of the grid for a node, if any, with that of nodes for a rack."""
+        block = self.candidates[0].block if self.candidates else None
+        if block is None or not self.racks:
+            return block
+        return replace(block, rack=self.racks[0].block)
 
 
 def decide_run(run: RunConfig) -> Decisions:
@@ -69,11 +76,13 @@ def decide_run(run: RunConfig) -> Decisions:
         traffic["pp"] = _between_stages(run, work)
         choices.reasons.append(_why_these_stages(run, work))
     choices.reasons.extend(notes(run))
-    candidates = []
+    candidates, racks = [], []
     if layout.devices_per_node and spec.node_blocks:
         sizes = nodes.sizes_of(layout)
         candidates = nodes.search(sizes, traffic, layout.devices_per_node)
-    return Decisions(choices, traffic, candidates)
+        if layout.nodes_per_rack:
+            racks = nodes.search_racks(sizes, candidates[0], layout.nodes_per_rack)
+    return Decisions(choices, traffic, candidates, racks)
 
 
 def work_of(run: RunConfig) -> Work:
@@ -202,7 +211,10 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         console.print(Text(f"- {reason}"))
     if decisions.candidates:
         sizes = nodes.sizes_of(layout)
-        console.print(Text(nodes.explain(decisions.candidates, sizes, layout.devices_per_node)))
+        console.print(Text(explain(decisions.candidates, sizes, layout.devices_per_node)))
+        if decisions.racks and (node := decisions.candidates[0].block):
+            said = explain_racks(decisions.racks, node, sizes, layout.nodes_per_rack)
+            console.print(Text(said))
         console.print(Text("Bytes assume ring collectives."))
 
 
