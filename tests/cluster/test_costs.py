@@ -100,3 +100,16 @@ def test_measured_tables_replace_the_formulas(selene: Cluster) -> None:
     broadcast = MessageWork("broadcast", 1e6, (0, 1, 2, 3))
     assert message_s(cluster, broadcast) == pytest.approx(1e-2)
     assert message_s(cluster, broadcast._replace(bytes=10)) == pytest.approx(1e-3)
+
+
+def test_unfused_attention_takes_longer_than_fused_and_its_backward_pass_twice_as_long(
+    selene: Cluster,
+) -> None:
+    shape = (4, 8, 2048, 2048, 96, 1)
+    flop = 2.0 * 4 * 8 * 2048 * 2048 * 96
+    forward = KernelWork("attention", flop, 1e8, "float16", shape)
+    backward = forward._replace(flop=2 * flop, op="attention_backward")
+    device = selene.device.model_copy(update={"fused_attention": False})
+    unfused = selene.model_copy(update={"device": device})
+    assert kernel_s(unfused, forward) > 2 * kernel_s(selene, forward)
+    assert 1.4 < kernel_s(unfused, backward) / kernel_s(unfused, forward) < 2.1

@@ -16,12 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gridformer.config.reading import closest, configs_dir
 from gridformer.utils.errors import ConfigError
 
-# The numbers that may be fitted, at most four of them in a file; a file may leave out any.
+# The numbers that may be fitted, at most four of them in a file, and what counts where a file
+# leaves one out: rough values that are assumed for any machine.
 FITTED: dict[str, tuple[float, str]] = {
-    "product_efficiency": (1.0, "fraction of the peak rate that large matrix products reach"),
-    "memory_efficiency": (1.0, "fraction of the memory bandwidth that memory-bound kernels reach"),
-    "inner_efficiency": (1.0, "fraction of the bandwidth of the innermost level that NCCL reaches"),
-    "outer_efficiency": (1.0, "fraction of the bandwidth of the other levels that NCCL reaches"),
+    "product_efficiency": (0.8, "fraction of the peak rate that large matrix products reach"),
+    "memory_efficiency": (0.75, "fraction of the bandwidth of memory that memory-bound kernels reach"),
+    "inner_efficiency": (
+        0.75,
+        "fraction of the bandwidth of the innermost level that is reached",
+    ),
+    "outer_efficiency": (0.8, "fraction of the bandwidth of the other levels that is reached"),
     "slowdown_per_node": (0.0, "messages between n nodes take 1 + (n - 2) times this longer"),
 }
 MAX_FITTED = 4
@@ -50,6 +54,8 @@ class Device(_Part):
         peak_tflops: TFLOP/s of dense matrix products by data type; `tf32` are float32 tensors
             multiplied as TF32.
         memory_gbps: Bandwidth of the device's memory in GB/s.
+        fused_attention: Whether attention runs as one kernel that keeps no scores. False stands
+            for software of before 2022: two products, and passes over the scores between them.
     """
 
     name: str
@@ -59,6 +65,7 @@ class Device(_Part):
     reserved_gib: Figure
     peak_tflops: dict[str, Figure] = Field(min_length=1)
     memory_gbps: Figure
+    fused_attention: bool = True
 
 
 class Level(_Part):
@@ -195,7 +202,7 @@ class Cluster(_Part):
         return self.device.memory_gib.value - self.device.reserved_gib.value
 
     def number(self, name: str) -> float:
-        """Returns a fitted number, or the value that has no effect if the file has none."""
+        """Returns a fitted number, or what is assumed for any machine if the file has none."""
         return self.fitted[name].value if name in self.fitted else FITTED[name][0]
 
     def with_fitted(self, values: Mapping[str, float]) -> Cluster:

@@ -17,6 +17,10 @@ K_OVERHEAD = 128
 # Fused attention reaches this fraction of the rate of large products: FlashAttention-2 (Dao 2023)
 # reaches 50 to 73% of an A100's peak, where products reach 80 to 90%.
 ATTENTION_RATE = 0.72
+# Passes over the scores of unfused attention, forward and backward: softmax reads and writes them,
+# so does dropout, which also has a mask; backward they read one more operand each.
+SCORE_PASSES = (4.5, 6.5)
+BYTES = {"float16": 2, "bfloat16": 2, "float64": 8}
 
 
 class KernelWork(NamedTuple):
@@ -29,6 +33,8 @@ class KernelWork(NamedTuple):
         dtype: Data type of a product's operands: float16, bfloat16, tf32, float32 or float64.
         shape: For products (batch, m, n, k); for attention (batch, heads, queries, keys, width,
             causal).
+        op: The operator that launched it; that of attention's backward pass contains `backward`.
+        order: For products whether their operands are transposed: `nn`, `nt` or `tn`.
     """
 
     kind: Literal["product", "attention", "memory"]
@@ -36,6 +42,8 @@ class KernelWork(NamedTuple):
     bytes: float
     dtype: str = "float32"
     shape: tuple[int, ...] = ()
+    op: str = ""
+    order: str = ""
 
 
 def kernel_s(cluster: Cluster, work: KernelWork) -> float:
@@ -53,8 +61,11 @@ def kernel_s(cluster: Cluster, work: KernelWork) -> float:
     if work.kind == "memory":
         return memory_s
     rate = _peak(cluster, work.dtype) * 1e12 * cluster.number("product_efficiency")
+    if work.kind == "attention" and not cluster.device.fused_attention and len(work.shape) == 6:
+        return _unfused_s(cluster, work)
     if work.kind == "attention" or len(work.shape) != 4:
-        return max(memory_s, work.flop / (rate * ATTENTION_RATE))
+        again = 1.25 if "backward" in work.op else 1.0  # a backward pass recomputes the scores
+        return max(memory_s, again * work.flop / (rate * ATTENTION_RATE))
     batch, m, n, k = work.shape
     return max(memory_s, _product_s(batch, m, n, k, rate, int(cluster.device.n_processors.value)))
 
@@ -73,6 +84,22 @@ def _product_s(batch: int, m: int, n: int, k: int, rate: float, n_processors: in
             steps = k / split + K_OVERHEAD * (1 if split == 1 else 2)
             best = min(best, waves * 2 * rows * cols * steps / (quality * rate / n_processors))
     return best
+
+
+def _unfused_s(cluster: Cluster, work: KernelWork) -> float:
+    """Returns the time of attention as products and passes over all scores, masked ones too."""
+    batch, heads, queries, keys, width, _ = work.shape
+    scores = batch * heads * queries * keys
+    backward = "backward" in work.op
+    size = BYTES.get(work.dtype, 4)
+    moved = size * (scores + batch * heads * width * (queries + keys))
+    into = KernelWork(
+        "product", 2.0 * scores * width, moved, work.dtype, (batch * heads, queries, keys, width)
+    )
+    out = into._replace(shape=(batch * heads, queries, width, keys))
+    passes = KernelWork("memory", 0.0, SCORE_PASSES[backward] * size * scores, work.dtype)
+    times = kernel_s(cluster, into), kernel_s(cluster, out), kernel_s(cluster, passes)
+    return (1 + backward) * (times[0] + times[1]) + times[2]
 
 
 def _peak(cluster: Cluster, dtype: str) -> float:
