@@ -25,6 +25,7 @@ from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import GIB
+from tests.support.marks import extra
 from tests.support.multirank.memory import a_run
 
 WIDE = {"hidden_size": 96, "n_layers": 4}
@@ -241,6 +242,7 @@ DEMO = (
 
 
 def test_the_command_prints_a_table_and_draws_a_page(tmp_path: Path) -> None:
+    extra("plotly")
     page = tmp_path / "pages" / "memory.html"
     code, text = invoke(*DEMO, "--html", str(page))
     assert code == 0

@@ -28,6 +28,7 @@ from gridformer.utils.batch import Batch
 from tests.support.fake_gpu import own_process
 
 NO_TRITON = "Triton is not installed; `make test` installs it where it exists, which is on Linux"
+NO_LOOPS = "Triton's interpreter runs no loops with this version of numpy; a newer Triton does"
 
 KEY = rng.key(1234, 7, "layers.0.dropout1")
 # shape, first sample, block along s and h, probability
@@ -72,6 +73,13 @@ def _begin() -> None:
     library.LIBRARY.impl("attention", flash_launch.attention, "CPU")
     library.LIBRARY.impl("attention_backward", flash_launch.attention_backward, "CPU")
     library.available = lambda device, dtype: device.type == "cpu"
+
+
+def runs_loops() -> bool:
+    """Return whether this process's interpreter runs a loop that is not ours."""
+    from tests.support.loop_kernel import counts
+
+    return counts()
 
 
 def run_attention(

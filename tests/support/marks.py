@@ -1,6 +1,6 @@
-"""Marks which cases run only in `make test-all`, not in `make test`.
+"""Marks which cases run only in `make test-all`, and which need a package that may be missing.
 
-Those cases repeat what others test: another grid of a tested kind, another pair, another variant of
+The cases of `make test-all` alone repeat what others test: another grid of a tested kind, another pair, another variant of
 a script. They are never the only test of something.
 """
 
@@ -12,6 +12,13 @@ from typing import Any, TypeVar
 import pytest
 
 Value = TypeVar("Value")
+
+
+def extra(package: str) -> Any:
+    """Return a package that an extra of gridformer installs; skip the test where it is missing."""
+    return pytest.importorskip(
+        package, reason=f"{package} is not installed; `make test` installs it"
+    )
 
 
 def full_unless(

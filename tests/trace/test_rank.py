@@ -12,7 +12,7 @@ from gridformer.config import RunConfig
 from gridformer.trace import Start, Trace, Wait, trace_rank
 from gridformer.trace.device import fake_gpu
 from gridformer.trace.fake import fake_tensors
-from gridformer.trace.rank import on_devices
+from gridformer.trace.rank import _said, on_devices
 from tests.support.fake_gpu import InProcess
 from tests.support.multirank.memory import a_run
 
@@ -101,3 +101,15 @@ def test_messages_that_are_posted_together_are_one(gpu: InProcess) -> None:
     trace, parts = gpu(posted, a_run({"scheme": "megatron", "cols": 2}, {}, {}))
     assert parts == [2, 1]
     assert [type(event) for event in trace.events] == [Start, Wait, Start, Wait]
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("Expected all tensors to be on the same device, but found at least two devices", "device"),
+        ("Unhandled FakeTensor Device Propagation, found two different devices cpu, x", "device"),
+        ("The size of tensor a (3) must match the size of tensor b (4)", "error"),
+    ],
+)
+def test_all_versions_of_torch_say_that_devices_are_mixed(said: str, kind: str) -> None:
+    assert _said(RuntimeError(said)) == (kind, f"RuntimeError: {said}")

@@ -142,7 +142,7 @@ class FastFakeTensorMode(FakeTensorMode):
                     arg.stride(),
                     arg.storage_offset(),
                     arg.dtype,
-                    attributes["_fake_device"],
+                    arg.fake_device,  # its place among the attributes differs between versions
                 )
                 tensors.append(arg)
             elif kind is list or kind is tuple:

@@ -25,6 +25,9 @@ from gridformer.train.forward_backward import Pipeline
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError
 
+# What versions of torch say when tensors of two devices meet.
+_MIXES = ("two devices", "two different devices", "two types of devices", "same device")
+
 
 @dataclass
 class Played:
@@ -155,5 +158,4 @@ def on_devices(
 def _said(error: Exception) -> tuple[str, str]:
     """Returns the kind of an error of a step, and its text."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0].replace(NAME, "cuda")
-    mixes = "two devices" in text or "two types of devices" in text or "same device" in text
-    return ("device" if mixes else "error"), text
+    return ("device" if any(words in text for words in _MIXES) else "error"), text

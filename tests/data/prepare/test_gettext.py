@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import polib
 import pytest
 
 from gridformer.data.prepare import gettext as catalogs
@@ -13,6 +12,9 @@ from gridformer.data.prepare.gettext import CatalogSource, catalog_source, syste
 from gridformer.data.prepare.sources import open_sources
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
+from tests.support.marks import extra
+
+polib = extra("polib")
 
 
 def write(path: Path, *pairs: tuple[str, str], **metadata: str) -> Path:

@@ -2,20 +2,23 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-import polib
 import pytest
 
 from gridformer.data.prepare.gettext_messages import Pair, cleaned, without_mnemonics
+from tests.support.marks import extra
+
+polib = extra("polib")
 
 
-def catalog(*entries: polib.POEntry) -> polib.POFile:
+def catalog(*entries: Any) -> Any:
     po = polib.POFile()
     po.extend(entries)
     return po
 
 
-def entry(source: str, target: str, **values: object) -> polib.POEntry:
+def entry(source: str, target: str, **values: object) -> Any:
     return polib.POEntry(msgid=source, msgstr=target, **values)
 
 

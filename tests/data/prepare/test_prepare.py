@@ -215,7 +215,7 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
     """)
     out = tmp_path / "t"
     root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
     died = subprocess.run([sys.executable, "-c", script, str(out)], env=environment, check=False)
     assert died.returncode == -signal.SIGKILL
     (partial,) = tmp_path.iterdir()

@@ -12,6 +12,7 @@ from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.sources import Source, open_sources
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
+from tests.support.marks import extra
 
 PAIRS: list[dict[str, Any]] = [
     {"en": " one ", "de": "eins"},
@@ -75,8 +76,7 @@ def test_wrong_keys_name_their_option(tmp_path: Path) -> None:
 
 
 def test_tables(tmp_path: Path) -> None:
-    import datasets
-
+    datasets = extra("datasets")
     path = str(tmp_path / "a.parquet")
     table = datasets.Dataset.from_dict(
         {"translation": PAIRS, "text": ["a", "b", "c", "d"], "label": [1, 0, -1, 1]},

@@ -13,6 +13,7 @@ from gridformer.data.prepare import files, records
 from gridformer.data.prepare.sources import FileSource, open_sources, python_stdlib
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import texts
+from tests.support.marks import extra
 
 
 @pytest.fixture
@@ -170,8 +171,7 @@ def test_bad_json_lines_name_the_line(tmp_path: Path, line: str, message: str) -
 
 
 def _table() -> Any:
-    import datasets
-
+    datasets = extra("datasets")
     return datasets.Dataset.from_dict(
         {
             "text": [record["text"] for record in RECORDS] * 50,
@@ -181,8 +181,7 @@ def _table() -> Any:
 
 
 def test_saved_data_sets(tmp_path: Path) -> None:
-    import datasets
-
+    datasets = extra("datasets")
     _table().save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=_table(), test=_table().select([3])).save_to_disk(tmp_path / "two")
     assert texts(open_sources([str(tmp_path / "one")])) == ["one\nline", "two"] * 50
@@ -198,8 +197,7 @@ def test_saved_data_sets(tmp_path: Path) -> None:
     ("said", "kept"), [("", None), (None, None), ("mit", "mit"), (["mit", "bsd"], "mit, bsd")]
 )
 def test_licenses(monkeypatch: pytest.MonkeyPatch, said: Any, kept: str | None) -> None:
-    import datasets
-
+    datasets = extra("datasets")
     table = _table()
     table.info.license = said
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
@@ -243,8 +241,7 @@ def test_names_and_configurations(
     monkeypatch: pytest.MonkeyPatch, name: str, exists: Any, calls: list[Any]
 ) -> None:
     """Do not use the network: a stand-in knows one data set and records the calls."""
-    import datasets
-
+    datasets = extra("datasets")
     asked: list[Any] = []
 
     def load(path: str, config: str | None, **options: Any) -> Any:
@@ -260,14 +257,14 @@ def test_names_and_configurations(
 
 
 def test_names_that_cannot_be_found() -> None:
+    extra("datasets")
     with pytest.raises(UserError, match=r"hf:no-such-owner/no-such-set: .*no-such-owner") as error:
         open_sources(["hf:no-such-owner/no-such-set"])
     assert "\n" not in str(error.value)
 
 
 def test_a_stream_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
+    datasets = extra("datasets")
     def rows() -> Any:
         yield from ({"text": "x"} for _ in range(64))
         raise ConnectionError("the line went dead")

@@ -17,7 +17,16 @@ from gridformer.models.blocks import DropoutClock
 from gridformer.models.blocks.dropout import Dropout, Mask
 from gridformer.models.kernels import attention, dropout
 from gridformer.utils import rng
-from tests.support.kernels import ATTENTION, KEY, MASKS, interpreter, run_attention, run_model
+from tests.support.kernels import (
+    ATTENTION,
+    KEY,
+    MASKS,
+    NO_LOOPS,
+    interpreter,
+    run_attention,
+    run_model,
+    runs_loops,
+)
 from tests.support.marks import full_unless
 
 InProcess = Callable[..., Any]
@@ -27,6 +36,14 @@ InProcess = Callable[..., Any]
 def cpu() -> Iterator[InProcess]:
     with interpreter() as call:
         yield call
+
+
+@pytest.fixture(scope="module")
+def loops(cpu: InProcess) -> InProcess:
+    """The same process, if it can run the kernels of attention, which have loops."""
+    if not cpu(runs_loops):
+        pytest.skip(NO_LOOPS)
+    return cpu
 
 
 # --------------------------------------------------------------------------- dropout
@@ -83,9 +100,9 @@ def run_dropout() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", full_unless({"everything"}.__contains__, ATTENTION))
-def test_attention_of_several_tiles(cpu: InProcess, name: str) -> None:
+def test_attention_of_several_tiles(loops: InProcess, name: str) -> None:
     """Results and all gradients equal the unfused path's, with its dropout masks."""
-    got, want = (cpu(run_attention, name, fused, torch.float64, "cpu") for fused in (True, False))
+    got, want = (loops(run_attention, name, fused, torch.float64, "cpu") for fused in (True, False))
     assert len(got) == len(want) == 4 + ATTENTION[name][3]
     for one, other in zip(got, want):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
@@ -94,16 +111,16 @@ def test_attention_of_several_tiles(cpu: InProcess, name: str) -> None:
 @pytest.mark.parametrize(
     "dtype", full_unless(lambda dtype: dtype == torch.float16, [torch.float16, torch.float32])
 )
-def test_attention_in_types_of_gpus(cpu: InProcess, dtype: torch.dtype) -> None:
-    got = cpu(run_attention, "everything", True, dtype, "cpu")
-    want = cpu(run_attention, "everything", False, torch.float64, "cpu")
+def test_attention_in_types_of_gpus(loops: InProcess, dtype: torch.dtype) -> None:
+    got = loops(run_attention, "everything", True, dtype, "cpu")
+    want = loops(run_attention, "everything", False, torch.float64, "cpu")
     atol = {torch.float32: 1e-5, torch.float16: 2e-2}[dtype]
     for one, other in zip(got, want):
         torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
 
 
-def test_a_query_that_sees_no_key_gets_zeros(cpu: InProcess) -> None:
-    assert cpu(run_without_keys) == [0.0] * 4
+def test_a_query_that_sees_no_key_gets_zeros(loops: InProcess) -> None:
+    assert loops(run_without_keys) == [0.0] * 4
 
 
 def run_without_keys() -> list[float]:
@@ -116,8 +133,8 @@ def run_without_keys() -> list[float]:
     return [float(x.abs().max()) for x in found]
 
 
-def test_fake_tensors_see_what_the_operators_return(cpu: InProcess) -> None:
-    cpu(check_operators)
+def test_fake_tensors_see_what_the_operators_return(loops: InProcess) -> None:
+    loops(check_operators)
 
 
 def check_operators() -> None:
@@ -155,10 +172,10 @@ QUICK = {("gpt2", False, 0.2), ("bert", True, 0.0), ("t5", True, 0.2)}
     full_unless(QUICK.__contains__, sorted(MODELS), unpack=True),
 )
 def test_models_have_the_same_loss_and_gradients(
-    cpu: InProcess, family: str, padded: bool, rate: float
+    loops: InProcess, family: str, padded: bool, rate: float
 ) -> None:
     (got, gradients), (want, others) = (
-        cpu(run_model, family, padded, rate, fused) for fused in (True, False)
+        loops(run_model, family, padded, rate, fused) for fused in (True, False)
     )
     assert got == pytest.approx(want, rel=1e-12)
     assert gradients.keys() == others.keys()
