@@ -282,7 +282,7 @@ def send(device: str) -> None:
 
 def test_what_a_gpu_refuses_is_refused(gpu: InProcess) -> None:
     """Mixing a meta number with GPU tensors is refused, as is a message from host memory."""
-    with pytest.raises(RuntimeError, match="two (different )?devices,? meta(,| and) fakegpu:0"):
+    with pytest.raises(RuntimeError, match=r"two (different )?devices,? meta(,| and) fakegpu:0"):
         gpu(mix, "meta")
     gpu(mix, "cpu")  # a number in the host's memory may be combined with GPU tensors
     with pytest.raises(RuntimeError, match="a tensor on cpu is handed to NCCL"):

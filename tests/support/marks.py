@@ -1,7 +1,7 @@
 """Marks which cases run only in `make test-all`, and which need a package that may be missing.
 
-The cases of `make test-all` alone repeat what others test: another grid of a tested kind, another pair, another variant of
-a script. They are never the only test of something.
+The cases that only `make test-all` runs repeat what others test: another grid of a tested kind,
+another pair, another variant of a script. They are never the only test of something.
 """
 
 from __future__ import annotations

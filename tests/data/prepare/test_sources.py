@@ -265,6 +265,7 @@ def test_names_that_cannot_be_found() -> None:
 
 def test_a_stream_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = extra("datasets")
+
     def rows() -> Any:
         yield from ({"text": "x"} for _ in range(64))
         raise ConnectionError("the line went dead")
