@@ -20,7 +20,7 @@ from gridformer.utils.errors import ConfigError
 # leaves one out: rough values that are assumed for any machine.
 FITTED: dict[str, tuple[float, str]] = {
     "product_efficiency": (0.8, "fraction of the peak rate that large matrix products reach"),
-    "memory_efficiency": (0.75, "fraction of the bandwidth of memory that memory-bound kernels reach"),
+    "memory_efficiency": (0.75, "fraction of memory's bandwidth that memory-bound kernels reach"),
     "inner_efficiency": (
         0.75,
         "fraction of the bandwidth of the innermost level that is reached",
