@@ -13,7 +13,7 @@ from gridformer.cluster import (
     load_cluster,
     message_s,
 )
-from gridformer.cluster.file import MemoryRow, MessageRow, ProductRow, Tables
+from gridformer.cluster.tables import MemoryRow, MessageRow, ProductRow, Tables
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,13 @@ def test_between_nodes_a_group_uses_the_links_of_its_members_and_shares_them(
 def test_measured_tables_replace_the_formulas(selene: Cluster) -> None:
     tables = Tables(
         products=(
-            ProductRow(dtype="float32", shape=(1, 64, 64, 64), seconds=1e-3),
-            ProductRow(dtype="float32", shape=(1, 1024, 1024, 1024), seconds=1e-1),
+            ProductRow("float32", 1, 1, 64, 64, 64, "nn", 1e3),
+            ProductRow("float32", 1, 1, 1024, 1024, 1024, "nn", 1e5),
         ),
-        memory=(MemoryRow(bytes=1e3, seconds=1e-5), MemoryRow(bytes=1e6, seconds=1e-3)),
+        memory=(MemoryRow("add", "float32", 1, 1e3, 10), MemoryRow("add", "float32", 1, 1e6, 1e3)),
         messages=(
-            MessageRow(op="broadcast", members=4, bytes=1e3, seconds=1e-3),
-            MessageRow(op="broadcast", members=4, bytes=1e6, seconds=1e-2),
+            MessageRow("broadcast", 1, 4, 1, 1, 1e3, 1e3),
+            MessageRow("broadcast", 1, 4, 1, 1, 1e6, 1e4),
         ),
     )
     cluster = selene.model_copy(update={"tables": tables})

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from gridformer import __version__
+from gridformer.cli.calibrate import calibrate
 from gridformer.cli.check import check
 from gridformer.cli.demo import demo
 from gridformer.cli.doctor import doctor
@@ -47,6 +48,7 @@ app.command()(generate)
 app.command()(layouts)
 app.command()(memory)
 app.command()(check)
+app.command()(calibrate)
 app.command()(doctor)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from gridformer.cluster.tables import Tables
 from gridformer.config.reading import closest, configs_dir
 from gridformer.utils.errors import ConfigError
 
@@ -29,8 +30,6 @@ FITTED: dict[str, tuple[float, str]] = {
     "slowdown_per_node": (0.0, "messages between n nodes take 1 + (n - 2) times this longer"),
 }
 MAX_FITTED = 4
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class _Part(BaseModel):
@@ -117,41 +116,14 @@ class Fitted(_Part):
     note: str = ""
 
 
-class ProductRow(_Part):
-    """A measured matrix product: `shape` is (batch, m, n, k)."""
-
-    dtype: str
-    shape: tuple[int, int, int, int]
-    seconds: Positive
-
-
-class MemoryRow(_Part):
-    """A measured memory-bound kernel, which reads and writes `bytes` in all."""
-
-    bytes: Positive
-    seconds: Positive
-
-
-class MessageRow(_Part):
-    """A measured message. `bytes` and `sharers` are those of `messages.MessageWork`."""
-
-    op: str
-    members: int = Field(ge=2)
-    bytes: Positive
-    sharers: int = Field(default=1, ge=1)
-    seconds: Positive
-
-
-class Tables(_Part):
-    """What `gridformer calibrate` measured; where a table has rows, they replace the formulas."""
-
-    products: tuple[ProductRow, ...] = ()
-    memory: tuple[MemoryRow, ...] = ()
-    messages: tuple[MessageRow, ...] = ()
-
-
 class Cluster(_Part):
-    """A machine: its devices, the levels of its network, its host, and what was fitted."""
+    """A machine: its devices, the levels of its network, its host, and what was fitted.
+
+    Attributes:
+        tables: What `gridformer calibrate` measured there.
+        processes: How many processes compute at the same time on one machine with a CPU, whose
+            cores they share; who asks for times sets it. No file says it.
+    """
 
     name: str
     device: Device
@@ -159,6 +131,7 @@ class Cluster(_Part):
     host: Host
     fitted: dict[str, Fitted] = {}
     tables: Tables = Tables()
+    processes: int = Field(default=1, ge=1, exclude=True)
 
     @field_validator("fitted")
     @classmethod
@@ -198,8 +171,12 @@ class Cluster(_Part):
 
     @property
     def limit_gib(self) -> float:
-        """Memory that a training process can use on one device, in GiB."""
-        return self.device.memory_gib.value - self.device.reserved_gib.value
+        """Memory that a training process can use on one device, in GiB.
+
+        Processes on a CPU share its memory.
+        """
+        whole = self.device.memory_gib.value - self.device.reserved_gib.value
+        return whole / self.processes if self.device.kind == "cpu" else whole
 
     def number(self, name: str) -> float:
         """Returns a fitted number, or what is assumed for any machine if the file has none."""
@@ -289,9 +266,6 @@ def _keys(loc: tuple[int | str, ...]) -> list[str]:
         "host": Host,
         "fitted": Fitted,
         "tables": Tables,
-        "products": ProductRow,
-        "memory": MemoryRow,
-        "messages": MessageRow,
     }
     names = [part for part in loc if isinstance(part, str)]
     if not names:

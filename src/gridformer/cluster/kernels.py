@@ -6,7 +6,6 @@ import math
 from typing import Literal, NamedTuple
 
 from gridformer.cluster.file import Cluster
-from gridformer.cluster.tables import memory_row_s, product_row_s
 
 # Tiles of the results that libraries for products choose from, and the fraction of the rate of
 # large tiles that they reach: a tile reads (m + n) numbers for every m * n multiplications.
@@ -33,8 +32,10 @@ class KernelWork(NamedTuple):
         dtype: Data type of a product's operands: float16, bfloat16, tf32, float32 or float64.
         shape: For products (batch, m, n, k); for attention (batch, heads, queries, keys, width,
             causal).
-        op: The operator that launched it; that of attention's backward pass contains `backward`.
-        order: For products whether their operands are transposed: `nn`, `nt` or `tn`.
+        op: The operator that launched it, such as `add`, or empty; that of attention's backward
+            pass contains `backward`.
+        order: For products whether their operands are transposed, `nn`, `nt` or `tn`; empty if
+            that is not known. See `tables.ProductRow`.
     """
 
     kind: Literal["product", "attention", "memory"]
@@ -48,13 +49,9 @@ class KernelWork(NamedTuple):
 
 def kernel_s(cluster: Cluster, work: KernelWork) -> float:
     """Returns the time in seconds that a kernel takes on a device, without its launch."""
-    tables = cluster.tables
-    if work.kind == "product" and tables.products and len(work.shape) == 4:
-        measured = product_row_s(tables.products, work.dtype, work.shape, work.flop)
-        if measured is not None:
-            return measured
-    if work.kind == "memory" and tables.memory:
-        return memory_row_s(tables.memory, work.bytes)
+    measured = _measured_s(cluster, work)
+    if measured is not None:
+        return measured
     memory_s = work.bytes / (
         cluster.device.memory_gbps.value * 1e9 * cluster.number("memory_efficiency")
     )
@@ -68,6 +65,19 @@ def kernel_s(cluster: Cluster, work: KernelWork) -> float:
         return max(memory_s, again * work.flop / (rate * ATTENTION_RATE))
     batch, m, n, k = work.shape
     return max(memory_s, _product_s(batch, m, n, k, rate, int(cluster.device.n_processors.value)))
+
+
+def _measured_s(cluster: Cluster, work: KernelWork) -> float | None:
+    """Returns the time by the tables of a calibrated cluster, or None if they do not have it."""
+    tables, busy, shape = cluster.tables, cluster.processes, work.shape
+    if work.kind == "product" and len(shape) == 4:
+        return tables.product_s(busy, work.dtype, shape, work.order)
+    if work.kind == "attention" and len(shape) == 6:
+        op = "gridformer" if "gridformer" in work.op else "sdpa"
+        return tables.attention_s(busy, work.dtype, shape, "backward" in work.op, op)
+    if work.kind == "memory":
+        return tables.memory_s(busy, work.op, work.bytes)
+    return None
 
 
 def _product_s(batch: int, m: int, n: int, k: int, rate: float, n_processors: int) -> float:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from gridformer.cluster.file import Cluster, Level
-from gridformer.cluster.tables import message_row_s
 
 Op = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send"
@@ -59,10 +58,12 @@ def message_s(cluster: Cluster, work: MessageWork) -> float:
     n = len(work.members)
     if n < 2:
         return 0.0
-    if cluster.tables.messages:
-        measured = message_row_s(cluster.tables.messages, work.op, n, work.bytes, work.sharers)
-        if measured is not None:
-            return measured
+    nodes = len({place // cluster.node_size for place in work.members})
+    measured = cluster.tables.message_s(
+        cluster.processes, work.op, n, nodes, work.sharers, work.bytes
+    )
+    if measured is not None:
+        return measured
     outermost = _outermost(cluster, work.members)
     ring = _ring_s(cluster, work, outermost)
     if work.op == "all_reduce":

@@ -1,60 +1,320 @@
-"""Times of kernels and messages between those that were measured, for calibrated clusters."""
+"""What `gridformer calibrate` measured, and the times that follow from it between and beyond it.
+
+Rows hold microseconds. `processes` is the number of processes that computed at the same time: on a
+CPU they share the cores, so each of them is slower the more there are.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple
 
-from gridformer.cluster.file import MemoryRow, MessageRow, ProductRow
+from pydantic import BaseModel, ConfigDict, Field
 
-_NEAREST = 4  # measured shapes that determine the rate of another shape
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+_NEAREST = 6  # rows from which the rate of a shape is interpolated
 
 
-def product_row_s(
-    rows: Sequence[ProductRow], dtype: str, shape: tuple[int, ...], flop: float
-) -> float | None:
-    """Returns the time of a product at the rate of the nearest measured shapes, or None if no
-    product of this type was measured.
+class ProductRow(NamedTuple):
+    """A matrix product [batch, m, k] x [batch, k, n].
 
-    The distance of shapes is the difference of their logarithms; nearer shapes count more.
+    `order` says how the operands lie in memory: `nn` as written, `nt` with the second one
+    transposed (a gradient of an input), `tn` with the first one transposed (of a weight).
     """
-    near = sorted(
-        (sum((math.log2(a / b)) ** 2 for a, b in zip(shape, row.shape)), row.shape, row.seconds)
-        for row in rows
-        if row.dtype == dtype
-    )[:_NEAREST]
-    if not near:
-        return None
-    weights = [1 / (distance + 1e-6) for distance, _, _ in near]
-    rates = [math.log(2 * math.prod(measured) / seconds) for _, measured, seconds in near]
-    rate = math.exp(sum(w * r for w, r in zip(weights, rates)) / sum(weights))
-    return flop / rate
+
+    dtype: str
+    processes: Count
+    batch: Count
+    m: Count
+    n: Count
+    k: Count
+    order: Literal["nn", "nt", "tn"]
+    us: Positive
 
 
-def memory_row_s(rows: Sequence[MemoryRow], n_bytes: float) -> float:
-    """Returns the time of a memory-bound kernel that moves this number of bytes."""
-    return _between([(row.bytes, row.seconds) for row in rows], n_bytes)
+class AttentionRow(NamedTuple):
+    """Fused attention: `op` is `sdpa` (PyTorch's) or `gridformer` (its own, with dropout)."""
+
+    op: str
+    dtype: str
+    processes: Count
+    batch: Count
+    heads: Count
+    queries: Count
+    keys: Count
+    width: Count
+    causal: bool
+    backward: bool
+    us: Positive
 
 
-def message_row_s(
-    rows: Sequence[MessageRow], op: str, members: int, n_bytes: float, sharers: int
-) -> float | None:
-    """Returns the time of a message, or None if none of its kind and size of group was measured."""
-    same = [row for row in rows if row.op == op and row.members == members]
-    if not same:
-        return None
-    nearest = min({row.sharers for row in same}, key=lambda n: abs(math.log(n / sharers)))
-    measured = [(row.bytes, row.seconds) for row in same if row.sharers == nearest]
-    return _between(measured, n_bytes) * max(1.0, sharers / nearest)
+class MemoryRow(NamedTuple):
+    """A memory-bound kernel, by the name of torch's operator; `bytes` are read and written."""
+
+    op: str
+    dtype: str
+    processes: Count
+    bytes: Positive
+    us: Positive
 
 
-def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Interpolates seconds linearly between measured sizes, and in proportion beyond them."""
-    points = sorted(points)
-    if at <= points[0][0] or len(points) == 1:
-        return points[0][1] * max(1.0, at / points[0][0])
-    for (low, low_s), (high, high_s) in itertools.pairwise(points):
-        if at <= high:
-            return low_s + (high_s - low_s) * (at - low) / (high - low)
-    return points[-1][1] * at / points[-1][0]
+class MessageRow(NamedTuple):
+    """A message, while all groups of the same kind send theirs; see `messages.MessageWork`.
+
+    `nodes` is the number of nodes that a group spans, and `sharers` so many groups share a link.
+    """
+
+    op: str
+    processes: Count
+    members: Annotated[int, Field(ge=2)]
+    nodes: Count
+    sharers: Count
+    bytes: Positive
+    us: Positive
+
+
+class HostRow(NamedTuple):
+    """What Python adds to each operator of a training step, and to each step."""
+
+    processes: Count
+    launch_us: Positive
+    step_us: Positive
+
+
+class Tables(BaseModel):
+    """Measurements; a table without rows says nothing.
+
+    Attributes:
+        source: The command, the date, the device and the version of torch.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str = ""
+    products: tuple[ProductRow, ...] = ()
+    attention: tuple[AttentionRow, ...] = ()
+    memory: tuple[MemoryRow, ...] = ()
+    messages: tuple[MessageRow, ...] = ()
+    host: tuple[HostRow, ...] = ()
+
+    @cached_property
+    def _fields(self) -> dict[Any, _Field]:
+        return {}
+
+    def product_s(
+        self, processes: int, dtype: str, shape: Sequence[int], order: str = ""
+    ) -> float | None:
+        """Returns the seconds of a product, or None if there are no rows of its data type.
+
+        Args:
+            processes: How many processes compute at the same time.
+            dtype: Data type of the operands.
+            shape: (batch, m, n, k).
+            order: See `ProductRow`; without it the mean over all orders.
+        """
+        orders = [order] if order else ["nn", "nt", "tn"]
+        times = []
+        for one in orders:
+            key = ("product", dtype, one)
+            if key not in self._fields:
+                rows = [r for r in self.products if (r.dtype, r.order) == (dtype, one)]
+                self._fields[key] = _Field(
+                    _Point(r.processes, (r.batch, r.m, r.n, r.k), r.us) for r in rows
+                )
+            found = self._fields[key].seconds(processes, shape, math.prod(shape))
+            if found is not None:
+                times.append(found)
+        return sum(times) / len(times) if times else None
+
+    def attention_s(
+        self, processes: int, dtype: str, shape: Sequence[int], backward: bool, op: str = "sdpa"
+    ) -> float | None:
+        """Returns the seconds of fused attention, or None if there are no such rows.
+
+        Args:
+            processes: How many processes compute at the same time.
+            dtype: Data type.
+            shape: (batch, heads, queries, keys, width, causal).
+            backward: Whether it is the backward pass.
+            op: See `AttentionRow`.
+        """
+        causal = bool(shape[5])
+        key = ("attention", op, dtype, causal, backward)
+        if key not in self._fields:
+            kind = (op, dtype, causal, backward)
+            self._fields[key] = _Field(
+                _Point(r.processes, (r.batch * r.heads, r.queries, r.keys, r.width), r.us)
+                for r in self.attention
+                if (r.op, r.dtype, r.causal, r.backward) == kind
+            )
+        batch, heads, queries, keys, width = shape[:5]
+        place = (batch * heads, queries, keys, width)
+        found = self._fields[key].seconds(processes, place, math.prod(place))
+        if found is None and op != "sdpa":
+            return self.attention_s(processes, dtype, shape, backward)
+        return found
+
+    def memory_s(self, processes: int, op: str, n_bytes: float) -> float | None:
+        """Returns the seconds of a memory-bound kernel, or None if there are no rows.
+
+        Args:
+            processes: How many processes compute at the same time.
+            op: Name of torch's operator; one that was not measured takes the time of `add`.
+            n_bytes: Bytes read and written.
+        """
+        key = ("memory", op)
+        if key not in self._fields:
+            rows = [r for r in self.memory if r.op == op]
+            rows = rows or [r for r in self.memory if r.op == "add"] or [*self.memory]
+            self._fields[key] = _Field(_Point(r.processes, (r.bytes,), r.us) for r in rows)
+        return self._fields[key].seconds_by_size(processes, n_bytes)
+
+    def message_s(
+        self, processes: int, op: str, members: int, nodes: int, sharers: int, n_bytes: float
+    ) -> float | None:
+        """Returns the seconds of a message, or None if no such message was measured.
+
+        Args:
+            processes: How many processes there are.
+            op: The kind of message.
+            members: Size of the group.
+            nodes: So many nodes the group spans.
+            sharers: So many groups share a link between nodes.
+            n_bytes: See `messages.MessageWork`.
+        """
+        rows = [r for r in self.messages if r.op == op and r.nodes == nodes]
+        if nodes > 1:
+            rows = [r for r in rows if r.sharers == sharers]
+
+        def at(n_processes: int, n_members: int) -> float:
+            points = {
+                r.bytes: r.us for r in rows if (r.processes, r.members) == (n_processes, n_members)
+            }
+            return _along(n_bytes, points, floor=1.0)
+
+        def with_processes(n_processes: int) -> float:
+            sizes = sorted({r.members for r in rows if r.processes == n_processes})
+            return _along(members, {size: at(n_processes, size) for size in sizes})
+
+        counts = sorted({r.processes for r in rows})
+        if not counts:
+            return None
+        return _along(processes, {count: with_processes(count) for count in counts}) / 1e6
+
+    def host_s(self, processes: int) -> tuple[float, float] | None:
+        """Returns the host's seconds per operator and per step, or None if there are no rows."""
+        if not self.host:
+            return None
+        launch = {row.processes: row.launch_us for row in self.host}
+        step = {row.processes: row.step_us for row in self.host}
+        return _along(processes, launch) / 1e6, _along(processes, step) / 1e6
+
+
+class _Point(NamedTuple):
+    processes: int
+    place: tuple[float, ...]
+    us: float
+
+
+class _Field:
+    """Times at measured places, interpolated between them.
+
+    Where many processes share the cores, only some places were measured. Their slowdown, relative
+    to the number of processes with which most places were measured, is interpolated, too.
+    """
+
+    def __init__(self, points: Iterable[_Point]) -> None:
+        self.by_count: dict[int, dict[tuple[float, ...], float]] = {}
+        for point in points:
+            self.by_count.setdefault(point.processes, {})[point.place] = point.us
+
+    def seconds(self, processes: int, place: Sequence[float], work: float) -> float | None:
+        """Returns the seconds of something that works at a rate, at a place of several sizes."""
+        if not self.by_count:
+            return None
+
+        def rate(us: float, where: Sequence[float]) -> float:
+            return math.prod(where) / us
+
+        def at(points: dict[tuple[float, ...], float]) -> float:
+            rates = {where: rate(us, where) for where, us in points.items()}
+            return work / _nearest(tuple(place), rates)
+
+        def slowdown(many: dict[tuple[float, ...], float], base: dict[Any, float]) -> float:
+            return _nearest(tuple(place), {w: many[w] / base[w] for w in many if w in base})
+
+        return self._over_counts(processes, at, slowdown)
+
+    def seconds_by_size(self, processes: int, size: float) -> float | None:
+        """Returns the seconds of something whose time grows with one size."""
+        if not self.by_count:
+            return None
+
+        def at(points: dict[tuple[float, ...], float]) -> float:
+            return _along(size, {where[0]: us for where, us in points.items()}, floor=0.5)
+
+        def slowdown(many: dict[tuple[float, ...], float], base: dict[Any, float]) -> float:
+            return _nearest((size,), {w: many[w] / base[w] for w in many if w in base})
+
+        return self._over_counts(processes, at, slowdown)
+
+    def _over_counts(
+        self,
+        processes: int,
+        at: Callable[[dict[tuple[float, ...], float]], float],
+        slowdown: Callable[[dict[tuple[float, ...], float], dict[Any, float]], float],
+    ) -> float:
+        most = max(len(points) for points in self.by_count.values())
+
+        def with_count(count: int) -> float:
+            points = self.by_count[count]
+            whole = [c for c, p in self.by_count.items() if c < count and len(p) == most]
+            if len(points) < most and whole:
+                base = self.by_count[max(whole)]
+                if any(where in base for where in points):
+                    return at(base) * slowdown(points, base)
+            return at(points)
+
+        times = {count: with_count(count) for count in self.by_count}
+        return _along(processes, times) / 1e6
+
+
+def _nearest(place: tuple[float, ...], values: dict[tuple[float, ...], float]) -> float:
+    """Interpolates positive values between the nearest places, all on logarithmic scales."""
+    near = sorted((_distance(place, where), value) for where, value in values.items())[:_NEAREST]
+    if near[0][0] < 1e-9:
+        return near[0][1]
+    weights = [1.0 / distance**2 for distance, _ in near]
+    mean = sum(w * math.log(value) for w, (_, value) in zip(weights, near)) / sum(weights)
+    return math.exp(mean)
+
+
+def _distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    """Returns the sum of squares of the ratios' logarithms."""
+    return sum(math.log(x / y) ** 2 for x, y in zip(a, b))
+
+
+def _along(x: float, points: dict[Any, float], floor: float | None = None) -> float:
+    """Interpolates along one positive number, on logarithmic scales.
+
+    Args:
+        x: Where.
+        points: Positive values.
+        floor: Below the first point the value shrinks no further than to this fraction of it; None
+            keeps it. Beyond the last point the value grows in proportion.
+    """
+    known = sorted(points.items())
+    first, last = known[0], known[-1]
+    if x <= first[0]:
+        return first[1] if floor is None else first[1] * max(floor, x / first[0])
+    if x >= last[0]:
+        return last[1] * x / last[0]
+    for (x0, y0), (x1, y1) in itertools.pairwise(known):
+        if x <= x1:
+            share = math.log(x / x0) / math.log(x1 / x0)
+            return math.exp((1 - share) * math.log(y0) + share * math.log(y1))
+    raise AssertionError("unreachable")

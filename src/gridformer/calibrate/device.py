@@ -1,0 +1,138 @@
+"""Measures the operations of one device, and what the host adds to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from gridformer.calibrate.cases import Cases
+from gridformer.calibrate.clock import Meet, cpu_seconds, gpu_seconds
+from gridformer.calibrate.found import Found
+from gridformer.calibrate.host import measure_host
+from gridformer.calibrate.operations import Operation, Run, operations
+from gridformer.config import TrainConfig
+from gridformer.train.numerics import set_numerics
+
+Tell = Callable[[str], None]
+_HEAT = 4096  # the size of the products that bring a GPU to the clock and power of training
+_HEAT_CALLS = 40
+_HEAT_S = 1.5
+
+
+def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Found:
+    """Measures the current GPU. What fails is reported, and the rest goes on.
+
+    Args:
+        cases: What to measure.
+        limit_s: After this time what is left is left out.
+        tell: Receives progress messages.
+    """
+    began, found = time.monotonic(), Found()
+    device = torch.device("cuda", torch.cuda.current_device())
+    set_numerics(TrainConfig())
+    heat = _heater(device)
+    while time.monotonic() - began < _HEAT_S:
+        heat()
+        torch.cuda.synchronize()
+    tell("what the host adds to a kernel")
+    _measure_host(found, device, cases.dtypes[0], 1, 20, lambda: None)
+    last = ""
+    for operation in operations(cases, few=False, gpu=True):
+        if time.monotonic() - began > limit_s:
+            found.failures.append(f"left out after {limit_s:.0f} s: from {operation} on")
+            break
+        kind = str(operation.table)
+        if kind == "products":
+            kind += f" in {operation.key['dtype']}"
+        if kind != last:
+            last = kind
+            tell(f"{kind} ({time.monotonic() - began:.0f} s so far)")
+        seconds = _guarded(operation, found, device, lambda run: _hot(run, heat, cases.window_s))
+        if seconds is not None:
+            found.add(operation.table, operation.key, 1, seconds)
+    torch.cuda.empty_cache()
+    return found
+
+
+def measure_cpu(
+    cases: Cases, n_processes: int, few: bool, n_cores: int, meet: Meet, tell: Tell
+) -> Found:
+    """Measures a CPU from one of the processes that share it.
+
+    Args:
+        cases: What to measure.
+        n_processes: How many processes measure at the same time.
+        few: Whether to leave out most operations.
+        n_cores: Cores of the machine.
+        meet: A barrier of all processes.
+        tell: Receives progress messages.
+    """
+    found, device = Found(), torch.device("cpu")
+    waits = max(1.0, n_processes / n_cores)  # how much longer a call takes
+    window_s = cases.window_s * min(3.0, waits)
+    for operation in operations(cases, few, gpu=False):
+        if few and operation.flop * waits > 4e9:
+            continue
+        seconds = _guarded(operation, found, device, lambda run: cpu_seconds(run, window_s, meet))
+        if seconds is not None:
+            found.add(operation.table, operation.key, n_processes, seconds)
+    tell("what Python adds to an operator")
+    steps = 10 if cases.window_s > 0.01 else 2
+    _measure_host(found, device, cases.dtypes[0], n_processes, steps, meet)
+    return found
+
+
+def _guarded(
+    operation: Operation,
+    found: Found,
+    device: torch.device,
+    measure: Callable[[Run], float],
+) -> float | None:
+    """Returns the seconds of an operation, or None after noting why it could not be measured."""
+    try:
+        if device.type == "cuda" and operation.n_bytes > 0.9 * _free(device):
+            raise MemoryError(f"needs {operation.n_bytes / 2**30:.1f} GiB")
+        return measure(operation.build(device))
+    except Exception as error:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        first = (str(error).splitlines() or [""])[0][:160]
+        found.failures.append(f"{operation}: {type(error).__name__}: {first}")
+        return None
+
+
+def _free(device: torch.device) -> float:
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(free + cached)
+
+
+def _measure_host(
+    found: Found, device: torch.device, dtype: str, n_processes: int, steps: int, meet: Meet
+) -> None:
+    try:
+        host = measure_host(device, dtype, steps, meet)
+    except Exception as error:
+        found.failures.append(f"time of the host: {type(error).__name__}: {error}")
+        return
+    row = [n_processes, round(1e6 * host.launch_s, 3), round(1e6 * host.step_s, 1)]
+    found.rows.setdefault("host", []).append(row)
+
+
+def _heater(device: torch.device) -> Callable[[], None]:
+    """Returns a function that launches products for about 10 ms on an H100."""
+    x = torch.randn(_HEAT, _HEAT, device=device, dtype=torch.bfloat16)
+
+    def heat() -> None:
+        for _ in range(_HEAT_CALLS):
+            x @ x
+
+    return heat
+
+
+def _hot(run: Run, heat: Callable[[], None], window_s: float) -> float:
+    """Times a call on a GPU that has just computed products, as in training."""
+    heat()
+    return gpu_seconds(run, window_s)

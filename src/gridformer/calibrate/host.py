@@ -1,0 +1,100 @@
+"""What the host adds to the operators of a training step: Python's time, measured on tiny models.
+
+Two models that differ in their number of layers run whole training steps. Their difference gives
+the time per operator, and what is left the time of a step that depends on no layer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gridformer.calibrate.clock import Meet, cpu_seconds
+from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
+from gridformer.mesh import Axes
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper
+from gridformer.utils.batch import next_words
+
+_LAYERS = (2, 8)
+_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds.
+
+    Attributes:
+        launch_s: Time per operator that computes something, its Python code included. On a CPU,
+            which computes by itself, without the time of the operator itself.
+        step_s: Time of a step that depends on no layer.
+    """
+
+    launch_s: float
+    step_s: float
+
+
+def measure_host(device: torch.device, dtype: str, steps: int, meet: Meet) -> HostTime:
+    """Measures training steps of two tiny GPT-2 on one device.
+
+    Args:
+        device: The device.
+        dtype: The data type of the computation.
+        steps: Timed steps of each model.
+        meet: A barrier of all processes, which measure at the same time.
+    """
+    seconds, launches = [], []
+    for n_layers in _LAYERS:
+        step = _stepper(n_layers, device, dtype)
+        for _ in range(2):
+            step()
+        with _Count() as count:
+            step()
+        meet()
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            step()  # it reads the loss back, so it ends when the device has done everything
+            times.append(time.perf_counter() - start)
+        seconds.append(statistics.median(times))
+        launches.append(count.launches)
+    launch_s = (seconds[1] - seconds[0]) / (launches[1] - launches[0])
+    step_s = seconds[0] - launches[0] * launch_s
+    if device.type == "cpu":
+        x = torch.ones(64)
+        launch_s -= cpu_seconds(lambda: x + x, 0.03, meet)
+    return HostTime(max(launch_s, 1e-7), max(step_s, 1e-6))
+
+
+def _stepper(n_layers: int, device: torch.device, dtype: str) -> Any:
+    config = ModelConfig(
+        name="tiny", n_layers=n_layers, hidden_size=64, n_heads=4, vocab_size=128, max_seq_len=16
+    )
+    train = TrainConfig.model_validate({"global_batch": 1, "dtype": dtype, "steps": 1000})
+    model = build_parallel(config, LayoutConfig(), Axes(), 0, device, train.dtype)
+    stepper = Stepper(model, train, Axes())
+    tokens = torch.randint(0, 128, (1, _TOKENS + 1), device=device)
+    number = iter(range(1000))
+    return lambda: stepper(next(number), lambda rows: next_words(tokens[rows]))
+
+
+class _Count(TorchDispatchMode):
+    """Counts the operators that compute something: all but views and those that only allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        schema = func._schema
+        views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        if not views and "empty" not in schema.name:
+            self.launches += 1
+        return func(*args, **(kwargs or {}))

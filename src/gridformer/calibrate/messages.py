@@ -1,0 +1,134 @@
+"""Times of messages between the processes of this machine, as training sends them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.mesh.axes import Axis
+from gridformer.mesh.groups import make_groups
+
+_CHUNKS = 3
+_FEWEST, _MOST = 3, 60
+
+Send = Callable[[int], Callable[[], object]]  # bytes to a function that sends them
+
+
+def group_sizes(n: int) -> list[int]:
+    """Returns the sizes of the groups that are measured among n processes: 2, n, and about sqrt(n).
+
+    All of them divide n.
+    """
+    divisors = [d for d in range(2, n + 1) if n % d == 0]
+    middle = min(divisors, key=lambda d: abs(d - n**0.5))
+    return sorted({divisors[0], middle, n})
+
+
+def axes_of(n: int, rank: int) -> dict[int, Axis]:
+    """Creates groups of neighboring ranks of each size; all processes call this together."""
+    axes = {}
+    for members in group_sizes(n):
+        lines = [list(range(i, i + members)) for i in range(0, n, members)]
+        group = dist.group.WORLD if members == n else make_groups(lines, "calibrate")
+        axes[members] = Axis("calibrate", members, rank % members, group)
+    return axes
+
+
+def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
+    """Returns how each kind of message is sent, by the names of `cluster.messages`.
+
+    Its argument is what one rank hands in, in bytes, and for all_gather and reduce_scatter the
+    gathered buffer.
+    """
+
+    def new(n_bytes: float) -> Tensor:
+        return torch.ones(max(1, int(n_bytes) // 4), device=device)
+
+    def all_reduce(n_bytes: int) -> Callable[[], object]:
+        x = new(n_bytes)
+        return lambda: comm.all_reduce(x.fill_(1.0), axis)
+
+    def all_gather(n_bytes: int) -> Callable[[], object]:
+        x = new(n_bytes / axis.size)
+        return lambda: comm.all_gather(x, axis, 0)
+
+    def reduce_scatter(n_bytes: int) -> Callable[[], object]:
+        x = new(n_bytes / axis.size).repeat(axis.size)
+        return lambda: comm.reduce_scatter(x, axis, 0)
+
+    def broadcast(n_bytes: int) -> Callable[[], object]:
+        x = new(n_bytes)
+        return lambda: comm.broadcast(x, axis, 0)
+
+    def reduce(n_bytes: int) -> Callable[[], object]:
+        x = new(n_bytes)
+        return lambda: comm.reduce(x, axis, 0)
+
+    def all_to_all(n_bytes: int) -> Callable[[], object]:
+        # A rank's own piece is not sent.
+        pieces = [new(n_bytes / (axis.size - 1)) for _ in range(axis.size)]
+        shapes = [piece.shape for piece in pieces]
+        return lambda: comm.all_to_all(pieces, shapes, axis)
+
+    found: dict[str, Send] = {
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "broadcast": broadcast,
+        "reduce": reduce,
+        "all_to_all": all_to_all,
+    }
+    if axis.size == 2:
+
+        def send(n_bytes: int) -> Callable[[], object]:
+            x = new(n_bytes)
+            other = 1 - axis.index
+
+            def run() -> None:
+                if axis.index == 0:
+                    comm.exchange({other: x}, {}, axis)
+                else:
+                    comm.exchange({}, {other: x}, axis)
+
+            return run
+
+        found["send"] = send
+    return found
+
+
+def message_seconds(run: Callable[[], object], window_s: float, world: Axis, gpu: bool) -> float:
+    """Returns the seconds of one message while all groups send such messages at the same time.
+
+    All ranks call this together. Messages follow each other, and what counts is the mean of several
+    of them: the median over a few such means, and the mean over ranks.
+    """
+
+    def meet() -> None:
+        if gpu:
+            torch.cuda.synchronize()
+        comm.barrier((world,))
+
+    def chunk(calls: int) -> float:
+        meet()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        if gpu:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    def agreed(value: float, op: str) -> float:
+        mine = torch.tensor([value], device=torch.device("cuda") if gpu else None)
+        return float(comm.all_reduce(mine, world, op))
+
+    run()  # connects
+    first = agreed(chunk(2), "max")
+    calls = int(min(_MOST, max(_FEWEST, window_s / _CHUNKS / max(first, 1e-6))))
+    mine = statistics.median(chunk(calls) for _ in range(_CHUNKS))
+    return agreed(mine, "sum") / world.size

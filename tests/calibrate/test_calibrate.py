@@ -1,0 +1,74 @@
+"""`gridformer calibrate` with tiny cases, on one process and on two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gridformer.calibrate.cases import cpu_cases, gpu_cases, quick_cases
+from gridformer.calibrate.found import Found
+from gridformer.calibrate.messages import group_sizes
+from gridformer.calibrate.operations import operations
+from gridformer.cluster import KernelWork, MessageWork, kernel_s, load_cluster, message_s
+
+
+def test_a_calibrated_machine_is_a_cluster_file_with_times_that_are_positive(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "machine.yaml"
+    command = [sys.executable, "-m", "gridformer", "calibrate", "--quick", "--processes", "1,2"]
+    done = subprocess.run(
+        [*command, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not measured" not in done.stderr
+    cluster = load_cluster(out)
+    tables = cluster.tables
+    assert "measured by gridformer calibrate on" in tables.source
+    assert {row.order for row in tables.products} == {"nn", "nt", "tn"}
+    assert {row.backward for row in tables.attention} == {True, False}
+    for rows in (tables.products, tables.attention, tables.memory, tables.host):
+        assert {row.processes for row in rows} == {1, 2}
+    ops = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all"}
+    assert {row.op for row in tables.messages} == {*ops, "send"}
+    busy = cluster.model_copy(update={"processes": 2})
+    for row in tables.products:
+        if row.processes == 2:
+            shape = (row.batch, row.m, row.n, row.k)
+            work = KernelWork("product", 1.0, 1.0, row.dtype, shape, order=row.order)
+            assert kernel_s(busy, work) == pytest.approx(row.us / 1e6)
+    for message in tables.messages:
+        seconds = message_s(busy, MessageWork(message.op, message.bytes, (0, 1)))  # type: ignore[arg-type]
+        assert seconds == pytest.approx(message.us / 1e6)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_every_operation_has_a_row_that_its_table_accepts(gpu: bool) -> None:
+    cases = quick_cases(gpu_cases() if gpu else cpu_cases())
+    found = Found()
+    listed = [*operations(cases, few=False, gpu=gpu)]
+    for operation in listed:
+        found.add(operation.table, operation.key, 1, 1e-3)
+    found.set_times([float(i + 1) for i in range(len(listed))])
+    tables = found.tables("test")
+    rows = [*tables.products, *tables.attention, *tables.memory]
+    assert sorted(row.us for row in rows) == [i + 1 for i in range(len(listed))]
+    assert all(row.processes == 1 for row in rows)
+
+
+def test_groups_of_several_sizes_divide_the_processes() -> None:
+    assert [group_sizes(n) for n in (2, 4, 8, 9, 16)] == [
+        [2],
+        [2, 4],
+        [2, 8],
+        [3, 9],
+        [2, 4, 16],
+    ]
