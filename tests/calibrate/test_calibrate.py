@@ -59,9 +59,10 @@ def test_every_operation_has_a_row_that_its_table_accepts(gpu: bool) -> None:
         found.add(operation.table, operation.key, 1, 1e-3)
     found.set_times([float(i + 1) for i in range(len(listed))])
     tables = found.tables("test")
-    rows = [*tables.products, *tables.attention, *tables.memory]
-    assert sorted(row.us for row in rows) == [i + 1 for i in range(len(listed))]
-    assert all(row.processes == 1 for row in rows)
+    every = (tables.products, tables.attention, tables.memory)
+    times = [row.us for rows in every for row in rows]
+    assert sorted(times) == [i + 1 for i in range(len(listed))]
+    assert {row.processes for rows in every for row in rows} == {1}
 
 
 def test_groups_of_several_sizes_divide_the_processes() -> None:

@@ -71,9 +71,8 @@ def _calibrate_cpu(counts: Sequence[int], quick: bool, tell: Tell) -> tuple[Foun
     cases = quick_cases(cpu_cases()) if quick else cpu_cases()
     found, began = Found(), time.monotonic()
     for n in counts:
-        tell(
-            f"{n} process{'es' * (n > 1)} at the same time ({time.monotonic() - began:.0f} s so far)"
-        )
+        who = "1 process" if n == 1 else f"{n} processes at the same time"
+        tell(f"{who} ({time.monotonic() - began:.0f} s so far)")
         with tempfile.TemporaryDirectory(prefix="gridformer-calibrate-") as folder:
             out = Path(folder) / "found.json"
             launch(cpu_worker, (n, cases, out), n)
@@ -243,9 +242,7 @@ def _cluster(name: str, device: Device, found: Found, source: str, size: int) ->
         device=device,
         levels=(Level(name="node", size=size, bandwidth_gbps=gbps, latency_us=latency),),
         host=Host(
-            launch_us=Figure(
-                value=host.launch_us if host else 0.0, source=source if host else unknown
-            ),
+            launch_us=Figure(value=host.launch_us if host else 0.0, source=said),
             step_us=Figure(value=host.step_us if host else 0.0, source=said),
             message_us=Figure(value=0.0, source="part of latency_us and of the tables"),
         ),

@@ -114,7 +114,7 @@ class Tables(BaseModel):
             processes: How many processes compute at the same time.
             dtype: Data type of the operands.
             shape: (batch, m, n, k).
-            order: See `ProductRow`; without it the mean over all orders.
+            order: See `ProductRow`; without it, or if it has no rows, the mean over all orders.
         """
         orders = [order] if order else ["nn", "nt", "tn"]
         times = []
@@ -128,6 +128,8 @@ class Tables(BaseModel):
             found = self._fields[key].seconds(processes, shape, math.prod(shape))
             if found is not None:
                 times.append(found)
+        if order and not times:  # such as both transposed, which no model needs
+            return self.product_s(processes, dtype, shape)
         return sum(times) / len(times) if times else None
 
     def attention_s(
