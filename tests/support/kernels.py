@@ -54,17 +54,17 @@ LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1)  # several tiles of a real
 def interpreter() -> Iterator[Callable[..., Any]]:
     """Yield a caller of top-level functions in a process whose CPU has the kernels of a GPU.
 
-    Triton reads the variable when it is imported and when it decorates kernels, so the process must
-    not have imported them before, and this one must not have it set.
+    Triton reads the variable when it is imported and when it decorates kernels, and torch imports
+    Triton with some of its modules, so the process has it from its start, and this one must not.
     """
     pytest.importorskip("triton", reason=NO_TRITON)
     with own_process(imports_nothing=True) as call:
-        call(_begin)
+        with patch.dict(os.environ, TRITON_INTERPRET="1"):
+            call(_begin)
         yield call
 
 
 def _begin() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
     # Words of 32 bits are meant to wrap, of which numpy warns.
     warnings.filterwarnings("ignore", message="overflow encountered")
     from gridformer.models.kernels import flash_launch, masking

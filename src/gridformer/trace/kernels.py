@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
-from torch.utils.flop_counter import sdpa_flop_count
 
 
 class Work(NamedTuple):
@@ -91,6 +90,8 @@ def _attention(
 ) -> Work:
     """The backward pass counts for two products of each in the forward pass."""
     backward = "backward" in name
+    from torch.utils.flop_counter import sdpa_flop_count  # it imports Triton
+
     q, k = args[backward], args[1 + backward]
     (b, heads, queries, width), keys = q.shape, k.shape[2]
     flop = (1 + backward) * sdpa_flop_count(q.shape, k.shape, args[2 + backward].shape)
