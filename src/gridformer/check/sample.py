@@ -56,7 +56,8 @@ def lines(run: RunConfig, decisions: Decisions, most: int = MOST) -> list[list[i
         return [[rank] for rank in range(layout.n_processes)]
     mesh = mesh_ranks(layout, decisions.block)
     found = [
-        [int(mesh[place].flatten()[0]) for place in places] for places in _alike(run, decisions)
+        [int(mesh[place].flatten()[0]) for place in places]
+        for places in alike_stages(run, decisions)
     ]
     others = set()
     for stage in (mesh[0], mesh[-1]):
@@ -68,7 +69,7 @@ def lines(run: RunConfig, decisions: Decisions, most: int = MOST) -> list[list[i
     return [*found, *([rank] for rank in sorted(others - first))]
 
 
-def _alike(run: RunConfig, decisions: Decisions) -> list[list[int]]:
+def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
     """Returns the places along pp, those together whose stages have equal layers."""
     layout = run.layout
     if layout.pp == 1:

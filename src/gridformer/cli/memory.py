@@ -7,18 +7,12 @@ from typing import Annotated
 
 import typer
 
+from gridformer.cli.run_argument import Overrides, RunFile
+
 
 def memory(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN.yaml", help="A run file, or the name of a shipped model such as gpt2-1.5b."
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
-    ] = None,
+    run: RunFile,
+    overrides: Overrides = None,
     ranks: Annotated[
         str,
         typer.Option(

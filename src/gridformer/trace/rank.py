@@ -49,6 +49,7 @@ def trace_rank(
     repeat: bool = False,
     kernels: bool = False,
     backend: Backend = "nccl",
+    training: bool = True,
 ) -> Trace:
     """Traces one optimizer step of one rank, as it would run on GPUs over NCCL.
 
@@ -62,11 +63,12 @@ def trace_rank(
         repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
         kernels: Whether kernels and read-backs are among the events, too.
         backend: `gloo` traces the step as it would run on CPUs over gloo.
+        training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
 
     Returns:
         The trace. An error of the code is its last trouble, and the trace ends with it.
     """
-    return play(run, rank, decisions or decide_run(run), repeat, kernels, backend).trace
+    return play(run, rank, decisions or decide_run(run), repeat, kernels, backend, training).trace
 
 
 def play(
@@ -76,6 +78,7 @@ def play(
     repeat: bool,
     kernels: bool = False,
     backend: Backend = "nccl",
+    training: bool = True,
 ) -> Played:
     """Traces a rank; see `trace_rank`."""
     layout, train = run.layout, run.train
@@ -97,7 +100,7 @@ def play(
             )
             log.places.name(model)
             stepper = Stepper(model, train, axes, layout)
-            if repeat and isinstance(stepper.passes, Pipeline):
+            if repeat and training and isinstance(stepper.passes, Pipeline):
                 executor = stepper.passes.executor
                 played.repeats = Repeats(model, executor, log, watch.count)
             _mark_update(stepper, log)
@@ -106,7 +109,10 @@ def play(
                 log.trace.events.clear()
             watch.products = 0
             log.trace.reads.clear()
-            stepper(0, partial(rows_like, run))
+            if training:
+                stepper(0, partial(rows_like, run))
+            else:
+                stepper.evaluate([partial(rows_like, run)])
             log.trace.complete = True
         except UserError:
             raise

@@ -1,0 +1,174 @@
+"""The times of the kernels and messages of a trace on a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gridformer.cluster.file import Cluster
+from gridformer.cluster.kernels import KernelWork, kernel_s
+from gridformer.cluster.messages import MessageWork, like_messages, message_s
+from gridformer.config import RunConfig
+from gridformer.parallel.auto.decisions import Decisions
+from gridformer.parallel.axes import mesh_ranks
+from gridformer.plan.program import (
+    Await,
+    Item,
+    Program,
+    ReadBack,
+    Run,
+    Send,
+    layers_only,
+    phases_of,
+)
+from gridformer.trace.events import Kernel, Read, Start, Trace, Wait
+
+_PARTS = {"product": "products", "attention": "attention", "memory": "memory_bound"}
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class Costs:
+    """Computes times once for each kind of kernel and message.
+
+    Args:
+        run: The run.
+        cluster: The cluster.
+        decisions: The result of `decide_run`.
+    """
+
+    def __init__(self, run: RunConfig, cluster: Cluster, decisions: Decisions) -> None:
+        self.cluster, self.tf32 = cluster, run.train.tf32
+        self.mesh: Tensor = mesh_ranks(run.layout, decisions.block)
+        self.on_cpu = cluster.device.kind == "cpu"
+        self._place = {int(r): i for i, r in enumerate(self.mesh.flatten().tolist())}
+        self._kernels: dict[Any, float] = {}
+        self._messages: dict[Any, float] = {}
+        self._groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+
+    def program(self, trace: Trace, layers: bool = False) -> Program:
+        """Returns what a replay needs of a trace.
+
+        Args:
+            trace: The trace, with kernels.
+            layers: Whether only transformer layers count.
+        """
+        items: list[Item] = []
+        kept = layers_only(trace.events) if layers else None
+        for number, (event, phase) in enumerate(zip(trace.events, phases_of(trace))):
+            if kept is not None and not kept[number]:
+                continue
+            if isinstance(event, Kernel):
+                part = "update" if event.update else _PARTS[event.kind]
+                seconds = self.kernel_s(event)
+                module = event.place.module
+                items.append(Run(seconds, event.launches, part, event.op, module, phase))
+            elif isinstance(event, Start):
+                items.append(Send(event, self.start_s(event, trace.rank), phase))
+            elif isinstance(event, Wait):
+                items.append(Await(event.number, phase))
+            elif isinstance(event, Read):
+                items.append(ReadBack(phase))
+        return Program(trace.rank, items)
+
+    def kernel_s(self, kernel: Kernel) -> float:
+        """Returns the seconds that a kernel takes on the device."""
+        key = kernel.op, kernel.shape, kernel.dtype, kernel.bytes, kernel.order
+        if key not in self._kernels:
+            dtype = kernel.dtype
+            if dtype == "float32" and self.tf32 and kernel.kind != "memory":
+                dtype = "tf32"
+            more = {"op": kernel.op, "order": kernel.order}
+            known = {name: more[name] for name in more if name in KernelWork._fields}
+            work = KernelWork(kernel.kind, kernel.flop, kernel.bytes, dtype, kernel.shape, **known)
+            self._kernels[key] = kernel_s(self.cluster, work)
+        return self._kernels[key]
+
+    def start_s(self, start: Start, rank: int) -> float:
+        """Returns the seconds that a message takes; messages posted together travel together."""
+        parts = tuple((part.what, part.peer, part.size, part.dtype) for part in start.parts)
+        key = start.op, start.group, start.size, start.dtype, parts, start.pieces
+        if key not in self._messages:
+            self._messages[key] = self._start_s(start, rank)
+        return self._messages[key]
+
+    def _start_s(self, start: Start, rank: int) -> float:
+        n = len(start.ranks)
+        if start.op == "p2p":
+            # Messages in one direction share the rank's link, and the two directions do not.
+            sums = {"send": 0.0, "recv": 0.0}
+            for part in start.parts:
+                pair = (rank, part.peer)
+                sums[part.what] += self._message_s("send", part.size * size_of(part.dtype), pair)
+            return max(sums.values())
+        n_bytes = start.size * size_of(start.dtype) if start.dtype else 4
+        op = "all_reduce" if start.op == "barrier" else start.op
+        if op == "all_gather":
+            n_bytes *= n
+        elif op == "all_to_all" and start.pieces is not None:
+            n_bytes = sum(start.pieces[0]) * size_of(start.dtype)
+        return self._message_s(op, n_bytes, start.ranks)
+
+    def _message_s(self, op: Any, n_bytes: float, ranks: Sequence[int]) -> float:
+        """The slowest of all groups like this one counts, because others wait for it."""
+        found = self._places(tuple(ranks))
+        return max(
+            message_s(self.cluster, MessageWork(op, n_bytes, members, sharers))
+            for members, sharers in found
+        )
+
+    def _places(self, ranks: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
+        """Returns groups like this one that lie differently, and `MessageWork.sharers` of each."""
+        if ranks not in self._groups:
+            like = self.like_groups(ranks)
+            different: dict[Any, tuple[int, ...]] = {}
+            for group in like:
+                lies = tuple(
+                    tuple(place // level.size - group[0] // level.size for place in group)
+                    for level in self.cluster.levels
+                )
+                different.setdefault(lies, tuple(group))
+            self._groups[ranks] = [
+                (group, like_messages(self.cluster, group, like)) for group in different.values()
+            ]
+        return self._groups[ranks]
+
+    def like_groups(self, ranks: Sequence[int]) -> list[list[int]]:
+        """Returns the groups that have the same places along some axes, and any place in others."""
+        shape = self.mesh.shape
+        places = [self._unravel(self._place[rank]) for rank in ranks]
+        varying = [d for d in range(len(shape)) if len({place[d] for place in places}) > 1]
+        fixed = [d for d in range(len(shape)) if d not in varying]
+        view = self.mesh.permute(*fixed, *varying).reshape(
+            math.prod(shape[d] for d in fixed), *(shape[d] for d in varying)
+        )
+        index = tuple(torch.tensor([place[d] for place in places]) for d in varying)
+        found: list[list[int]] = view[(slice(None), *index)].tolist()
+        return found
+
+    def _unravel(self, place: int) -> list[int]:
+        found = []
+        for size in reversed(self.mesh.shape):
+            place, rest = divmod(place, size)
+            found.append(rest)
+        return found[::-1]
+
+
+def size_of(dtype: str) -> int:
+    """Returns the bytes of an element of a type, such as `float32`."""
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
+
+
+def dtypes_without_peak(traces: Sequence[Trace], cluster: Cluster, tf32: bool) -> list[str]:
+    """Returns the types of products for which a cluster states no peak rate."""
+    found = {
+        "tf32" if event.dtype == "float32" and tf32 else event.dtype
+        for trace in traces
+        for event in trace.events
+        if isinstance(event, Kernel) and event.kind != "memory"
+    }
+    return sorted(found - set(cluster.device.peak_tflops))

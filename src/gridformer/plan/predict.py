@@ -1,0 +1,172 @@
+"""Predicts how long a step of a run takes on a cluster, from traces of the ranks that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gridformer.check.sample import alike_stages
+from gridformer.cluster.file import Cluster
+from gridformer.config import RunConfig
+from gridformer.memory.estimate import estimate_ranks
+from gridformer.memory.ranks import largest_ranks
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.axes import mesh_ranks
+from gridformer.parallel.registry import spec_of
+from gridformer.plan.costs import Costs, dtypes_without_peak
+from gridformer.plan.prediction import Parts, Prediction
+from gridformer.plan.replay import Spent, replay
+from gridformer.trace.alike import trace_alike
+from gridformer.trace.device import Backend
+from gridformer.trace.events import Trace
+from gridformer.trace.rank import trace_rank
+from gridformer.train.flops import TERA, StepFlops
+from gridformer.utils.errors import UserError
+from gridformer.utils.units import GIB
+
+
+def predict(
+    run: RunConfig,
+    cluster: Cluster,
+    layers_only: bool = False,
+    training: bool = True,
+    memory: bool = True,
+    timeline: bool = False,
+) -> Prediction:
+    """Predicts one optimizer step of a checked run on a cluster.
+
+    It registers a device type in this process, which must not belong to a process group.
+
+    Args:
+        run: The run.
+        cluster: The cluster.
+        layers_only: Whether only transformer layers count, forward and backward.
+        training: Whether it is an optimizer step; otherwise the forward passes of a batch.
+        memory: Whether the memory is estimated, too.
+        timeline: Whether the prediction keeps what each rank does when.
+
+    Raises:
+        UserError: The step of this run fails, which `gridformer check` explains.
+    """
+    run = on_device_of(run, cluster)
+    decisions = decide_run(run)
+    traces = traces_of(run, cluster, decisions, training)
+    costs = Costs(run, cluster, decisions)
+    programs = [costs.program(trace, layers_only) for trace in traces]
+    host = cluster.host
+    spent = replay(programs, host.launch_us.value * 1e-6, costs.on_cpu, timeline)
+    whole = 0.0 if layers_only else host.step_us.value * 1e-6
+    found = _prediction(run, cluster, spent, whole, training)
+    if memory:
+        breakdowns = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
+        found.peak_gib = max(breakdown.peak for breakdown in breakdowns) / GIB
+        found.fits = found.peak_gib <= found.limit_gib
+    found.warnings = _warnings(run, cluster, traces)
+    if timeline:
+        found.timeline = {one.rank: one.intervals for one in spent}
+    return found
+
+
+def on_device_of(run: RunConfig, cluster: Cluster) -> RunConfig:
+    """Returns the run on the type of device that the cluster has."""
+    train = run.train.model_copy(update={"device": cluster.device.kind})
+    return run.model_copy(update={"train": train})
+
+
+def traces_of(
+    run: RunConfig, cluster: Cluster, decisions: Decisions, training: bool
+) -> list[Trace]:
+    """Traces the ranks that differ: the first rank of each stage, on each kind of sub-grid.
+
+    Raises:
+        UserError: A trace does not come to its end.
+    """
+    backend: Backend = "nccl" if cluster.device.kind == "cuda" else "gloo"
+    found: list[Trace] = []
+    for line in different_ranks(run, decisions):
+        if len(line) > 1 and training:
+            found += trace_alike(run, line, decisions, True, backend)
+            continue
+        found += [
+            trace_rank(run, rank, decisions, training, True, backend, training) for rank in line
+        ]
+    for trace in found:
+        if not trace.complete:
+            raise UserError(
+                f"the step of rank {trace.rank} fails: {trace.troubles[-1].text}; "
+                "`gridformer check` says more"
+            )
+    return sorted(found, key=lambda trace: trace.rank)
+
+
+def different_ranks(run: RunConfig, decisions: Decisions) -> list[list[int]]:
+    """Returns ranks that stand for all, in lists of those whose stages have equal layers."""
+    layout = run.layout
+    mesh = mesh_ranks(layout, decisions.block)
+    places = [0]
+    if spec_of(layout).boundary(layout).lies == "first" and mesh[0, 0].numel() > 1:
+        places.append(1)  # a sub-grid without the common layers
+    stages = alike_stages(run, decisions)
+    return [
+        [int(mesh[stage].flatten()[place]) for stage in line] for line in stages for place in places
+    ]
+
+
+def _prediction(
+    run: RunConfig, cluster: Cluster, spent: Sequence[Spent], whole: float, training: bool
+) -> Prediction:
+    """Returns the prediction without memory and warnings; `whole` is the step's own time."""
+    last = max(one.end for one in spent)
+    slowest = max(spent, key=lambda one: one.end - one.bubble)
+    step_s = last + whole
+    exposed = dict(slowest.exposed)
+    hidden = {
+        axis: max(0.0, seconds - exposed.get(axis, 0.0))
+        for axis, seconds in slowest.messages.items()
+    }
+    rest = last - slowest.end
+    parts = Parts(
+        **{part: slowest.work.get(part, 0.0) for part in _WORK},
+        launches=slowest.launches + whole,
+        exposed=exposed,
+        hidden=hidden,
+        bubble=slowest.bubble + rest,
+    )
+    flops = StepFlops.of(run)
+    each = step_s * run.layout.n_processes * TERA or 1.0
+    share = 1.0 if training else 1 / 3  # the backward pass has two products for each
+    return Prediction(
+        step_s=step_s,
+        forward_s=slowest.phases.get("forward", 0.0),
+        backward_s=slowest.phases.get("backward", 0.0),
+        update_s=slowest.phases.get("update", 0.0) + rest + whole,
+        fits=None,
+        peak_gib=None,
+        limit_gib=cluster.limit_gib,
+        model_tflops_per_device=flops.model * share / each,
+        hardware_tflops_per_device=(flops.hardware if training else flops.model / 3) / each,
+        exposed_communication_s=sum(exposed.values()),
+        bubble_s=parts.bubble,
+        warnings=[],
+        parts=parts,
+        launches=slowest.n_launches,
+        rank=slowest.rank,
+    )
+
+
+_WORK = ("products", "attention", "memory_bound", "update")
+
+
+def _warnings(run: RunConfig, cluster: Cluster, traces: Sequence[Trace]) -> list[str]:
+    found = []
+    if run.layout.n_processes > cluster.size:
+        found.append(
+            f"the run has {run.layout.n_processes} devices, and {cluster.name} describes "
+            f"{cluster.size}: the outermost level is taken to go on"
+        )
+    for dtype in dtypes_without_peak(traces, cluster, run.train.tf32):
+        found.append(f"{cluster.name} states no peak rate for products of {dtype}")
+    for name, fitted in cluster.fitted.items():
+        if not fitted.identified:
+            note = f": {fitted.note}" if fitted.note else ""
+            found.append(f"{name} of {cluster.name} is not determined by {fitted.data}{note}")
+    return found
