@@ -145,8 +145,9 @@ class Costs:
         view = self.mesh.permute(*fixed, *varying).reshape(
             math.prod(shape[d] for d in fixed), *(shape[d] for d in varying)
         )
-        index = tuple(torch.tensor([place[d] for place in places]) for d in varying)
-        found: list[list[int]] = view[(slice(None), *index)].tolist()
+        index: list[Any] = [torch.tensor([place[d] for place in places]) for d in varying]
+        whole: Any = slice(None)
+        found: list[list[int]] = view[(whole, *index)].tolist()
         return found
 
     def _unravel(self, place: int) -> list[int]:
