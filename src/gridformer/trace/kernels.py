@@ -52,7 +52,9 @@ def work_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str)
     if func.namespace not in ("aten", "gridformer") or name in _NOTHING:
         return None
     results = [*_tensors((out,))]
-    given = [*_tensors(args), *_tensors(kwargs.values())]
+    # A result that the caller names (`out=`) is written like a new one.
+    named = [value for key, value in kwargs.items() if key != "out"]
+    given = [*_tensors(args), *_tensors(named)]
     if not any(x.device.type == device for x in (results or given)):
         return None
     changed = _changed(func, args)
