@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from gridformer.check.sample import alike_stages
 from gridformer.cluster.file import Cluster
@@ -47,40 +49,91 @@ def predict(
     Raises:
         UserError: The step of this run fails, which `gridformer check` explains.
     """
-    run = on_device_of(run, cluster)
-    decisions = decide_run(run)
-    traces = traces_of(run, cluster, decisions, training)
-    costs = Costs(run, cluster, decisions)
-    programs = [costs.program(trace, layers_only) for trace in traces]
-    host = cluster.host
-    spent = replay(programs, host.launch_us.value * 1e-6, costs.on_cpu, timeline)
-    whole = 0.0 if layers_only else host.step_us.value * 1e-6
-    found = _prediction(run, cluster, spent, whole, training)
+    recorded = record(run, cluster.device.kind, training=training)
+    found = price(recorded, cluster, layers_only, timeline)
     if memory:
+        run, decisions = recorded.run, recorded.decisions
         breakdowns = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
         found.peak_gib = max(breakdown.peak for breakdown in breakdowns) / GIB
         found.fits = found.peak_gib <= found.limit_gib
+    return found
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the ranks of a run do, from which its time on any cluster of a kind follows.
+
+    Attributes:
+        run: The run, on the type of device.
+        decisions: The decisions of its layout.
+        traces: The traces of the ranks that differ.
+        training: Whether it is an optimizer step.
+    """
+
+    run: RunConfig
+    decisions: Decisions
+    traces: list[Trace]
+    training: bool
+
+
+def record(
+    run: RunConfig,
+    kind: Literal["cuda", "cpu"] = "cuda",
+    decisions: Decisions | None = None,
+    training: bool = True,
+) -> Recorded:
+    """Traces a run's step for `price`.
+
+    Args:
+        run: The checked run.
+        kind: The type of device.
+        decisions: What `decide_run(run)` returns, or others, such as another block of a node.
+        training: See `predict`.
+
+    Raises:
+        UserError: The step of this run fails.
+    """
+    train = run.train.model_copy(update={"device": kind})
+    run = run.model_copy(update={"train": train})
+    decisions = decisions or decide_run(run)
+    return Recorded(run, decisions, traces_of(run, kind, decisions, training), training)
+
+
+def price(
+    recorded: Recorded, cluster: Cluster, layers_only: bool = False, timeline: bool = False
+) -> Prediction:
+    """Predicts the time of a recorded step on a cluster. Memory is not estimated.
+
+    Args:
+        recorded: The step.
+        cluster: The cluster, with the type of device for which the step was recorded.
+        layers_only, timeline: See `predict`.
+    """
+    run, traces = recorded.run, recorded.traces
+    n = run.layout.n_processes
+    host = cluster.host.launch_us.value * 1e-6, cluster.host.step_us.value * 1e-6
+    if cluster.device.kind == "cpu":  # processes share the cores and the memory
+        cluster = cluster.model_copy(update={"processes": n})
+        host = cluster.tables.host_s(n) or host
+    costs = Costs(run, cluster, recorded.decisions)
+    programs = [costs.program(trace, layers_only) for trace in traces]
+    spent = replay(programs, host[0], costs.on_cpu, timeline)
+    found = _prediction(run, cluster, spent, 0.0 if layers_only else host[1], recorded.training)
     found.warnings = _warnings(run, cluster, traces)
     if timeline:
         found.timeline = {one.rank: one.intervals for one in spent}
     return found
 
 
-def on_device_of(run: RunConfig, cluster: Cluster) -> RunConfig:
-    """Returns the run on the type of device that the cluster has."""
-    train = run.train.model_copy(update={"device": cluster.device.kind})
-    return run.model_copy(update={"train": train})
-
-
 def traces_of(
-    run: RunConfig, cluster: Cluster, decisions: Decisions, training: bool
+    run: RunConfig, kind: Literal["cuda", "cpu"], decisions: Decisions, training: bool
 ) -> list[Trace]:
     """Traces the ranks that differ: the first rank of each stage, on each kind of sub-grid.
 
     Raises:
         UserError: A trace does not come to its end.
     """
-    backend: Backend = "nccl" if cluster.device.kind == "cuda" else "gloo"
+    backend: Backend = "nccl" if kind == "cuda" else "gloo"
     found: list[Trace] = []
     for line in different_ranks(run, decisions):
         if len(line) > 1 and training:

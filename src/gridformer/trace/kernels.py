@@ -57,7 +57,7 @@ def work_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str)
     given = [*_tensors(args), *_tensors(named)]
     if not any(x.device.type == device for x in (results or given)):
         return None
-    changed = _changed(func, args)
+    changed = [*_changed(func, args), *_tensors((kwargs.get("out"),))]
     storages = {x.untyped_storage()._cdata for x in given}
     made = [x for x in results if x.untyped_storage()._cdata not in storages]
     if not made and not changed:
