@@ -1,0 +1,1 @@
+"""What `gridformer predict` says, against what is measured on the same machine."""
