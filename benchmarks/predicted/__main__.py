@@ -5,8 +5,8 @@
     python -m benchmarks.predicted machine --out docs/results/predicted.md              12 minutes
 
 `gpu` measures training steps of models on one GPU. `machine` calibrates this machine's CPU, then
-measures the layers of `benchmarks.schemes` at 1 to 16 processes, and steps of the demo's model under
-12 layouts. Nothing else should run meanwhile. Progress goes to standard error.
+measures the layers of `benchmarks.schemes` at 1 to 16 processes, and steps of the demo's model
+under 12 layouts. Nothing else should run meanwhile. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def gpu(
     about = describe_machine("benchmarks.predicted")
     head = (
         f"# Predicted and measured on {where}\n\n{about['date']}, torch {about['torch']}, commit "
-        f"{about['commit'] or 'unknown'}: `{command_line('benchmarks.predicted')}` with the cluster "
-        f"file that `gridformer calibrate` wrote on this machine. Training steps in bfloat16, "
-        f"medians of 6 after 3.\n\n"
+        f"{about['commit'] or 'unknown'}: `{command_line('benchmarks.predicted')}` with the "
+        "cluster file that `gridformer calibrate` wrote on this machine. Training steps in "
+        "bfloat16, medians of 6 after 3.\n\n"
     )
     _write(head + text, out)
 

@@ -40,7 +40,7 @@ class Case:
     def run(self, device: str) -> RunConfig:
         model: dict[str, Any] = {**shipped_model(self.model), "dropout": self.dropout}
         if not model.get("vocab_size"):
-            model["vocab_size"] = 50304
+            model["vocab_size"] = 512
         run = RunConfig.model_validate(
             {
                 "model": model,

@@ -119,9 +119,7 @@ def compare(effort: Effort, cluster_file: Path | None, tell: Tell) -> str:
 # --------------------------------------------------------------------------- layers
 
 
-def _measure_layers(
-    effort: Effort, folder: Path, tell: Tell
-) -> list[tuple[str, RunConfig, float]]:
+def _measure_layers(effort: Effort, folder: Path, tell: Tell) -> list[tuple[str, RunConfig, float]]:
     """Measures stacks of layers with `benchmarks.schemes`; returns names, runs and seconds."""
     found = []
     machine = describe_machine("benchmarks.predicted")

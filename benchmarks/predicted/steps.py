@@ -45,7 +45,9 @@ class Measured:
         return [Measured(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def work(runs: list[RunConfig], n_steps: int, n_warmups: int, forward_only: bool, out: Path) -> None:
+def work(
+    runs: list[RunConfig], n_steps: int, n_warmups: int, forward_only: bool, out: Path
+) -> None:
     """The entrypoint of every process: measures the runs in turn. Rank 0 writes their results.
 
     Args:
