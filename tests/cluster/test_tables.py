@@ -44,6 +44,9 @@ def test_kernels_that_were_not_measured_take_the_time_of_an_addition() -> None:
     assert tables.memory_s(1, "sin", 1e4) == pytest.approx(10e-6)
     assert tables.memory_s(1, "add", 1e6) == pytest.approx(1e-3)
     assert Tables().memory_s(1, "add", 1e6) is None
+    both = Tables(memory=(*rows, MemoryRow("gelu", "bfloat16", 1, 1e3, 9.0)))
+    assert both.memory_s(1, "gelu", 1e3, "bfloat16") == pytest.approx(9e-6)
+    assert both.memory_s(1, "gelu", 1e3, "int64") == pytest.approx(7e-6)
 
 
 def test_messages_between_sizes_members_and_numbers_of_processes() -> None:

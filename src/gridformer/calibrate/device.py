@@ -37,7 +37,7 @@ def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Found:
         heat()
         torch.cuda.synchronize()
     tell("what the host adds to a kernel")
-    _measure_host(found, device, cases.dtypes[0], 1, 20, lambda: None)
+    _measure_host(found, device, cases.dtypes[0], 10, lambda: None)
     last = ""
     for operation in operations(cases, few=False, gpu=True):
         if time.monotonic() - began > limit_s:
@@ -79,8 +79,8 @@ def measure_cpu(
         if seconds is not None:
             found.add(operation.table, operation.key, n_processes, seconds)
     tell("what Python adds to an operator")
-    steps = 10 if cases.window_s > 0.01 else 2
-    _measure_host(found, device, cases.dtypes[0], n_processes, steps, meet)
+    steps = 3 if cases.window_s > 0.01 else 1
+    _measure_host(found, device, cases.dtypes[0], steps, meet)
     return found
 
 
@@ -109,16 +109,13 @@ def _free(device: torch.device) -> float:
     return float(free + cached)
 
 
-def _measure_host(
-    found: Found, device: torch.device, dtype: str, n_processes: int, steps: int, meet: Meet
-) -> None:
+def _measure_host(found: Found, device: torch.device, dtype: str, steps: int, meet: Meet) -> None:
     try:
         host = measure_host(device, dtype, steps, meet)
     except Exception as error:
         found.failures.append(f"time of the host: {type(error).__name__}: {error}")
         return
-    row = [n_processes, round(1e6 * host.launch_s, 3), round(1e6 * host.step_s, 1)]
-    found.rows.setdefault("host", []).append(row)
+    found.host = [host.launch_s, host.step_s]
 
 
 def _heater(device: torch.device) -> Callable[[], None]:

@@ -18,11 +18,13 @@ class Found:
         rows: Rows of `cluster.tables`, by table.
         failures: Sentences on what could not be measured.
         backend: What messages were sent with; empty if none were sent.
+        host: Seconds per operator and per step, see `host.HostTime`; empty if not measured.
     """
 
     rows: dict[str, list[list[Any]]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     backend: str = ""
+    host: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._timed: list[list[Any]] = []
@@ -44,6 +46,13 @@ class Found:
         row.insert(place, processes)
         self.rows.setdefault(table, []).append(row)
         self._timed.append(row)
+
+    def add_host(self, processes: int) -> None:
+        """Adds `host` as a row."""
+        if self.host:
+            launch_us, step_us = (1e6 * seconds for seconds in self.host)
+            row = [processes, round(launch_us, 3), round(step_us, 1)]
+            self.rows.setdefault("host", []).append(row)
 
     def times(self) -> list[float]:
         """Returns the microseconds of all rows, in the order in which they were added."""

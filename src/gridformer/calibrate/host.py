@@ -6,8 +6,10 @@ the time per operator, and what is left the time of a step that depends on no la
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from gridformer.utils.batch import next_words
 
 _LAYERS = (2, 8)
 _TOKENS = 16
+_ROUNDS = 5  # in which the two models take turns
 
 
 @dataclass(frozen=True)
@@ -45,26 +48,30 @@ def measure_host(device: torch.device, dtype: str, steps: int, meet: Meet) -> Ho
     Args:
         device: The device.
         dtype: The data type of the computation.
-        steps: Timed steps of each model.
+        steps: Timed steps of each model in a row.
         meet: A barrier of all processes, which measure at the same time.
     """
-    seconds, launches = [], []
-    for n_layers in _LAYERS:
-        step = _stepper(n_layers, device, dtype)
+    steppers = [_stepper(n_layers, device, dtype) for n_layers in _LAYERS]
+    launches = []
+    for step in steppers:
         for _ in range(2):
             step()
         with _Count() as count:
             step()
-        meet()
-        times = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            step()  # it reads the loss back, so it ends when the device has done everything
-            times.append(time.perf_counter() - start)
-        seconds.append(statistics.median(times))
         launches.append(count.launches)
-    launch_s = (seconds[1] - seconds[0]) / (launches[1] - launches[0])
-    step_s = seconds[0] - launches[0] * launch_s
+
+    def seconds_of(step: Callable[[], object]) -> float:
+        meet()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()  # it reads the loss back, so it ends when the device has done everything
+        return (time.perf_counter() - start) / steps
+
+    rounds = [[seconds_of(step) for step in steppers] for _ in range(_ROUNDS)]
+    few = statistics.median(small for small, _ in rounds)
+    many = statistics.median(large - small for small, large in rounds)
+    launch_s = many / (launches[1] - launches[0])
+    step_s = few - launches[0] * launch_s
     if device.type == "cpu":
         x = torch.ones(64)
         launch_s -= cpu_seconds(lambda: x + x, 0.03, meet)
@@ -75,11 +82,11 @@ def _stepper(n_layers: int, device: torch.device, dtype: str) -> Any:
     config = ModelConfig(
         name="tiny", n_layers=n_layers, hidden_size=64, n_heads=4, vocab_size=128, max_seq_len=16
     )
-    train = TrainConfig.model_validate({"global_batch": 1, "dtype": dtype, "steps": 1000})
+    train = TrainConfig.model_validate({"global_batch": 1, "dtype": dtype, "steps": 100_000})
     model = build_parallel(config, LayoutConfig(), Axes(), 0, device, train.dtype)
     stepper = Stepper(model, train, Axes())
     tokens = torch.randint(0, 128, (1, _TOKENS + 1), device=device)
-    number = iter(range(1000))
+    number = itertools.count()
     return lambda: stepper(next(number), lambda rows: next_words(tokens[rows]))
 
 

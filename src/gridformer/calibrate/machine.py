@@ -99,11 +99,15 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     few = n > max(2, n_cores())
     found = measure_cpu(cases, n, few, n_cores(), lambda: comm.barrier((everyone,)), tell)
     if n > 1:
-        times = torch.tensor(found.times(), dtype=torch.float64)
-        found.set_times((comm.all_reduce(times, everyone) / n).tolist())
+        times = torch.tensor([*found.times(), *found.host], dtype=torch.float64)
+        mean = (comm.all_reduce(times, everyone) / n).tolist()
+        n_rows = len(found.times())
+        found.set_times(mean[:n_rows])
+        found.host = mean[n_rows:]
         tell("messages")
         _measure_messages(found, cases, n, world.rank, torch.device("cpu"))
         found.backend = world.backend
+    found.add_host(n)
     if world.rank == 0:
         found.write(out)
     close_world()
@@ -142,6 +146,7 @@ def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Found, Clus
     free, total = torch.cuda.mem_get_info()
     reserved = total - free - torch.cuda.memory_reserved()
     found = measure_gpu(cases, limit_s, tell)
+    found.add_host(1)
     n = torch.cuda.device_count()
     if n == 1:
         tell("one GPU: messages between GPUs are not measured")

@@ -55,7 +55,10 @@ def operations(cases: Cases, few: bool, gpu: bool) -> Iterator[Operation]:
     first, *others = cases.dtypes
     for shape in cases.few_linears if few else cases.linears:
         yield from _linear(shape, first)
-    yield from _memory_bound(cases.bytes[1:3] if few else cases.bytes, first)
+    sizes = cases.bytes[1:3] if few else cases.bytes
+    yield from _memory_bound(sizes, first)
+    if gpu:  # norms and losses compute in float32 whatever the type of the products
+        yield from _memory_bound(sizes[1:], "float32", first)
     for attention in cases.attention[:2] if few else cases.attention:
         yield from _attention(attention, first)
     if few:
@@ -205,11 +208,19 @@ def _passes(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], backward:
 # --------------------------------------------------------------------------- memory-bound kernels
 
 
-def _memory_bound(sizes: tuple[int, ...], dtype: str) -> Iterator[Operation]:
-    """Yields memory-bound kernels, each reading and writing about the given numbers of bytes."""
+def _memory_bound(sizes: tuple[int, ...], dtype: str, known: str = "") -> Iterator[Operation]:
+    """Yields memory-bound kernels, each reading and writing about the given numbers of bytes.
+
+    Args:
+        sizes: Numbers of bytes.
+        dtype: The type of the tensors.
+        known: The type with which all of them are measured, too.
+    """
     for n_bytes in sizes:
         for op, (tensors, kernel) in _KERNELS.items():
             held = "float32" if op in _FLOAT32 else dtype
+            if known and (op in _FLOAT32 or known == dtype):
+                continue
             each = n_bytes // (tensors * torch_dtype(held).itemsize)
             width = min(_WIDTH, 1 << max(0, each.bit_length() - 5))
             rows = max(1, each // width)

@@ -76,7 +76,7 @@ def _measured_s(cluster: Cluster, work: KernelWork) -> float | None:
         op = "gridformer" if "gridformer" in work.op else "sdpa"
         return tables.attention_s(busy, work.dtype, shape, "backward" in work.op, op)
     if work.kind == "memory":
-        return tables.memory_s(busy, work.op, work.bytes)
+        return tables.memory_s(busy, work.op, work.bytes, work.dtype)
     return None
 
 

@@ -160,18 +160,22 @@ class Tables(BaseModel):
             return self.attention_s(processes, dtype, shape, backward)
         return found
 
-    def memory_s(self, processes: int, op: str, n_bytes: float) -> float | None:
+    def memory_s(self, processes: int, op: str, n_bytes: float, dtype: str = "") -> float | None:
         """Returns the seconds of a memory-bound kernel, or None if there are no rows.
 
         Args:
             processes: How many processes compute at the same time.
             op: Name of torch's operator; one that was not measured takes the time of `add`.
             n_bytes: Bytes read and written.
+            dtype: Data type of what it writes; one that was not measured takes any other.
         """
-        key = ("memory", op)
+        key = ("memory", op, dtype)
         if key not in self._fields:
             rows = [r for r in self.memory if r.op == op]
             rows = rows or [r for r in self.memory if r.op == "add"] or [*self.memory]
+            rows = [r for r in rows if r.dtype == dtype] or rows
+            # Rows of several types at one size would be one place of the field.
+            rows = [r for r in rows if r.dtype == rows[0].dtype]
             self._fields[key] = _Field(_Point(r.processes, (r.bytes,), r.us) for r in rows)
         return self._fields[key].seconds_by_size(processes, n_bytes)
 
