@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -157,6 +158,17 @@ def test_a_step_mixes_no_devices(gpu: InProcess, case: Case) -> None:
         pytest.skip("the layout is refused")
     for ranks in ranks_of(case):
         assert_on_one_device(case.run, [gpu(step_of, case.run, rank) for rank in ranks])
+
+
+def step_beside_gpus(run: RunConfig) -> Step:
+    """Run a fake step on a machine that has GPUs, where torch makes some fake tensors otherwise."""
+    with patch.object(torch.cuda, "is_available", lambda: True):
+        return step_of(run, 0)
+
+
+def test_a_machine_may_have_gpus(gpu: InProcess) -> None:
+    run = Case("Optimus", 0, 0, "selective, bfloat16", "GPT-2").run
+    assert_on_one_device(run, [gpu(step_beside_gpus, run)])
 
 
 def is_refused(run: RunConfig) -> bool:

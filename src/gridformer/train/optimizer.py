@@ -165,7 +165,8 @@ class Updates:
         for unit in self.units:
             for parameter in unit.updated:
                 unit.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(step), device=parameter.device),
+                    # torch.tensor would not make a fake tensor on machines that have a GPU.
+                    "step": torch.full((), float(step), device=parameter.device),
                     **{name: self._moment_of(parameter) for name in _MOMENTS},
                 }
 
