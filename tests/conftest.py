@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 # so that a failing assert there shows the values, too
@@ -13,6 +14,7 @@ pytest.register_assert_rewrite("tests.support")
 from tests.support.fake_gpu import InProcess, own_process  # noqa: E402
 from tests.support.launch.programs import Start, starting  # noqa: E402
 from tests.support.multirank.pool import WorkerPool  # noqa: E402
+from tests.support.server import prepare_server  # noqa: E402
 
 # `make test` tries the same examples each time, so what passed once keeps passing; `make test-all`
 # tries new ones. There are no deadlines, which would fail by chance on a busy machine.
@@ -21,7 +23,13 @@ settings.register_profile("fresh", deadline=None, print_blob=True)
 
 
 def pytest_collection_finish() -> None:
-    """Imported objects stay alive, so the garbage collector can skip them, and run less often."""
+    """Save time: tests compute little, and several processes of a session share the cores.
+
+    A second thread would mostly spin while it waits for its core. Imported objects stay alive, so
+    the garbage collector can skip them, and run less often.
+    """
+    torch.set_num_threads(1)
+    prepare_server()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)

@@ -43,8 +43,6 @@ MAX_RANKS = 16
 # threads on every rank: after hundreds of layouts 16 processes had 5,000 threads and ran ten times
 # slower.
 GROUP_SERVES = 96
-# Modules that every worker would otherwise import by itself.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "tests.support.multirank.preload"]
 
 
 class RankFailed(Exception):  # noqa: N818 - reads as a sentence in pytest.raises
@@ -174,7 +172,6 @@ class WorkerPool:
         self.timeout_s, self.backend = timeout_s, backend
         self._folder = Path(tempfile.mkdtemp(prefix="gridformer-pool-"))
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[_Worker] = []
         self._group: _Group | None = None
         self._n_groups = 0

@@ -1,4 +1,4 @@
-"""Imported by the server that workers are forked from, so that workers need not import it again.
+"""Imported by the server that processes are forked from, so that they need not import it again.
 
 A mistake in the package must fail the tests that use it, not the server.
 """
@@ -6,12 +6,18 @@ A mistake in the package must fail the tests that use it, not the server.
 import contextlib
 import importlib
 
+import torch
+
+torch.set_num_threads(1)
 for name in (
     "pytest",
     "hypothesis",
     "safetensors",
+    "gridformer.cli.app",
     "gridformer.launch.run",
     "gridformer.memory.measure",
+    "gridformer.trace.warm",
+    "tests.support.fake_gpu",
     "tests.support.multirank.exactness",
 ):
     with contextlib.suppress(Exception):
