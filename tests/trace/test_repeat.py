@@ -13,7 +13,7 @@ from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
 from gridformer.trace import Start, Trace, Wait, alike, trace_rank
-from gridformer.trace.events import Event
+from gridformer.trace.events import Kernel, Read
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
 from tests.support.multirank.memory import a_run
@@ -44,6 +44,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
     ),
 ]
 QUICK = CASES[2]
+Single = Start | Wait | Kernel | Read
 
 
 def run_of(layout: dict[str, Any], train: dict[str, Any]) -> RunConfig:
@@ -54,37 +55,40 @@ def run_of(layout: dict[str, Any], train: dict[str, Any]) -> RunConfig:
     return run
 
 
-def compared(run: RunConfig, ranks: list[int]) -> list[tuple[list[Event], list[Event]]]:
+def compared(
+    run: RunConfig, ranks: list[int], kernels: bool
+) -> list[tuple[list[Single], list[Single]]]:
     """Return the events of ranks, traced one by one, and those that follow from the first rank."""
     torch.set_num_threads(1)
     decisions = decide_run(run)
     with patch.object(alike, "play", wraps=alike.play) as play:
-        repeated = alike.trace_alike(run, ranks, decisions)
+        repeated = alike.trace_alike(run, ranks, decisions, kernels)
     assert play.call_count == 1, "only the first rank is run"
-    whole = [trace_rank(run, rank, decisions) for rank in ranks]
+    whole = [trace_rank(run, rank, decisions, kernels=kernels) for rank in ranks]
     return [(numbered(one), numbered(other)) for one, other in zip(whole, repeated)]
 
 
-def numbered(trace: Trace) -> list[Event]:
+def numbered(trace: Trace) -> list[Single]:
     """Return the events with messages numbered in their order."""
     assert trace.complete, trace.troubles
     numbers: dict[int, int] = {}
-    for event in trace.events:
+    for event in trace.unfolded():
         if isinstance(event, Start):
             numbers[event.number] = len(numbers)
     return [
         replace(event, number=numbers[event.number]) if isinstance(event, Start | Wait) else event
-        for event in trace.events
+        for event in trace.unfolded()
     ]
 
 
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, id="with kernels")])
 @pytest.mark.parametrize("case", full_unless(lambda case: case is QUICK, CASES), ids=str)
-def test_repeated_passes_are_those_that_are_run(gpu: InProcess, case: Any) -> None:
+def test_repeated_passes_are_those_that_are_run(gpu: InProcess, case: Any, kernels: bool) -> None:
     layout, train, ranks = case
-    for whole, repeated in gpu(compared, run_of(layout, train), ranks):
+    for whole, repeated in gpu(compared, run_of(layout, train), ranks, kernels):
         assert without_modules(whole) == without_modules(repeated)
 
 
-def without_modules(events: list[Event]) -> list[Event]:
+def without_modules(events: list[Single]) -> list[Single]:
     """Return the events without the names of modules, whose layers have other numbers elsewhere."""
     return [replace(event, place=event.place._replace(module="")) for event in events]

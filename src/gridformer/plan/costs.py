@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,8 @@ from gridformer.cluster.messages import MessageWork, like_messages, message_s
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
-from gridformer.plan.program import (
-    Await,
-    Item,
-    Program,
-    ReadBack,
-    Run,
-    Send,
-    layers_only,
-    phases_of,
-)
-from gridformer.trace.events import Kernel, Read, Start, Trace, Wait
+from gridformer.plan.program import Await, Item, OnlyLayers, Phase, ReadBack, Run, Send
+from gridformer.trace.events import Event, Kernel, Passed, Read, Start, Trace, Wait
 
 _PARTS = {"product": "products", "attention": "attention", "memory": "memory_bound"}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -49,30 +40,35 @@ class Costs:
         self._messages: dict[Any, float] = {}
         self._groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
 
-    def program(self, trace: Trace, layers: bool = False) -> Program:
-        """Returns what a replay needs of a trace.
+    def items(
+        self, events: Iterable[Event], rank: int, only: OnlyLayers | None, last: bool = False
+    ) -> list[Item]:
+        """Returns what a replay needs of some events of a rank.
 
         Args:
-            trace: The trace, with kernels.
-            layers: Whether only transformer layers count.
+            events: The events, among which there is no pass.
+            rank: The rank.
+            only: Leaves out what is not in layers; None leaves out nothing.
+            last: Whether all passes are over.
         """
         items: list[Item] = []
-        kept = layers_only(trace.events) if layers else None
-        for number, (event, phase) in enumerate(zip(trace.events, phases_of(trace))):
-            if kept is not None and not kept[number]:
+        for event in events:
+            if isinstance(event, Passed) or (only is not None and not only.keeps(event)):
                 continue
+            backward = event.place.backward
+            phase: Phase = "update" if last else "backward" if backward else "forward"
             if isinstance(event, Kernel):
                 part = "update" if event.update else _PARTS[event.kind]
                 seconds = self.kernel_s(event)
                 module = event.place.module
                 items.append(Run(seconds, event.launches, part, event.op, module, phase))
             elif isinstance(event, Start):
-                items.append(Send(event, self.start_s(event, trace.rank), phase))
+                items.append(Send(event, self.start_s(event, rank), phase))
             elif isinstance(event, Wait):
                 items.append(Await(event.number, phase))
             elif isinstance(event, Read):
                 items.append(ReadBack(phase))
-        return Program(trace.rank, items)
+        return items
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Returns the seconds that a kernel takes on the device."""
@@ -164,12 +160,23 @@ def size_of(dtype: str) -> int:
     return found.itemsize
 
 
+def kernels_of(trace: Trace) -> Iterator[Kernel]:
+    """Yields the kernels of a trace, those of equal passes once."""
+    seen: set[int] = set()
+    for event in trace.events:
+        if isinstance(event, Kernel):
+            yield event
+        elif isinstance(event, Passed) and id(event.events) not in seen:
+            seen.add(id(event.events))
+            yield from (one for one in event.events if isinstance(one, Kernel))
+
+
 def dtypes_without_peak(traces: Sequence[Trace], cluster: Cluster, tf32: bool) -> list[str]:
     """Returns the types of products for which a cluster states no peak rate."""
     found = {
         "tf32" if event.dtype == "float32" and tf32 else event.dtype
         for trace in traces
-        for event in trace.events
-        if isinstance(event, Kernel) and event.kind != "memory"
+        for event in kernels_of(trace)
+        if event.kind != "memory"
     }
     return sorted(found - set(cluster.device.peak_tflops))

@@ -14,9 +14,11 @@ from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.registry import spec_of
+from gridformer.plan.blocks import Programs
 from gridformer.plan.costs import Costs, dtypes_without_peak
 from gridformer.plan.prediction import Parts, Prediction
-from gridformer.plan.replay import Spent, replay
+from gridformer.plan.program import Spent
+from gridformer.plan.replay import replay
 from gridformer.trace.alike import trace_alike
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
@@ -116,7 +118,8 @@ def price(
         cluster = cluster.model_copy(update={"processes": n})
         host = cluster.tables.host_s(n) or host
     costs = Costs(run, cluster, recorded.decisions)
-    programs = [costs.program(trace, layers_only) for trace in traces]
+    builder = Programs(costs, traces, host[0], layers_only, whole=timeline)
+    programs = [builder.program(trace) for trace in traces]
     spent = replay(programs, host[0], costs.on_cpu, timeline)
     found = _prediction(run, cluster, spent, 0.0 if layers_only else host[1], recorded.training)
     found.warnings = _warnings(run, cluster, traces)

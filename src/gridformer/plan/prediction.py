@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gridformer.plan.replay import Interval
+from gridformer.plan.program import Interval
 
 MICRO = 1e6
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from gridformer.trace.events import Event, Kernel, Place, Start, Trace, Wait
+from gridformer.trace.events import Kernel, Place, Read, Start, Wait
 
 Phase = Literal["forward", "backward", "update"]
 _LAYER = re.compile(r"(^|\.)(\w*layers|\w*blocks)\.\d+(\.|$)")
@@ -66,7 +66,86 @@ class ReadBack(NamedTuple):
     phase: Phase
 
 
-Item = Run | Send | Await | ReadBack
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A pass that depends on no other rank, replayed beforehand; see `gridformer.plan.blocks`.
+
+    Attributes:
+        name: What it is.
+        ahead: Seconds from its begin to its end if the host is far ahead of the device.
+        behind: Seconds from when the host comes to it until its end if the device is idle.
+        host: Seconds that the host needs for it.
+        launches: How many launches it has.
+        spent_ahead: What the time is spent on in the first case.
+        spent_behind: What it is spent on in the second case.
+        phase: The phase of the step.
+    """
+
+    name: str
+    ahead: float
+    behind: float
+    host: float
+    launches: int
+    spent_ahead: Spent
+    spent_behind: Spent
+    phase: Phase
+
+
+Item = Run | Send | Await | ReadBack | Block
+
+
+class Interval(NamedTuple):
+    """Something that a rank does.
+
+    Attributes:
+        stream: `compute`, or `messages AXIS`.
+        kind: What it counts as.
+        name: What it is.
+        start: When it begins, in seconds.
+        end: When it ends, in seconds.
+        module: The module of the model.
+    """
+
+    stream: str
+    kind: str
+    name: str
+    start: float
+    end: float
+    module: str = ""
+
+
+@dataclass
+class Spent:
+    """What the time of one rank was spent on, in seconds.
+
+    Attributes:
+        rank: The rank.
+        end: When it comes to its end.
+        work: The time of kernels: products, attention, memory_bound, update.
+        launches: The time in which the device waits for the host.
+        bubble: The time in which it waits for other ranks to start their part of a message.
+        exposed: The time in which it waits for messages that travel, by axis.
+        messages: The time that messages travel, by axis.
+        phases: All time by phase.
+        n_launches: How many kernels are launched.
+        intervals: What it does when, if this was asked for.
+    """
+
+    rank: int
+    end: float = 0.0
+    work: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    launches: float = 0.0
+    bubble: float = 0.0
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    messages: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    n_launches: int = 0
+    intervals: list[Interval] = field(default_factory=list)
+
+    @property
+    def busy(self) -> float:
+        """All of it except for waiting for the host."""
+        return sum(self.work.values()) + self.bubble + sum(self.exposed.values())
 
 
 @dataclass
@@ -82,34 +161,24 @@ class Program:
     items: list[Item] = field(default_factory=list)
 
 
-def phases_of(trace: Trace) -> list[Phase]:
-    """Returns the phase of each event of a trace."""
-    found: list[Phase] = []
-    for number, event in enumerate(trace.events):
-        if number >= trace.update > 0:
-            found.append("update")
-        else:
-            found.append("backward" if event.place.backward else "forward")
-    return found
+class OnlyLayers:
+    """Selects what belongs to the layers of a transformer, and the messages between its stages."""
 
+    def __init__(self) -> None:
+        self._kept: set[int] = set()
 
-def layers_only(events: Sequence[Event]) -> list[bool]:
-    """Returns which events belong to the layers of a transformer, and to messages between them."""
-    kept: set[int] = set()
-    found = []
-    for event in events:
+    def keeps(self, event: Start | Wait | Kernel | Read) -> bool:
+        """Returns whether an event counts. Ask for the events of a rank in order."""
         if isinstance(event, Wait):
-            found.append(event.number in kept)
-            continue
+            return event.number in self._kept
         inside = in_layers(event.place)
         if isinstance(event, Start):
             inside = inside or event.label == _PIPELINE
             if inside:
-                kept.add(event.number)
+                self._kept.add(event.number)
         elif isinstance(event, Kernel):
             inside = inside and not event.update
-        found.append(inside)
-    return found
+        return inside
 
 
 def in_layers(place: Place) -> bool:

@@ -14,62 +14,13 @@ do what those do that have one.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from gridformer.plan.program import Await, Program, ReadBack, Run, Send
+from gridformer.plan.program import Await, Block, Interval, Program, ReadBack, Run, Send, Spent
 from gridformer.trace.events import Part
-
-
-class Interval(NamedTuple):
-    """Something that a rank does.
-
-    Attributes:
-        stream: `compute`, or `messages AXIS`.
-        kind: What it counts as.
-        name: What it is.
-        start: When it begins, in seconds.
-        end: When it ends, in seconds.
-        module: The module of the model.
-    """
-
-    stream: str
-    kind: str
-    name: str
-    start: float
-    end: float
-    module: str = ""
-
-
-@dataclass
-class Spent:
-    """What the time of one rank was spent on, in seconds.
-
-    Attributes:
-        rank: The rank.
-        end: When it comes to its end.
-        work: The time of kernels: products, attention, memory_bound, update.
-        launches: The time in which the device waits for the host.
-        bubble: The time in which it waits for other ranks to start their part of a message.
-        exposed: The time in which it waits for messages that travel, by axis.
-        messages: The time that messages travel, by axis.
-        phases: All time by phase.
-        n_launches: How many kernels are launched.
-        intervals: What it does when, if this was asked for.
-    """
-
-    rank: int
-    end: float = 0.0
-    work: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    launches: float = 0.0
-    bubble: float = 0.0
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    messages: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    n_launches: int = 0
-    intervals: list[Interval] = field(default_factory=list)
 
 
 class _Over(NamedTuple):
@@ -100,6 +51,7 @@ def replay(
     launch_s: float,
     host_is_device: bool = False,
     timeline: bool = False,
+    begins: tuple[float, float] = (0.0, 0.0),
 ) -> list[Spent]:
     """Replays the programs of ranks.
 
@@ -108,11 +60,15 @@ def replay(
         launch_s: Seconds that the host needs for a launch.
         host_is_device: Whether kernels run on the host, and messages go over gloo.
         timeline: Whether intervals are kept.
+        begins: When the host and the compute stream of all ranks begin.
 
     Raises:
         StuckError: They wait for each other.
     """
-    return _Replay(programs, launch_s, host_is_device, timeline).go()
+    state = _Replay(programs, launch_s, host_is_device, timeline)
+    for one in state.ranks.values():
+        one.host, one.device = begins
+    return state.go()
 
 
 class _Rank:
@@ -143,9 +99,7 @@ class _Replay:
         if stuck:
             raise StuckError(f"ranks {stuck} wait for messages that never end")
         for one in self.ranks.values():
-            one.spent.end = max(one.host, one.device)
-            one.spent.phases["update"] += one.spent.end - one.device
-            one.spent.launches += one.spent.end - one.device
+            one.spent.end = one.device
         return [one.spent for one in self.ranks.values()]
 
     def _run(self, rank: int) -> None:
@@ -181,6 +135,8 @@ class _Replay:
                 if item.number not in one.over:
                     return
                 self._wait(one, item)
+            elif type(item) is Block:
+                self._block(one, item)
             else:
                 assert isinstance(item, ReadBack)
                 one.host = max(one.host, one.device)
@@ -191,6 +147,30 @@ class _Replay:
         one.spent.launches += one.host - one.device
         one.spent.phases[phase] += one.host - one.device
         one.device = one.host
+
+    def _block(self, one: _Rank, block: Block) -> None:
+        """Runs a pass whose times are known; it is over when both have come to its end."""
+        ahead, behind = one.device + block.ahead, one.host + block.behind
+        end = ahead if self.sync else max(ahead, behind)
+        used = block.spent_ahead if end == ahead else block.spent_behind
+        spent, elapsed = one.spent, end - one.device
+        for mine, more in (
+            (spent.work, used.work),
+            (spent.exposed, used.exposed),
+            (spent.messages, used.messages),
+        ):
+            for name, seconds in more.items():
+                mine[name] += seconds
+        spent.bubble += used.bubble
+        spent.launches += elapsed - used.busy
+        spent.phases[block.phase] += elapsed
+        spent.n_launches += block.launches
+        if self.timeline:
+            spent.intervals.append(
+                Interval("compute", block.phase, block.name, one.device, end, "")
+            )
+        one.device = end
+        one.host = end if self.sync else one.host + block.host
 
     def _wait(self, one: _Rank, item: Await) -> None:
         over, axis, spent = one.over[item.number], one.axes[item.number], one.spent

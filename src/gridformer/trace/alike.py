@@ -29,7 +29,7 @@ from gridformer.trace.rank import Played, on_devices, play
 from gridformer.trace.repeat import Repeats
 from gridformer.utils.batch import Batch, MicroBatch
 
-Translation = Callable[[Sequence[Event]], list[Event]]
+Translation = Callable[[Sequence[Event]], tuple[Event, ...]]
 
 
 def trace_alike(
@@ -95,6 +95,8 @@ def _following(
             def finish(hidden: Tensor, batch: Batch) -> Tensor:
                 return torch.stack([*model.losses_of(hidden, batch).values()]).sum()
 
+            if kernels:  # those of a step alone
+                log.trace.events.clear()
             repeats.repeat(translated(events[:start]))
             executor.train(work, finish)
             log.trace.update = len(log.trace.events)
@@ -136,7 +138,7 @@ def _translation(one: Trace, other: Trace, events: Sequence[Event]) -> Translati
         )
         return replace(event, group=group.name, ranks=group.ranks, parts=parts)
 
-    return lambda found: [translated(event) for event in found]
+    return lambda found: tuple(translated(event) for event in found)
 
 
 def _places_of(trace: Trace) -> dict[Member, tuple[str, int, int]]:

@@ -7,7 +7,8 @@ a wait begins only when that wait is over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 
@@ -188,7 +189,30 @@ class Kernel:
     update: bool = False
 
 
-Event = Start | Wait | Kernel | Read
+@dataclass(frozen=True, slots=True, eq=False)
+class Passed:
+    """A pass of a pipeline through a stage, whose events are kept once for all micro-batches.
+
+    Attributes:
+        events: What it does. Many passes share this object.
+        numbers: For each message that it starts, the number of the message on this rank.
+    """
+
+    events: tuple[Start | Wait | Kernel | Read, ...]
+    numbers: dict[int, int]
+
+    def unfolded(self) -> Iterator[Start | Wait | Kernel | Read]:
+        """Yields its events with the numbers of this rank."""
+        for event in self.events:
+            if isinstance(event, Start):
+                yield replace(event, number=self.numbers[event.number])
+            elif isinstance(event, Wait):
+                yield Wait(self.numbers.get(event.number, event.number), event.place)
+            else:
+                yield event
+
+
+Event = Start | Wait | Kernel | Read | Passed
 
 
 @dataclass
@@ -200,7 +224,7 @@ class Trace:
         groups: The groups that are created, in order, including those of other ranks.
         own: The groups of this rank, in order.
         events: Messages and waits, in order. Where kernels are recorded, also these and the values
-            that are read back.
+            that are read back, and passes that are repeated.
         reads: Values that are read back from the device.
         troubles: What a GPU or NCCL refuses. If the code raised an error, the last one says which.
         complete: Whether the step came to its end.
@@ -215,3 +239,11 @@ class Trace:
     troubles: list[Trouble] = field(default_factory=list)
     complete: bool = False
     update: int = 0
+
+    def unfolded(self) -> Iterator[Start | Wait | Kernel | Read]:
+        """Yields the events, also those of passes, one by one."""
+        for event in self.events:
+            if isinstance(event, Passed):
+                yield from event.unfolded()
+            else:
+                yield event

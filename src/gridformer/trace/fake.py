@@ -55,6 +55,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # asked for more than anything else
+            return args[0].fake_device
         op = func.overloadpacket
         self.products += op in _PRODUCTS
         out = self._launched(func, args, kwargs or {}) if self.log.kernels else NotImplemented
@@ -70,7 +72,7 @@ class Watch(TorchDispatchMode):
 
     def _launched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records what it launches; NotImplemented for messages."""
-        if func.namespace == "c10d" or func is _DEVICE:
+        if func.namespace == "c10d":
             return NotImplemented
         key, tensors = fast_fakes().key_of(func, args, kwargs)
         out = fast_fakes().remembered_of(key, tensors)

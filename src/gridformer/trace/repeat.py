@@ -22,7 +22,7 @@ from torch import Tensor
 from gridformer.models import Activations, Model
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.schedules import Action
-from gridformer.trace.events import Event, Start, Wait
+from gridformer.trace.events import Event, Kernel, Passed, Read, Start, Wait
 from gridformer.trace.group import Log
 from gridformer.utils.batch import MicroBatch
 
@@ -68,7 +68,7 @@ class Recorded:
         losses: The shapes of its losses, if it computes any.
     """
 
-    events: list[Event]
+    events: Sequence[Event]
     products: int = 0
     out: dict[str, _Shape] | None = None
     losses: dict[str, _Shape] | None = None
@@ -147,6 +147,18 @@ class Repeats:
             else:
                 self.log.trace.events.append(event)
 
+    def _pass(self, events: Sequence[Event]) -> None:
+        """Adds a pass, as one event where kernels are recorded."""
+        if not self.log.kernels:
+            self.repeat(events)
+            return
+        numbers = {e.number: self.log.next_number() for e in events if isinstance(e, Start)}
+        for event in events:
+            if isinstance(event, Wait) and event.number in self._renumbered:
+                numbers.setdefault(event.number, self._renumbered[event.number])
+        self._renumbered |= numbers
+        self.log.trace.events.append(Passed(_plain(events), numbers))
+
     def _train(self, work: Sequence[MicroBatch], finish: Any) -> None:
         start = len(self.log.trace.events)
         self._real_train(work, finish)
@@ -162,15 +174,24 @@ class Repeats:
                 start, products = len(self.log.trace.events), self.count(0)
                 self._now = Recorded([])
                 yield
-                self._now.events = self.log.trace.events[start:]
+                self._now.events = tuple(self.log.trace.events[start:])
+                self._fold(start)
                 self._now.products = self.count(0) - products
                 self.recorded.setdefault(self._kinds[action], self._now)
             else:
                 self._now, self._repeating = self.recorded[self._kinds[action]], True
-                self.repeat(self._now.events)
+                self._pass(self._now.events)
                 self.count(self._now.products)
+                self.log.muted = True
                 yield
-                self._repeating = False
+                self._repeating = self.log.muted = False
+
+    def _fold(self, start: int) -> None:
+        """Makes one event of what a pass has done, where kernels are recorded."""
+        if self.log.kernels:
+            events = _plain(self._now.events)
+            numbers = {e.number: e.number for e in events if isinstance(e, Start)}
+            self.log.trace.events[start:] = [Passed(events, numbers)]
 
     def _stage(self, batch: Any, entering: Activations | None, links: Any) -> Activations:
         """Takes the place of `Model.run`."""
@@ -190,6 +211,12 @@ class Repeats:
             self._now.losses = {name: _Shape.of(x) for name, x in found.items()}
             return found
         return _empty(self._now.losses, [hidden], batch)
+
+
+def _plain(events: Sequence[Event]) -> tuple[Start | Wait | Kernel | Read, ...]:
+    """Returns events among which there is no pass."""
+    assert isinstance(events, tuple)
+    return events
 
 
 def _empty(
