@@ -62,7 +62,9 @@ def report(name: str, rows: Sequence[RecordedRow], found: Fit) -> str:
     for recorded, one, out in zip(rows, found.errors, found.left_out):
         row = recorded.row
         lines.append(f"| {row.name} | {row.published:g} {row.value} | {one:+.1%} | {out:+.1%} |")
-    lines.append(f"| mean | | {np.abs(found.errors).mean():.1%} | {np.abs(found.left_out).mean():.1%} |")
+    lines.append(
+        f"| mean | | {np.abs(found.errors).mean():.1%} | {np.abs(found.left_out).mean():.1%} |"
+    )
     return "\n".join(lines) + "\n"
 
 
