@@ -18,6 +18,7 @@ from gridformer.cli.doctor import doctor
 from gridformer.cli.generate import generate
 from gridformer.cli.layouts import layouts
 from gridformer.cli.memory import memory
+from gridformer.cli.plan import plan
 from gridformer.cli.predict import predict
 from gridformer.cli.prepare import prepare
 from gridformer.cli.train import train
@@ -50,6 +51,7 @@ app.command()(layouts)
 app.command()(memory)
 app.command()(check)
 app.command()(predict)
+app.command()(plan)
 app.command()(calibrate)
 app.command()(doctor)
 

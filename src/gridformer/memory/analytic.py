@@ -32,7 +32,12 @@ def total_states(run: RunConfig) -> float:
 
 def quick_estimate(run: RunConfig) -> float:
     """Returns the approximate peak of the fullest device in bytes."""
-    choices, pp = decide(run.model, run.layout, work_of(run)), run.layout.pp
+    return quick_peak(run, decide(run.model, run.layout, work_of(run)))
+
+
+def quick_peak(run: RunConfig, choices: Choices) -> float:
+    """Like `quick_estimate`, for a caller that has the run's choices."""
+    pp = run.layout.pp
     in_layers, head = _states(run, choices)
     n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
     # The fraction of the layers in the fullest stage; the partition counts the head's work as that

@@ -7,13 +7,14 @@ Every process decides from the run's config alone, so all of them agree. `gridfo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gridformer.config import RunConfig
+from gridformer.config import LayoutConfig, RunConfig
 from gridformer.mesh import node_placement as nodes
 from gridformer.mesh.node_placement import Candidate, NodeBlock
 from gridformer.mesh.placement_table import explain, explain_racks
@@ -60,8 +61,18 @@ class Decisions:
 
 def decide_run(run: RunConfig) -> Decisions:
     """Decides what the `auto` settings of a validated run become."""
-    layout, parameter_bytes, work = run.layout, _parameter_bytes(run), work_of(run)
-    choices = decide(run.model, layout, work)
+    work = work_of(run)
+    choices = decide(run.model, run.layout, work)
+    traffic = traffic_of(run, choices, work)
+    if run.layout.pp > 1:
+        choices.reasons.append(_why_these_stages(run, work))
+    choices.reasons.extend(notes(run))
+    return Decisions(choices, traffic, *placements(run.layout, traffic))
+
+
+def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]:
+    """Returns the bytes that one device receives over each axis in a step; see `Decisions`."""
+    layout = run.layout
     steps = [choices.step(choice) for choice in choices.products.values()]
     spec, again = spec_of(layout), _times_over_replicas(run)
     activations = sum(step.col for step in steps) + work.micro_batches * choices.inputs_again()
@@ -69,20 +80,25 @@ def decide_run(run: RunConfig) -> Decisions:
     traffic = {
         "col": spec.boundary_bytes(choices, layout, over_boundary),
         "row": sum(step.row for step in steps) * work.itemsize,
-        "dp": spec.replica_elements(choices, layout, again) * parameter_bytes,
+        "dp": spec.replica_elements(choices, layout, again) * _parameter_bytes(run),
     }
     if layout.pp > 1:
         traffic = {axis: n_bytes / layout.pp for axis, n_bytes in traffic.items()}
         traffic["pp"] = _between_stages(run, work)
-        choices.reasons.append(_why_these_stages(run, work))
-    choices.reasons.extend(notes(run))
-    candidates, racks = [], []
-    if layout.devices_per_node and spec.node_blocks:
-        sizes = nodes.sizes_of(layout)
-        candidates = nodes.search(sizes, traffic, layout.devices_per_node)
-        if layout.nodes_per_rack:
-            racks = nodes.search_racks(sizes, candidates[0], layout.nodes_per_rack)
-    return Decisions(choices, traffic, candidates, racks)
+    return traffic
+
+
+def placements(
+    layout: LayoutConfig, traffic: Mapping[str, float]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Returns the blocks that a node and a rack may hold, best first; see `Decisions`."""
+    if not layout.devices_per_node or not spec_of(layout).node_blocks:
+        return [], []
+    sizes = nodes.sizes_of(layout)
+    candidates = nodes.search(sizes, traffic, layout.devices_per_node)
+    if not layout.nodes_per_rack:
+        return candidates, []
+    return candidates, nodes.search_racks(sizes, candidates[0], layout.nodes_per_rack)
 
 
 def work_of(run: RunConfig) -> Work:

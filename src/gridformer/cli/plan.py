@@ -1,0 +1,136 @@
+"""`gridformer plan`: finds the fastest layouts of a model on a cluster, and says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gridformer.cluster import Cluster
+    from gridformer.config import RunConfig
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|RUN", help="The name of a shipped model, or a run file.")
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option("--cluster", help="The name of a shipped cluster, or a cluster file."),
+    ],
+    devices: Annotated[
+        int, typer.Option("--devices", min=1, help="The number of devices, one per process.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
+    ] = None,
+    batch: Annotated[
+        int,
+        typer.Option(
+            "--batch",
+            min=0,
+            help="The sequences of a step over all devices. By default that of the run file; for "
+            "a model about half a million tokens, and at least one sequence for each device.",
+        ),
+    ] = 0,
+    top: Annotated[int, typer.Option("--top", min=1, help="List so many layouts.")] = 10,
+    emit: Annotated[
+        Path | None, typer.Option("--emit", help="Write the best layout as a run file.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a report as a page.")] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            "--seconds",
+            min=0.0,
+            help="Trace no further layouts after so many seconds; 0 means 8, and 45 for more than "
+            "64 devices.",
+        ),
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find the fastest layouts of a model on a cluster, and say what limits each.
+
+    Every arrangement of the devices is estimated by formulas. The best are traced: the
+    real code runs on tensors without memory, and its kernels and messages are timed by
+    the cluster file. Layouts that do not fit into memory are never listed. Nothing is
+    applied: --emit writes a run file to train with.
+
+    [bold]Examples:[/bold]
+
+    gridformer plan gpt2-1.5b --cluster dgx-h100 --devices 8
+
+    gridformer plan mine.yaml --cluster selene-a100 --devices 64 --batch 512 --emit best.yaml
+    """
+    import json
+
+    from rich.console import Console
+
+    from gridformer.cluster import load_cluster
+    from gridformer.plan.advice import advise
+    from gridformer.plan.emit import write_run
+    from gridformer.plan.ranking import as_json as to_json
+    from gridformer.plan.ranking import print_result
+    from gridformer.plan.remedies import remedies
+    from gridformer.plan.search import Search, search
+    from gridformer.utils.extras import require
+
+    if html is not None:
+        require("plotly", "--html", "html")
+    machine = load_cluster(cluster)
+    run = _run(model, overrides or [], machine, devices, batch)
+    console = Console(highlight=False, stderr=as_json)
+    with console.status("estimating layouts") as status:
+        limit_s = seconds or (8.0 if devices <= 64 else 45.0)
+        result = search(run, machine, devices, top, limit_s, tell=status.update)
+        asked = Search(run, machine, devices)
+        advice = [advise(asked, found) for found in result.layouts]
+        would_fit = [] if result.layouts else remedies(asked, result.smallest)
+        if html is not None and result.layouts:
+            from gridformer.plan.html import write_page
+
+            status.update("estimating other batches and numbers of devices")
+            write_page(run, machine, result, advice, html)
+    if as_json:
+        typer.echo(json.dumps(to_json(result, advice, would_fit)))
+    elif result.layouts:
+        print_result(run, result, advice, machine.name, console)
+    else:
+        console.print(f"Nothing fits on {devices} devices of {machine.name}.")
+        for sentence in would_fit:
+            console.print(f"- {sentence}", soft_wrap=True)
+    if not result.layouts:
+        raise typer.Exit(1)
+    if emit is not None:
+        how = f"gridformer plan {model} --cluster {cluster} --devices {devices}"
+        write_run(result.layouts[0], emit, how)
+    if not as_json:
+        for path, what in ((emit, "The best layout as a run file"), (html, "The report")):
+            if path is not None:
+                console.print(f"{what}: {path}")
+
+
+def _run(model: str, overrides: list[str], machine: Cluster, devices: int, batch: int) -> RunConfig:
+    """Returns the run to plan: of a run file with its settings, or of a model with defaults."""
+    from gridformer.config import model_names
+    from gridformer.launch.plan import read_run_without_data
+    from gridformer.plan.search import default_batch, fastest_dtype
+    from gridformer.utils.errors import ConfigError
+
+    if devices > machine.size:
+        raise ConfigError(
+            [f"--devices {devices}: {machine.name} has at most {machine.size} devices"]
+        )
+    names_model = model in model_names() and not Path(model).exists()
+    keys = {override.partition("=")[0] for override in overrides}
+    if names_model and "train.dtype" not in keys:
+        overrides = [*overrides, f"train.dtype={fastest_dtype(machine)}"]
+    run = read_run_without_data(model, overrides)
+    if not batch and names_model and "train.global_batch" not in keys:
+        batch = default_batch(run, devices)
+    if batch:
+        run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
+    return run

@@ -1,0 +1,130 @@
+"""Shows the layouts that a search has found: as a table with reasons, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gridformer.config import LayoutConfig, RunConfig, TrainConfig
+from gridformer.plan.advice import Advice
+from gridformer.plan.search import Found, Result
+from gridformer.utils.units import format_setting
+
+EXPLAINED = 3  # layouts whose reasons the command prints; --json has those of all
+# What a plan states of the section `train`, besides what differs from the defaults.
+STATED = ("global_batch", "dtype", "recompute")
+
+
+def print_result(
+    run: RunConfig, result: Result, advice: Sequence[Advice], cluster: str, console: Console
+) -> None:
+    """Prints the ranking, and the reasons for the first layouts.
+
+    Args:
+        run: The run that was asked for.
+        result: What was found.
+        advice: The advice for each layout.
+        cluster: The cluster's name.
+        console: Where to print.
+    """
+    n = result.layouts[0].run.layout.n_processes
+    console.print(
+        Text(
+            f"{run.model.name} on {n} devices of {cluster}, {run.train.global_batch} sequences of "
+            f"{run.seq_len} tokens a step, {run.train.dtype}: {len(result.layouts)} fastest of "
+            f"{result.n_arrangements} arrangements ({result.n_estimates} estimates, "
+            f"{len(result.layouts) + len(result.refused)} traces, {result.seconds:.1f} s)"
+        )
+    )
+    console.print(_table(result.layouts))
+    for one in result.refused:
+        assert one.prediction is not None
+        console.print(
+            Text(
+                f"Left out: {one.name} does not fit when it is traced, with "
+                f"{one.prediction.peak_gib:.1f} of {one.prediction.limit_gib:.1f} GiB."
+            )
+        )
+    if result.untraced:
+        text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
+        console.print(Text(f"There was no time to trace, by estimate: {text}."))
+    for number, (found, why) in enumerate(zip(result.layouts[:EXPLAINED], advice), start=1):
+        console.print(Text(f"\n{number}. {found.name}", style="bold"))
+        console.print(Text(f"   {settings_of(found.run)}"), soft_wrap=True)
+        for sentence in why.sentences:
+            console.print(Text(f"   {sentence}"), soft_wrap=True)
+        for warning in found.prediction.warnings if found.prediction else ():
+            console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
+
+
+def _table(layouts: Sequence[Found]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("\nlayout")
+    for head in ("s a\nstep", "TFLOP/s\na device", "\nGiB", "s in\nmessages", "s in\nbubbles"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("micro-\nbatches", justify="right", no_wrap=True)
+    table.add_column("\nrecompute", no_wrap=True)
+    for found in layouts:
+        prediction = found.prediction
+        assert prediction is not None, "only traced layouts are listed"
+        table.add_row(
+            Text(found.name),
+            f"{prediction.step_s:.4g}",
+            f"{prediction.model_tflops_per_device:.3g}",
+            f"{prediction.peak_gib:.1f}",
+            f"{prediction.exposed_communication_s:.3g}",
+            f"{prediction.bubble_s:.3g}",
+            str(found.run.layout.micro_batches),
+            found.run.train.recompute,
+        )
+    return table
+
+
+def layout_of(run: RunConfig) -> dict[str, Any]:
+    """Returns the section `layout` of a run without values that are defaults."""
+    return {"scheme": run.layout.scheme} | run.layout.model_dump(mode="json", exclude_defaults=True)
+
+
+def train_of(run: RunConfig) -> dict[str, Any]:
+    """Returns what a plan sets in the section `train` of a run."""
+    values = run.train.model_dump(mode="json")
+    plain = TrainConfig().model_dump(mode="json")
+    return {key: v for key, v in values.items() if key in STATED or v != plain[key]}
+
+
+def settings_of(run: RunConfig) -> str:
+    """Returns the layout and training settings of a run as command-line overrides."""
+    plain = LayoutConfig().model_dump(mode="json")
+    layout = {key: value for key, value in layout_of(run).items() if value != plain[key]}
+    sections = {"layout": layout or {"scheme": "single"}, "train": train_of(run)}
+    return " ".join(
+        format_setting(f"{section}.{key}", value)
+        for section, values in sections.items()
+        for key, value in values.items()
+    )
+
+
+def as_json(
+    result: Result, advice: Sequence[Advice], remedies: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns what `--json` prints."""
+    layouts = []
+    for found, why in zip(result.layouts, advice):
+        assert found.prediction is not None, "only traced layouts are listed"
+        layouts.append(
+            found.prediction.to_json()
+            | {
+                "name": found.name,
+                "layout": layout_of(found.run),
+                "train": train_of(found.run),
+                "why": why.sentences,
+                "where": why.shares,
+                "change": dict(why.best.settings) if why.best else None,
+                "estimated_step_s": found.estimate.step_s,
+            }
+        )
+    return {"layouts": layouts, "remedies": list(remedies)}

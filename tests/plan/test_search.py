@@ -1,0 +1,139 @@
+"""The search finds layouts that fit, and what it writes is a run file that trains."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridformer.cluster import Cluster, load_cluster
+from gridformer.config import RunConfig, load_run, parse_run
+from gridformer.parallel.validation import check
+from gridformer.plan.advice import advise
+from gridformer.plan.analytic import estimate
+from gridformer.plan.emit import write_run
+from gridformer.plan.prediction import Parts, Prediction
+from gridformer.plan.ranking import as_json, layout_of
+from gridformer.plan.remedies import remedies
+from gridformer.plan.search import Search, default_batch, search
+
+
+@functools.cache
+def cluster() -> Cluster:
+    return load_cluster("dgx-h100")
+
+
+def run_of(model: str = "gpt2-774m", *overrides: str, batch: int = 64) -> RunConfig:
+    given = ["train.dtype=bfloat16", f"train.global_batch={batch}", *overrides]
+    return parse_run({"model": model, "data": {"path": "."}}, given)
+
+
+def predictor(run: RunConfig, machine: Cluster, peak: float = 1.0) -> Prediction:
+    """Predict what the estimate says, with memory `peak` times as large; nothing is traced."""
+    found = estimate(run, machine)
+    gib, load = found.peak_gib * peak, found.load
+    parts = Parts(load.products, load.attention, load.memory, exposed=dict(load.exposed))
+    return Prediction(
+        step_s=found.step_s,
+        forward_s=found.forward_s,
+        backward_s=found.backward_s,
+        update_s=found.update_s,
+        fits=gib <= found.limit_gib,
+        peak_gib=gib,
+        limit_gib=found.limit_gib,
+        model_tflops_per_device=1.0,
+        hardware_tflops_per_device=1.0,
+        exposed_communication_s=0.0,
+        bubble_s=0.0,
+        warnings=[],
+        parts=parts,
+    )
+
+
+@functools.cache
+def found_on_8() -> Any:
+    return search(run_of(), cluster(), 8, top=4, predictor=predictor)
+
+
+def test_layouts_are_valid_fit_and_are_sorted() -> None:
+    layouts = found_on_8().layouts
+    assert len(layouts) == 4
+    assert [one.step_s for one in layouts] == sorted(one.step_s for one in layouts)
+    for one in layouts:
+        check(one.run)
+        assert one.run.layout.n_processes == 8
+        assert one.run.train.global_batch == 64
+        assert one.prediction.fits
+
+
+def test_no_change_of_a_setting_makes_the_best_faster() -> None:
+    """What the search has improved cannot be improved, as far as it fits."""
+    asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
+    assert asked.improved(best) is best
+
+
+def test_nothing_that_the_trace_says_does_not_fit_is_listed() -> None:
+    large = functools.partial(predictor, peak=4.0)
+    found = search(run_of(batch=512), cluster(), 8, top=3, predictor=large)
+    assert found.refused, "the estimates fit, so some traces were refused"
+    assert all(one.prediction and one.prediction.fits for one in found.layouts)
+    limit = cluster().limit_gib
+    assert all(4 * one.estimate.peak_gib <= limit for one in found.layouts)
+
+
+def test_time_limits_what_is_traced() -> None:
+    found = search(run_of(), cluster(), 8, top=4, limit_s=0.0, predictor=predictor)
+    assert len(found.layouts) == 2
+    assert len(found.untraced) == 2
+
+
+def test_what_is_written_is_read_as_the_same_run(tmp_path: Path) -> None:
+    for number, one in enumerate(found_on_8().layouts):
+        path = tmp_path / f"{number}.yaml"
+        write_run(one, path, "test")
+        assert load_run(path) == one.run
+
+
+def test_json_has_the_keys_that_others_rely_on() -> None:
+    result = found_on_8()
+    asked = Search(run_of(), cluster(), 8)
+    found = as_json(result, [advise(asked, one) for one in result.layouts])["layouts"]
+    keys = {"step_s", "forward_s", "backward_s", "fits", "peak_gib", "model_tflops_per_device"}
+    keys |= {"hardware_tflops_per_device", "exposed_communication_s", "bubble_s", "warnings"}
+    for one in found:
+        assert keys | {"layout", "train", "why"} <= one.keys()
+        assert one["train"]["global_batch"] == 64
+        assert sum(one["where"].values()) == pytest.approx(1.0, abs=0.01)
+    assert found[0]["layout"] == layout_of(result.layouts[0].run)
+
+
+def test_nothing_fits_and_what_would() -> None:
+    run = run_of("gpt-175b", "model.vocab_size=51200", batch=8)
+    found = search(run, cluster(), 8, predictor=predictor)
+    assert not found.layouts
+    said = remedies(Search(run, cluster(), 8), found.smallest)
+    assert any("GiB of the" in text for text in said)
+    assert any("of its 96 layers" in text for text in said)
+    (devices,) = [text for text in said if text.startswith("On ")]
+    n = int(devices.split()[1])
+    assert n > 8
+    larger = Search(run_of("gpt-175b", "model.vocab_size=51200", batch=n), cluster(), n)
+    assert any(larger.first(one).estimate.fits for one in larger.arrangements())
+
+
+def test_advice_names_what_takes_most_time() -> None:
+    asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
+    parts = replace(best.prediction.parts, bubble=100.0)
+    waits = replace(best, prediction=replace(best.prediction, parts=parts, step_s=150.0))
+    said = advise(asked, waits)
+    assert "the pipeline" in said.limit
+    assert said.shares["bubble"] == pytest.approx(2 / 3)
+
+
+def test_a_model_gets_half_a_million_tokens_a_step() -> None:
+    run = run_of()
+    assert default_batch(run, 8) * run.seq_len == 2**19
+    assert default_batch(run, 4096) == 4096
