@@ -92,7 +92,8 @@ def plot(measured: Measured, path: Path) -> None:
         axis.set_xlabel("heads", fontsize=8)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
+    legend = 0.1 + 0.17 * -(-len(labels) // 3)  # inches
+    figure.tight_layout(rect=(0, legend / figure.get_figheight(), 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
