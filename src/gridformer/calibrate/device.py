@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import torch
 
+from gridformer import comm
 from gridformer.calibrate.cases import Cases
 from gridformer.calibrate.clock import Meet, cpu_seconds, gpu_seconds
 from gridformer.calibrate.found import Found
 from gridformer.calibrate.host import measure_host
 from gridformer.calibrate.operations import Operation, Run, operations
 from gridformer.config import TrainConfig
+from gridformer.mesh.axes import Axis
 from gridformer.train.numerics import set_numerics
 
 Tell = Callable[[str], None]
@@ -82,6 +84,15 @@ def measure_cpu(
     steps = 3 if cases.window_s > 0.01 else 1
     _measure_host(found, device, cases.dtypes[0], steps, meet)
     return found
+
+
+def average(found: Found, everyone: Axis) -> None:
+    """Replaces times by their means over all processes, which call this together."""
+    own = torch.tensor([*found.times(), *found.host], dtype=torch.float64)
+    mean = (comm.all_reduce(own, everyone) / everyone.size).tolist()
+    n_rows = len(found.times())
+    found.set_times(mean[:n_rows])
+    found.host = mean[n_rows:]
 
 
 def _guarded(

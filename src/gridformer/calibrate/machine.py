@@ -77,7 +77,7 @@ def _calibrate_cpu(counts: Sequence[int], quick: bool, tell: Tell) -> tuple[Foun
             out = Path(folder) / "found.json"
             launch(cpu_worker, (n, cases, out), n)
             found.extend(Found.read(out))
-    return found, _cpu_cluster(found)
+    return found, cpu_cluster(found)
 
 
 def cpu_worker(n: int, cases: Cases, out: Path) -> None:
@@ -85,7 +85,7 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     import torch
 
     from gridformer import comm
-    from gridformer.calibrate.device import measure_cpu
+    from gridformer.calibrate.device import average, measure_cpu
     from gridformer.mesh.axes import Axis
     from gridformer.mesh.process_group import close_world, init_world
 
@@ -99,11 +99,7 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     few = n > max(2, n_cores())
     found = measure_cpu(cases, n, few, n_cores(), lambda: comm.barrier((everyone,)), tell)
     if n > 1:
-        times = torch.tensor([*found.times(), *found.host], dtype=torch.float64)
-        mean = (comm.all_reduce(times, everyone) / n).tolist()
-        n_rows = len(found.times())
-        found.set_times(mean[:n_rows])
-        found.host = mean[n_rows:]
+        average(found, everyone)
         tell("messages")
         _measure_messages(found, cases, n, world.rank, torch.device("cpu"))
         found.backend = world.backend
@@ -113,7 +109,8 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     close_world()
 
 
-def _cpu_cluster(found: Found) -> Cluster:
+def cpu_cluster(found: Found) -> Cluster:
+    """Returns the cluster file of this CPU with these measurements."""
     name = _processor()
     source = _source(f"{name}, {n_cores()} cores, gloo")
     memory = free_memory()

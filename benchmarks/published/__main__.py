@@ -1,0 +1,67 @@
+"""The papers' experiments, scaled down to a cluster that is emulated on this machine.
+
+    python -m benchmarks.published --out docs/results/published.md       about 15 minutes, 2 cores
+    python -m benchmarks.published --quick                               2 nodes, to try the code
+
+Network namespaces are the nodes, with rate-limited links between them; the processes and everything
+that they send are real. It needs root, and the commands ip and tc (apt-get install iproute2).
+Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.common.machine import command_line, describe_machine
+from benchmarks.published import cases
+from benchmarks.published.emulate import Outcome, emulate
+from benchmarks.published.report import report
+from gridformer.utils.errors import UserError
+
+
+def main(
+    out: Annotated[
+        Path | None, typer.Option(help="The Markdown file to write; else it is printed.")
+    ] = None,
+    only: Annotated[
+        int, typer.Option(min=0, help="Run only this machine, counted from 1; 0: all of them.")
+    ] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Two nodes, to try the code.")] = False,
+) -> None:
+    """Measure layouts on emulated clusters, predict them, and compare."""
+    plan = cases.QUICK if quick else cases.PLAN
+    machines = [*plan.items()]
+    machines = machines[only - 1 : only] if only else machines
+    began, load, outcomes = time.monotonic(), os.getloadavg()[0], list[Outcome]()
+
+    def tell(text: str) -> None:
+        print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    try:
+        for machine, layouts in machines:
+            outcomes += emulate(machine, layouts, tell)
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    about = describe_machine("benchmarks.published")
+    head = (
+        f"{about['date']}: {about['cpu']}, {about['cores']} cores, torch {about['torch']}, gloo, "
+        f"commit {about['commit'] or 'unknown'}: `{command_line('benchmarks.published')}`. When it "
+        f"began, {load:.1f} other processes were running or waiting for a core on average."
+    )
+    text = report(outcomes, head)
+    if out is None:
+        typer.echo(text)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
