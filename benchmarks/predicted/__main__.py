@@ -53,6 +53,10 @@ def machine(
         Path | None,
         typer.Option(help="A file that `gridformer calibrate` wrote here; else it is measured."),
     ] = None,
+    processes: Annotated[
+        str, typer.Option(help="Numbers of processes of the layers, out of 1, 4, 9, 16.")
+    ] = "1,4,9,16",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of the layers.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny cases, to try the code.")] = False,
     out: Out = None,
 ) -> None:
@@ -60,7 +64,9 @@ def machine(
     from benchmarks.predicted.machine import QUICK, Effort, compare, progress
 
     load = os.getloadavg()[0]
-    text = compare(QUICK if quick else Effort(), cluster, progress())
+    counts = [int(word) for word in processes.split(",") if word]
+    effort = QUICK if quick else Effort(processes=counts, rounds=rounds)
+    text = compare(effort, cluster, progress())
     about = describe_machine("benchmarks.predicted")
     head = (
         f"# Predicted and measured on this machine\n\n{about['date']}: {about['cpu']}, "

@@ -20,6 +20,7 @@ from gridformer.calibrate.clock import Meet, cpu_seconds
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
+from gridformer.trace.kernels import work_of
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 
@@ -56,7 +57,7 @@ def measure_host(device: torch.device, dtype: str, steps: int, meet: Meet) -> Ho
     for step in steppers:
         for _ in range(2):
             step()
-        with _Count() as count:
+        with _Count(device) as count:
             step()
         launches.append(count.launches)
 
@@ -91,17 +92,16 @@ def _stepper(n_layers: int, device: torch.device, dtype: str) -> Any:
 
 
 class _Count(TorchDispatchMode):
-    """Counts the operators that compute something: all but views and those that only allocate."""
+    """Counts the operators that launch something, as a trace does."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.launches = 0
+        self.launches, self.device = 0, device.type
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        schema = func._schema
-        views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
-        if not views and "empty" not in schema.name:
-            self.launches += 1
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.launches += work_of(func, args, kwargs, out, self.device) is not None
+        return out
