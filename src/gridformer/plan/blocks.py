@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gridformer.plan.costs import Costs
-from gridformer.plan.program import Block, Item, OnlyLayers, Phase, Program, ReadBack, Run, Send
+from gridformer.plan.program import Block, Item, OnlyLayers, Program, ReadBack, Run, Send
 from gridformer.plan.replay import replay
 from gridformer.trace.events import Passed, Start, Trace, Wait
 
@@ -83,23 +83,23 @@ class Programs:
 
     def _block(self, event: Passed, rank: int) -> Block:
         items = self.costs.items(event.events, rank, OnlyLayers() if self.layers else None)
-        phase: Phase = items[0].phase if items else "forward"
-        key = phase, tuple(_time_of(item) for item in items)
+        key = tuple(_time_of(item) for item in items)
         if key not in self._known:
             sync = self.costs.on_cpu
             program = Program(rank, items)
             (ahead,) = replay([program], self.launch_s, sync, False, (0.0 if sync else -_FAR, 0.0))
             (behind,) = replay([program], self.launch_s, sync, False, (0.0, -_FAR * (not sync)))
             launches = ahead.n_launches
+            whole = sum(ahead.phases.values()) or 1.0
             self._known[key] = Block(
-                f"{phase} pass",
+                "pass",
                 ahead.end,
                 behind.end,
                 self.launch_s * launches,
                 launches,
                 ahead,
                 behind,
-                phase,
+                {phase: seconds / whole for phase, seconds in ahead.phases.items()},
             )
         return self._known[key]
 
@@ -107,7 +107,7 @@ class Programs:
 def _time_of(item: Item) -> Any:
     """Returns what is equal for items that take the same time in the same way."""
     if isinstance(item, Run):
-        return item.seconds, item.launches, item.part
+        return item.seconds, item.launches, item.part, item.phase
     if isinstance(item, Send):
-        return item.start.group, item.seconds, item.start.number
+        return item.start.group, item.seconds, item.start.number, item.phase
     return "read" if isinstance(item, ReadBack) else item

@@ -78,7 +78,7 @@ class Block:
         launches: How many launches it has.
         spent_ahead: What the time is spent on in the first case.
         spent_behind: What it is spent on in the second case.
-        phase: The phase of the step.
+        phases: The share of each phase of the step.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Block:
     launches: int
     spent_ahead: Spent
     spent_behind: Spent
-    phase: Phase
+    phases: dict[str, float]
 
 
 Item = Run | Send | Await | ReadBack | Block

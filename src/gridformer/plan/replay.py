@@ -163,12 +163,11 @@ class _Replay:
                 mine[name] += seconds
         spent.bubble += used.bubble
         spent.launches += elapsed - used.busy
-        spent.phases[block.phase] += elapsed
+        for phase, share in block.phases.items():
+            spent.phases[phase] += elapsed * share
         spent.n_launches += block.launches
         if self.timeline:
-            spent.intervals.append(
-                Interval("compute", block.phase, block.name, one.device, end, "")
-            )
+            spent.intervals.append(Interval("compute", "pass", block.name, one.device, end, ""))
         one.device = end
         one.host = end if self.sync else one.host + block.host
 

@@ -19,9 +19,10 @@ from gridformer.trace.device import NAME, Backend, fake_gpu
 from gridformer.trace.events import Trace, Trouble
 from gridformer.trace.fake import fake_tensors
 from gridformer.trace.group import Log, recording
+from gridformer.trace.micro_batches import MicroBatches, fewer
 from gridformer.trace.place import Places
 from gridformer.trace.repeat import Repeats
-from gridformer.train.forward_backward import Pipeline
+from gridformer.train.forward_backward import Pipeline, WholeModel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError
 
@@ -60,7 +61,8 @@ def trace_rank(
         run: The checked run.
         rank: The rank.
         decisions: The result of `decide_run(run)`; None calls it.
-        repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
+        repeat: Whether equal micro-batches are traced once and repeated; without a pipeline only
+            where kernels are recorded.
         kernels: Whether kernels and read-backs are among the events, too.
         backend: `gloo` traces the step as it would run on CPUs over gloo.
         training: Whether it is an optimizer step; otherwise an evaluation of one global batch.
@@ -81,6 +83,10 @@ def play(
     training: bool = True,
 ) -> Played:
     """Traces a rank; see `trace_rank`."""
+    more = run.layout.micro_batches
+    if repeat and kernels and training:
+        run = fewer(run)
+    more -= run.layout.micro_batches
     layout, train = run.layout, run.train
     with ExitStack() as stack:
         log = stack.enter_context(on_devices(run, rank, kernels, backend))
@@ -109,10 +115,15 @@ def play(
                 log.trace.events.clear()
             watch.products = 0
             log.trace.reads.clear()
+            whole = None
+            if more and isinstance(stepper.passes, WholeModel):
+                whole = MicroBatches(stepper.passes, log)
             if training:
                 stepper(0, partial(rows_like, run))
             else:
                 stepper.evaluate([partial(rows_like, run)])
+            if whole is not None:
+                whole.repeat(more)
             log.trace.complete = True
         except UserError:
             raise

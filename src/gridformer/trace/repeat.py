@@ -157,7 +157,7 @@ class Repeats:
             if isinstance(event, Wait) and event.number in self._renumbered:
                 numbers.setdefault(event.number, self._renumbered[event.number])
         self._renumbered |= numbers
-        self.log.trace.events.append(Passed(_plain(events), numbers))
+        self.log.trace.events.append(Passed(plain(events), numbers))
 
     def _train(self, work: Sequence[MicroBatch], finish: Any) -> None:
         start = len(self.log.trace.events)
@@ -189,7 +189,7 @@ class Repeats:
     def _fold(self, start: int) -> None:
         """Makes one event of what a pass has done, where kernels are recorded."""
         if self.log.kernels:
-            events = _plain(self._now.events)
+            events = plain(self._now.events)
             numbers = {e.number: e.number for e in events if isinstance(e, Start)}
             self.log.trace.events[start:] = [Passed(events, numbers)]
 
@@ -213,7 +213,7 @@ class Repeats:
         return _empty(self._now.losses, [hidden], batch)
 
 
-def _plain(events: Sequence[Event]) -> tuple[Start | Wait | Kernel | Read, ...]:
+def plain(events: Sequence[Event]) -> tuple[Start | Wait | Kernel | Read, ...]:
     """Returns events among which there is no pass."""
     assert isinstance(events, tuple)
     return events
