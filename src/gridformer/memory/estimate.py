@@ -100,7 +100,7 @@ def _estimate(
     run = shortened(run)
     layout, train = run.layout, run.train
     left_out = rows - train.global_batch // layout.dp
-    with playing(rank, layout.n_processes), _no_garbage_collection():
+    with playing(rank, layout.n_processes), no_garbage_collection():
         axes = build_axes(layout, DEVICE.type, decisions.block)
         kernels = gpu_kernels(DEVICE.type) if on_gpu(run) else nullcontext()
         with fake_tensors() as fake, kernels:
@@ -130,7 +130,7 @@ def _estimate(
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Turns off the search for circular garbage, which takes time and finds none here."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from gridformer.check.sample import alike_stages
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.memory.estimate import estimate_ranks
+from gridformer.memory.estimate import estimate_ranks, no_garbage_collection
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.registry import spec_of
 from gridformer.plan.blocks import Programs
 from gridformer.plan.costs import Costs, dtypes_without_peak
+from gridformer.plan.fewer_layers import extended, removable, without_layers
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.program import Spent
 from gridformer.plan.replay import replay
@@ -51,10 +52,10 @@ def predict(
     Raises:
         UserError: The step of this run fails, which `gridformer check` explains.
     """
-    recorded = record(run, cluster.device.kind, training=training)
+    recorded = record(run, cluster.device.kind, training=training, whole=timeline)
     found = price(recorded, cluster, layers_only, timeline)
     if memory:
-        run, decisions = recorded.run, recorded.decisions
+        run, decisions = unfused(recorded.run, cluster), recorded.decisions
         breakdowns = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
         found.peak_gib = max(breakdown.peak for breakdown in breakdowns) / GIB
         found.fits = found.peak_gib <= found.limit_gib
@@ -70,12 +71,16 @@ class Recorded:
         decisions: The decisions of its layout.
         traces: The traces of the ranks that differ.
         training: Whether it is an optimizer step.
+        shorter: Traces with one layer fewer in each stage; empty if `traces` have all layers.
+        more: How many layers each stage has besides those of `traces`.
     """
 
     run: RunConfig
     decisions: Decisions
     traces: list[Trace]
     training: bool
+    shorter: list[Trace] = field(default_factory=list)
+    more: int = 0
 
 
 def record(
@@ -83,6 +88,7 @@ def record(
     kind: Literal["cuda", "cpu"] = "cuda",
     decisions: Decisions | None = None,
     training: bool = True,
+    whole: bool = False,
 ) -> Recorded:
     """Traces a run's step for `price`.
 
@@ -91,6 +97,7 @@ def record(
         kind: The type of device.
         decisions: What `decide_run(run)` returns, or others, such as another block of a node.
         training: See `predict`.
+        whole: Whether all layers are traced; otherwise see `gridformer.plan.fewer_layers`.
 
     Raises:
         UserError: The step of this run fails.
@@ -98,7 +105,15 @@ def record(
     train = run.train.model_copy(update={"device": kind})
     run = run.model_copy(update={"train": train})
     decisions = decisions or decide_run(run)
-    return Recorded(run, decisions, traces_of(run, kind, decisions, training), training)
+    n = 0 if whole else removable(run, decisions)
+    samples = []
+    with no_garbage_collection():
+        if not n:
+            return Recorded(run, decisions, traces_of(run, kind, decisions, training), training)
+        for fewer in (n - 1, n):
+            with without_layers(run, decisions, fewer) as part:
+                samples.append(traces_of(part, kind, decisions, training))
+    return Recorded(run, decisions, samples[0], training, samples[1], n - 1)
 
 
 def price(
@@ -109,7 +124,8 @@ def price(
     Args:
         recorded: The step.
         cluster: The cluster, with the type of device for which the step was recorded.
-        layers_only, timeline: See `predict`.
+        layers_only: See `predict`.
+        timeline: See `predict`; it shows the layers that were traced.
     """
     run, traces = recorded.run, recorded.traces
     n = run.layout.n_processes
@@ -118,14 +134,36 @@ def price(
         cluster = cluster.model_copy(update={"processes": n})
         host = cluster.tables.host_s(n) or host
     costs = Costs(run, cluster, recorded.decisions)
-    builder = Programs(costs, traces, host[0], layers_only, whole=timeline)
-    programs = [builder.program(trace) for trace in traces]
-    spent = replay(programs, host[0], costs.on_cpu, timeline)
+
+    def replayed(traces: Sequence[Trace], timeline: bool) -> list[Spent]:
+        builder = Programs(costs, traces, host[0], layers_only, whole=timeline)
+        programs = [builder.program(trace) for trace in traces]
+        return replay(programs, host[0], costs.on_cpu, timeline)
+
+    spent = replayed(traces, timeline)
+    if recorded.shorter:
+        before = replayed(recorded.shorter, False)
+        spent = [extended(one, other, recorded.more) for one, other in zip(spent, before)]
     found = _prediction(run, cluster, spent, 0.0 if layers_only else host[1], recorded.training)
     found.warnings = _warnings(run, cluster, traces)
     if timeline:
         found.timeline = {one.rank: one.intervals for one in spent}
     return found
+
+
+def unfused(run: RunConfig, cluster: Cluster) -> RunConfig:
+    """Returns the run with attention that keeps its scores if the cluster has no fused one.
+
+    Scores of attention without dropout are then kept like those with very little of it, which no
+    fused kernel computes.
+    """
+    if cluster.device.fused_attention:
+        return run
+    model = run.model
+    if not model.attention_dropout:
+        model = model.model_copy(update={"attention_dropout": 1e-6})
+    train = run.train.model_copy(update={"kernels": "torch"})
+    return run.model_copy(update={"model": model, "train": train})
 
 
 def traces_of(

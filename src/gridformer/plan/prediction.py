@@ -8,6 +8,7 @@ from typing import Any
 from gridformer.plan.program import Interval
 
 MICRO = 1e6
+_LEAST = 5e-4  # fraction of a step below which a row is not shown by itself
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Parts:
     bubble: float = 0.0
 
     def rows(self) -> list[tuple[str, float]]:
-        """Returns all that adds up to the step, the largest first."""
+        """Returns all that adds up to the step, the largest first and the smallest together."""
         found = [
             ("matrix products", self.products),
             ("attention", self.attention),
@@ -45,7 +46,10 @@ class Parts:
             *((f"messages over {axis}", seconds) for axis, seconds in self.exposed.items()),
             ("waiting for other ranks", self.bubble),
         ]
-        return sorted((row for row in found if row[1] > 0), key=lambda row: -row[1])
+        least = _LEAST * sum(row[1] for row in found)
+        small = sum(row[1] for row in found if row[1] < least)
+        rows = sorted((row for row in found if row[1] >= least > 0), key=lambda row: -row[1])
+        return [*rows, ("other", small)] if small else rows
 
     def as_json(self) -> dict[str, Any]:
         return dict(vars(self))

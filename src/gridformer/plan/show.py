@@ -40,7 +40,7 @@ def print_prediction(run: RunConfig, cluster: Cluster, found: Prediction, consol
     for name, value in rows:
         table.add_row(name, seconds(value), f"{100 * value / found.step_s:.1f}%")
     for axis, value in found.parts.hidden.items():
-        if value > 0:
+        if value > 5e-4 * found.step_s:
             table.add_row(f"(messages over {axis} behind computation)", seconds(value), "")
     console.print(table)
     if rows:
