@@ -23,16 +23,19 @@ settings.register_profile("fresh", deadline=None, print_blob=True)
 
 
 def pytest_collection_finish() -> None:
-    """Save time: tests compute little, and several processes of a session share the cores.
-
-    A second thread would mostly spin while it waits for its core. Imported objects stay alive, so
-    the garbage collector can skip them, and run less often.
-    """
-    torch.set_num_threads(1)
+    """Imported objects stay alive, so the garbage collector can skip them, and run less often."""
     prepare_server()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+def pytest_runtest_setup() -> None:
+    """Use one thread: a second one would mostly spin while other tests have its core.
+
+    A run that an earlier test has started in this process may have set another number.
+    """
+    torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

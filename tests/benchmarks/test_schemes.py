@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gridformer import comm
 from gridformer.mesh import Axis
+from tests.support.commands import script_here
 from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
 
@@ -255,10 +254,9 @@ def test_a_quick_run_and_its_resumption(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str
 ) -> None:
     out = tmp_path / "schemes.jsonl"
-    command = [sys.executable, "-m", "benchmarks.schemes", "--quick", "--out", str(out)]
-    command += ["--recomputation", "off", "--rounds", "1", "--warmups", "0"]
-    command += ["--only", only] if only else []
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    words = ["--quick", "--out", str(out), "--recomputation", "off", "--rounds", "1"]
+    words += ["--warmups", "0", *(["--only", only] if only else [])]
+    first = script_here(schemes.main, *words)
     assert first.returncode == 0, first.stderr
     variants = [v for v in group.all_variants(4) if v.name in only.split(",") or not only]
     assert len(variants) >= 3

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from benchmarks.subgraph import __main__ as subgraph
 from benchmarks.subgraph.cases import Case, all_cases, variants
 from benchmarks.subgraph.report import plot, report
 
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import script_here
 
 
 def measured(case: Case, dp: float, other: float) -> dict[str, Any]:
@@ -71,9 +69,8 @@ def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
 def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run itself compares its losses; a second call measures nothing again."""
     out = tmp_path / "found.jsonl"
-    command = [sys.executable, "-m", "benchmarks.subgraph", "--quick", "--processes", "2"]
-    command += ["--heads", "8", "--out", str(out)]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    words = ["--quick", "--processes", "2", "--heads", "8", "--out", str(out)]
+    first = script_here(subgraph.main, *words)
     assert first.returncode == 0, first.stderr
     assert "## tiny, to try the script, 4 samples a process, 2 processes" in first.stdout
     assert len(subgraph.read(out)) == 2

@@ -96,7 +96,7 @@ def test_a_run_writes_all_promised_files(run_file: Path, tmp_path: Path) -> None
     assert "6 of 6 steps" in again.stdout
 
     words = ("generate", out, "--prompt", "line 7", "--max-tokens", "20", "--seed", "3")
-    first, second = gridformer(*words), gridformer_here(*words)
+    first, second = gridformer_here(*words), gridformer_here(*words)
     assert first.returncode == 0, first.stderr
     assert first.stdout == second.stdout
     assert first.stdout.startswith("line 7")
@@ -116,7 +116,7 @@ LONGER = (FEWER, "train.steps=30", "train.save_every=0", "train.eval_every=0")
 def not_stopped(run_file: Path) -> list[float]:
     """Return the losses of a run that nobody stops."""
     out = run_file.parent / "whole"
-    assert gridformer("train", run_file, *LONGER, "--out", out).returncode == 0
+    assert gridformer_here("train", run_file, *LONGER, "--out", out).returncode == 0
     return losses(out)
 
 
@@ -154,7 +154,7 @@ def test_a_stopped_run_resumes_exactly(
     assert folder is not None
     assert 3 <= checkpoint.verify(folder).step < 30
     wait_until_nobody_is_left(process.pid)
-    resumed = gridformer("train", *words, "--out", stopped)
+    resumed = gridformer_here("train", *words, "--out", stopped)
     assert resumed.returncode == 0, resumed.stderr
     assert losses(stopped) == not_stopped
     assert not_stopped[-1] < not_stopped[0] - 0.1, "it learns"
@@ -195,7 +195,7 @@ def worker_of(session: int) -> int:
 
 def test_bad_input_is_refused_before_anything_starts(run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    bad = gridformer(
+    bad = gridformer_here(
         "train", run_file, "layout.cols=3", "train.global_batch=5", "--nproc", "4", "--out", out
     )
     assert bad.returncode == 2

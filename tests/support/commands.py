@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
+
+import typer
 
 from gridformer.cli.app import main
 
@@ -27,14 +31,24 @@ class Done:
 
 def gridformer_here(*words: str | Path) -> Done:
     """Run `gridformer WORDS` in this process."""
+    return called_here(main, "gridformer", *words)
+
+
+def script_here(function: Callable[..., None], *words: str | Path) -> Done:
+    """Run a script in this process which ends with `typer.run(function)`."""
+    return called_here(partial(typer.run, function), "script", *words)
+
+
+def called_here(function: Callable[[], None], *argv: str | Path) -> Done:
+    """Call a program's main function in this process, with its name and words."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
-        patch.object(sys, "argv", ["gridformer", *map(str, words)]),
+        patch.object(sys, "argv", [*map(str, argv)]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
         try:
-            main()
+            function()
         except SystemExit as exit_:
             code = int(exit_.code or 0)
     return Done(code, out.getvalue(), err.getvalue())
