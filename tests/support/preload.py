@@ -12,7 +12,10 @@ torch.set_num_threads(1)
 for name in (
     "pytest",
     "hypothesis",
+    "matplotlib.pyplot",
     "safetensors",
+    "torch.testing._internal.distributed.fake_pg",
+    "torch.utils.tensorboard",
     "gridformer.cli.app",
     "gridformer.launch.run",
     "gridformer.memory.measure",
