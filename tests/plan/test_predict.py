@@ -1,0 +1,169 @@
+"""Predictions from traces: what kernels are recorded, and that what is left out changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.cluster.file import load_cluster
+from gridformer.config import RunConfig
+from gridformer.memory.estimate import estimate_rank
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.validation import check
+from gridformer.plan.predict import predict, price, record, unfused
+from gridformer.plan.prediction import Prediction
+from gridformer.trace import Kernel, trace_rank
+from gridformer.trace.device import Backend
+from gridformer.train.flops import StepFlops
+from tests.support.commands import gridformer_here
+from tests.support.fake_gpu import InProcess
+from tests.support.marks import full_unless
+from tests.support.multirank.memory import a_run
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"micro_batches": 2},
+    {"scheme": "megatron", "cols": 4},
+    {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "pp": 2, "micro_batches": 4},
+    {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    {"scheme": "optimus", "rows": 2, "cols": 2},
+    {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "pipelined", "stationary": "output"},
+    {"scheme": "optimus", "rows": 2, "cols": 3, "schedule": "gather", "stationary": "input"},
+    {"scheme": "subgraph", "branches": 2, "dp": 2},
+    {"scheme": "subgraph", "branches": 2, "dp": 2, "common": "first"},
+    {"dp": 4, "dp_mode": "fsdp"},
+]
+CASES = [
+    (layout, backend, recompute)
+    for layout in LAYOUTS
+    for backend in ("nccl", "gloo")
+    for recompute in ("none", "full")
+]
+QUICK = [(LAYOUTS[4], "nccl", "full"), (LAYOUTS[2], "gloo", "none")]
+# The head of a grid is padded to a multiple of its size.
+VOCABULARY = 96
+
+
+def run_of(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> RunConfig:
+    model = {"n_layers": 2, "max_seq_len": 24, "vocab_size": VOCABULARY, **model}
+    run = a_run(layout, model, {"global_batch": 48, "loss_chunk_tokens": 0, **train})
+    check(run)
+    return run
+
+
+def product_flop(run: RunConfig, backend: Backend) -> int:
+    """Return the operations of products and attention on all ranks."""
+    torch.set_num_threads(1)
+    decisions, total = decide_run(run), 0
+    for rank in range(run.layout.n_processes):
+        trace = trace_rank(run, rank, decisions, kernels=True, backend=backend)
+        assert trace.complete, trace.troubles
+        total += sum(one.flop for one in trace.unfolded() if isinstance(one, Kernel))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend", "recompute"), full_unless(QUICK.__contains__, CASES, unpack=True)
+)
+def test_the_recorded_products_are_those_of_the_formula(
+    gpu: InProcess, layout: dict[str, Any], backend: Backend, recompute: str
+) -> None:
+    run = run_of(layout, {}, {"recompute": recompute})
+    found = gpu(product_flop, run, backend)
+    model, hardware = StepFlops.of(run).model, StepFlops.of(run).hardware
+    if layout.get("common") == "first" or layout.get("scheme") == "subgraph":
+        assert found >= hardware, "common layers are computed on several sub-grids"
+    else:
+        assert found == hardware >= model
+
+
+def both_ways(run: RunConfig) -> list[Prediction]:
+    """Return predictions from all layers and kernels, and from what is traced and priced once."""
+    torch.set_num_threads(1)
+    cluster = load_cluster("dgx-h100")
+    every = record(run, whole=True)
+    few = record(run)
+    assert few.shorter, "some layers are left out"
+    whole = price(every, cluster, timeline=True)
+    assert whole.timeline
+    whole.timeline = {}
+    return [whole, price(few, cluster)]
+
+
+REPEATED: list[dict[str, Any]] = [
+    {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 6},
+    {"scheme": "optimus", "rows": 2, "cols": 2, "micro_batches": 6},
+    {"dp": 2, "micro_batches": 6},
+]
+
+
+@pytest.mark.parametrize("layout", full_unless(REPEATED[0].__eq__, REPEATED))
+def test_what_is_repeated_takes_as_long_as_what_is_traced(
+    gpu: InProcess, layout: dict[str, Any]
+) -> None:
+    run = run_of(layout, {"n_layers": 16}, {"dtype": "bfloat16"})
+    whole, repeated = gpu(both_ways, run)
+    for name in ("step_s", "forward_s", "backward_s", "model_tflops_per_device"):
+        assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=0.01)
+    parts = dict(whole.parts.rows())
+    for name, seconds in repeated.parts.rows():
+        assert seconds == pytest.approx(parts.get(name, 0.0), abs=0.01 * whole.step_s)
+
+
+def several(run: RunConfig) -> dict[str, Prediction]:
+    torch.set_num_threads(1)
+    cluster = load_cluster("frontera-rtx5000")
+    whole = record(run, whole=True)
+    return {
+        "step": predict(run, cluster),
+        "layers": price(whole, cluster, layers_only=True),
+        "forward": predict(run, cluster, training=False, memory=False),
+        "two levels": predict(run, cluster, memory=False, timeline=True),
+    }
+
+
+def test_a_prediction_of_a_step_of_its_layers_and_of_its_forward_passes(gpu: InProcess) -> None:
+    run = run_of({"scheme": "megatron", "cols": 2, "dp": 4}, {}, {})
+    found = gpu(several, run)
+    step, layers, forward = found["step"], found["layers"], found["forward"]
+    assert step.to_json().keys() >= {
+        *("step_s", "forward_s", "backward_s", "update_s", "fits", "peak_gib", "warnings"),
+        *("model_tflops_per_device", "hardware_tflops_per_device", "bubble_s"),
+        *("exposed_communication_s", "parts"),
+    }
+    assert step.fits is True
+    assert step.step_s == pytest.approx(step.forward_s + step.backward_s + step.update_s)
+    assert sum(seconds for _, seconds in step.parts.rows()) == pytest.approx(step.step_s)
+    assert 0 < layers.forward_s < step.forward_s
+    assert 0 < layers.backward_s < step.backward_s
+    assert layers.update_s == layers.parts.update == 0
+    assert {"world", "dp"}.isdisjoint(layers.parts.exposed)
+    assert forward.backward_s == 0
+    assert forward.step_s < step.step_s
+    events = found["two levels"].chrome_trace()["traceEvents"]
+    assert {"compute", "messages col", "messages dp"} <= {
+        event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    assert any(event.get("cat") == "products" and event["dur"] > 0 for event in events)
+
+
+def test_memory_without_fused_attention_is_larger() -> None:
+    run = run_of({}, {"max_seq_len": 256}, {"device": "cuda"})
+    frontera, h100 = load_cluster("frontera-rtx5000"), load_cluster("dgx-h100")
+    assert unfused(run, h100) == run
+    assert estimate_rank(unfused(run, frontera), 0).peak > estimate_rank(run, 0).peak
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "predict needs --cluster"),
+        (("--cluster", "dgx-h10"), "dgx-h100"),
+        (("--cluster", "dgx-h100", "layout.cols=2"), "layout.cols"),
+    ],
+)
+def test_bad_input_is_refused(words: tuple[str, ...], said: str) -> None:
+    done = gridformer_here("predict", "gpt2-124m", "train.global_batch=2", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
