@@ -56,7 +56,7 @@ def machine(
     processes: Annotated[
         str, typer.Option(help="Numbers of processes of the layers, out of 1, 4, 9, 16.")
     ] = "1,4,9,16",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of the layers.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of the layers.")] = 4,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny cases, to try the code.")] = False,
     out: Out = None,
 ) -> None:

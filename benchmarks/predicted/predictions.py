@@ -69,6 +69,6 @@ def predicting(
 
 
 def predict_all(questions: list[Question], cluster: Path) -> list[Predicted]:
-    """Predicts everything, with one process."""
-    with predicting(questions, cluster, 1) as futures:
+    """Predicts everything, with two processes."""
+    with predicting(questions, cluster) as futures:
         return [future.result() for future in futures]

@@ -165,9 +165,9 @@ def cpu_cases() -> Cases:
             AttentionShape(4, 4, 512, 512, 64, True),
             AttentionShape(4, 4, 128, 128, 64, False),
         ),
-        bytes=(16 * KIB, 256 * KIB, 2 * MIB, 12 * MIB, 48 * MIB),
+        bytes=(16 * KIB, 256 * KIB, 2 * MIB, 16 * MIB),
         messages=(64, 16 * KIB, 256 * KIB, 2 * MIB, 8 * MIB),
-        window_s=0.08,
+        window_s=0.06,
     )
 
 
