@@ -97,6 +97,13 @@ def test_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
     )
 
 
+def test_weights_gathered_once_a_step_equal_one_device_over_nccl(pool: WorkerPool) -> None:
+    """tests/multirank/test_dp_modes.py tests them over gloo."""
+    cell = Cell("GPT-2", "Megatron", 1, "fsdp", True)
+    layout = {**cell.layout, "reshard": "step", "micro_batches": 2}
+    worst_of(pool.run(n_of(cell), on_nccl, compare, layout, cell.config, SETTINGS, QUICK_STEPS))
+
+
 RESNEXT: dict[str, tuple[int, dict[str, Any]]] = {
     "data parallel on 4": (4, {"g": 1}),
     "D&SP, g=2 of 4": (4, {"g": 2}),
