@@ -104,8 +104,10 @@ def test_what_is_repeated_takes_as_long_as_what_is_traced(
 ) -> None:
     run = run_of(layout, {"n_layers": 16}, {"dtype": "bfloat16"})
     whole, repeated = gpu(both_ways, run)
-    for name in ("step_s", "forward_s", "backward_s", "model_tflops_per_device"):
+    for name in ("step_s", "model_tflops_per_device"):
         assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=0.01)
+    for name in ("forward_s", "backward_s"):  # a pass gives each its share of waiting for the host
+        assert getattr(repeated, name) == pytest.approx(getattr(whole, name), rel=0.03)
     parts = dict(whole.parts.rows())
     for name, seconds in repeated.parts.rows():
         assert seconds == pytest.approx(parts.get(name, 0.0), abs=0.01 * whole.step_s)

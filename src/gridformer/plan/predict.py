@@ -143,7 +143,8 @@ def price(
     spent = replayed(traces, timeline)
     if recorded.shorter:
         before = replayed(recorded.shorter, False)
-        spent = [extended(one, other, recorded.more) for one, other in zip(spent, before)]
+        pairs = zip(spent, before)
+        spent = [extended(one, other, recorded.more).at_least(one) for one, other in pairs]
     found = _prediction(run, cluster, spent, 0.0 if layers_only else host[1], recorded.training)
     found.warnings = _warnings(run, cluster, traces)
     if timeline:
