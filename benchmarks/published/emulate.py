@@ -31,7 +31,7 @@ from gridformer.mesh.process_group import close_world, init_world
 from gridformer.utils.hardware import n_cores
 
 Tell = Callable[[str], None]
-MESSAGES = (64, 16_384, 131_072, 1_048_576)  # bytes
+MESSAGES = (64, 16_384, 131_072, 524_288)  # bytes
 STEPS, WARM_UPS = 5, 2
 
 
