@@ -26,6 +26,8 @@ ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes a
 NORM_BYTES = 4  # the norm of gradients reads them
 JOIN_BYTES = 16  # of a parameter whose gradient is summed by parts: padded and copied to a message
 SHARE_BYTES = 16  # the same for the updated parts of parameters that return
+PARAMETERS = 12  # of a layer
+VECTORS = 8  # of a layer: norms and biases
 VECTORS_BYTES = 1e5  # of the gradients of norms and biases, roughly
 BUCKETS = 4  # of gradients at least; all but the last are summed during the backward pass
 
@@ -106,22 +108,26 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     rank, others = _slowest(sizes, forward, backward, (head, head_back), (lookup, lookup_back))
 
     clock = _Clock(cluster.host.launch_us.value * 1e-6)
+    bubbles = (0.0, 0.0)
+    if pp > 1:
+        # One micro-batch passes through the other ranks before and after the slowest one works.
+        sends = (pp * k - 1) * costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
+        launch_s = clock.launch_s
+        bubbles = tuple(max(o.device_s, o.launches * launch_s) / k + sends for o in others)  # type: ignore[assignment]
+    clock.device += bubbles[0]  # meanwhile the host launches what comes then
     clock.run(_casts(sizes, rank.share))
     forward_s = clock.run(rank.forward, m)
     backward_s = clock.run(rank.backward, m)
-    bubble = 0.0
-    if pp > 1:
-        # One micro-batch passes through the other ranks before and after the slowest one works.
-        sends = 2 * (pp * k - 1) * costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
-        bubble = max(others.device_s, others.launches * clock.launch_s) / k + sends
+    clock.device += bubbles[1]
+    bubble = sum(bubbles)
     reduce_s = clock.run(_reductions(sizes, rank))
     update_s = clock.run(_update(sizes, rank.share))
     fixed = cluster.host.step_us.value * 1e-6
-    step_s = clock.device + bubble + fixed
+    step_s = clock.device + fixed
     return Estimate(
         step_s=step_s,
-        forward_s=forward_s + bubble / 3,
-        backward_s=backward_s + reduce_s + bubble * 2 / 3,
+        forward_s=forward_s + bubbles[0],
+        backward_s=backward_s + reduce_s + bubbles[1],
         update_s=update_s,
         peak_gib=quick_peak(run, choices) / GIB,
         limit_gib=limit_gib(run, cluster),
@@ -163,8 +169,8 @@ class _Rank:
 
 def _slowest(
     sizes: passes.Sizes, forward: Load, backward: Load, head: Both, lookup: Both
-) -> tuple[_Rank, Load]:
-    """Returns the slowest rank, and the load of one micro-batch on all others.
+) -> tuple[_Rank, Both]:
+    """Returns the slowest rank, and the loads of one micro-batch on all others.
 
     The first rank looks up tokens, and the last one has the head.
     """
@@ -181,12 +187,15 @@ def _slowest(
             _borders(sizes, there, back)
         found.append(_Rank(share, there, back))
     rank = max(found, key=lambda one: one.device_s)
-    others = Load()
-    for load in (forward, backward, *head, *lookup):
-        others.add(load)
-    others.add(rank.forward, -1)
-    others.add(rank.backward, -1)
-    return rank, others
+    there, back = Load(), Load()
+    for total, parts, mine in (
+        (there, (forward, head[0], lookup[0]), rank.forward),
+        (back, (backward, head[1], lookup[1]), rank.backward),
+    ):
+        for part in parts:
+            total.add(part)
+        total.add(mine, -1)
+    return rank, (there, back)
 
 
 def _shares(run: RunConfig) -> tuple[float, float]:
@@ -247,7 +256,12 @@ def _casts(sizes: passes.Sizes, share: float) -> Load:
     held: float = _held(sizes, share)
     if layout.dp_mode == "fsdp":
         held /= max(1, sizes.spec.replicas(layout))
-    return Load(memory=sizes.costs.memory_s(held * 6 * times), launches=10 + 8)
+    load = Load(memory=sizes.costs.memory_s(held * 6 * times), launches=10 + 8)
+    if layout.dp_mode == "fsdp":  # what is outside layers is gathered when a step begins
+        n_bytes = _table(sizes) * sizes.wide
+        load.message("dp", sizes.costs.message_s("all_gather", n_bytes, sizes.place("replicas")))
+        load.memory += sizes.costs.memory_s(_table(sizes) * SHARE_BYTES)
+    return load
 
 
 def _held(sizes: passes.Sizes, share: float) -> float:
@@ -273,6 +287,9 @@ def _gather_replicas(sizes: passes.Sizes, forward: Load, backward: Load) -> None
     one = sizes.costs.message_s("all_gather", a_layer * sizes.itemsize, place)
     times = 1.0 if layout.reshard == "layer" else 1 / layout.micro_batches
     # A gathered layer is copied from the message into its parameters.
+    backward.launches += 1.3 * PARAMETERS * n / layout.micro_batches  # joins gradients
+    forward.launches += 1.4 * PARAMETERS * n * times
+    backward.launches += 0.7 * PARAMETERS * n
     forward.memory += sizes.costs.memory_s(4 * sizes.itemsize * a_layer) * n * times
     backward.memory += sizes.costs.memory_s(2 * sizes.itemsize * a_layer) * n * times
     forward.message("dp", n * one * times, forward.device_s, n * times)
@@ -286,6 +303,11 @@ def _reductions(sizes: passes.Sizes, rank: _Rank) -> Load:
     for axis in (sizes.activation_axis, "row"):  # vectors
         load.message(axis, costs.message_s("reduce", VECTORS_BYTES, sizes.place(axis)))
     load.message("world", 2 * costs.message_s("all_reduce", 64, sizes.place("world")), 0.0, 2)
+    held = _n_layers(sizes.run) * rank.share
+    if sizes.lies in ("s", "h"):  # vectors are copied to messages and back, before and after
+        load.launches += VECTORS * held * (1 + (sizes.choices.rows > 1))
+    if layout.dp_mode == "zero1":
+        load.launches += 3 * PARAMETERS * held
     table = _table(sizes)
     if layout.pp > 1:  # the first stage and the last share the table of the tokens
         sums = costs.message_s("all_reduce", table * sizes.wide, sizes.place("pp"))

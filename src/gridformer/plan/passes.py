@@ -25,10 +25,12 @@ DROPOUT = (2, 2)
 BIAS = (2, 1)  # added in place where a product is sharded; backward a sum over tokens
 GRADIENT_OF_HEADS = 4  # of queries, keys and values: stacked, then copied to their order
 NORM = (2, 3)  # in float32: reads and writes; backward it reads one more
+RMS_NORM = (7, 23)  # the same of an RMSNorm, which is made of many kernels
+RMS_LAUNCHES = (8, 18)
 NORM_INSIDE = 5  # backward of a norm inside a product, which normalizes again
 LOGITS = 8  # in float32: log-softmax and the targets' logits, forward and backward
 LOGITS_SHARDED = 13  # the same with the vocabulary over an axis
-WITHOUT_BIAS = ("t5",)
+WITHOUT_BIAS = ("t5",)  # their norms are RMSNorms
 ALONE = Place((0,))
 
 
@@ -198,24 +200,29 @@ def _product(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
     size = tokens * width * item / chunks
     if choice.schedule != "gather":
         return _panels(sizes, choice, forward, backward, steps)
+    # Chunks of an activation travel while those before them multiply.
+    ahead = 1 - 1 / choice.n_chunks
     if choice.stays == "output":
-        _enter_or_leave(sizes, forward, "enter", size, 0.0, chunks)
+        _enter_or_leave(sizes, forward, "enter", size, one * ahead, chunks)
         if not choice.keep_input and choices.between != "replicated":
             _enter_or_leave(sizes, backward, "enter", size, grad_x, chunks)
         _enter_or_leave(sizes, backward, "leave", size, grad_w, chunks)
     else:
-        _enter_or_leave(sizes, forward, "leave", size, 0.0, chunks)
-        _enter_or_leave(sizes, backward, "enter", size, 0.0, chunks)
+        _enter_or_leave(sizes, forward, "leave", size, one * ahead, chunks)
+        _enter_or_leave(sizes, backward, "enter", size, (grad_x + grad_w) * ahead, chunks)
     row = sizes.place("row")
     if row.size > 1:
         gather = costs.message_s("all_gather", weight * item, row)
         scatter = costs.message_s("reduce_scatter", weight * item, row)
-        # A weight is gathered while the previous product multiplies and its messages travel.
+        # A weight is gathered while the previous product multiplies and its messages travel; the
+        # table of a loss in chunks before the first of them.
+        alone = product.name == "head" and chunks > choice.n_chunks
         m_all = choices.work.micro_batches
-        forward.message("row", gather / (m_all if choice.keep_weight else 1), forward.device_s)
-        if not choice.keep_weight:
+        behind = 0.0 if alone else forward.device_s
+        forward.message("row", gather / (m_all if choice.keep_weight else 1), behind)
+        if not choice.keep_weight and not alone:
             backward.message("row", gather, backward.device_s / 2)
-        backward.message("row", scatter, grad_x)
+        backward.message("row", scatter, 0.0 if alone else grad_x)
     return forward, backward
 
 
@@ -300,7 +307,7 @@ def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward:
     rows = 1 if choice.common else sizes.choices.rows
     own = weight / rows
     accumulated = (work.micro_batches - 1) / work.micro_batches
-    if choice.product.name == "head" and chunks > 1:
+    if choice.product.name == "head" and chunks > choice.n_chunks:
         # Gradients of chunks are added up in float32 and scaled; with rows in the gathered table.
         each = sizes.cast + 3 * wide if rows == 1 else 2 * wide + sizes.itemsize
         n_bytes = weight * (chunks * each + 4 * wide)
@@ -309,6 +316,9 @@ def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward:
     else:
         n_bytes = own * sizes.cast
         backward.launches += 2 * (sizes.cast > 0)
+    if choice.n_chunks > 1:  # in float32, chunk by chunk
+        n_bytes += weight * choice.n_chunks * (2 * wide + sizes.itemsize)
+        backward.launches += 2 * choice.n_chunks
     if choice.product.name != "head":
         n_bytes += own * 3 * wide * accumulated
         backward.launches += 2 * accumulated
@@ -363,11 +373,11 @@ def _norm(sizes: Sizes, choice: Choice, n_bytes: list[float], launches: list[flo
         launches[0] += 1 + casts
         launches[1] += 2 + 5 * (casts > 0)
         return
-    between = sizes.between(product, h)
-    n_bytes[0] += between * (NORM[0] * wide + 2 * cast)
-    n_bytes[1] += between * (NORM[1] * wide + 2 * cast)
-    launches[0] += 1 + casts
-    launches[1] += 1 + casts
+    rms = sizes.run.model.family in WITHOUT_BIAS
+    between, passes = sizes.between(product, h), RMS_NORM if rms else NORM
+    for i in range(2):
+        n_bytes[i] += between * (passes[i] * wide + 2 * cast)
+        launches[i] += (RMS_LAUNCHES[i] if rms else 1) + casts
 
 
 def _out_elements(sizes: Sizes, choice: Choice) -> float:
@@ -408,7 +418,7 @@ def _loss(sizes: Sizes, choice: Choice) -> Load:
     width = sizes.run.model.vocab_size
     chunks = _chunks(sizes, choice)
     h = sizes.run.model.hidden_size
-    sharded = not choice.common and sizes.choices.cols > 1
+    sharded = not choice.common and sizes.choices.rows * sizes.choices.cols > 1
     each = LOGITS * sizes.wide + 2 * sizes.cast
     load = Load(launches=15 * chunks)
     if sharded:
