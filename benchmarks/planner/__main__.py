@@ -3,6 +3,7 @@
     python -m benchmarks.planner                # all: about ten minutes on one core
     python -m benchmarks.planner frontera-rtx5000 dgx-h100
     python -m benchmarks.planner held-out
+    python -m benchmarks.planner map --plot docs/results/planner-map.png
 
 The numbers of the shipped cluster files are used; python -m benchmarks.planner.fit fits them.
 """
@@ -15,11 +16,15 @@ from dataclasses import dataclass
 
 from benchmarks.planner.fit import fit_rows
 from benchmarks.planner.held_out import held_out, predict_held_out
+from benchmarks.planner.map import main as draw_map
 from benchmarks.planner.pricing import cluster_of, error, predicted, record
 from benchmarks.planner.rows import FITS, calibration_rows
 
 
 def main(names: Sequence[str]) -> None:
+    if names and names[0] == "map":
+        draw_map(names[1:])
+        return
     for name in names or [*FITS, "held-out"]:
         print(f"## {name}\n")
         print("\n".join(apart() if name == "held-out" else calibrated(name).lines), flush=True)

@@ -118,9 +118,9 @@ class Search:
         self.n_estimates += 1
         return Found(run, estimate(run, self.cluster, self.costs))
 
-    def fits(self, found: Found) -> bool:
+    def fits(self, found: Found, margin: float = MARGIN) -> bool:
         """Whether the estimate leaves it possible that a layout fits."""
-        return found.estimate.peak_gib <= MARGIN * found.estimate.limit_gib
+        return found.estimate.peak_gib <= margin * found.estimate.limit_gib
 
     def first(self, run: RunConfig) -> Found:
         """Returns an arrangement with settings that fit, or those with the least memory.
@@ -130,24 +130,36 @@ class Search:
         """
         best: Found | None = None
         least: Found | None = None
-        for changes in _few_settings(run):
-            other = changed(run, changes)
-            if other is None:
-                continue
-            found = self.estimated(other)
-            if least is None or found.estimate.peak_gib < least.estimate.peak_gib:
-                least = found
-            if self.fits(found) and (best is None or found.step_s < best.step_s):
-                best = found
+        for mode in _modes(run.layout):
+            for m in _micro_batches(run):
+                for recompute in ("none", "full"):
+                    changes = mode | {"train.recompute": recompute, "layout.micro_batches": m}
+                    other = changed(run, changes)
+                    if other is None:
+                        continue
+                    found = self.estimated(other)
+                    if least is None or found.estimate.peak_gib < least.estimate.peak_gib:
+                        least = found
+                    if self.fits(found):
+                        if best is None or found.step_s < best.step_s:
+                            best = found
+                        break  # more recomputation takes more time
+            if best is not None:
+                break
         chosen = best or least
         assert chosen is not None, "the run itself is valid"
         return chosen
 
-    def improved(self, found: Found) -> Found:
-        """Changes one setting at a time, always that which makes a step fastest."""
+    def improved(self, found: Found, margin: float = MARGIN) -> Found:
+        """Changes one setting at a time, always that which makes a step fastest.
+
+        Args:
+            found: A layout.
+            margin: How many times the limit the estimated memory may be.
+        """
         for _ in range(ROUNDS):
             others = [self.estimated(run) for _, run in neighbors(found.run)]
-            fitting = [other for other in others if self.fits(other)]
+            fitting = [other for other in others if self.fits(other, margin)]
             best = min(fitting, key=lambda other: other.step_s, default=found)
             if best.step_s >= found.step_s * 0.999:
                 return found
@@ -274,22 +286,22 @@ def _single_changes(run: RunConfig) -> Iterator[dict[str, Any]]:
                 yield {f"layout.{key}": value}
 
 
-def _few_settings(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yields settings from the fastest to the smallest: replicas, recomputation, micro-batches."""
+def _modes(layout: LayoutConfig) -> list[dict[str, Any]]:
+    """Returns the modes of replicas; each takes less memory than the one before it."""
+    modes = ["replicate"]
+    if spec_of(layout).replicas(layout) > 1:
+        modes += ["zero1", "fsdp"]
+    return [{"layout.dp_mode": mode} for mode in modes]
+
+
+def _micro_batches(run: RunConfig) -> list[int]:
+    """Returns a few numbers of micro-batches, the smallest first."""
     layout = run.layout
     sizes = divisors(run.train.global_batch // _rows_at_a_time(layout))
-    modes: list[dict[str, Any]] = [{"layout.dp_mode": "replicate"}]
-    if spec_of(layout).replicas(layout) > 1:
-        modes += [{"layout.dp_mode": "zero1"}, {"layout.dp_mode": "fsdp"}]
     if layout.pp > 1:
         enough = [m for m in sizes if m >= 2 * layout.pp] or sizes[-1:]
-        counts = list(dict.fromkeys((enough[0], sizes[-1])))
-    else:
-        counts = list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
-    for mode in modes:
-        for recompute in ("none", "full"):
-            for m in counts:
-                yield mode | {"train.recompute": recompute, "layout.micro_batches": m}
+        return list(dict.fromkeys((enough[0], sizes[-1])))
+    return list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
 
 
 def _rows_at_a_time(layout: LayoutConfig) -> int:

@@ -1,0 +1,176 @@
+"""Which scheme wins where: the fastest layout of each kind over devices and batch, by estimate.
+
+    python -m benchmarks.planner map --plot docs/results/planner-map.png
+
+Each cell is a search of `gridformer plan` without its traces: every kind of layout gets the best
+settings that fit by estimate. It prints Markdown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gridformer.cluster import load_cluster
+from gridformer.config import LayoutConfig, RunConfig, parse_run
+from gridformer.parallel.registry import spec_of
+from gridformer.plan.search import Found, Search, fastest_dtype
+
+IMPROVED = 2  # arrangements of each kind whose settings are improved
+CLOSE = 0.01  # what differs by less is called equal: estimates are not better than that
+
+# Kinds of layouts, with their color in the figure. The strongest alternatives have replicas of any
+# mode, FSDP among them, and every kind may have a pipeline.
+KINDS = {
+    "data parallel or FSDP": "#9ecae1",
+    "Megatron": "#3182bd",
+    "rows alone": "#c7e9c0",
+    "2-D grid": "#e6550d",
+    "sub-graph": "#fdd0a2",
+    "nothing fits": "#eeeeee",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster, and the cells of its map."""
+
+    cluster: str
+    model: str
+    devices: tuple[int, ...]
+    batches: tuple[int, ...]
+
+
+CASES = (
+    Case("dgx-h100", "megatron-8.3b", (8, 32, 128, 512), (64, 512, 4096)),
+    Case("frontera-rtx5000", "megatron-1.2b", (4, 16, 64, 256), (64, 256, 1024)),
+)
+Cell = dict[str, Found]
+
+
+def kind_of(layout: LayoutConfig) -> str:
+    """Returns the kind of a layout, by what it shards."""
+    rows, cols = spec_of(layout).grid(layout)
+    if layout.branches > 1:
+        return "sub-graph"
+    if rows > 1:
+        return "2-D grid" if cols > 1 else "rows alone"
+    return "Megatron" if cols > 1 else "data parallel or FSDP"
+
+
+def cell_of(run: RunConfig, cluster: str, n_devices: int) -> Cell:
+    """Returns the fastest layout of each kind that fits by estimate, fastest first."""
+    search = Search(run, load_cluster(cluster), n_devices)
+    of_kind: dict[str, list[Found]] = {}
+    for arrangement in search.arrangements():
+        found = search.first(arrangement)
+        if found.estimate.fits:
+            of_kind.setdefault(kind_of(arrangement.layout), []).append(found)
+    best: Cell = {}
+    for kind, some in of_kind.items():
+        some.sort(key=lambda one: one.step_s)
+        improved = [search.improved(one, margin=1.0) for one in some[:IMPROVED]]
+        best[kind] = min((*improved, *some), key=lambda one: one.step_s)
+    return dict(sorted(best.items(), key=lambda item: item[1].step_s))
+
+
+def map_of(case: Case) -> dict[tuple[int, int], Cell]:
+    """Returns the cells of a map by (batch, devices)."""
+    dtype = fastest_dtype(load_cluster(case.cluster))
+    found = {}
+    for batch in case.batches:
+        for n in case.devices:
+            settings = [f"train.dtype={dtype}", f"train.global_batch={batch}"]
+            run = parse_run({"model": case.model, "data": {"path": "."}}, settings)
+            found[batch, n] = cell_of(run, case.cluster, n)
+            print(f"{case.cluster} {n} devices, batch {batch}", file=sys.stderr, flush=True)
+    return found
+
+
+def lines_of(case: Case, cells: dict[tuple[int, int], Cell]) -> list[str]:
+    """Returns the table of a map: winner, its time, and the others' times relative to it."""
+    dtype = fastest_dtype(load_cluster(case.cluster))
+    lines = [
+        f"## {case.model} on {case.cluster}, {dtype}",
+        "",
+        "| batch | devices | fastest | s a step | the best of other kinds, relative to it |",
+        "|---:|---:|---|---:|---|",
+    ]
+    for (batch, n), cell in cells.items():
+        if not cell:
+            lines.append(f"| {batch} | {n} | nothing fits | | |")
+            continue
+        (_, first), *others = cell.items()
+        rest = ", ".join(
+            f"{kind} {one.step_s / first.step_s:.2f} ({one.name})" for kind, one in others
+        )
+        lines.append(f"| {batch} | {n} | {first.name} | {first.step_s:.3g} | {rest} |")
+    return lines
+
+
+def plot(maps: Sequence[tuple[Case, dict[tuple[int, int], Cell]]], path: Path) -> None:
+    """Draws the maps: the color of the fastest kind, and what a 2-D grid takes relative to it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch, Rectangle
+
+    figure, axes = plt.subplots(1, len(maps), figsize=(6.2 * len(maps), 4.6), squeeze=False)
+    for axis, (case, cells) in zip(axes[0], maps):
+        for (batch, n), cell in cells.items():
+            x, y = case.devices.index(n), case.batches.index(batch)
+            kind = next(iter(cell), "nothing fits")
+            axis.add_patch(Rectangle((x, y), 1, 1, facecolor=KINDS[kind], edgecolor="white"))
+            axis.text(x + 0.5, y + 0.5, _label(cell), ha="center", va="center", fontsize=8)
+        axis.set_xlim(0, len(case.devices))
+        axis.set_ylim(0, len(case.batches))
+        axis.set_xticks([i + 0.5 for i in range(len(case.devices))], map(str, case.devices))
+        axis.set_yticks([i + 0.5 for i in range(len(case.batches))], map(str, case.batches))
+        axis.set_xlabel("devices")
+        axis.set_ylabel("sequences a step")
+        axis.set_title(f"{case.model} on {case.cluster}")
+    handles = [Patch(color=color, label=kind) for kind, color in KINDS.items()]
+    figure.legend(handles=handles, loc="lower center", ncol=len(handles), fontsize=8)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, dpi=120)
+
+
+def _label(cell: Cell) -> str:
+    if not cell:
+        return "nothing\nfits"
+    best = next(iter(cell.values()))
+    name = best.name.replace(", ", "\n")
+    grid = cell.get("2-D grid")
+    if grid is None:
+        return f"{name}\n2-D: does not fit"
+    if grid is best:
+        return name
+    return f"{name}\n2-D: {grid.step_s / best.step_s:.2f}"
+
+
+def wins(cells: dict[tuple[int, int], Cell]) -> str:
+    """Says in how many cells a 2-D grid is fastest."""
+    filled = [cell for cell in cells.values() if cell]
+    first = sum(next(iter(cell)) == "2-D grid" for cell in filled)
+    near = sum(
+        "2-D grid" in cell
+        and cell["2-D grid"].step_s <= (1 + CLOSE) * next(iter(cell.values())).step_s
+        for cell in filled
+    )
+    return (
+        f"A 2-D grid (rows and columns) is fastest in {first} of {len(filled)} cells in which "
+        f"something fits, and within {CLOSE:.0%} of the fastest in {near}."
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    maps = []
+    for case in CASES:
+        cells = map_of(case)
+        maps.append((case, cells))
+        print("\n".join([*lines_of(case, cells), "", wins(cells), ""]), flush=True)
+    if "--plot" in arguments:
+        plot(maps, Path(arguments[arguments.index("--plot") + 1]))
