@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gridformer import comm
 from gridformer.comm import record
@@ -161,8 +162,8 @@ def test_a_step_mixes_no_devices(gpu: InProcess, case: Case) -> None:
 
 
 def step_beside_gpus(run: RunConfig) -> Step:
-    """Run a fake step on a machine that has GPUs, where torch makes some fake tensors otherwise."""
-    with patch.object(torch.cuda, "is_available", lambda: True):
+    """Run a fake step as on a machine that has GPUs, where torch makes some tensors otherwise."""
+    with patch.object(FakeTensorMode, "avoid_device_init", False):
         return step_of(run, 0)
 
 
