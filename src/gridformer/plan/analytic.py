@@ -114,6 +114,9 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
         sends = (pp * k - 1) * costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
         launch_s = clock.launch_s
         bubbles = tuple(max(o.device_s, o.launches * launch_s) / k + sends for o in others)  # type: ignore[assignment]
+    if pp > m and k > 1:
+        # With fewer micro-batches than ranks a rank waits for each of its stages' turn.
+        bubbles = (bubbles[0] * k, bubbles[1] * k)
     clock.device += bubbles[0]  # meanwhile the host launches what comes then
     clock.run(_casts(sizes, rank.share))
     forward_s = clock.run(rank.forward, m)

@@ -190,8 +190,12 @@ def _product(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
     one = costs.product_s(1, m, n_out, k, dtype, item) * steps
     grad_x = costs.product_s(1, m, k, n_out, dtype, item) * steps
     grad_w = costs.product_s(1, k, n_out, m, dtype, item) * steps
+    blocks = 1 if choice.common or chunks > choice.n_chunks or panels > 1 else r
+    if blocks > 1:  # the gradient of a gathered weight is multiplied block by block, and summed
+        shape = (k // r, n_out) if choice.stays == "output" else (n_out // r, k)
+        grad_w = blocks * chunks * costs.product_s(1, max(1, shape[0]), shape[1], m, dtype, item)
     forward.products, forward.launches = one, steps
-    backward.products, backward.launches = grad_x + grad_w, 2 * steps
+    backward.products, backward.launches = grad_x + grad_w, (1 + blocks) * steps
     weight = n_in * n_out
     _weights(sizes, choice, weight, chunks, backward)
     if choice.common:
