@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, load_run, parse_run
@@ -16,7 +18,7 @@ from gridformer.plan.advice import advise
 from gridformer.plan.analytic import estimate
 from gridformer.plan.emit import write_run
 from gridformer.plan.prediction import Parts, Prediction
-from gridformer.plan.ranking import as_json, layout_of
+from gridformer.plan.ranking import as_json, layout_of, print_result, settings_between
 from gridformer.plan.remedies import remedies
 from gridformer.plan.search import Search, default_batch, search
 
@@ -108,6 +110,25 @@ def test_json_has_the_keys_that_others_rely_on() -> None:
         assert one["train"]["global_batch"] == 64
         assert sum(one["where"].values()) == pytest.approx(1.0, abs=0.01)
     assert found[0]["layout"] == layout_of(result.layouts[0].run)
+
+
+def test_what_is_printed_names_changes_and_shared_warnings_once() -> None:
+    result, asked = found_on_8(), Search(run_of(), cluster(), 8)
+    layouts = [
+        replace(one, prediction=replace(one.prediction, warnings=["of all", f"of {number}"]))
+        for number, one in enumerate(result.layouts[:2])
+    ]
+    shown = io.StringIO()
+    console = Console(file=shown, width=160)
+    advice = [advise(asked, one) for one in layouts]
+    print_result(run_of(), replace(result, layouts=layouts), advice, "dgx-h100", console)
+    text = shown.getvalue()
+    assert [text.count(f"Warning: {one}\n") for one in ("of all", "of 0", "of 1")] == [1, 1, 1]
+    assert "train.dtype" not in settings_between(run_of(), layouts[0].run)
+    changed = layouts[0].run.layout.model_copy(update={"dp": 5})
+    other = layouts[0].run.model_copy(update={"layout": changed})
+    assert settings_between(layouts[0].run, other) == "layout.dp=5"
+    assert settings_between(run_of(), run_of()) == "This is the run's own layout."
 
 
 def test_nothing_fits_and_what_would() -> None:

@@ -52,13 +52,25 @@ def print_result(
     if result.untraced:
         text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
         console.print(Text(f"There was no time to trace, by estimate: {text}."))
-    for number, (found, why) in enumerate(zip(result.layouts[:EXPLAINED], advice), start=1):
+    explained = result.layouts[:EXPLAINED]
+    of_all = set.intersection(*(set(_warnings(found)) for found in explained))
+    common = [warning for warning in _warnings(explained[0]) if warning in of_all]
+    for number, (found, why) in enumerate(zip(explained, advice), start=1):
         console.print(Text(f"\n{number}. {found.name}", style="bold"))
-        console.print(Text(f"   {settings_of(found.run)}"), soft_wrap=True)
+        console.print(Text(f"   {settings_between(run, found.run)}"), soft_wrap=True)
         for sentence in why.sentences:
             console.print(Text(f"   {sentence}"), soft_wrap=True)
-        for warning in found.prediction.warnings if found.prediction else ():
-            console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
+        for warning in _warnings(found):
+            if warning not in common:
+                console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
+    if common:
+        console.print(Text("\nFor all of these:", style="bold"))
+    for warning in common:
+        console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
+
+
+def _warnings(found: Found) -> list[str]:
+    return found.prediction.warnings if found.prediction else []
 
 
 def _table(layouts: Sequence[Found]) -> Table:
@@ -106,6 +118,23 @@ def settings_of(run: RunConfig) -> str:
         for section, values in sections.items()
         for key, value in values.items()
     )
+
+
+def settings_between(asked: RunConfig, found: RunConfig) -> str:
+    """Returns the settings of a layout that differ from the run that was asked for, as overrides.
+
+    Without any the run has this layout already, and the words say so.
+    """
+    changes = []
+    for section in ("layout", "train"):
+        before = getattr(asked, section).model_dump(mode="json")
+        after = getattr(found, section).model_dump(mode="json")
+        changes += [
+            format_setting(f"{section}.{key}", value)
+            for key, value in after.items()
+            if value != before[key]
+        ]
+    return " ".join(changes) or "This is the run's own layout."
 
 
 def as_json(
