@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gridformer.cluster.tables import Tables
-from gridformer.config.reading import closest, configs_dir
+from gridformer.config.reading import closest, configs_dir, read_yaml
 from gridformer.utils.errors import ConfigError
 
 # The numbers that may be fitted, at most four of them in a file, and what counts where a file
@@ -220,14 +219,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
                 ]
             )
         path = configs_dir() / "clusters" / f"{name_or_path}.yaml"
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: is not valid YAML ({' '.join(str(error).split())})"]) from None
-    if not isinstance(raw, dict):
-        raise ConfigError([f"{path}: must be a mapping with the keys device, levels and host"])
+    raw = read_yaml(path, "device, levels and host")
     return parse_cluster({"name": path.stem, **raw}, str(path))
 
 

@@ -49,7 +49,7 @@ def shipped_model(name: str) -> dict[str, Any]:
         raise ConfigError(
             [f"model: no shipped model is called '{name}'{closest(name, model_names())}"]
         )
-    return {"name": name, **_read_yaml(configs_dir() / "models" / f"{name}.yaml")}
+    return {"name": name, **read_yaml(configs_dir() / "models" / f"{name}.yaml")}
 
 
 def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
@@ -78,7 +78,7 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
                 ]
             )
         path = shipped
-    raw = _read_yaml(path)
+    raw = read_yaml(path)
     raw.setdefault("name", path.stem)
     return parse_run(raw, overrides, where=str(path))
 
@@ -177,7 +177,16 @@ def _apply(values: dict[str, Any], override: str) -> None:
     here[last] = value
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, keys: str = "model, data, layout, train") -> dict[str, Any]:
+    """Reads a YAML file that is a mapping.
+
+    Args:
+        path: The file.
+        keys: The keys that it may have, for the message if it is no mapping.
+
+    Raises:
+        ConfigError: It cannot be read, or is no mapping.
+    """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -185,7 +194,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: is not valid YAML ({' '.join(str(error).split())})"]) from None
     if not isinstance(raw, dict):
-        raise ConfigError([f"{path}: must be a mapping with the keys model, data, layout, train"])
+        raise ConfigError([f"{path}: must be a mapping with the keys {keys}"])
     return raw
 
 
