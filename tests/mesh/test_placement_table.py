@@ -1,0 +1,95 @@
+"""The explanation of where ranks lie on nodes: its rows, its reason and its text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from gridformer.mesh.node_placement import Sizes, search
+from gridformer.mesh.placement_table import explain, reason, rows
+from tests.support.meshes import MIB, Traffic, cases, grid
+
+
+def test_explanation_of_a_bunched_grid() -> None:
+    sizes, traffic = grid(8, 8), {"row": 8 * MIB, "col": 8 * MIB}
+    assert explain(search(sizes, traffic, 4), sizes, 4).splitlines() == [
+        "MiB that enter a node of 4 devices in one step, by axis:",
+        "  a node holds                     row  col  total  ratio  sharing",
+        "> 2x2 of the grid                   16   16     32   1.00        2",
+        "  1x4 of the grid (rows in order)   32    8     40   1.25        4",
+        "  4x1 of the grid                    8   32     40   1.25        4",
+        "A node holds 2x2 of the grid: 32 MiB enter it in a step; with rows in order it would "
+        "be 40.",
+    ]
+
+
+def test_plain_order_is_always_among_the_rows() -> None:
+    sizes, traffic = (1, 4, 8, 8), {"dp": 40 * MIB, "row": 8 * MIB, "col": 8 * MIB}
+    candidates = search(sizes, traffic, 8)
+    found = rows(candidates, sizes, 8, few=2)
+    assert [row.block for row in found] == [
+        "dp 4 x 1x2",
+        "dp 4 x 2x1",
+        "1x8 of the grid (rows in order)",
+    ]
+    assert [row.chosen for row in found] == [True, False, False]
+    assert [row.plain for row in found] == [False, False, True]
+    assert [row.total_mib for row in found] == [96, 96, 384]
+    assert [row.ratio for row in found] == [1, 1, 4]
+    assert found[0].mib == {"dp": 0, "row": 64, "col": 32}
+    assert len(rows(candidates, sizes, 8, few=99)) == len(candidates)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "k", "traffic", "text"),
+    [
+        (grid(2, 2), 8, {"row": MIB}, "One node holds all 4 devices, so nothing enters it."),
+        (
+            grid(4, 4),
+            4,
+            {"row": MIB, "col": MIB},
+            "A node holds 2x2 of the grid: 4 MiB enter it in a step, as with rows in order, but "
+            "2 of its devices share the network link, not 4.",
+        ),
+        (
+            (1, 2, 1, 4),
+            4,
+            {"dp": MIB // 2, "col": 200 * MIB},
+            "A node holds 1x4 of the grid (rows in order): 2 MiB enter it in a step; with "
+            "dp 2 x 1x2, the next best, it would be 400.",
+        ),
+        (
+            (1, 8, 1, 1),
+            4,
+            {"dp": MIB},
+            "A node holds dp 4 (rows in order): 1 MiB enter it in a step; no other block fills a "
+            "node.",
+        ),
+        (
+            grid(4, 5),
+            4,
+            {"row": MIB, "col": 12 * MIB},
+            "A node holds rows in order, wherever a row ends: 28 MiB enter it in a step; "
+            "with 4x1 of the grid, the next best, it would be 48.",
+        ),
+    ],
+)
+def test_reason(sizes: Sizes, k: int, traffic: Traffic, text: str) -> None:
+    candidates = search(sizes, traffic, k)
+    assert reason(candidates, sizes, k) == text
+    assert explain(candidates, sizes, k).endswith("\n" + text)
+
+
+@settings(max_examples=150)
+@given(case=cases())
+def test_everything_can_be_explained(case: tuple[Sizes, Traffic, int]) -> None:
+    """Exactly one row is chosen, exactly one is the plain order, and the text is not too wide."""
+    sizes, traffic, k = case
+    candidates = search(sizes, traffic, k)
+    found = rows(candidates, sizes, k)
+    assert sum(row.chosen for row in found) == sum(row.plain for row in found) == 1
+    assert found[0].chosen
+    assert len(found) <= 4
+    text = explain(candidates, sizes, k).splitlines()
+    assert len(text) == len(found) + 3
+    assert max(map(len, text)) <= 140
