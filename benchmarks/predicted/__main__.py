@@ -58,6 +58,10 @@ def machine(
     ] = "1,4,9,16",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of the layers.")] = 4,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny cases, to try the code.")] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="A folder for what is measured; what lies there is only predicted anew."),
+    ] = None,
     out: Out = None,
 ) -> None:
     """Compare layers and steps on this machine's CPU at 1 to 16 processes."""
@@ -66,7 +70,7 @@ def machine(
     load = os.getloadavg()[0]
     counts = [int(word) for word in processes.split(",") if word]
     effort = QUICK if quick else Effort(processes=counts, rounds=rounds)
-    text = compare(effort, cluster, progress())
+    text = compare(effort, cluster, keep, progress())
     about = describe_machine("benchmarks.predicted")
     head = (
         f"# Predicted and measured on this machine\n\n{about['date']}: {about['cpu']}, "

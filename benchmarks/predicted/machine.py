@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
@@ -71,23 +72,35 @@ class Effort:
 QUICK = Effort((1, 4), ("tiny",), 2, 2, 2, (1, 2), True)
 
 
-def compare(effort: Effort, cluster_file: Path | None, tell: Tell) -> str:
+def compare(effort: Effort, cluster_file: Path | None, keep: Path | None, tell: Tell) -> str:
     """Calibrates, measures and predicts, and returns the tables as Markdown.
 
     Args:
         effort: How much is measured.
         cluster_file: A file that `gridformer calibrate` wrote; None calibrates.
+        keep: A folder for what is measured, the cluster file included. What lies there is not
+            measured again.
         tell: Receives progress messages.
     """
     with tempfile.TemporaryDirectory(prefix="gridformer-predicted-") as folder:
-        cluster = cluster_file or Path(folder) / "local.yaml"
+        kept = keep or Path(folder)
+        kept.mkdir(parents=True, exist_ok=True)
+        cluster = cluster_file or kept / "local.yaml"
         failures: list[str] = []
-        if cluster_file is None:
+        if not cluster.exists():
             tell("calibrating")
             found, failures = calibrate(effort.counts, effort.quick, 80.0, tell)
             write_cluster(found, cluster)
-        layers = _measure_layers(effort, Path(folder), tell)
-        steps = _measure_demo(effort, Path(folder), tell)
+        measured = kept / "measured.json"
+        if not measured.exists():
+            rows = [_measure_layers(effort, Path(folder), tell)]
+            rows.append(_measure_demo(effort, Path(folder), tell))
+            text = [[(name, run.model_dump(mode="json"), s) for name, run, s in r] for r in rows]
+            measured.write_text(json.dumps(text), encoding="utf-8")
+        layers, steps = (
+            [(name, RunConfig.model_validate(run), seconds) for name, run, seconds in rows]
+            for rows in json.loads(measured.read_text(encoding="utf-8"))
+        )
         tell("predicting")
         questions = [Question(run, layers_only=True) for _, run, _ in layers]
         questions += [Question(run) for _, run, _ in steps]

@@ -33,6 +33,10 @@ def main(
         int, typer.Option(min=0, help="Run only this machine, counted from 1; 0: all of them.")
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Two nodes, to try the code.")] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="A folder for what is measured; what lies there is only predicted anew."),
+    ] = None,
 ) -> None:
     """Measure layouts on emulated clusters, predict them, and compare."""
     plan = cases.QUICK if quick else cases.PLAN
@@ -45,7 +49,7 @@ def main(
 
     try:
         for machine, layouts in machines:
-            outcomes += emulate(machine, layouts, tell)
+            outcomes += emulate(machine, layouts, keep, tell)
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -28,6 +28,7 @@ from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.groups import make_groups
 from gridformer.mesh.process_group import close_world, init_world
+from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import n_cores
 
 Tell = Callable[[str], None]
@@ -142,8 +143,17 @@ def _with_levels(cluster: Cluster, machine: Machine, latency_us: float) -> Clust
     return cluster.model_copy(update={"levels": (inner, outer)})
 
 
-def emulate(machine: Machine, layouts: tuple[Layout, ...], tell: Tell) -> list[Outcome]:
+def emulate(
+    machine: Machine, layouts: tuple[Layout, ...], keep: Path | None, tell: Tell
+) -> list[Outcome]:
     """Measures all layouts on an emulated machine, then predicts them.
+
+    Args:
+        machine: The machine.
+        layouts: The layouts, all for as many processes as the machine has.
+        keep: A folder for what is measured. What lies there is not measured again, so that another
+            model of time can be held to the same measurements.
+        tell: Receives progress messages.
 
     Raises:
         UserError: This machine cannot emulate a cluster; the message says why.
@@ -152,10 +162,15 @@ def emulate(machine: Machine, layouts: tuple[Layout, ...], tell: Tell) -> list[O
     runs = [layout.run(machine) for layout in layouts]
     forward = [layout.forward_too for layout in layouts]
     with tempfile.TemporaryDirectory(prefix="gridformer-emulate-") as folder:
-        out, file = Path(folder) / "out.json", Path(folder) / "emulated.yaml"
-        with network(machine.nodes, machine.mbit) as nodes:
-            launch(worker, (machine, nodes, runs, forward, out), machine.n)
+        file = Path(folder) / "emulated.yaml"
+        out = (keep or Path(folder)) / f"{machine.nodes}x{machine.each}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if not out.exists():
+            with network(machine.nodes, machine.mbit) as nodes:
+                launch(worker, (machine, nodes, runs, forward, out), machine.n)
         answer = json.loads(out.read_text(encoding="utf-8"))
+        if len(answer["times"]) != len(layouts):
+            raise UserError(f"{out} holds other layouts: remove it to measure again")
         found = Found(**answer["found"])
         sends = [row for row in found.rows["messages"] if row[0] == "send" and row[3] > 1]
         latency_us = min(row[-1] for row in sends)
