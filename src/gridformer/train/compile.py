@@ -33,6 +33,7 @@ from gridformer.models.blocks import (
     CrossAttention,
     CrossEntropy,
     Dropout,
+    JoinedLinear,
     Layer,
     Linear,
     copy_of,
@@ -74,8 +75,9 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
             _leave_out(module, "_fused")
         if type(module).__module__.startswith(parallel.__name__ + "."):
             _leave_out_all(type(module))
-        if type(module) is Linear and _reads_gathered_copies(module):
-            module.__class__ = _uncompiled_linear()
+        kind = type(module)
+        if kind in (Linear, JoinedLinear) and _reads_gathered_copies(module):
+            module.__class__ = _uncompiled(kind)
     for part in parts:
         part.forward = compile(  # type: ignore[method-assign]
             part.forward, backend=backend, dynamic=False
@@ -117,16 +119,17 @@ def _leave_out_all(kind: type[nn.Module]) -> None:
         _left_out.add(kind)
 
 
-def _reads_gathered_copies(product: Linear) -> bool:
-    return copy_of(product.weight) is not None and info_of(product.weight).resharded
+def _reads_gathered_copies(product: nn.Module) -> bool:
+    weight = next(product.parameters())
+    return copy_of(weight) is not None and info_of(weight).resharded
 
 
 @cache
-def _uncompiled_linear() -> type[Linear]:
-    """Returns a class of linear layers whose forward pass is excluded from compilation."""
+def _uncompiled(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns a class of products whose forward pass is excluded from compilation."""
     from torch.compiler import disable
 
-    return type("UncompiledLinear", (Linear,), {"forward": disable(Linear.forward)})
+    return type(f"Uncompiled{kind.__name__}", (kind,), {"forward": disable(kind.forward)})
 
 
 def _takes_cuda(run: RunConfig) -> bool:

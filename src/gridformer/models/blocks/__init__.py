@@ -24,6 +24,7 @@ from gridformer.models.blocks.embedding import (
     TiedHead,
     TokenEmbedding,
 )
+from gridformer.models.blocks.joined import Joined, JoinedLinear, Part
 from gridformer.models.blocks.layer import Layer, Spread, Style
 from gridformer.models.blocks.linear import (
     FeedForward,
@@ -53,6 +54,8 @@ __all__ = [
     "DropoutClock",
     "FeedForward",
     "Init",
+    "Joined",
+    "JoinedLinear",
     "KVCache",
     "LabelHead",
     "LabelLoss",
@@ -60,6 +63,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "PaddingMask",
+    "Part",
     "PositionEmbedding",
     "RMSNorm",
     "Recompute",

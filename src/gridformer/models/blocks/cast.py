@@ -8,13 +8,14 @@ that read it; elsewhere it is cast at each use. Gradients always belong to the f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 _ATTRIBUTE = "_gridformer_cast"
+_STANDS_FOR = "_gridformer_stands_for"
 # GPUs multiply blocks of this many columns. With 50,257 words instead of 50,304, a multiple of it,
 # the product of a head ran at 100 instead of 640 TFLOP/s on an H100 (docs/results/gpu.md).
 ROWS_OF_TABLE = 64
@@ -31,12 +32,14 @@ class CastCopy:
     Attributes:
         held: Whether a copy that is made now is kept.
         value: The copy, with its additional rows; None while there is none.
+        together: The tensor in which copies that are kept lie side by side, if there is one.
     """
 
     def __init__(self, dtype: torch.dtype, once: bool = True, multiple: int = 1) -> None:
         self.dtype, self.once, self.multiple = dtype, once, multiple
         self.held = False
         self.value: Tensor | None = None
+        self.together: CopiesTogether | None = None
 
     def of(self, parameter: Tensor) -> Tensor:
         """Returns the copy, which is made now if there is none.
@@ -46,10 +49,22 @@ class CastCopy:
         """
         if self.value is not None:
             return self.value
-        made = self._made(parameter.detach())
+        if self.held and self.together is not None:
+            self.value = self.together.place(self, parameter)
+            self.value.copy_(_readable(parameter))
+            return self.value
+        made = self._made(_readable(parameter))
         if self.held:
             self.value = made
         return made
+
+    def allocate(self, parameter: Tensor) -> Tensor:
+        """Allocates the copy, for a caller that fills it, and returns it."""
+        if self.together is not None:
+            self.value = self.together.place(self, parameter)
+        else:
+            self.value = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
+        return self.value
 
     def rows(self, rows: int) -> int:
         """Returns the number of rows of the copy of a parameter that has `rows`."""
@@ -58,10 +73,10 @@ class CastCopy:
     def drop(self) -> None:
         """Frees the copy, for instance because the parameter has been updated."""
         self.value = None
+        if self.together is not None:
+            self.together.drop_unused()
 
     def _made(self, parameter: Tensor) -> Tensor:
-        if parameter.numel() and not parameter.untyped_storage().nbytes():
-            raise RuntimeError("a parameter that is sharded over replicas was read, not gathered")
         rows, padded = len(parameter), self.rows(len(parameter))
         if padded == rows:
             return parameter.to(self.dtype)
@@ -71,17 +86,91 @@ class CastCopy:
         return made
 
 
+class CopiesTogether:
+    """The copies of parameters that one product reads side by side: one tensor [.., sum of n].
+
+    Args:
+        parameters: The parameters [.., n], each of which has a `CastCopy` of the same type.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._copies = [copy for p in parameters if (copy := copy_of(p)) is not None]
+        self._ends = [0]
+        for parameter, copy in zip(parameters, self._copies, strict=True):
+            self._ends.append(self._ends[-1] + parameter.shape[-1])
+            copy.together = self
+        self._value: Tensor | None = None
+
+    def of(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Returns all copies, and makes those that are missing."""
+        if not all(copy.held or copy.value is not None for copy in self._copies):
+            return _joined(parameters, self._copies[0].dtype)
+        for copy, parameter in zip(self._copies, parameters, strict=True):
+            copy.of(parameter)
+        assert self._value is not None
+        return self._value
+
+    def place(self, copy: CastCopy, parameter: Tensor) -> Tensor:
+        """Returns the part of the tensor that belongs to one copy, allocated if it is not."""
+        if self._value is None:
+            shape = (*parameter.shape[:-1], self._ends[-1])
+            self._value = parameter.new_empty(shape, dtype=copy.dtype, requires_grad=False)
+        index = self._copies.index(copy)
+        return self._value[..., self._ends[index] : self._ends[index + 1]]
+
+    def drop_unused(self) -> None:
+        """Frees the tensor if no copy is left in it."""
+        if all(copy.value is None for copy in self._copies):
+            self._value = None
+
+
+def stand_for(place: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Makes a tensor stand for parameters side by side, and returns it; `cast` reads them."""
+    setattr(place, _STANDS_FOR, parameters)
+    return place
+
+
+def stands_for_parameters(weight: Tensor) -> bool:
+    """Whether `stand_for` was called on a tensor, whose values only `cast` knows."""
+    return hasattr(weight, _STANDS_FOR)
+
+
+def _joined(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns parameters side by side in a new tensor."""
+    read = [_readable(parameter) for parameter in parameters]
+    if all(parameter.dtype == dtype for parameter in read):
+        return torch.cat(read, -1)
+    widths = [parameter.shape[-1] for parameter in read]
+    made = read[0].new_empty((*read[0].shape[:-1], sum(widths)), dtype=dtype)
+    for place, parameter in zip(made.split(widths, -1), read):
+        place.copy_(parameter)
+    return made
+
+
+def _readable(parameter: Tensor) -> Tensor:
+    """Returns a parameter without its graph, after checking that it is in memory."""
+    if parameter.numel() and not parameter.untyped_storage().nbytes():
+        raise RuntimeError("a parameter that is sharded over replicas was read, not gathered")
+    return parameter.detach()
+
+
 def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
     """Returns a weight in another type, without a graph: the copy of this step if one is kept.
 
     A weight of that type is returned as it is.
 
     Args:
-        weight: A parameter, or the transpose of one.
+        weight: A parameter, the transpose of one, or what stands for several (`stand_for`).
         dtype: The type of the product.
         padded: Whether the result may have the additional rows of the copy, or columns if `weight`
             is a transpose. They are zero.
     """
+    several: Sequence[Tensor] | None = getattr(weight, _STANDS_FOR, None)
+    if several is not None:
+        copy = copy_of(several[0])
+        if copy is None or copy.dtype != dtype or copy.together is None:
+            return _joined(several, dtype)
+        return copy.together.of(several)
     if weight.dtype == dtype:
         return weight
     found = _copy_behind(weight, dtype)
@@ -133,7 +222,8 @@ def attach_copies(model: nn.Module, dtype: torch.dtype, once: bool) -> None:
     """Attaches a `CastCopy` to each parameter that products of a model read in another type.
 
     A module names these parameters in its attribute `cast_parameters`. With `cast_multiple` it asks
-    for additional rows, see `CastCopy`.
+    for additional rows, see `CastCopy`. Its method `cast_together` returns those of other modules
+    that it reads side by side, see `CopiesTogether`.
 
     Args:
         model: The model, whose parameters are allocated.
@@ -146,6 +236,10 @@ def attach_copies(model: nn.Module, dtype: torch.dtype, once: bool) -> None:
             if parameter is not None and parameter.dtype != dtype:
                 multiple = getattr(module, "cast_multiple", 1)
                 setattr(parameter, _ATTRIBUTE, CastCopy(dtype, once, multiple))
+    for module in model.modules():
+        for together in getattr(module, "cast_together", list)():
+            if all(copy_of(parameter) is not None for parameter in together):
+                CopiesTogether(together)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.models.blocks.cast import cast
+from gridformer.models.blocks.cast import cast, stands_for_parameters
 
 Section = Literal["attention", "feed_forward", "head"]
 Activation = Literal["gelu", "gelu_tanh", "relu"]
@@ -86,11 +86,11 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = F
 
     Args:
         x: Input [..., in].
-        weight_IO: Weight [in, out], a parameter or the transpose of one.
+        weight_IO: Weight [in, out], a parameter, the transpose of one, or what stands for several.
         bias_O: Bias [out], or None.
         padded: Whether the result may have the additional columns of the cast copy, see `CastCopy`.
     """
-    if weight_IO.dtype == x.dtype:
+    if weight_IO.dtype == x.dtype and not stands_for_parameters(weight_IO):
         return F.linear(x, weight_IO.t(), bias_O)
     weight = cast(weight_IO, x.dtype, padded)
     bias = None if bias_O is None else cast(bias_O, x.dtype, weight.shape[1] > len(bias_O))

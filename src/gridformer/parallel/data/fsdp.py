@@ -169,9 +169,8 @@ class _Message:
         if not self._copies:
             unshard(self.bucket, shares)
             return
-        for parameter, copy in zip(self.bucket.parameters, self._copies):
-            copy.value = torch.empty_like(parameter, dtype=copy.dtype, requires_grad=False)
-        self.bucket.part(shares, [copy.value for copy in self._copies if copy.value is not None])
+        both = zip(self.bucket.parameters, self._copies)
+        self.bucket.part(shares, [copy.allocate(parameter) for parameter, copy in both])
 
     def reshard(self) -> None:
         for copy in self._copies:
