@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gridformer.checkpoint.convert.kinds import entries_of
+from gridformer.checkpoint.convert.table import to_theirs
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
@@ -166,7 +168,7 @@ class HuggingFace:
 
     def take_weights(self, model: nn.Module, config: ModelConfig) -> None:
         """Copy the weights of gridformer's model."""
-        state = to_hugging_face(dict(model.named_parameters()), config)
+        state = to_theirs(entries_of(config), dict(model.named_parameters()))
         ours = dict(self.net.named_parameters())
         assert state.keys() == ours.keys(), state.keys() ^ ours.keys()
         with torch.no_grad():
@@ -194,36 +196,6 @@ def hugging_face_config(config: ModelConfig) -> Any:
         use_cache=False,
         attn_implementation="sdpa",
     )
-
-
-def to_hugging_face(state: dict[str, Any], config: ModelConfig) -> dict[str, Tensor]:
-    """Convert our names to theirs; the columns of qkv go from [n, 3, d] to [3, n, d].
-
-    tests/support/reference/gpt2.py has the inverse.
-    """
-    n, d = config.n_heads, config.head_width
-    theirs = {
-        "transformer.wte.weight": state["tokens.weight"],
-        "transformer.wpe.weight": state["positions.weight"],
-        "transformer.ln_f.weight": state["norm.weight"],
-        "transformer.ln_f.bias": state["norm.bias"],
-    }
-    parts = {
-        "norm1": "ln_1",
-        "attention.qkv": "attn.c_attn",
-        "attention.out": "attn.c_proj",
-        "norm2": "ln_2",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
-    }
-    for i in range(config.n_layers):
-        for our_part, their_part in parts.items():
-            for leaf in ("weight", "bias"):
-                value = state[f"layers.{i}.{our_part}.{leaf}"]
-                if our_part == "attention.qkv":
-                    value = value.unflatten(-1, (n, 3, d)).transpose(-3, -2).flatten(-3)
-                theirs[f"transformer.h.{i}.{their_part}.{leaf}"] = value
-    return theirs
 
 
 def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer | Updates) -> int:

@@ -22,12 +22,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
-from gridformer.config import LayoutConfig, ModelConfig, TrainConfig, shipped_model
-from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
+from gridformer.config import ModelConfig, TrainConfig, shipped_model
 from gridformer.utils.errors import UserError
 from tests.support.marks import full_unless
-from tests.support.reference.gpt2 import from_hugging_face
 
 CPU = torch.device("cpu")
 CPU_FORM = ["--device", "cpu", "--quick"]
@@ -295,17 +292,6 @@ def test_flops_are_those_of_the_paper(name: str) -> None:
     paper = 96 * b * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
     recomputation = 24 * b * s * l * h**2 + 4 * b * s**2 * l * h
     assert step_report.step_flops(config, b * s, s) == pytest.approx(paper - recomputation)
-
-
-def test_weights_go_to_hugging_face_and_back() -> None:
-    model = build_parallel(gpu.TINY, LayoutConfig(), Axes(), 1, CPU)
-    ours = {name: p.detach() for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for value in ours.values():
-            value.copy_(torch.randn(value.shape))
-    back = from_hugging_face(sides.to_hugging_face(ours, gpu.TINY), gpu.TINY)
-    assert back.keys() == ours.keys()
-    assert all(torch.equal(back[name], ours[name]) for name in ours)
 
 
 def test_products_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,8 @@ class Manifest(Config):
         run: The run's config.
         files: Size and checksum of each file by name.
         index: Where the blocks are; None in checkpoints of earlier versions, whose files say it.
+        weights_only: Whether there is no state of an optimizer, as in what
+            `gridformer import` writes, so that no run can resume from it.
     """
 
     format: Literal["gridformer-checkpoint"]
@@ -100,12 +102,37 @@ class Manifest(Config):
     run: dict[str, Any]
     files: dict[str, FileEntry]
     index: Index | None = None
+    weights_only: bool = False
 
 
 def latest(run_dir: Path) -> Path | None:
     """Returns the newest complete checkpoint of a run directory, or None."""
     found = _complete(run_dir)
     return found[-1] if found else None
+
+
+def newest(run_dir: Path) -> Path:
+    """Returns a checkpoint itself, or the newest complete one of a run directory.
+
+    Args:
+        run_dir: A run directory, or one of its checkpoints.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+    """
+    if (run_dir / MANIFEST).is_file():
+        return run_dir
+    found = latest(run_dir)
+    if found is None:
+        remedy = (
+            f"it is a folder of Hugging Face's, so first run `gridformer import {run_dir} --out "
+            "RUNDIR`"
+            if (run_dir / "config.json").is_file()
+            else "train first, for example with `gridformer train configs/runs/demo.yaml --out "
+            f"{run_dir}`"
+        )
+        raise CheckpointError(f"{run_dir} has no checkpoint: {remedy}")
+    return found
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -183,8 +210,14 @@ def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
     order of its data depends may not.
 
     Raises:
-        CheckpointError: Such settings differ. The message lists all of them.
+        CheckpointError: Such settings differ, and the message lists all of them; or no run can
+            resume from the checkpoint.
     """
+    if manifest.weights_only:
+        raise CheckpointError(
+            f"{folder} holds imported weights without the state of an optimizer, so no run "
+            "resumes from it: use another --out"
+        )
     wanted = run.model_dump(mode="json")
     keys = [("model", key) for key in wanted["model"] if key not in _MAY_CHANGE]
     keys += [("train", "seed"), ("train", "global_batch")]
@@ -254,11 +287,16 @@ def save(
             },
             index=written.index,
         )
-        _write_synced(writing / MANIFEST, manifest.model_dump_json())
+        write_manifest(writing, manifest)
         finish_folder(writing, final)  # replaces a checkpoint of the same step
         _prune(run_dir, run.train.keep_checkpoints)
     comm.barrier((axes.world,))
     return final
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes checkpoint.json, which makes a folder a checkpoint."""
+    _write_synced(folder / MANIFEST, manifest.model_dump_json())
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, axes: Axes) -> Manifest:

@@ -13,6 +13,7 @@ import typer
 from gridformer import __version__
 from gridformer.cli.calibrate import calibrate
 from gridformer.cli.check import check
+from gridformer.cli.convert import export, import_
 from gridformer.cli.demo import demo
 from gridformer.cli.doctor import doctor
 from gridformer.cli.generate import generate
@@ -47,6 +48,8 @@ app.command()(demo)
 app.command()(prepare)
 app.command()(train)
 app.command()(generate)
+app.command("import")(import_)
+app.command()(export)
 app.command()(layouts)
 app.command()(memory)
 app.command()(check)

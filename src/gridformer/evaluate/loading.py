@@ -6,7 +6,6 @@ from pathlib import Path
 
 from gridformer.checkpoint import checkpoint
 from gridformer.config import RunConfig
-from gridformer.utils.errors import CheckpointError
 
 
 def load_for_inference(run_dir: Path) -> tuple[RunConfig, Path]:
@@ -21,12 +20,6 @@ def load_for_inference(run_dir: Path) -> tuple[RunConfig, Path]:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    is_one = (run_dir / checkpoint.MANIFEST).is_file()
-    folder = run_dir if is_one else checkpoint.latest(run_dir)
-    if folder is None:
-        raise CheckpointError(
-            f"{run_dir} has no checkpoint: train first, for example with "
-            f"`gridformer train configs/runs/demo.yaml --out {run_dir}`"
-        )
+    folder = checkpoint.newest(run_dir)
     manifest = checkpoint.verify(folder)
     return RunConfig.model_validate(manifest.run), folder

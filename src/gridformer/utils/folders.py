@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from gridformer.utils.errors import UserError
 
 _DELETING = ".deleting-"
 
@@ -44,6 +48,34 @@ def finish_folder(writing: Path, target: Path) -> None:
         raise
     sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yields a hidden folder that becomes `out` when the block ends without an error.
+
+    After an error or Ctrl-C the folder is removed.
+
+    Raises:
+        UserError: There already is something at `out`, before or after the block.
+    """
+    refuse_existing(out)
+    target = out.resolve()
+    # The name is random because several processes may write the same folder at a time.
+    writing = hidden_folder(target, f"-{secrets.token_hex(4)}")
+    begin_folder(writing)
+    try:
+        yield writing
+        refuse_existing(out)
+        finish_folder(writing, target)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises UserError if there already is something at `out`."""
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out}: already exists, and is not replaced; choose another --out")
 
 
 def remove_folder(folder: Path) -> None:

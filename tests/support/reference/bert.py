@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gridformer.checkpoint.convert.kinds import entries_of
+from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig
 from gridformer.models import BERT
 from tests.support.reference.shared import (
-    LEAVES,
     plain,
     randomize,
-    together,
     transformers,
 )
 
@@ -52,40 +52,7 @@ def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Convert their names to ours; their matrices are [out, in]."""
-    theirs = {
-        "tokens.weight": "bert.embeddings.word_embeddings.weight",
-        "positions.weight": "bert.embeddings.position_embeddings.weight",
-        "segments.weight": "bert.embeddings.token_type_embeddings.weight",
-    }
-    ours = {name: state[key] for name, key in theirs.items()}
-    ours["head.bias"] = state["cls.predictions.bias"]
-    linears = {
-        "transform": "cls.predictions.transform.dense",
-        "pair.pooler": "bert.pooler.dense",
-        "pair.labels": "cls.seq_relationship",
-    }
-    norms = {
-        "embedding_norm": "bert.embeddings.LayerNorm",
-        "head_norm": "cls.predictions.transform.LayerNorm",
-    }
-    for i in range(config.n_layers):
-        here, there = f"layers.{i}", f"bert.encoder.layer.{i}"
-        linears[f"{here}.attention.out"] = f"{there}.attention.output.dense"
-        linears[f"{here}.mlp.up"] = f"{there}.intermediate.dense"
-        linears[f"{here}.mlp.down"] = f"{there}.output.dense"
-        norms[f"{here}.norm1"] = f"{there}.attention.output.LayerNorm"
-        norms[f"{here}.norm2"] = f"{there}.output.LayerNorm"
-        for leaf in LEAVES:
-            parts = [
-                state[f"{there}.attention.self.{part}.{leaf}"] for part in ("query", "key", "value")
-            ]
-            ours[f"{here}.attention.qkv.{leaf}"] = together(parts, config.head_width)
-    for name, key in linears.items():
-        ours |= {f"{name}.{leaf}": state[f"{key}.{leaf}"].t() for leaf in LEAVES}
-    for name, key in norms.items():
-        ours |= {f"{name}.{leaf}": state[f"{key}.{leaf}"] for leaf in LEAVES}
-    return ours
+    return to_ours(entries_of(config), state)
 
 
 def pair(dtype: torch.dtype, **changes: Any) -> tuple[BERT, Any]:

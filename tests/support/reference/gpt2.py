@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gridformer.checkpoint.convert.kinds import entries_of
+from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import GPT2
@@ -34,31 +36,7 @@ def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Convert Hugging Face's names to ours; the columns of qkv go from [3, n, d] to [n, 3, d]."""
-    h, n = config.hidden_size, config.n_heads
-    ours = {
-        "tokens.weight": state["transformer.wte.weight"],
-        "positions.weight": state["transformer.wpe.weight"],
-        "norm.weight": state["transformer.ln_f.weight"],
-        "norm.bias": state["transformer.ln_f.bias"],
-    }
-    parts = {
-        "norm1": "ln_1",
-        "attention.qkv": "attn.c_attn",
-        "attention.out": "attn.c_proj",
-        "norm2": "ln_2",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
-    }
-    for i in range(config.n_layers):
-        for our_part, their_part in parts.items():
-            for leaf in ("weight", "bias"):
-                value = state[f"transformer.h.{i}.{their_part}.{leaf}"]
-                if our_part == "attention.qkv":
-                    by_head = value.unflatten(-1, (3, n, h // n)).transpose(-3, -2)
-                    value = by_head.flatten(-3)
-                ours[f"layers.{i}.{our_part}.{leaf}"] = value
-    return ours
+    return to_ours(entries_of(config), state)
 
 
 def pair(dtype: torch.dtype, **changes: Any) -> tuple[GPT2, Any]:

@@ -22,7 +22,6 @@ transformers: Any = pytest.importorskip("transformers")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-LEAVES = ("weight", "bias")
 
 
 def randomize(model: Any, dtype: torch.dtype, spread: float = 0.2) -> Any:
@@ -42,15 +41,6 @@ def plain(config: ModelConfig, dtype: torch.dtype, state: dict[str, Tensor]) -> 
     ours = build_parallel(config, LayoutConfig(), Axes(), 0, torch.device("cpu"), name).eval()
     ours.load_state_dict(state, strict=True)
     return ours
-
-
-def together(parts: list[Tensor], d: int) -> Tensor:
-    """Join q, k, v matrices [n d, h] of torch.nn.Linear, or their biases, into one of our matrices.
-
-    Its columns are ordered [n, parts, d].
-    """
-    by_head = torch.stack([part.t().unflatten(-1, (-1, d)) for part in parts], -2)
-    return by_head.flatten(-3)
 
 
 def tokens_of(v: int, b: int, s: int, seed: int = 1) -> Tensor:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gridformer.checkpoint.convert.kinds import entries_of
+from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig
 from gridformer.models import T5
 from tests.support.reference.shared import (
     plain,
     randomize,
-    together,
     transformers,
 )
 
@@ -58,32 +59,7 @@ def hugging_face(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Convert their names to ours; their matrices are [out, in]."""
-    ours = {"tokens.weight": state["shared.weight"]}
-    for stack, n in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers)):
-        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        ours[f"{stack}.bias.weight"] = state[bias]
-        ours[f"{stack}.norm.weight"] = state[f"{stack}.final_layer_norm.weight"]
-        for i in range(n):
-            here, there = f"{stack}.layers.{i}", f"{stack}.block.{i}.layer"
-            sub = f"{there}.0.SelfAttention"
-            ours[f"{here}.norm1.weight"] = state[f"{there}.0.layer_norm.weight"]
-            parts = [state[f"{sub}.{part}.weight"] for part in "qkv"]
-            ours[f"{here}.attention.qkv.weight"] = together(parts, config.head_width)
-            ours[f"{here}.attention.out.weight"] = state[f"{sub}.o.weight"].t()
-            last = 1
-            if stack == "decoder":
-                sub, last = f"{there}.1.EncDecAttention", 2
-                ours[f"{here}.cross_norm.weight"] = state[f"{there}.1.layer_norm.weight"]
-                q, k, v, o = (state[f"{sub}.{part}.weight"] for part in "qkvo")
-                ours[f"{here}.cross_attention.q.weight"] = q.t()
-                ours[f"{here}.cross_attention.kv.weight"] = together([k, v], config.head_width)
-                ours[f"{here}.cross_attention.out.weight"] = o.t()
-            mlp = f"{there}.{last}"
-            ours[f"{here}.norm2.weight"] = state[f"{mlp}.layer_norm.weight"]
-            ours[f"{here}.mlp.up.weight"] = state[f"{mlp}.DenseReluDense.wi.weight"].t()
-            ours[f"{here}.mlp.down.weight"] = state[f"{mlp}.DenseReluDense.wo.weight"].t()
-    return ours
+    return to_ours(entries_of(config), state)
 
 
 def pair(dtype: torch.dtype, **changes: Any) -> tuple[T5, Any]:

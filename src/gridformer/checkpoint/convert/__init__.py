@@ -1,0 +1,1 @@
+"""Weights in and out: folders of Hugging Face become run directories, and the reverse."""

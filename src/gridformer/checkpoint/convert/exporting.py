@@ -1,0 +1,200 @@
+"""`gridformer export`: the last checkpoint of a run becomes a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.convert.files import in_files, row_slices
+from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_json
+from gridformer.checkpoint.convert.importing import KEPT, KEPT_FILES, DType
+from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
+from gridformer.checkpoint.convert.stored import StoredParameters
+from gridformer.checkpoint.convert.table import Entry, Kind, shapes_of
+from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
+from gridformer.config import ModelConfig, any_of
+from gridformer.data.tokenizer import Tokenizer
+from gridformer.utils.errors import ConfigError
+from gridformer.utils.folders import new_folder, refuse_existing
+from gridformer.utils.units import GIB
+
+# Keys of an imported config.json that name tokens, which our config does not hold.
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written.
+
+    Attributes:
+        model_type: The kind of model.
+        architecture: The class of transformers that opens it.
+        n_parameters: How many elements its parameters have.
+        n_files: How many files hold them.
+        step: The step of the checkpoint.
+    """
+
+    model_type: str
+    architecture: str
+    n_parameters: int
+    n_files: int
+    step: int
+
+
+def export_run(
+    run_dir: Path,
+    out: Path,
+    dtype: DType = "keep",
+    shard_gib: float = 5.0,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> Exported:
+    """Converts a checkpoint to a folder that `from_pretrained` opens.
+
+    Args:
+        run_dir: A run directory, whose last checkpoint is taken, or one of its checkpoints.
+        out: The folder, which must not exist.
+        dtype: The type of the tensors; keep means that in which each is stored.
+        shard_gib: The largest size of a file in GiB. A larger tensor has a file of its own.
+        tell: Receives progress messages.
+
+    Raises:
+        ConfigError: The model has no counterpart. It lists all problems at once.
+        CheckpointError: There is no checkpoint, or it is damaged.
+        UserError: There already is something at `out`.
+    """
+    refuse_existing(out)
+    if shard_gib <= 0:
+        raise ConfigError([f"--shard-gib {shard_gib:g} is not above 0: use 5, for example"])
+    folder = checkpoint.newest(run_dir)
+    manifest = checkpoint.read_manifest(folder)
+    root = folder if (folder / "tokenizer.json").is_file() else folder.parents[1]
+    kept, tokenizer = root / KEPT, root / "tokenizer.json"
+    kind, config = _kind_of(manifest.model, kept)
+    tell("verifying the checkpoint")
+    checkpoint.verify(folder)
+    shapes = shapes_of(manifest.model)
+    stored = StoredParameters(folder, manifest, shapes)
+    streamed: dict[str, Streamed] = {}
+    for entry in kind.entries(manifest.model):
+        streamed |= _streamed(entry, stored, dtype)
+    with new_folder(out) as writing:
+        n_files = _write(streamed, writing, int(shard_gib * GIB), tell)
+        stored.close()
+        _write_config(writing, kind, config, kept, tokenizer, streamed)
+        _write_tokenizer(writing, kept, tokenizer, manifest.model)
+    n_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+    architecture = config["architectures"][0]
+    return Exported(kind.model_type, architecture, n_parameters, n_files, manifest.step)
+
+
+def _kind_of(model: ModelConfig, kept: Path) -> tuple[Kind, dict[str, Any]]:
+    """Returns the kind that represents a model, that of its import if several do."""
+    kinds = kinds_of(model)
+    if not kinds:
+        families = any_of(dict.fromkeys(kind.family for kind in KINDS.values()))
+        raise ConfigError(
+            [f"model.family={model.family} has no counterpart in transformers: only {families} do"]
+        )
+    if (kept / CONFIG).is_file():
+        before = read_json(kept / CONFIG).get("model_type")
+        kinds.sort(key=lambda kind: kind.model_type != before)
+    problems: list[str] = []
+    for kind in kinds:
+        found = kind.write_config(model)
+        if isinstance(found, dict):
+            return kind, found
+        problems += found
+    raise ConfigError([f"model.{problem}" for problem in dict.fromkeys(problems)])
+
+
+def _streamed(entry: Entry, stored: StoredParameters, dtype: DType) -> dict[str, Streamed]:
+    """Returns their tensors of one parameter, by name."""
+    shape = entry.form.shape_of_theirs(stored.shapes[entry.ours])
+    written = stored.dtype(entry.ours) if dtype == "keep" else getattr(torch, dtype)
+
+    def pieces(part: int) -> Iterator[Tensor]:
+        whole = stored.whole(entry.ours)
+        for rows in row_slices(shape, written):
+            yield entry.form.theirs(whole, part, rows).to(written)
+
+    return {
+        name: Streamed(shape, written, partial(pieces, part))
+        for part, name in enumerate(entry.theirs)
+    }
+
+
+def _write(
+    streamed: dict[str, Streamed], writing: Path, most: int, tell: Callable[[str], None]
+) -> int:
+    """Writes the tensors, and an index if there are several files; returns how many there are."""
+    groups = in_files(streamed, most)
+    n = len(groups)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(groups, start=1):
+        tell(f"writing file {number} of {n}")
+        file = WEIGHTS if n == 1 else f"model-{number:05d}-of-{n:05d}.safetensors"
+        write_streamed(writing / file, {name: streamed[name] for name in names}, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if n > 1:
+        size = sum(tensor.n_bytes for tensor in streamed.values())
+        _write_json(writing / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    return n
+
+
+def _write_config(
+    writing: Path,
+    kind: Kind,
+    config: dict[str, Any],
+    kept: Path,
+    tokenizer: Path,
+    streamed: dict[str, Streamed],
+) -> None:
+    ids: dict[str, Any] = {}
+    if (kept / CONFIG).is_file():
+        before = read_json(kept / CONFIG)
+        ids = {key: before[key] for key in _TOKEN_KEYS if key in before}
+    elif tokenizer.is_file():
+        eos = Tokenizer.load(tokenizer).eos_id
+        ids = {"bos_token_id": eos, "eos_token_id": eos}
+    types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
+    values = {
+        "model_type": kind.model_type,
+        **config,
+        **{key: value for key, value in ids.items() if key not in config},
+        "torch_dtype": types.most_common(1)[0][0],
+    }
+    _write_json(writing / CONFIG, values)
+
+
+def _write_tokenizer(writing: Path, kept: Path, tokenizer: Path, model: ModelConfig) -> None:
+    for name in KEPT_FILES:
+        if name != CONFIG and (kept / name).is_file():
+            shutil.copyfile(kept / name, writing / name)
+    if not tokenizer.is_file() or (kept / "tokenizer.json").is_file():
+        return
+    shutil.copyfile(tokenizer, writing / "tokenizer.json")
+    loaded = Tokenizer.load(tokenizer)
+    _write_json(
+        writing / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": loaded.eos_token,
+            "bos_token": loaded.eos_token,
+            "model_max_length": model.max_seq_len,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,178 @@
+"""Reads a folder of Hugging Face: its config.json, and which file holds which tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gridformer.checkpoint.safetensors_file import TYPES
+from gridformer.utils.errors import CheckpointError
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Type names of safetensors files, which is all that a header has.
+DTYPES = {name: dtype for dtype, name in TYPES.items()}
+
+
+@dataclass(frozen=True)
+class There:
+    """A tensor in a file.
+
+    Attributes:
+        file: The file.
+        name: Its name in that file.
+        shape: Its shape.
+        dtype: The name of its type in safetensors files.
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that is a mapping.
+
+    Raises:
+        CheckpointError: It is missing, damaged or something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: it is not a mapping")
+    return found
+
+
+def check_folder(folder: Path) -> None:
+    """Checks that a path is a folder with a config.json.
+
+    Raises:
+        CheckpointError: It is not. The message says what to give instead.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: no such folder; import reads a local folder and downloads nothing, so "
+            f"download the model first, for example with `hf download NAME --local-dir FOLDER`"
+        )
+    if not (folder / CONFIG).is_file():
+        hint = ""
+        if (folder / "checkpoints").is_dir():
+            hint = "; it is a run directory of gridformer, which needs no import"
+        raise CheckpointError(
+            f"{folder} has no {CONFIG}, so it is no folder of Hugging Face's{hint}"
+        )
+
+
+def tensors_in(folder: Path) -> dict[str, There]:
+    """Returns the tensors of a folder by name, from the headers of its files.
+
+    Raises:
+        CheckpointError: There are no safetensors files, or one is missing, damaged or not named by
+            the index.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        named = read_json(index).get("weight_map")
+        if not isinstance(named, dict) or not named:
+            raise CheckpointError(f"{index} is damaged: it has no weight_map")
+        files = sorted({str(file) for file in named.values()})
+    elif (folder / WEIGHTS).is_file():
+        named, files = None, [WEIGHTS]
+    else:
+        raise CheckpointError(_no_weights(folder))
+    found: dict[str, There] = {}
+    for file in files:
+        path = folder / file
+        if path.parent != folder:
+            raise CheckpointError(f"{index} names a file outside its folder, {file}")
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, but {INDEX} names it: copy it there as well")
+        found |= _headers(path)
+    missing = sorted(set(named or ()) - set(found))
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {INDEX} names tensors that its files do not hold: {', '.join(missing)}"
+        )
+    return found
+
+
+@contextmanager
+def opened(tensors: list[There]) -> Iterator[list[Tensor]]:
+    """Yields tensors as views of their files, which take memory only where they are read.
+
+    Files are mapped anew each time, so that what was read is given back at the end of the block.
+    """
+    with ExitStack() as stack:
+        yield [_view(stack.enter_context(_open(one.file)), one) for one in tensors]
+
+
+def _view(file: Any, tensor: There) -> Tensor:
+    view: Tensor = file.get_tensor(tensor.name)
+    return view
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} is truncated, damaged or no safetensors file ({reason}): copy it again"
+        ) from None
+
+
+def _headers(path: Path) -> dict[str, There]:
+    found = {}
+    with _open(path) as file:
+        for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            entry = file.get_slice(name)
+            found[name] = There(path, name, tuple(entry.get_shape()), str(entry.get_dtype()))
+    return found
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder} holds its weights as {', '.join(pickles)}, which are pickles: reading one "
+            f"can run any code, so gridformer does not. If you trust the source, convert them "
+            f"once:\n"
+            f"  from transformers import AutoModelForPreTraining\n"
+            f'  AutoModelForPreTraining.from_pretrained("{folder}").save_pretrained("NEW FOLDER")'
+        )
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    hint = f", only {', '.join(others)}" if others else ""
+    return f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}"
+
+
+def dtype_of(tensor: There) -> torch.dtype:
+    """Returns the type of a tensor.
+
+    Raises:
+        CheckpointError: It is not one of floating-point numbers of 16 to 64 bits.
+    """
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} has the type {tensor.dtype}, which is quantized or not "
+            f"a parameter's: use the model in {', '.join(DTYPES)}"
+        )
+    return DTYPES[tensor.dtype]
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Returns whether a name as a whole matches one of some regular expressions."""
+    return any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -1,0 +1,256 @@
+"""`gridformer import`: a folder of Hugging Face becomes a run directory with one checkpoint.
+
+Tensor by tensor: each is read from a mapped file, some rows at a time, and written at once.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.checkpoint import FileEntry, Manifest, write_manifest
+from gridformer.checkpoint.convert.config_keys import ConfigKeys
+from gridformer.checkpoint.convert.files import in_files, row_slices
+from gridformer.checkpoint.convert.folder import (
+    CONFIG,
+    There,
+    check_folder,
+    dtype_of,
+    matches,
+    opened,
+    read_json,
+    tensors_in,
+)
+from gridformer.checkpoint.convert.forms import Shape
+from gridformer.checkpoint.convert.kinds import KINDS
+from gridformer.checkpoint.convert.table import Entry, Kind, shapes_of
+from gridformer.checkpoint.index import joined, part_of
+from gridformer.checkpoint.safetensors_file import Streamed, offsets_info, write_streamed
+from gridformer.config import DataConfig, ModelConfig, RunConfig, any_of
+from gridformer.utils.errors import CheckpointError, ConfigError
+from gridformer.utils.folders import new_folder, refuse_existing
+from gridformer.utils.units import GIB
+
+DType = Literal["keep", "float32", "bfloat16"]
+# The small files of a folder that are kept beside a checkpoint, for the tokenizer and for export.
+KEPT = "hugging_face"
+KEPT_FILES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+)
+_FILE_BYTES = GIB  # of one file of a checkpoint, so that many processes can share its reading
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import has written.
+
+    Attributes:
+        run: The run whose checkpoint it is.
+        model_type: The kind of model.
+        n_parameters: How many elements its parameters have.
+        has_tokenizer: Whether the folder had a tokenizer.json.
+    """
+
+    run: RunConfig
+    model_type: str
+    n_parameters: int
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder of Hugging Face whose tensors fit a model of ours.
+
+    Attributes:
+        folder: The folder.
+        kind: The kind of its model.
+        model: The config of our model.
+        entries: The table.
+        shapes: The shapes of our parameters.
+        tensors: Their tensors by the names of the table.
+    """
+
+    folder: Path
+    kind: Kind
+    model: ModelConfig
+    entries: list[Entry]
+    shapes: Mapping[str, Shape]
+    tensors: Mapping[str, There]
+
+
+def import_folder(
+    folder: Path,
+    out: Path,
+    dtype: DType = "keep",
+    tell: Callable[[str], None] = lambda doing: None,
+) -> Imported:
+    """Converts a folder of Hugging Face to a run directory.
+
+    Args:
+        folder: A folder with config.json, safetensors files and a tokenizer.
+        out: The run directory, which must not exist.
+        dtype: The type of the stored tensors; keep means that of each tensor.
+        tell: Receives progress messages.
+
+    Raises:
+        ConfigError: The model cannot be represented. It lists all problems at once.
+        CheckpointError: Files or tensors are missing or damaged, or do not fit the model.
+        UserError: There already is something at `out`.
+    """
+    refuse_existing(out)
+    source = open_source(folder)
+    run = RunConfig(name=out.resolve().name, model=source.model, data=DataConfig(path=Path("data")))
+    with new_folder(out) as writing:
+        step = writing / "checkpoints" / "step-00000000"
+        step.mkdir(parents=True)
+        _write(source, step, run, dtype, tell)
+        (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
+        (writing / KEPT).mkdir()
+        for name in KEPT_FILES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, writing / KEPT / name)
+        has_tokenizer = (folder / "tokenizer.json").is_file()
+        if has_tokenizer:
+            shutil.copyfile(folder / "tokenizer.json", writing / "tokenizer.json")
+    n_parameters = sum(torch.Size(shape).numel() for shape in source.shapes.values())
+    return Imported(run, source.kind.model_type, n_parameters, has_tokenizer)
+
+
+def open_source(folder: Path) -> Source:
+    """Reads config.json and the headers of all files, and checks that they fit together.
+
+    Raises: See `import_folder`.
+    """
+    check_folder(folder)
+    values = read_json(folder / CONFIG)
+    path = folder / CONFIG
+    model_type = values.get("model_type")
+    if model_type not in KINDS:
+        raise ConfigError(
+            [f"{path}: model_type={model_type} is not supported: gridformer has {any_of(KINDS)}"]
+        )
+    kind = KINDS[model_type]
+    there = _named(tensors_in(folder), kind)
+    keys = ConfigKeys(values)
+    read = kind.read_config(keys, frozenset(there))
+    if keys.problems:
+        raise ConfigError([f"{path}: {problem}" for problem in keys.problems])
+    try:
+        model = ModelConfig(name=folder.resolve().name, family=kind.family, **read)
+    except ValidationError as error:
+        told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError([f"{path}: {one.removeprefix(': ')}" for one in told]) from None
+    entries, shapes = kind.entries(model), shapes_of(model)
+    _check_tensors(folder, kind, entries, shapes, there)
+    return Source(folder, kind, model, entries, shapes, there)
+
+
+def _named(there: Mapping[str, There], kind: Kind) -> dict[str, There]:
+    """Returns tensors by the names that a model with a head has, in today's spelling."""
+    found = {}
+    for name, tensor in there.items():
+        for old, new in kind.old_names.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    if kind.prefix and not any(name.startswith(kind.prefix) for name in found):
+        found = {kind.prefix + name: tensor for name, tensor in found.items()}
+    return found
+
+
+def _check_tensors(
+    folder: Path,
+    kind: Kind,
+    entries: list[Entry],
+    shapes: Mapping[str, Shape],
+    there: Mapping[str, There],
+) -> None:
+    wanted = {name for entry in entries for name in entry.theirs}
+    problems = []
+    if missing := sorted(wanted - set(there)):
+        problems.append(f"these tensors are missing: {', '.join(missing)}")
+    unknown = [name for name in there if name not in wanted and not matches(name, kind.skipped)]
+    if unknown:
+        problems.append(
+            f"a {kind.model_type} of gridformer has no counterpart of these tensors: "
+            f"{', '.join(sorted(unknown))}"
+        )
+    for entry in entries:
+        want = entry.form.shape_of_theirs(shapes[entry.ours])
+        problems += [
+            f"{name} has the shape {list(there[name].shape)}, but by {CONFIG} it is {list(want)}"
+            for name in entry.theirs
+            if name in there and there[name].shape != want
+        ]
+    if problems:
+        raise CheckpointError(f"{folder}: {'; '.join(problems)}")
+    for name in sorted(wanted):
+        dtype_of(there[name])
+
+
+def _write(
+    source: Source, step: Path, run: RunConfig, dtype: DType, tell: Callable[[str], None]
+) -> None:
+    streamed = {f"model.{entry.ours}": _streamed(entry, source, dtype) for entry in source.entries}
+    files, parts = {}, []
+    groups = in_files(streamed, _FILE_BYTES)
+    for number, names in enumerate(groups, start=1):
+        tell(f"writing file {number} of {len(groups)}")
+        file = f"shard-{number:05d}.safetensors"
+        blocks = {name: _whole(streamed[name]) for name in names}
+        chosen = {name: streamed[name] for name in names}
+        n_bytes, crc = write_streamed(step / file, chosen, offsets_info(blocks))
+        files[file] = FileEntry(bytes=n_bytes, crc32=crc)
+        parts.append(part_of(file, blocks))
+    write_manifest(
+        step,
+        Manifest(
+            format="gridformer-checkpoint",
+            version=1,
+            step=0,
+            tokens=0,
+            model=run.model,
+            run=run.model_dump(mode="json"),
+            files=files,
+            index=joined(parts),
+            weights_only=True,
+        ),
+    )
+
+
+def _streamed(entry: Entry, source: Source, dtype: DType) -> Streamed:
+    shape = source.shapes[entry.ours]
+    theirs = [source.tensors[name] for name in entry.theirs]
+    stored = dtype_of(theirs[0]) if dtype == "keep" else getattr(torch, dtype)
+
+    def pieces() -> Iterator[Tensor]:
+        with opened(theirs) as views:
+            for rows in row_slices(shape, stored):
+                yield entry.form.ours(views, rows).to(stored)
+
+    return Streamed(shape, stored, pieces)
+
+
+def _whole(tensor: Streamed) -> Block:
+    """Returns a tensor as a block without memory, for the index."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return Block(empty, tensor.shape, (0,) * len(tensor.shape))

@@ -1,0 +1,88 @@
+"""`gridformer import` and `gridformer export`: weights from and to folders of Hugging Face."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class DTypeOption(StrEnum):
+    keep = "keep"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+_DType = Annotated[
+    DTypeOption,
+    typer.Option("--dtype", help="The type of the written tensors. keep does not change it."),
+]
+
+
+def import_(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="A folder of Hugging Face: config.json, safetensors files and a tokenizer.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", help="The run directory to write, which must not exist.")
+    ],
+    dtype: _DType = DTypeOption.keep,
+) -> None:
+    """Convert a model of Hugging Face to a run directory, tensor by tensor.
+
+    generate reads the run directory as any other. Nothing is downloaded.
+
+    Try: gridformer import FOLDER --out runs/imported
+    """
+    from gridformer.checkpoint.convert.importing import import_folder
+    from gridformer.cli.waiting import waiting
+    from gridformer.utils.units import format_count
+
+    with waiting() as tell:
+        done = import_folder(folder, out, dtype.value, lambda doing: tell("", doing))
+    typer.echo(
+        f"{out}: a {done.model_type} with {format_count(done.n_parameters)} parameters "
+        f"({done.run.model.n_layers} layers, family {done.run.model.family})"
+    )
+    if not done.has_tokenizer:
+        typer.echo(
+            f"{folder} has no tokenizer.json, which generate needs. transformers "
+            f'writes one: AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}"); '
+            f"then copy it to {out}"
+        )
+
+
+def export(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUNDIR", help="A run directory, or one of its checkpoints.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write, which must not exist.")],
+    dtype: _DType = DTypeOption.keep,
+    shard_gib: Annotated[
+        float, typer.Option("--shard-gib", help="The largest size of a file in GiB.")
+    ] = 5.0,
+) -> None:
+    """Convert the last checkpoint of a run to a folder that from_pretrained opens.
+
+    It does not matter which layout wrote the checkpoint.
+
+    Try: gridformer export runs/demo --out exported
+    """
+    from gridformer.checkpoint.convert.exporting import export_run
+    from gridformer.cli.waiting import waiting
+    from gridformer.utils.units import format_count
+
+    with waiting() as tell:
+        done = export_run(run_dir, out, dtype.value, shard_gib, lambda doing: tell("", doing))
+    files = f"{done.n_files} files" if done.n_files > 1 else "one file"
+    typer.echo(
+        f"{out}: a {done.model_type} with {format_count(done.n_parameters)} parameters in "
+        f"{files}, from step {done.step}; "
+        f'transformers.{done.architecture}.from_pretrained("{out}") opens it'
+    )

@@ -1,0 +1,143 @@
+"""Models of Hugging Face compute the same here, and come back bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.convert.exporting import export_run
+from gridformer.checkpoint.convert.folder import INDEX
+from gridformer.checkpoint.convert.importing import import_folder
+from gridformer.checkpoint.convert.kinds import KINDS, entries_of
+from gridformer.checkpoint.convert.table import shapes_of, to_ours, to_theirs
+from tests.support.reference.folders import (
+    MODULES,
+    opened_by_them,
+    our_logits,
+    ours,
+    save,
+    their_logits,
+    their_model,
+)
+from tests.support.reference.shared import assert_close, transformers
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def stored(run_dir: Path) -> dict[str, bytes]:
+    folder = checkpoint.newest(run_dir)
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype, name
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_there_and_back(kind: str, tmp_path: Path) -> None:
+    """Import from shards, export in shards, open there, and import again."""
+    theirs = their_model(kind)
+    folder = save(theirs, tmp_path / "theirs", sharded=True)
+    assert (folder / INDEX).is_file()
+    done = import_folder(folder, tmp_path / "run")
+    assert done.model_type == kind
+    model = ours(tmp_path / "run")
+    assert_close(our_logits(model), their_logits(theirs, model))
+
+    back = tmp_path / "back"
+    told = export_run(tmp_path / "run", back, shard_gib=40e3 / 2**30)
+    assert told.n_files == len(list(back.glob("*.safetensors"))) > 1
+    same_bits(tensors(back), tensors(folder))
+    again = opened_by_them(kind, back)
+    assert type(again) is type(theirs)
+    same_bits(dict(again.named_parameters()), dict(theirs.named_parameters()))
+    assert_close(their_logits(again, model), their_logits(theirs, model))
+
+    import_folder(back, tmp_path / "second")
+    assert stored(tmp_path / "second") == stored(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_are_complete(kind: str) -> None:
+    """Every parameter of ours is in the table once, and every form undoes itself."""
+    model, _ = MODULES[kind].pair(torch.float32)
+    entries = entries_of(model.config)
+    assert [entry.ours for entry in entries] == list(dict.fromkeys(e.ours for e in entries))
+    assert {entry.ours for entry in entries} == set(shapes_of(model.config))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    same_bits(to_ours(entries, to_theirs(entries, weights)), weights)
+
+
+@pytest.mark.parametrize("kind", ["gpt2"])
+@pytest.mark.parametrize(
+    ("stored_as", "dtype", "want"),
+    [
+        (torch.bfloat16, "keep", torch.bfloat16),
+        (torch.float16, "float32", torch.float32),
+        (torch.float32, "bfloat16", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_types_are_kept_or_converted(
+    kind: str, stored_as: torch.dtype, dtype: Any, want: torch.dtype, tmp_path: Path
+) -> None:
+    theirs = their_model(kind).to(stored_as)
+    save(theirs, tmp_path / "theirs")
+    import_folder(tmp_path / "theirs", tmp_path / "run", dtype)
+    export_run(tmp_path / "run", tmp_path / "back")
+    same_bits(
+        tensors(tmp_path / "back"),
+        {name: value.to(want) for name, value in tensors(tmp_path / "theirs").items()},
+    )
+    again = opened_by_them(kind, tmp_path / "back")
+    assert again.dtype == want
+
+
+def test_names_of_a_bare_model_and_harmless_buffers_are_understood(tmp_path: Path) -> None:
+    """The published GPT-2 files have no `transformer.` before names, and hold masks."""
+    theirs = their_model("gpt2")
+    folder = save(theirs, tmp_path / "theirs")
+    found = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in found.items()}
+    bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in range(3)}
+    save_file(bare, folder / "model.safetensors")
+    import_folder(folder, tmp_path / "run")
+    model = ours(tmp_path / "run")
+    assert_close(our_logits(model), their_logits(theirs, model))
+
+
+def test_bert_without_the_pair_branch(tmp_path: Path) -> None:
+    config = their_model("bert").config
+    theirs = transformers.BertForMaskedLM(config).eval()
+    save(theirs, tmp_path / "theirs")
+    done = import_folder(tmp_path / "theirs", tmp_path / "run")
+    assert not done.run.model.sentence_pair
+    assert export_run(tmp_path / "run", tmp_path / "back").architecture == "BertForMaskedLM"
+    same_bits(tensors(tmp_path / "back"), tensors(tmp_path / "theirs"))
+
+
+def test_token_ids_and_tokenizer_come_back(tmp_path: Path) -> None:
+    theirs = their_model("gpt2")
+    theirs.config.eos_token_id = 0
+    folder = save(theirs, tmp_path / "theirs")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    import_folder(folder, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "back")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
+    assert json.loads((tmp_path / "back/config.json").read_text())["eos_token_id"] == 0

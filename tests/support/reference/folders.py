@@ -1,0 +1,79 @@
+"""Tiny folders of Hugging Face, and what models compute from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gridformer.evaluate.generate import load_model
+from gridformer.models import Model
+from tests.support.reference import bert, gpt2, t5
+from tests.support.reference.shared import tokens_of, transformers
+
+MODULES: dict[str, ModuleType] = {"gpt2": gpt2, "bert": bert, "t5": t5}
+V = 211
+
+
+def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a small model of Hugging Face with random weights."""
+    _, theirs = MODULES[kind].pair(dtype)
+    return theirs
+
+
+def save(model: Any, folder: Path, sharded: bool = False) -> Path:
+    """Write a model as their library does, in one file or in several small ones."""
+    tokenizer().save(str(folder_of(folder) / "tokenizer.json"))
+    model.save_pretrained(folder, max_shard_size="40KB" if sharded else "5GB")
+    return folder
+
+
+def folder_of(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer with an end-of-text token and fewer words than the models have."""
+    import tokenizers
+
+    words = {"<|endoftext|>": 0, "a": 1, "b": 2}
+    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    found.add_special_tokens(["<|endoftext|>"])
+    return found
+
+
+def opened_by_them(kind: str, folder: Path) -> Any:
+    """Open a folder by its config.json, as their library's users do."""
+    return transformers.AutoModelForPreTraining.from_pretrained(folder).eval()
+
+
+def ours(run_dir: Path) -> Model:
+    return load_model(run_dir, torch.device("cpu")).model
+
+
+def our_logits(model: Model) -> Tensor:
+    with torch.no_grad():
+        return model.logits(_batch(model))["tokens"]
+
+
+def their_logits(theirs: Any, model: Model) -> Tensor:
+    batch = _batch(model)
+    if "source" in batch:
+        given = {"input_ids": batch["source"], "decoder_input_ids": batch["tokens"]}
+    else:
+        given = {"input_ids": batch["tokens"]}
+    with torch.no_grad():
+        out = theirs(**given)
+    found: Tensor = out.logits if hasattr(out, "logits") else out.prediction_logits
+    return found
+
+
+def _batch(model: Model) -> dict[str, Tensor]:
+    batch = {"tokens": tokens_of(V, 2, 9)}
+    if model.config.two_stacks:
+        batch["source"] = tokens_of(V, 2, 12, seed=2)
+    return batch
