@@ -16,7 +16,7 @@ from gridformer.memory.tape import NotRepeatableError
 from gridformer.parallel.pipeline import Executor
 from gridformer.trace import fast_fake
 from tests.support.marks import full_unless
-from tests.support.multirank.matrix import CELLS, Cell, quick
+from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run
 
 MEGATRON = {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 6}
@@ -49,7 +49,6 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no pipeline": ({"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast"}, {}),
 }
 IN_MAKE_TEST = ("pipelined products", "sums over replicas")
-QUICK = quick()
 
 
 class _TorchsFakes(FakeTensorMode):

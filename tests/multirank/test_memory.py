@@ -14,7 +14,7 @@ import pytest
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.parallel.validation import check
 from tests.support.marks import full_unless
-from tests.support.multirank.matrix import CELLS, Cell, quick
+from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run, agrees_of, measured
 from tests.support.multirank.pool import WorkerPool
 
@@ -24,10 +24,10 @@ def agrees(pool: WorkerPool, run: RunConfig) -> None:
 
 
 # A small cell of the matrix for each scheme that shares activations in a way of its own.
-SMALL = sorted(quick(), key=lambda cell: (LayoutConfig(**cell.layout).n_processes, cell))
+SMALL = sorted(QUICK, key=lambda cell: (LayoutConfig(**cell.layout).n_processes, cell))
 ONE_STACK = [cell for cell in SMALL if cell.model in ("GPT-2", "BERT")]
 FEW = ("Megatron, sequence parallel", "Optimus", "D&SP-cSub", "Megatron 2-D")
-QUICK = {c for c in {c.scheme: c for c in reversed(ONE_STACK)}.values() if c.scheme in FEW}
+OF_EACH_SCHEME = {c for c in {c.scheme: c for c in reversed(ONE_STACK)}.values() if c.scheme in FEW}
 
 
 def possible(cell: Cell) -> bool:
@@ -40,7 +40,7 @@ def possible(cell: Cell) -> bool:
 
 
 @pytest.mark.parametrize(
-    "cell", full_unless(lambda cell: cell in QUICK, CELLS), ids=lambda cell: cell.title
+    "cell", full_unless(lambda cell: cell in OF_EACH_SCHEME, CELLS), ids=lambda cell: cell.title
 )
 def test_estimated_is_measured(pool: WorkerPool, cell: Cell) -> None:
     agrees(pool, a_run(cell.layout, cell.config, {}))

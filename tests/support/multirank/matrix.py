@@ -1,15 +1,16 @@
 """The exactness matrix: models x schemes x pipeline stages x replica modes x dropout.
 
-`CELLS` are all combinations, on 1 to 16 processes; `quick` chooses some of them so that every
+`CELLS` are all combinations, on 1 to 16 processes; `QUICK` are some of them, in which every
 possible pair of values occurs. `write` makes the table in docs/results/exactness.md.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "D&SP": ({"scheme": "subgraph", "branches": 2},) * 2,
     "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
 }
-ADDED = ("Megatron 2-D",)  # schemes added after the quick cells were chosen
+ADDED = ("Megatron 2-D",)  # schemes and models added after the quick cells were chosen, in order
 PIPELINES = (1, 2, 4)
 REPLICAS = ("none", "replicate", "zero1", "fsdp")
 DROPOUT = (False, True)
@@ -92,26 +93,31 @@ CELLS = [
 ]
 
 
-def quick(cells: Iterable[Cell] = CELLS) -> set[Cell]:
+def _quick() -> set[Cell]:
     """Choose few cells in which every pair of values of two dimensions occurs.
 
     The choice is greedy: it takes the cells with the most new pairs for their time. Cells of a
-    scheme that was added later come on top, so that the earlier choice stays.
+    scheme or model that was added later come on top, so that the earlier choice stays.
     """
-    rest = list(cells)
-    chosen = _chosen([cell for cell in rest if cell.scheme not in ADDED], set())
-    return _chosen(rest, chosen)
+    chosen: set[Cell] = set()
+    for n_added in range(len(ADDED) + 1):
+        later = ADDED[n_added:]
+        cells = [cell for cell in CELLS if cell.scheme not in later and cell.model not in later]
+        chosen = _chosen(cells, chosen)
+    return chosen
 
 
 def _chosen(cells: list[Cell], before: set[Cell]) -> set[Cell]:
     """Return these cells, and others that contain the remaining pairs."""
     chosen = {*before}
-    missing = {pair for cell in cells for pair in _pairs(cell)}
-    missing -= {pair for cell in chosen for pair in _pairs(cell)}
+    pairs = {cell: _pairs(cell) for cell in {*cells, *before}}
+    times = {cell: _time(cell) for cell in cells}
+    missing = {pair for cell in cells for pair in pairs[cell]}
+    missing -= {pair for cell in chosen for pair in pairs[cell]}
     while missing:
-        best = max(cells, key=lambda cell: len(_pairs(cell) & missing) / _time(cell))
+        best = max(cells, key=lambda cell: len(pairs[cell] & missing) / times[cell])
         chosen.add(best)
-        missing -= _pairs(best)
+        missing -= pairs[best]
     return chosen
 
 
@@ -131,7 +137,7 @@ def _time(cell: Cell) -> float:
 
 
 SETTINGS: dict[str, Any] = {**TRAIN, "global_batch": 32, "dtype": "float64"}
-QUICK = quick()
+QUICK = _quick()
 QUICK_STEPS = 2  # the second is the first with moments and updated copies
 # Cells that also run over NCCL's path; every value of every dimension occurs.
 QUICK_ON_NCCL = {
@@ -151,6 +157,7 @@ def n_of(cell: Cell) -> int:
     return LayoutConfig(**cell.layout).n_processes
 
 
+@functools.cache
 def refusal(cell: Cell) -> str:
     """Return why `gridformer train` would refuse a combination, or an empty string."""
     run = RunConfig.model_validate(
