@@ -14,7 +14,7 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm import Recorder, autograd, record
 from gridformer.mesh import Axes, Axis
-from tests.support.multirank.cutting import Case, Dims, check, cut, grid_axes, join
+from tests.support.multirank.cutting import Case, Dims, check_differences, cut, grid_axes, join
 from tests.support.multirank.pool import WorkerPool
 
 ROW, COL = "row", "col"
@@ -244,7 +244,7 @@ def pairs_on_rank(rows: int, cols: int, name: str) -> None:
     axes = grid_axes(rows, cols)
     for title, maker in cases_of(name).items():
         try:
-            check(maker(axes))
+            check_differences(maker(axes))
         except Exception as error:
             raise AssertionError(f"{title}: {error}") from error
 

@@ -1,8 +1,8 @@
 """Shards whole tensors into blocks and joins them again, as two transposed autograd functions.
 
 With them a test can treat what a grid of devices computes together as one function of whole
-tensors, which every rank evaluates in the same way: `join(op(cut(whole)))`. That function is what
-gradcheck checks and what is compared with the plain computation. Nothing here uses gridformer's
+tensors, which every rank evaluates in the same way: `join(op(cut(whole)))`. That function is
+compared with the plain computation, and is what gradcheck checks. Nothing here uses gridformer's
 collectives.
 
 `dims` says how a tensor is sharded: for each dimension, the axis that shards it ("row", "col") or
@@ -62,16 +62,37 @@ class Case:
 
 
 def check(case: Case) -> None:
+    """Compare the values and gradients of both ways, element by element, on every rank.
+
+    The outputs are weighted at random, so that no two of them have the same gradient.
+    """
+    inputs, generator = _inputs(case)
+    found, want = case.on_grid(*inputs), case.plain(*inputs)
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(found.shape, generator=generator, dtype=found.dtype)
+    gradients = zip(
+        torch.autograd.grad(found, inputs, weights), torch.autograd.grad(want, inputs, weights)
+    )
+    for ours, plain in gradients:
+        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
+
+
+def check_differences(case: Case) -> None:
     """Compare both ways, and the grid's gradient with finite differences, on every rank."""
+    check(case)
+    inputs, _ = _inputs(case)
+    # Check the whole Jacobian in small cases on 2x2, and its product with random vectors elsewhere.
+    whole = dist.get_world_size() == 4 and sum(x.numel() for x in inputs) <= 36
+    torch.autograd.gradcheck(case.on_grid, inputs, fast_mode=not whole)
+
+
+def _inputs(case: Case) -> tuple[list[Tensor], torch.Generator]:
     generator = torch.Generator().manual_seed(3)
     inputs = [
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         for shape in case.shapes
     ]
-    torch.testing.assert_close(case.on_grid(*inputs), case.plain(*inputs), rtol=1e-12, atol=1e-12)
-    # Check the whole Jacobian in small cases on 2x2, and its product with random vectors elsewhere.
-    whole = dist.get_world_size() == 4 and sum(x.numel() for x in inputs) <= 36
-    torch.autograd.gradcheck(case.on_grid, inputs, fast_mode=not whole)
+    return inputs, generator
 
 
 class _Cut(torch.autograd.Function):
