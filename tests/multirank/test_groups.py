@@ -88,6 +88,25 @@ def test_every_group_has_the_timeout(pool: WorkerPool, layout: Layout, names: se
         assert set(found.values()) == {1234.0}
 
 
+def devices_of(layout: Layout) -> list[bool]:
+    """Return for each group whether it uses the gloo device of the default group."""
+    # The pool, too, lets groups share a device.
+    with patch.object(dist.distributed_c10d, "ProcessGroupGloo", dist.ProcessGroupGloo):
+        axes = build_axes(LayoutConfig(**layout), "cpu")
+    groups = [axes[name].group for name in NAMES if axes[name].size > 1]
+    world, *found = [
+        (group or dist.group.WORLD)._get_backend(torch.device("cpu")).options._devices  # type: ignore[union-attr]
+        for group in (None, *groups)
+    ]
+    return [devices == world for devices in found]
+
+
+def test_all_groups_use_one_gloo_device(pool: WorkerPool) -> None:
+    """A device is a thread that wakes every 10 ms, which many groups would pay for."""
+    layout = {"scheme": "optimus", "rows": 2, "cols": 2}
+    assert pool.run(4, devices_of, layout) == [[True] * 4] * 4
+
+
 def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str, str | float]:
     """Run a collective over each axis at the same time, none of which rank 0 joins.
 
