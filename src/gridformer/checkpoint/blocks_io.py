@@ -7,6 +7,7 @@ rank writes one file, and reads the files that hold what it needs. Nothing is pi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,7 +89,13 @@ def read_blocks(shards: Shards, folder: Path, index: Index) -> None:
     Raises:
         CheckpointError: A tensor is missing or incomplete, or has another global shape.
     """
-    wanted = {name: Block.of(local, shard) for name, (local, shard) in shards.items()}
+    read_into(
+        {name: Block.of(local, shard) for name, (local, shard) in shards.items()}, folder, index
+    )
+
+
+def read_into(wanted: Mapping[str, Block], folder: Path, index: Index) -> None:
+    """Fills blocks in place; see `read_blocks`."""
     for file, stored in blocks_for(index, wanted, folder).items():
         with safe_open(folder / file, framework="pt") as opened:
             for _, name, offset, size in stored:

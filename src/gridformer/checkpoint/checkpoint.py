@@ -216,7 +216,8 @@ def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
     if manifest.weights_only:
         raise CheckpointError(
             f"{folder} holds imported weights without the state of an optimizer, so no run "
-            "resumes from it: use another --out"
+            f"resumes from it: use another --out, with train.init_from={folder.parents[1]} to "
+            "begin with these weights"
         )
     wanted = run.model_dump(mode="json")
     keys = [("model", key) for key in wanted["model"] if key not in _MAY_CHANGE]
@@ -228,6 +229,10 @@ def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
         if manifest.run.get(section, {}).get(key) != wanted[section][key]
         and key in manifest.run.get(section, {})
     ]
+    # Older checkpoints do not have the key, because their runs began with random weights.
+    begun, wanted_from = manifest.run["train"].get("init_from"), wanted["train"]["init_from"]
+    if begun != wanted_from:
+        differences.append(f"train.init_from is {wanted_from}, there {begun}")
     if differences:
         raise CheckpointError(
             f"{folder} belongs to another run ({'; '.join(differences)}): use another --out for "

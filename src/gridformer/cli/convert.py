@@ -36,7 +36,8 @@ def import_(
 ) -> None:
     """Convert a model of Hugging Face to a run directory, tensor by tensor.
 
-    generate reads the run directory as any other. Nothing is downloaded.
+    generate reads the run directory as any other, and train.init_from=RUNDIR
+    begins a run with its weights. Nothing is downloaded.
 
     Try: gridformer import FOLDER --out runs/imported
     """

@@ -58,6 +58,18 @@ class TrainConfig(Config):
         lt=2**63,
         description="Initial parameters, dropout and the order of samples depend on this seed.",
     )
+    init_from: Path | None = Field(
+        default=None,
+        description="A new run begins with the weights in this run directory, or in one of its "
+        "checkpoints. Heads that those weights do not have get their initial values. A run that "
+        "resumes does not read them again.",
+    )
+    init_embeddings: Literal["exact", "resize"] = Field(
+        default="exact",
+        description="With init_from, the tables of tokens and positions must have as many rows as "
+        "there (exact), or rows that both have are taken and further ones get their initial "
+        "values (resize).",
+    )
     global_batch: int = Field(
         default=8,
         ge=1,

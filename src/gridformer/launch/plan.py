@@ -40,7 +40,8 @@ def plan_run(
     Raises:
         ConfigError: the run cannot start. It lists all problems of values, layout, data and devices
             at once; memory and run directory are checked only when there are none.
-        CheckpointError: the last checkpoint in `out` is damaged or belongs to a different run.
+        CheckpointError: the last checkpoint in `out` is damaged or belongs to a different run, or
+            train.init_from is no run directory or is of another model.
     """
     return plan_checked(check_run(path, overrides, nproc), out, tell)
 
@@ -87,7 +88,7 @@ def plan_checked(
         out, tell: see `plan_run`.
         room: the budget of each process; None means that of the processes on this machine.
     """
-    from gridformer.checkpoint import checkpoint
+    from gridformer.checkpoint import checkpoint, weights
     from gridformer.memory.budget import fit_problems, silent
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.train.plan import Plan
@@ -102,7 +103,7 @@ def plan_checked(
         raise ConfigError([f"--out {out} is a file: use the path of a folder"])
     resume = checkpoint.latest(out)
     if resume is None:
-        return Plan(run, out, None, 0, decisions)
+        return Plan(run, out, None, 0, decisions, weights.start_of(run))
     manifest = checkpoint.verify(resume, contents=False)
     checkpoint.check_same_run(manifest, run, resume)
     return Plan(run, out, resume, manifest.step, decisions)

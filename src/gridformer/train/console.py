@@ -52,6 +52,8 @@ class Reporter:
             self._print(f"  {note}")
         if batches.n_left_out:
             self._print(f"  {batches.n_left_out:,} pairs are left out: they are longer than that")
+        if plan.start is not None:
+            self._print(f"  {plan.start.describe()}")
         if plan.resume is not None:
             self._print(f"  resuming after step {plan.resume_step} from {plan.resume}")
         self.progress = Progress(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gridformer.checkpoint.weights import Start
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 
@@ -19,6 +20,8 @@ class Plan:
         resume: The checkpoint to resume from, or None.
         resume_step: The step of that checkpoint, or 0.
         decisions: What was chosen for each `auto`.
+        start: The weights with which a new run begins; None if they are random, and for a run that
+            resumes.
     """
 
     run: RunConfig
@@ -26,6 +29,7 @@ class Plan:
     resume: Path | None
     resume_step: int
     decisions: Decisions
+    start: Start | None = None
 
     @property
     def n_processes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gridformer import comm
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import checkpoint, weights
 from gridformer.data import Batches, TokenFolder, open_batches
 from gridformer.mesh.process_group import World
 from gridformer.parallel import build_parallel
@@ -61,6 +61,8 @@ class Trainer:
         self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
         self.utilization = Utilization.of(run, world.device, self.model.recompute.stops_early)
         self.tokens = 0
+        if plan.start is not None:
+            weights.load(plan.start, self.model, self.axes)
         if plan.resume is not None:
             loaded = checkpoint.load(plan.resume, self.model, self.stepper.updates, self.axes)
             self.tokens = loaded.tokens

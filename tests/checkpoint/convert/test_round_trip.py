@@ -16,7 +16,8 @@ from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.folder import INDEX
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.checkpoint.convert.kinds import KINDS, entries_of
-from gridformer.checkpoint.convert.table import shapes_of, to_ours, to_theirs
+from gridformer.checkpoint.convert.table import to_ours, to_theirs
+from gridformer.checkpoint.shapes import shapes_of
 from tests.support.reference.folders import (
     MODULES,
     opened_by_them,

@@ -20,8 +20,9 @@ from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_js
 from gridformer.checkpoint.convert.importing import KEPT, KEPT_FILES, DType
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.stored import StoredParameters
-from gridformer.checkpoint.convert.table import Entry, Kind, shapes_of
+from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
+from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import ModelConfig, any_of
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.utils.errors import ConfigError

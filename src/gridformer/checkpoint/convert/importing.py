@@ -31,9 +31,10 @@ from gridformer.checkpoint.convert.folder import (
 )
 from gridformer.checkpoint.convert.forms import Shape
 from gridformer.checkpoint.convert.kinds import KINDS
-from gridformer.checkpoint.convert.table import Entry, Kind, shapes_of
+from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.checkpoint.index import joined, part_of
 from gridformer.checkpoint.safetensors_file import Streamed, offsets_info, write_streamed
+from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import DataConfig, ModelConfig, RunConfig, any_of
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing

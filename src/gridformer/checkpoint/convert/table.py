@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
-from gridformer.checkpoint.convert.forms import SAME, Form, Shape
+from gridformer.checkpoint.convert.forms import SAME, Form
 from gridformer.config import Family, ModelConfig
-from gridformer.models import build_model
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,6 @@ class Kind:
     prefix: str
     skipped: tuple[str, ...] = ()
     old_names: Mapping[str, str] = field(default_factory=dict)
-
-
-def shapes_of(config: ModelConfig) -> dict[str, Shape]:
-    """Returns the shapes of a model's parameters by name."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in build_model(config).named_parameters()}
 
 
 def to_ours(entries: list[Entry], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

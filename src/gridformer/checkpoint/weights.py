@@ -1,0 +1,177 @@
+"""Begins a run with the weights of another one: `train.init_from`.
+
+Only weights are read. Seed, data, batch, schedule and layout are those of the new run; so are heads
+that the weights do not have, whose initial values depend on seed and name as always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.shapes import shapes_of
+from gridformer.config import ModelConfig, RunConfig
+from gridformer.mesh import Axes
+from gridformer.models import Model
+from gridformer.parallel.data.zero import stored
+from gridformer.parallel.sharding import shard_of
+from gridformer.utils.errors import ConfigError
+from gridformer.utils.units import as_yaml
+
+# Heads for one task, which another task replaces.
+_HEADS = ("classifier.", "pair.")
+# Tables with a row for each token or position, and biases with an element for each token.
+_TABLES = ("tokens.weight", "positions.weight", "head.weight", "head.bias")
+# Keys of `model` that do not change what the weights compute, or that shapes show.
+_FREE = {
+    "name",
+    "dropout",
+    "attention_dropout",
+    "label_smoothing",
+    "init_std",
+    "vocab_size",
+    "max_seq_len",
+    "n_labels",
+    "sentence_pair",
+}
+# Keys that a model needs for longer sequences, and that have no weights.
+_OF_LENGTH = {"rope_theta", "rope_scaling", "window"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """The weights with which a run begins.
+
+    Attributes:
+        folder: The checkpoint that holds them.
+        rows: For each table of another size, how many rows it has there and here.
+        fresh: Parameters that get their initial values, because they are not there.
+    """
+
+    folder: Path
+    rows: dict[str, tuple[int, int]]
+    fresh: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Returns a line for the terminal."""
+        text = f"beginning with the weights of {self.folder}"
+        resized = [f"{name} from {a:,} to {b:,} rows" for name, (a, b) in self.rows.items()]
+        if resized:
+            text += f"; resized: {', '.join(resized)}"
+        if self.fresh:
+            text += f"; new: {', '.join(self.fresh)}"
+        return text
+
+
+def start_of(run: RunConfig) -> Start | None:
+    """Finds the weights that a new run begins with, and checks that they fit its model.
+
+    Returns:
+        None if the run begins with random weights.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or files of it are missing.
+        ConfigError: It is of another model, or tables have other sizes and the run does not say
+            that they may. It lists all problems.
+    """
+    if run.train.init_from is None:
+        return None
+    folder = checkpoint.newest(run.train.init_from)
+    there = checkpoint.verify(folder, contents=False).model
+    problems = _differences(there, run.model)
+    if not problems:
+        theirs, ours = shapes_of(there), shapes_of(run.model)
+        fresh = tuple(name for name in ours if _is_head(name) and theirs.get(name) != ours[name])
+        if fresh:  # a head is new as a whole
+            heads = {name.split(".")[0] for name in fresh}
+            fresh = tuple(name for name in ours if name.split(".")[0] in heads)
+        rows = {
+            name: (theirs[name][0], shape[0])
+            for name, shape in ours.items()
+            if name in _TABLES and theirs.get(name, shape)[0] != shape[0]
+        }
+        if run.train.init_embeddings == "exact":
+            problems += [
+                f"{name} has {a} rows there and {b} here: use train.init_embeddings=resize to take "
+                f"the {'first' if b < a else ''} {min(a, b)}"
+                + (", while the others get initial values" if b > a else "")
+                for name, (a, b) in rows.items()
+            ]
+    if problems:
+        where = f"train.init_from={run.train.init_from}"
+        raise ConfigError([f"{where}: {problem}".replace("  ", " ") for problem in problems])
+    return Start(folder, rows, fresh)
+
+
+def load(start: Start, model: Model, axes: Axes) -> None:
+    """Loads weights into a new model under any layout. All ranks call it together.
+
+    Args:
+        start: The weights.
+        model: This rank's model, with its initial values.
+        axes: The axes of the mesh.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    from gridformer.checkpoint.blocks_io import read_into
+    from gridformer.checkpoint.index import index_of_files
+
+    folder = start.folder
+    manifest = checkpoint.verify(folder, part=axes.world.index, n_parts=axes.world.size)
+    wanted = {}
+    for name, parameter in model.named_parameters():
+        if name in start.fresh:
+            continue
+        block = Block.of(stored(parameter), shard_of(stored(parameter)))
+        if name in start.rows:
+            block = _with_rows(block, start.rows[name][0])
+        wanted[f"model.{name}"] = block
+    with torch.no_grad():
+        read_into(wanted, folder, manifest.index or index_of_files(folder, manifest.files))
+
+
+def _with_rows(block: Block, n_rows: int) -> Block:
+    """Returns the part of a block that lies in a table of so many rows."""
+    tensor: Tensor = block.tensor
+    here = max(0, min(tensor.shape[0], n_rows - block.offset[0]))
+    return replace(block, tensor=tensor[:here], size=(n_rows, *block.size[1:]))
+
+
+def _is_head(name: str) -> bool:
+    return name.startswith(_HEADS)
+
+
+def _differences(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """Returns the keys whose values make another model of the same weights."""
+    if there.family != here.family:
+        return [f"it is a {there.family}, and model.family is {here.family}"]
+    free = set(_FREE)
+    if there.max_seq_len != here.max_seq_len:
+        free |= _OF_LENGTH
+    theirs, ours = _values(there), _values(here)
+    problems = []
+    for key, value in ours.items():
+        if key in free or theirs[key] == value:
+            continue
+        also = ", or another model.max_seq_len" if key in _OF_LENGTH else ""
+        problems.append(
+            f"model.{key} is {as_yaml(value)}, there {as_yaml(theirs[key])}: use "
+            f"model.{key}={as_yaml(theirs[key])}{also}"
+        )
+    return problems
+
+
+def _values(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of a model, with what 0 stands for."""
+    values = config.model_dump(mode="json")
+    values["head_dim"] = config.head_width
+    if "n_kv_heads" in values:
+        values["n_kv_heads"] = values["n_kv_heads"] or config.n_heads
+    return values
