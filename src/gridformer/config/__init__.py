@@ -17,7 +17,15 @@ from gridformer.config.reading import (
     parse_run,
     shipped_model,
 )
-from gridformer.config.run import TASKS, DataConfig, RunConfig, Task, TrainConfig
+from gridformer.config.run import (
+    TASKS,
+    DataConfig,
+    DecayShape,
+    LRSchedule,
+    RunConfig,
+    Task,
+    TrainConfig,
+)
 
 __all__ = [
     "ENCODER_DECODER",
@@ -25,7 +33,9 @@ __all__ = [
     "TASKS",
     "Config",
     "DataConfig",
+    "DecayShape",
     "Family",
+    "LRSchedule",
     "LayoutConfig",
     "ModelConfig",
     "PipelineOrder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -13,6 +14,8 @@ from gridformer.config.layout import LayoutConfig
 from gridformer.config.model import Family, ModelConfig
 
 Task = Literal["auto", "causal", "masked", "spans", "pairs"]
+LRSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+DecayShape = Literal["linear", "cosine", "1-sqrt"]
 # The tasks that each family can be trained on. The first one is what `auto` means.
 TASKS: dict[Family, tuple[Task, ...]] = {
     "gpt2": ("causal",),
@@ -148,14 +151,33 @@ class TrainConfig(Config):
     lr: float = Field(
         default=3e-4,
         gt=0.0,
-        description="The learning rate rises to this value during the warm-up and then falls.",
+        description="The learning rate rises to this value during the warm-up and then follows "
+        "lr_schedule.",
+    )
+    lr_schedule: LRSchedule = Field(
+        default="cosine",
+        description="After the warm-up the learning rate falls until the last step along a cosine "
+        "(cosine) or a line (linear), stays (constant), stays and then falls over the last steps "
+        "(wsd: warm-up, stable, decay), or falls as 1 / sqrt(step) (inverse_sqrt).",
     )
     min_lr_ratio: float = Field(
         default=0.1,
         ge=0.0,
         le=1.0,
-        description="The learning rate falls along a cosine to this fraction of lr at the last "
-        "step.",
+        description="With cosine, linear and wsd, the learning rate falls to this fraction of lr "
+        "at the last step.",
+    )
+    decay_fraction: float = Field(
+        default=0.1,
+        gt=0.0,
+        le=1.0,
+        description="With wsd, the learning rate falls during this fraction of all steps, at the "
+        "end.",
+    )
+    decay_shape: DecayShape = Field(
+        default="linear",
+        description="With wsd, the learning rate falls along a line (linear), a cosine (cosine), "
+        "or 1 minus the square root of the part of the decay that is done (1-sqrt).",
     )
     warmup_steps: int = Field(
         default=0,
@@ -230,10 +252,21 @@ class TrainConfig(Config):
         "replicated parameters.",
     )
 
+    @property
+    def decay_steps(self) -> int:
+        """How many of the last steps `lr_schedule: wsd` lets the learning rate fall over."""
+        return max(1, round(self.decay_fraction * self.steps))
+
     @model_validator(mode="after")
-    def _check_update(self) -> Self:
+    def _check(self) -> Self:
+        problems = [*self._update_problems(), *self._schedule_problems()]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _update_problems(self) -> list[str]:
         if self.update != "in_backward":
-            return self
+            return []
         problems = []
         if self.clip_by == "global" and self.clip_norm:
             problems.append(
@@ -245,9 +278,26 @@ class TrainConfig(Config):
                 "update=in_backward: a step whose float16 gradients overflow could not be skipped; "
                 "use dtype=bfloat16 or update=after_backward"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+        return problems
+
+    def _schedule_problems(self) -> list[str]:
+        if self.lr_schedule == "inverse_sqrt" and not self.warmup_steps:
+            return [
+                "lr_schedule=inverse_sqrt falls as sqrt(warmup_steps / step), so it cannot use "
+                "warmup_steps=0; use warmup_steps=1 or a larger number"
+            ]
+        if self.lr_schedule != "wsd":
+            return []
+        stable = self.steps - self.decay_steps
+        if self.warmup_steps <= stable:
+            return []
+        fits = math.floor(100 * (self.steps - self.warmup_steps) / self.steps) / 100
+        fraction = f", or decay_fraction={fits:g}" if fits > 0 else ""
+        return [
+            f"lr_schedule=wsd: warmup_steps={self.warmup_steps} and the decay of "
+            f"{self.decay_steps} steps (decay_fraction={self.decay_fraction:g}) take more than "
+            f"steps={self.steps}; use warmup_steps={stable}{fraction}"
+        ]
 
 
 class RunConfig(Config):

@@ -26,6 +26,7 @@ from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.forward_backward import Passes, Pipeline, WholeModel
 from gridformer.train.loss_scale import LossScale
 from gridformer.train.optimizer import Updates
+from gridformer.train.schedules import learning_rate
 from gridformer.utils.batch import Batch, MicroBatch
 from gridformer.utils.errors import DivergedError
 
@@ -245,17 +246,3 @@ class Stepper:
         Losses do not need this factor, because only the last stage has them.
         """
         return int(self.axes.pp.index == 0)
-
-
-def learning_rate(step: int, train: TrainConfig) -> float:
-    """Returns the learning rate of `step`, counted from 0.
-
-    It rises linearly for `warmup_steps` to `lr`, then follows a cosine down to
-    `lr * min_lr_ratio` at the last step.
-    """
-    if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
-    span = max(1, train.steps - 1 - train.warmup_steps)
-    progress = min(1.0, (step - train.warmup_steps) / span)
-    low = train.lr * train.min_lr_ratio
-    return low + (train.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))

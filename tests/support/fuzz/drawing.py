@@ -86,6 +86,7 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "train.loss_chunk_tokens": (0, 1, 2, 3, 5, 1024),
     "train.lr": (1e-3, 3e-3, 1e-2),
     "train.min_lr_ratio": (0.0, 0.1, 1.0),
+    "train.decay_fraction": (0.1, 0.5, 1.0),
     "train.warmup_steps": (0, 0, 1, 3),
     "train.weight_decay": (0.0, 0.1, 1.0),
     "train.beta1": (0.0, 0.9, 0.9),
