@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -15,13 +15,15 @@ from gridformer.parallel.pipeline import Executor, OnAction, timed
 from gridformer.utils.batch import Batch, MicroBatch
 
 Losses = dict[str, Tensor]
+# Called with the last hidden states of a micro-batch, and the micro-batch.
+Finish = Callable[[Tensor, Batch], None]
 
 
 class Passes(Protocol):
     """Runs the micro-batches of a step through this process's part of a model.
 
-    Both methods return this process's sum of each loss in float64, which is 0 if other processes
-    compute the loss.
+    `train` and `evaluate` return this process's sum of each loss in float64, which is 0 if other
+    processes compute the loss.
 
     Attributes:
         on_action: Called with each pass and each message between stages, and their times.
@@ -38,6 +40,12 @@ class Passes(Protocol):
             work: This process's micro-batches.
             counts: How many targets each loss has in the global batch.
             scale: The loss scale.
+        """
+
+    def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
+        """Runs forward passes, and calls `finish(hidden states, batch)` where the last link runs.
+
+        Call it without gradients.
         """
 
     def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
@@ -71,13 +79,12 @@ class WholeModel:
             add(totals, losses)
         return totals
 
-    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
-        totals: Losses = {}
+    def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         for micro in work:
-            losses = self.model.losses(micro.batch)
-            totals = totals or zeros(Model.counts(micro.batch))
-            add(totals, losses)
-        return totals
+            finish(self.model.hidden(micro.batch), micro.batch)
+
+    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
+        return evaluated(self, work)
 
     def _timed(self, kind: str, micro: int) -> AbstractContextManager[None]:
         return timed(self.on_action, kind, 0, micro, torch.cuda.is_initialized())
@@ -113,14 +120,22 @@ class Pipeline:
         self.executor.train(work, finish)
         return totals
 
-    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
-        totals = zeros(Model.counts(work[0].batch))
-
-        def finish(hidden: Tensor, batch: Batch) -> None:
-            add(totals, self.model.losses_of(hidden, batch))
-
+    def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         self.executor.evaluate(work, finish)
-        return totals
+
+    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
+        return evaluated(self, work)
+
+
+def evaluated(passes: WholeModel | Pipeline, work: Sequence[MicroBatch]) -> Losses:
+    """Returns `Passes.evaluate`: the sum of each loss over micro-batches."""
+    totals = zeros(Model.counts(work[0].batch))
+
+    def finish(hidden: Tensor, batch: Batch) -> None:
+        add(totals, passes.model.losses_of(hidden, batch))
+
+    passes.forward(work, finish)
+    return totals
 
 
 def weighted(losses: Losses, counts: Mapping[str, Tensor], scale: float) -> Tensor:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,8 +25,9 @@ from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.forward_backward import Passes, Pipeline, WholeModel
 from gridformer.train.loss_scale import LossScale
 from gridformer.train.optimizer import Updates
+from gridformer.train.rows import RowSplit
 from gridformer.train.schedules import learning_rate
-from gridformer.utils.batch import Batch, MicroBatch
+from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
 
 # Reads rows of a step's global batch; see gridformer.utils.batch.
@@ -68,9 +68,8 @@ class Evaluation:
 class Stepper:
     """Runs optimizer steps and evaluations of one model on one layout.
 
-    A global batch of B sequences is split into dp contiguous parts, each part into micro-batches,
-    and each micro-batch over the grid's rows or over branches. Every layout therefore trains on the
-    same batch in the same order.
+    Each device reads its rows of a global batch (`RowSplit`), so every layout trains on the same
+    batch in the same order.
 
     Args:
         model: This rank's model, as `gridformer.parallel.build_parallel` returns it.
@@ -87,6 +86,7 @@ class Stepper:
         model.recomputes(train.recompute)
         model.uses_kernels(train.kernels == "fused")
         self.micro_batches = layout.micro_batches if layout else 1
+        self.split = RowSplit(train.global_batch, self.micro_batches, axes)
         self.updates = Updates(model, train, axes)
         self.sums = self.updates.sums
         self.passes: Passes = WholeModel(model, self.sums)
@@ -101,18 +101,12 @@ class Stepper:
 
     def rows(self, micro: int) -> slice:
         """Returns the rows of a global batch that are this device's micro-batch number `micro`."""
-        n_rows, n_micro = self.train.global_batch, self.micro_batches
-        batch = self.axes.batch
-        size, rest = divmod(n_rows, self.axes.dp.size * n_micro * batch.size)
-        assert not rest, "gridformer.parallel.validation.check was not called"
-        part = (self.axes.dp.index * n_micro + micro) * batch.size + batch.index
-        return slice(part * size, (part + 1) * size)
+        return self.split.rows(micro)
 
-    @cached_property
+    @property
     def all_rows(self) -> NDArray[np.int64]:
         """The rows of a global batch that this device reads: its micro-batches' rows in order."""
-        parts = [self.rows(micro) for micro in range(self.micro_batches)]
-        return np.concatenate([np.arange(part.start, part.stop) for part in parts])
+        return self.split.all_rows
 
     def __call__(self, step: int, read: ReadRows, flag: bool = False) -> StepResult:
         """Trains on the global batch of one step. All ranks call it together.
@@ -129,7 +123,7 @@ class Stepper:
         """
         with self._timed("read the batch"):
             batch = self._read(read)
-            work = self._micro_batches(batch)
+            work = self.split.micro_batches(batch)
             counts, tokens_and_flags = self._count(batch, flag)
         self.model.train()
         clear_gradients(self.parameters)
@@ -196,7 +190,7 @@ class Stepper:
             for read in reads:
                 batch = self._read(read)
                 counts = Model.counts(batch)
-                found = self.passes.evaluate(self._micro_batches(batch))
+                found = self.passes.evaluate(self.split.micro_batches(batch))
                 for name, loss in found.items():
                     count = counts[name] * self._reads_first()
                     both = torch.stack((loss, count.to(loss.dtype)))
@@ -210,15 +204,6 @@ class Stepper:
         """Reads all rows of this device at once and copies them to the device."""
         rows = read(self.all_rows)
         return {key: value.to(self.device, non_blocking=True) for key, value in rows.items()}
-
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """Divides the rows of `_read` into micro-batches, which are views of them."""
-        size = len(self.all_rows) // self.micro_batches
-        parts = {key: value.split(size) for key, value in batch.items()}
-        return [
-            MicroBatch(self.rows(micro), {key: part[micro] for key, part in parts.items()})
-            for micro in range(self.micro_batches)
-        ]
 
     def _count(self, batch: Batch, flag: bool) -> tuple[dict[str, Tensor], Tensor]:
         """Counts over the global batch, on the device.

@@ -123,7 +123,7 @@ def first_gradients(stepper: Stepper, read: ReadRows) -> Tensors:
     model.train()
     model.zero_grad()
     model.clock.step = 0
-    work = stepper._micro_batches(stepper._read(read))
+    work = stepper.split.micro_batches(stepper._read(read))
     ones = {name: torch.ones(()) for name in Model.counts(work[0].batch)}
     with weights_kept(model):
         stepper.passes.train(work, ones)
