@@ -12,17 +12,43 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.checkpoint import checkpoint
-from gridformer.config import LayoutConfig, parse_run
-from gridformer.data import TokenFolder
-from gridformer.evaluate.generate import Sampling, choose, load_model, sample, stream
+from gridformer.config import LayoutConfig, RunConfig, parse_run
+from gridformer.data import TokenFolder, Tokenizer
+from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
+from gridformer.evaluate.generate import stream
+from gridformer.evaluate.loading import Trained, load_model
+from gridformer.evaluate.sampling import Sampling, choose, uniform
 from gridformer.mesh import Axes
-from gridformer.models import GPT2
+from gridformer.models import GPT2, Model
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import Batch
 from tests.support.reference.gpt2 import pair
 from tests.support.reference.shared import tokens_of, transformers
 
 GREEDY = Sampling(temperature=0.0)
+NO_RUN = cast(RunConfig, None)  # of a model that no run has trained
+
+
+def trained(model: Model, tokenizer: Tokenizer | None = None) -> Trained:
+    return Trained(NO_RUN, model, cast(Tokenizer, tokenizer))
+
+
+def continued(
+    model: Model, prompts: list[list[int]], n: int, how: Sampling, vocab_size: int
+) -> list[list[int]]:
+    """Return the tokens that continue each of several prompts in one batch."""
+    work = [Prompt(ids, n, how.seed + i) for i, ids in enumerate(prompts)]
+    found: list[list[int]] = [[] for _ in prompts]
+    for words in continue_texts(trained(model), work, how, vocab_size):
+        for text, word in zip(found, words):
+            text += [] if word is None else [word]
+    return found
+
+
+def sample(model: Model, ids: list[int], n: int, how: Sampling, vocab_size: int) -> list[int]:
+    (found,) = continued(model, [ids], n, how, vocab_size)
+    return found
 
 
 # --------------------------------------------------------------------------- the context
@@ -37,7 +63,7 @@ def test_a_text_longer_than_the_context_is_that_without_caches(window: int, n_pr
     """
     ours, theirs = pair(torch.float64, n_layers=2, max_seq_len=window)
     prompt = tokens_of(211, 1, n_prompt)[0].tolist()
-    found = list(sample(ours, prompt, 4 * window + 3, GREEDY, 211))
+    found = sample(ours, prompt, 4 * window + 3, GREEDY, 211)
     context, want = prompt[-window:], []
     for _ in found:
         if len(context) > window:
@@ -48,6 +74,34 @@ def test_a_text_longer_than_the_context_is_that_without_caches(window: int, n_pr
         context.append(want[-1])
     assert len(found) == 4 * window + 3
     assert found == want
+
+
+@pytest.mark.parametrize("window", [32, 9])
+def test_a_batch_is_continued_as_each_prompt_alone(window: int) -> None:
+    """Prompts of several lengths, one of them as long as the context, sampled with their seeds."""
+    ours, _ = pair(torch.float64, n_layers=2, max_seq_len=window)
+    tokens = tokens_of(211, 4, 9)
+    prompts = [row[:n].tolist() for row, n in zip(tokens, (5, 9, 1, 3))]
+    how = Sampling(temperature=1.5, top_k=150, top_p=0.99, seed=5)
+    found = continued(ours, prompts, 20, how, 211)
+    for number, ids in enumerate(prompts):
+        alone = Sampling(temperature=1.5, top_k=150, top_p=0.99, seed=5 + number)
+        assert found[number] == sample(ours, ids, 20, alone, 211)
+    assert len({tuple(text) for text in found}) == 4
+
+
+def test_a_text_that_ends_stops_and_the_others_go_on() -> None:
+    ours, _ = pair(torch.float64, n_layers=1, max_seq_len=16)
+    prompts = [row.tolist() for row in tokens_of(211, 3, 4)]
+    whole = continued(ours, prompts, 12, GREEDY, 211)
+    end = whole[1][3]
+    work, speed = [Prompt(ids, 12, 0) for ids in prompts], Speed()
+    found: list[list[int]] = [[] for _ in prompts]
+    for words in continue_texts(trained(ours), work, GREEDY, 211, frozenset({end}), speed):
+        for text, word in zip(found, words):
+            text += [] if word is None else [word]
+    assert found == [text[: text.index(end) + 1] if end in text else text for text in whole]
+    assert (speed.prompt_tokens, speed.new_tokens) == (12, sum(map(len, found)))
 
 
 # --------------------------------------------------------------------------- one word
@@ -81,8 +135,9 @@ def test_words_are_chosen_as_often_as_hugging_face_would(sampling: Sampling) -> 
     for warper in chain:
         scores = warper(None, scores)
     want = scores[0].softmax(-1)
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.stack([choose(LOGITS, sampling, generator) for _ in range(N_DRAWS)])
+    places = torch.arange(N_DRAWS)
+    numbers = uniform(torch.ones_like(places), places)
+    drawn = choose(LOGITS.expand(N_DRAWS, -1), sampling, numbers)
     found = torch.bincount(drawn, minlength=len(LOGITS)) / N_DRAWS
     assert not bool(found[want == 0].any()), "a word that was filtered out"
     deviation = (want * (1 - want) / N_DRAWS).sqrt()
@@ -97,17 +152,23 @@ class Scripted(nn.Module):
 
     def __init__(self, orders: Sequence[Sequence[int]], v: int) -> None:
         super().__init__()
-        self.config = SimpleNamespace(max_seq_len=64, n_layers=1)
+        self.config = SimpleNamespace(max_seq_len=64, n_layers=1, vocab_size=v)
+        self.loss = None
         self.weight = nn.Parameter(torch.zeros(1))
         self.orders, self.v = orders, v
         self.asked: list[list[int]] = []
 
-    def forward(self, tokens_BS: Tensor, caches: Any, start: int) -> Tensor:
+    def hidden(self, batch: Batch, caches: Any, start: int) -> Tensor:
+        """Return logits in place of hidden states."""
+        tokens_BS = batch["tokens"]
         self.asked.append(tokens_BS[0].tolist())
         logits = torch.full((1, tokens_BS.shape[1], self.v), -10.0)
         for place, token in enumerate(self.orders[len(self.asked) - 1]):
             logits[0, -1, token] = 10.0 - place
         return logits
+
+    def token_logits(self, hidden_BSH: Tensor) -> Tensor:
+        return hidden_BSH
 
 
 def scripted(*orders: Sequence[int], v: int = 400) -> GPT2:
@@ -116,12 +177,12 @@ def scripted(*orders: Sequence[int], v: int = 400) -> GPT2:
 
 def test_words_beyond_the_vocabulary_are_never_chosen() -> None:
     """Those ids pad the vocabulary, or are special ids that the tokenizer cannot spell."""
-    assert list(sample(scripted((390, 5), (399, 300, 7)), [1], 2, GREEDY, 300)) == [5, 7]
+    assert sample(scripted((390, 5), (399, 300, 7)), [1], 2, GREEDY, 300) == [5, 7]
 
 
 def test_only_new_tokens_are_read_where_there_are_caches() -> None:
     model = scripted((5,), (6,), (7,))
-    assert list(sample(model, [1, 2, 3], 3, GREEDY, 300)) == [5, 6, 7]
+    assert sample(model, [1, 2, 3], 3, GREEDY, 300) == [5, 6, 7]
     assert cast(Any, model).asked == [[1, 2, 3], [5], [6]]
 
 
@@ -129,7 +190,7 @@ def test_the_seed_determines_the_samples() -> None:
     def drawn(seed: int) -> list[int]:
         even = [range(100)] * 8
         model = scripted(*even)
-        return list(sample(model, [1], 8, Sampling(temperature=1e3, seed=seed), 300))
+        return sample(model, [1], 8, Sampling(temperature=1e3, seed=seed), 300)
 
     assert drawn(3) == drawn(3)
     assert len({tuple(drawn(seed)) for seed in range(4)}) == 4
@@ -140,7 +201,7 @@ def test_a_stream_ends_with_the_text(token_folder: Path) -> None:
     tokenizer = TokenFolder.open(token_folder).tokenizer
     a, b = tokenizer.encode("line")[0], tokenizer.encode("7")[0]
     model = scripted((a,), (b,), (tokenizer.eos_id,), (a,))
-    said = list(stream(model, tokenizer, "x", 10, GREEDY))
+    said = list(stream(trained(model, tokenizer), "x", 10, GREEDY))
     assert "".join(said) == tokenizer.decode([a, b])
     assert len(cast(Any, model).asked) == 3
 
@@ -152,7 +213,7 @@ def test_a_character_comes_out_when_it_is_complete(token_folder: Path) -> None:
     assert len(euro) > 1
 
     def pieces(ids: list[int]) -> Iterator[str]:
-        return stream(scripted(*[(i,) for i in ids]), tokenizer, "x", len(ids), GREEDY)
+        return stream(trained(scripted(*[(i,) for i in ids]), tokenizer), "x", len(ids), GREEDY)
 
     assert list(pieces([x, *euro, x])) == ["x", "€", "x"]
     assert list(pieces([x, euro[0]])) == ["x", "�"]

@@ -13,7 +13,9 @@ from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.evaluate.decode import Search
 from gridformer.evaluate.fill import spans_of
-from gridformer.evaluate.generate import Sampling, Trained, answer, load_model
+from gridformer.evaluate.generate import answer
+from gridformer.evaluate.loading import Trained, load_model
+from gridformer.evaluate.sampling import Sampling
 from gridformer.launch.plan import plan_run
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import UserError

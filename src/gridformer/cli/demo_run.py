@@ -21,7 +21,9 @@ from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.data.tokenfolder import TokenFolder
 from gridformer.evaluate.decode import Search
-from gridformer.evaluate.generate import Sampling, answer, load_model
+from gridformer.evaluate.generate import answer
+from gridformer.evaluate.loading import load_model
+from gridformer.evaluate.sampling import Sampling
 from gridformer.launch.plan import plan_run
 from gridformer.launch.run import execute
 from gridformer.train.console import perplexity

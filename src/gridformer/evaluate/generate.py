@@ -1,94 +1,19 @@
-"""Generates text on one process with a checkpoint of any layout: continues, translates or fills."""
+"""Generates text with a checkpoint of any layout: continues, translates or fills in blanks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from gridformer.checkpoint import checkpoint
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig
-from gridformer.data import SpecialIds, Tokenizer, special_ids
+from gridformer.config import ModelConfig, RunConfig
+from gridformer.data import SpecialIds, Tokenizer
+from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
 from gridformer.evaluate.decode import Search, search
 from gridformer.evaluate.fill import fill_spans, fill_words, parts_of
-from gridformer.evaluate.loading import load_for_inference
-from gridformer.mesh import Axes
-from gridformer.models import BERT, GPT2, EncoderDecoder, Model
-from gridformer.models.blocks import KVCache
-from gridformer.parallel import build_parallel
+from gridformer.evaluate.loading import Trained
+from gridformer.evaluate.sampling import MOST_SEED, Sampling
+from gridformer.models import BERT, EncoderDecoder
 from gridformer.utils.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings for sampling the next token.
-
-    temperature 0 is greedy. top_k 0 and top_p 1 keep all tokens.
-
-    Raises:
-        ConfigError: temperature or top_k is negative, or top_p is not in (0, 1].
-    """
-
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.temperature < 0:
-            problems.append(
-                f"--temperature {self.temperature} is negative: use 0 for greedy search"
-            )
-        if self.top_k < 0:
-            problems.append(f"--top-k {self.top_k} is negative: use 0 to keep all tokens")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"--top-p {self.top_p} must be above 0 and at most 1")
-        if problems:
-            raise ConfigError(problems)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The model of a run, whole on one device, with its config and tokenizer."""
-
-    run: RunConfig
-    model: Model
-    tokenizer: Tokenizer
-
-    @property
-    def special(self) -> SpecialIds:
-        """The ids of the model's special tokens."""
-        return special_ids(self.run, self.tokenizer)
-
-
-def load_model(run_dir: Path, device: torch.device) -> Trained:
-    """Loads the model of the newest checkpoint of a run.
-
-    Args:
-        run_dir: run directory, or one of its checkpoints.
-        device: device for the model.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
-    """
-    run, folder = load_for_inference(run_dir)
-    root = folder if (folder / "tokenizer.json").exists() else folder.parents[1]
-    tokenizer = Tokenizer.load(root / "tokenizer.json")
-    model = build_parallel(
-        run.model,
-        LayoutConfig(),
-        Axes(),
-        run.train.seed,
-        device,
-        run.train.dtype,
-        filled=False,
-    )
-    checkpoint.load(folder, model, None, Axes())
-    return Trained(run, model.eval(), tokenizer)
 
 
 def check_options(model: ModelConfig, given: Sequence[str]) -> None:
@@ -102,7 +27,7 @@ def check_options(model: ModelConfig, given: Sequence[str]) -> None:
         ConfigError: the family of the model does not use one of the options.
     """
     family = model.family
-    samples, searches = family == "gpt2", model.two_stacks
+    samples, searches = continues(model), model.two_stacks
     of_sampling = {field.name for field in fields(Sampling)}
     problems = []
     for name in given:
@@ -123,7 +48,29 @@ def check_options(model: ModelConfig, given: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def answer(trained: Trained, prompt: str, sampling: Sampling, how: Search) -> Iterator[str]:
+def check_layout(run: RunConfig) -> None:
+    """Checks that a model generates on its layout.
+
+    Raises:
+        ConfigError: the model generates on one process only.
+    """
+    if run.layout.n_processes > 1 and not continues(run.model):
+        raise ConfigError(
+            [
+                f"a {run.model.family} generates on one process, and the layout has "
+                f"{run.layout.n_processes}: leave layout.* out"
+            ]
+        )
+
+
+def continues(model: ModelConfig) -> bool:
+    """Returns whether a model continues texts, so that it generates on any layout."""
+    return not model.two_stacks and model.family != "bert"
+
+
+def answer(
+    trained: Trained, prompt: str, sampling: Sampling, how: Search, speed: Speed | None = None
+) -> Iterator[str]:
     """Yields the output of a model for a prompt in pieces of text.
 
     For gpt2 it is the prompt and its continuation. For bert, and for t5 trained on spans, it is the
@@ -135,20 +82,21 @@ def answer(trained: Trained, prompt: str, sampling: Sampling, how: Search) -> It
         prompt: text; ___ marks a blank.
         sampling: settings for gpt2.
         how: settings for t5 and transformer. `max_tokens` also applies to gpt2.
+        speed: counts tokens and seconds of gpt2.
 
     Raises:
         UserError: blanks are missing, or the prompt is too long; see `fill_words` and `fill_spans`.
     """
     model, tokenizer = trained.model, trained.tokenizer
-    if isinstance(model, GPT2):
-        yield prompt
-        yield from stream(model, tokenizer, prompt, how.max_tokens, sampling)
-    elif isinstance(model, BERT):
+    if isinstance(model, BERT):
         yield _filled(prompt, fill_words(model, tokenizer, trained.special, prompt))
     elif isinstance(model, EncoderDecoder) and trained.run.task == "spans":
         yield _filled(prompt, fill_spans(model, tokenizer, trained.special, prompt, how))
     elif isinstance(model, EncoderDecoder):
         yield translate(model, tokenizer, trained.special, prompt, how)
+    else:
+        yield prompt
+        yield from stream(trained, prompt, how.max_tokens, sampling, speed)
 
 
 def translate(
@@ -165,17 +113,20 @@ def _filled(prompt: str, words: list[str]) -> str:
     return parts[0] + "".join(word + part for word, part in zip(words, parts[1:]))
 
 
+# --------------------------------------------------------------------------- continuations
+
+
 def stream(
-    model: GPT2, tokenizer: Tokenizer, prompt: str, max_tokens: int, sampling: Sampling
+    trained: Trained, prompt: str, max_tokens: int, sampling: Sampling, speed: Speed | None = None
 ) -> Iterator[str]:
     """Yields the continuation of `prompt` in pieces of text while it is sampled.
 
     It ends after max_tokens tokens or at the end-of-text token. A character whose bytes span
     several tokens is yielded when it is complete.
     """
-    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    tokenizer = trained.tokenizer
     shown, done = "", []
-    for token in sample(model, ids, max_tokens, sampling, tokenizer.vocab_size):
+    for token in sample(trained, tokenizer.encode(prompt), max_tokens, sampling, speed):
         if token == tokenizer.eos_id:
             break
         done.append(token)
@@ -188,62 +139,70 @@ def stream(
         yield rest
 
 
-@torch.no_grad()
 def sample(
-    model: GPT2, ids: list[int], max_tokens: int, sampling: Sampling, vocab_size: int
+    trained: Trained,
+    ids: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    speed: Speed | None = None,
 ) -> Iterator[int]:
-    """Yields up to max_tokens token ids that continue `ids`.
+    """Yields up to max_tokens token ids that continue `ids`; the last may be the end of text.
 
-    Keys and values are cached. When the positions of the model are used up, the second half of the
-    context is read again from position 0, so there is no limit to the length.
+    All processes call it together and get the same tokens; see `continue_texts`.
+    """
+    tokenizer = trained.tokenizer
+    prompt = Prompt(ids or [tokenizer.eos_id], max_tokens, sampling.seed)
+    ends = frozenset({tokenizer.eos_id})
+    with trained.in_use():
+        for found in continue_texts(trained, [prompt], sampling, tokenizer.vocab_size, ends, speed):
+            assert found[0] is not None
+            yield found[0]
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A prompt and what the model has continued it with, without the end of text."""
+
+    prompt: str
+    text: str
+
+
+def continue_prompts(
+    trained: Trained,
+    prompts: Sequence[str],
+    max_tokens: int,
+    sampling: Sampling,
+    batch_size: int,
+    speed: Speed | None = None,
+) -> list[Continued]:
+    """Continues prompts, of which `batch_size` of about equal length go through the model together.
+
+    All processes call it together. Prompt i, counted from 0, is continued as it is alone with the
+    seed `sampling.seed` + i.
 
     Args:
-        model: GPT-2 model.
-        ids: token ids of the prompt, at least one.
-        max_tokens: number of tokens.
+        trained: a model that continues texts.
+        prompts: the prompts.
+        max_tokens: the largest number of tokens for each.
         sampling: settings.
-        vocab_size: only ids below this are chosen.
+        batch_size: prompts at a time.
+        speed: counts tokens and seconds.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(sampling.seed)
-    window = model.config.max_seq_len
-    context = list(ids)[-window:]
-    caches, start = _fresh(model), 0
-    for _ in range(max_tokens):
-        if len(context) > window:
-            context = context[-(window // 2 or 1) :]
-            caches, start = _fresh(model), 0
-        tokens = torch.tensor([context[start:]], device=device)
-        logits = model(tokens, caches, start)[0, -1, :vocab_size]
-        start = len(context)
-        token = int(choose(logits.float(), sampling, generator))
-        context.append(token)
-        yield token
-
-
-def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Samples a token: applies temperature, then top-k, then top-p (Holtzman et al. 2020).
-
-    Args:
-        logits_V: logits [V].
-        sampling: settings.
-        generator: random generator on the device of the logits.
-
-    Returns:
-        The id of the token, int64 [].
-    """
-    if sampling.temperature == 0.0:
-        return logits_V.argmax()
-    logits_V = logits_V / sampling.temperature
-    if 0 < sampling.top_k < len(logits_V):
-        smallest = logits_V.topk(sampling.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < smallest, -torch.inf)
-    probabilities, order = logits_V.softmax(-1).sort(descending=True)
-    if sampling.top_p < 1.0:
-        before = probabilities.cumsum(-1) - probabilities  # the first token is always kept
-        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
-    return order[torch.multinomial(probabilities, 1, generator=generator)[0]]
-
-
-def _fresh(model: GPT2) -> list[KVCache]:
-    return [KVCache() for _ in range(model.config.n_layers)]
+    tokenizer = trained.tokenizer
+    work = [
+        Prompt(ids or [tokenizer.eos_id], max_tokens, (sampling.seed + number) % MOST_SEED)
+        for number, ids in enumerate(tokenizer.encode_batch(prompts))
+    ]
+    order = sorted(range(len(work)), key=lambda i: len(work[i].ids))
+    said: list[list[int]] = [[] for _ in work]
+    ends = frozenset({tokenizer.eos_id})
+    with trained.in_use():
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            for found in continue_texts(
+                trained, [work[i] for i in batch], sampling, tokenizer.vocab_size, ends, speed
+            ):
+                for i, token in zip(batch, found):
+                    if token is not None and token not in ends:
+                        said[i].append(token)
+    return [Continued(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, said)]

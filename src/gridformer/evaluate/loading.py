@@ -1,18 +1,75 @@
-"""Finds the checkpoint of a run from which a model is loaded."""
+"""Loads the model of a run on any layout, for generation and evaluation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from gridformer.checkpoint import checkpoint
-from gridformer.config import RunConfig
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.data import SpecialIds, Tokenizer, special_ids
+from gridformer.mesh import Axes
+from gridformer.models import Model
+from gridformer.parallel import build_parallel
+from gridformer.parallel.data.gradients import GradientSums
+from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.tensor.linear import weights_kept
 
 
-def load_for_inference(run_dir: Path) -> tuple[RunConfig, Path]:
+@dataclass(frozen=True)
+class Trained:
+    """This process's part of a trained model, with its config and tokenizer.
+
+    Attributes:
+        run: The config of the run that trained it.
+        model: The model; on a layout of several processes, this one's part of it.
+        tokenizer: The tokenizer.
+        layout: The layout on which the model is used.
+        axes: The axes of that layout.
+    """
+
+    run: RunConfig
+    model: Model
+    tokenizer: Tokenizer
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    axes: Axes = field(default_factory=Axes)
+
+    @property
+    def special(self) -> SpecialIds:
+        """The ids of the model's special tokens."""
+        return special_ids(self.run, self.tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of this process are."""
+        if self.axes.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    @cached_property
+    def executor(self) -> Executor:
+        """Runs pipeline stages. All processes must read it first at the same time."""
+        return Executor(self.model, self.layout, self.axes, GradientSums([], []))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Lets the model run inside this context, in which its weights are gathered once."""
+        self.model.eval()
+        with weights_kept(self.model):
+            yield
+
+
+def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig, Path]:
     """Finds and verifies the newest checkpoint of a run directory.
 
     Args:
         run_dir: run directory, or one of its checkpoints.
+        contents: whether to verify checksums besides sizes; `load_model` does that again.
 
     Returns:
         The resolved config of the run, and the folder of the checkpoint.
@@ -21,5 +78,42 @@ def load_for_inference(run_dir: Path) -> tuple[RunConfig, Path]:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
     folder = checkpoint.newest(run_dir)
-    manifest = checkpoint.verify(folder)
+    manifest = checkpoint.verify(folder, contents=contents)
     return RunConfig.model_validate(manifest.run), folder
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint, which lies there or in its run directory.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    root = folder if (folder / "tokenizer.json").exists() else folder.parents[1]
+    return Tokenizer.load(root / "tokenizer.json")
+
+
+def load_model(
+    run_dir: Path,
+    device: torch.device,
+    layout: LayoutConfig | None = None,
+    axes: Axes | None = None,
+) -> Trained:
+    """Loads the model of the newest checkpoint of a run. All processes call it together.
+
+    Args:
+        run_dir: run directory, or one of its checkpoints.
+        device: device for the model.
+        layout: the layout; None is one process.
+        axes: its axes.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    layout, axes = layout or LayoutConfig(), axes or Axes(device_type=device.type)
+    run, folder = load_for_inference(run_dir, contents=False)  # `checkpoint.load` verifies them
+    model = build_parallel(
+        run.model, layout, axes, run.train.seed, device, run.train.dtype, filled=False
+    )
+    checkpoint.load(folder, model, None, axes)
+    model.uses_kernels(run.train.kernels == "fused")
+    return Trained(run, model.eval(), tokenizer_of(folder), layout, axes)

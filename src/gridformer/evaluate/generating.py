@@ -1,0 +1,67 @@
+"""What each process of `gridformer generate` does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+
+from gridformer.evaluate.continuing import Speed
+from gridformer.evaluate.decode import Search
+from gridformer.evaluate.generate import answer, continue_prompts, continues
+from gridformer.evaluate.job import Job
+from gridformer.evaluate.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Prompts and settings.
+
+    Attributes:
+        prompts: the prompts.
+        many: whether they come from a file, so that the output is one JSON object a line.
+        batch_size: prompts that go through the model together.
+        sampling: settings for models that continue texts.
+        how: settings for encoder-decoders.
+    """
+
+    prompts: list[str]
+    many: bool = False
+    batch_size: int = 16
+    sampling: Sampling = field(default_factory=Sampling)
+    how: Search = field(default_factory=Search)
+
+
+def generate_worker(job: Job, asked: Generation) -> None:
+    """The entrypoint of every process of `gridformer generate`; rank 0 prints the texts."""
+    with job.open() as (trained, rank):
+        speed = Speed()
+        if asked.many and continues(job.run.model):
+            found = continue_prompts(
+                trained,
+                asked.prompts,
+                asked.how.max_tokens,
+                asked.sampling,
+                asked.batch_size,
+                speed,
+            )
+            for one in found:
+                _write(rank, json.dumps(asdict(one), ensure_ascii=False) + "\n")
+        else:
+            for prompt in asked.prompts:
+                pieces = answer(trained, prompt, asked.sampling, asked.how, speed)
+                if asked.many:
+                    line = {"prompt": prompt, "text": "".join(pieces)}
+                    _write(rank, json.dumps(line, ensure_ascii=False) + "\n")
+                else:
+                    for text in pieces:
+                        _write(rank, text)
+                    _write(rank, "\n")
+        if rank == 0 and speed.prompt_tokens:
+            print(speed, file=sys.stderr)
+
+
+def _write(rank: int, text: str) -> None:
+    if rank == 0:
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,126 @@
+"""The use of a trained model on a layout: checked before processes start, then opened in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from gridformer.config import RunConfig, parse_run
+from gridformer.evaluate.loading import Trained, load_for_inference, load_model
+from gridformer.mesh.process_group import DeviceChoice, check_devices, close_world, init_world
+from gridformer.parallel.axes import build_axes
+from gridformer.parallel.offers import Broken, Changes, Way, with_offers
+from gridformer.parallel.registry import spec_of
+from gridformer.parallel.validation import broken_rules
+from gridformer.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trained model and the layout on which it is used.
+
+    Attributes:
+        folder: the checkpoint.
+        run: the config of the run that trained it, with the layout of the job.
+        device: `cpu`, `cuda` or `auto`.
+        timeout_s: seconds after which a collective that still waits ends the job.
+    """
+
+    folder: Path
+    run: RunConfig
+    device: DeviceChoice
+    timeout_s: float = 600.0
+
+    @property
+    def n_processes(self) -> int:
+        return self.run.layout.n_processes
+
+    @contextmanager
+    def open(self) -> Iterator[tuple[Trained, int]]:
+        """Joins the processes of the job and loads this one's part of the model.
+
+        The process group is destroyed only on success; see `gridformer.launch.run.worker`.
+
+        Yields:
+            The model, and the rank of this process.
+        """
+        from gridformer.train.numerics import set_numerics
+        from gridformer.utils import signals
+
+        signals.install().nothing_left_to_save()  # Ctrl-C ends it at once
+        set_numerics(self.run.train)
+        world = init_world(self.device, self.n_processes, self.timeout_s)
+        axes = build_axes(self.run.layout, world.device.type)
+        yield load_model(self.folder, world.device, self.run.layout, axes), world.rank
+        close_world()
+
+
+def plan_job(
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    device: DeviceChoice = "auto",
+    whole_windows: bool = False,
+) -> Job:
+    """Finds the checkpoint of a run and checks whether its model can be used on a layout.
+
+    Args:
+        run_dir: run directory, or one of its checkpoints.
+        overrides: `layout.key=value` texts; what they leave out is one process, whatever the layout
+            of training was.
+        device: where to compute.
+        whole_windows: whether the model will read as many tokens at once as it can, so that a
+            layout which shards them must divide that number.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: the layout does not fit the model or this machine. It lists all problems.
+    """
+    run, folder = load_for_inference(run_dir, contents=False)
+    wrong = [text for text in overrides if not text.startswith("layout.")]
+    if wrong:
+        raise ConfigError(
+            [
+                f"argument {text}: a trained model keeps its settings; write those of the layout, "
+                "such as layout.scheme=optimus layout.rows=2 layout.cols=2"
+                for text in wrong
+            ]
+        )
+    values = run.model_dump(mode="json")
+    chosen = parse_run({**values, "layout": {}}, overrides).layout
+    run = run.model_copy(update={"layout": chosen})
+    check = partial(_broken_rules, whole_windows=whole_windows)
+    found = [str(problem) for problem in with_offers(run, check)]
+    found += check_devices(device, chosen.n_processes)
+    if found:
+        raise ConfigError(found)
+    return Job(folder, run, device)
+
+
+def _broken_rules(run: RunConfig, whole_windows: bool) -> list[Broken]:
+    """Returns the broken rules of a model that is used, whose batches are made to fit."""
+    layout, length = run.layout, run.model.max_seq_len
+    axis = spec_of(layout).samples_over(layout)
+    parts = layout.dp * layout.micro_batches * (getattr(layout, axis) if axis else 1)
+    if not whole_windows:
+        length = max(1, length // layout.cols) * layout.cols
+    data = run.data.model_copy(
+        update={"seq_len": length, "source_len": length * run.model.two_stacks}
+    )
+    train = run.train.model_copy(update={"global_batch": parts})
+    fitted = run.model_copy(update={"data": data, "train": train})
+    return [
+        Broken(one.rule, one.text, [_of_layout(way) for way in one.ways])
+        for one in broken_rules(fitted)
+    ]
+
+
+def _of_layout(way: Way) -> Way:
+    """Returns a way without changes of the model or its training, which have been decided."""
+
+    def changes() -> Iterable[Changes]:
+        return (one for one in way.changes() if all(key.startswith("layout.") for key in one))
+
+    return Way(changes, way.at_most)

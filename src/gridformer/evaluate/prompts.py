@@ -1,0 +1,85 @@
+"""Reads the files that generation and evaluation take: lines of text and JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gridformer.utils.errors import DataError
+
+JSON_LINES = (".jsonl", ".ndjson")
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file.
+
+    Raises:
+        DataError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def read_records(path: Path) -> list[Any]:
+    """Returns the values of a file of JSON lines; empty lines are left out.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not JSON; the message names the line.
+    """
+    found = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}:{number}: is not JSON ({error.msg})") from None
+    return found
+
+
+def read_fields(path: Path, *keys: str) -> list[tuple[Any, ...]]:
+    """Returns the values of some keys of each object in a file of JSON lines.
+
+    Raises:
+        DataError: an object lacks a key, or the file has none; the message names the record.
+    """
+    found = []
+    for number, record in enumerate(read_records(path), 1):
+        if not isinstance(record, dict) or any(key not in record for key in keys):
+            raise DataError(
+                f"{path}: record {number} must be an object with the keys {', '.join(keys)}"
+            )
+        found.append(tuple(record[key] for key in keys))
+    if not found:
+        raise DataError(f"{path}: has no records: write one JSON object a line")
+    return found
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Returns the prompts of a file: its lines, or in JSON lines the values of `prompt`.
+
+    Empty lines are left out. A line of JSON may also be a text.
+
+    Raises:
+        DataError: the file cannot be read, has no prompts, or a prompt is not text.
+    """
+    if path.suffix in JSON_LINES:
+        values = [
+            record.get("prompt") if isinstance(record, dict) else record
+            for record in read_records(path)
+        ]
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) < len(values):
+            number = next(i for i, value in enumerate(values, 1) if not isinstance(value, str))
+            raise DataError(
+                f"{path}: record {number} must be a text, or an object with a text under prompt"
+            )
+    else:
+        texts = [line for line in read_text(path).splitlines() if line.strip()]
+    if not texts:
+        raise DataError(f"{path}: has no prompts: write one a line")
+    return texts
