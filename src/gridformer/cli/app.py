@@ -16,6 +16,7 @@ from gridformer.cli.check import check
 from gridformer.cli.convert import export, import_
 from gridformer.cli.demo import demo
 from gridformer.cli.doctor import doctor
+from gridformer.cli.evaluate import evaluate
 from gridformer.cli.generate import generate
 from gridformer.cli.layouts import layouts
 from gridformer.cli.memory import memory
@@ -50,6 +51,7 @@ app.command()(train)
 app.command()(generate)
 app.command("import")(import_)
 app.command()(export)
+app.command()(evaluate)
 app.command()(layouts)
 app.command()(memory)
 app.command()(check)

@@ -31,12 +31,12 @@ class Speed:
     new_s: float = 0.0
 
     def __str__(self) -> str:
-        read = f"{self.prompt_tokens} prompt tokens at {self.prompt_tokens / self.prompt_s:,.0f}/s"
-        if not self.new_s:  # the first pass already gives each text one token
-            return f"{read}, {self.new_tokens} generated"
-        return (
-            f"{read}, {self.new_tokens} generated at {self.new_tokens / self.new_s:,.0f} tokens/s"
-        )
+        read, new = f"{self.prompt_tokens} tokens of prompts", f"{self.new_tokens} new tokens"
+        if self.prompt_s:
+            read += f" at {self.prompt_tokens / self.prompt_s:,.0f} tokens/s"
+        if self.new_s:  # none with --max-tokens 1, because the first pass gives one token
+            new += f" at {self.new_tokens / self.new_s:,.0f} tokens/s"
+        return f"{read}, {new}"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gridformer.evaluate.generate import load_model
+from gridformer.evaluate.loading import load_model
 from gridformer.models import Model
 from tests.support.reference import bert, gpt2, t5
 from tests.support.reference.shared import tokens_of, transformers

@@ -1,0 +1,80 @@
+"""`gridformer evaluate`: measures a trained model on tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gridformer.cli.run_argument import device_of
+
+
+def evaluate(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUNDIR", help="A run directory, or one of its checkpoints.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="LAYOUT",
+            help="The layout on which to evaluate, such as layout.scheme=optimus layout.rows=2 "
+            "layout.cols=2. The default is one process, whatever the layout of training was.",
+        ),
+    ] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks",
+            help="Tasks, separated by commas: text:FILE (perplexity), wikitext:FILE (perplexity "
+            "per word of WikiText's original), lambada:FILE (last words).",
+        ),
+    ] = "",
+    stride: Annotated[
+        int,
+        typer.Option(
+            "--stride",
+            min=0,
+            help="For text and wikitext: windows of as many tokens as the model reads overlap by "
+            "all but this number of tokens. 0, the default, means that they do not overlap.",
+        ),
+    ] = 0,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            "--batch-size",
+            min=1,
+            help="About this number of windows or texts go through the model together.",
+        ),
+    ] = 8,
+    limit: Annotated[
+        int,
+        typer.Option(
+            "--limit", min=0, help="Only this number of documents are measured; 0 means all."
+        ),
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    device: Annotated[
+        str, typer.Option("--device", help="The device: cpu, cuda or auto.")
+    ] = "auto",
+) -> None:
+    """Measure a trained model on tasks, on any layout, with the same numbers.
+
+    [bold]Examples:[/bold]
+
+    gridformer evaluate runs/demo --tasks text:README.md
+
+    gridformer evaluate runs/demo layout.scheme=megatron layout.cols=2 --tasks text:README.md --json
+    """
+    from gridformer.evaluate.evaluating import evaluate_worker
+    from gridformer.evaluate.job import plan_job
+    from gridformer.evaluate.tasks import Options, check_tasks, parse_tasks
+    from gridformer.launch import launch
+    from gridformer.utils.errors import ConfigError
+
+    if not tasks:
+        raise ConfigError(["--tasks is missing: write, for example, --tasks text:FILE"])
+    asked, options = parse_tasks(tasks), Options(batch_size, stride, limit)
+    job = plan_job(run_dir, overrides or [], device_of(device), whole_windows=True)
+    check_tasks(job.run, asked, options)
+    launch(evaluate_worker, (job, asked, options, as_json), job.n_processes)

@@ -1,0 +1,50 @@
+"""What each process of `gridformer evaluate` does, and how its results are shown."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gridformer.evaluate.job import Job
+from gridformer.evaluate.tasks import Asked, Numbers, Options, measure
+from gridformer.parallel.registry import describe
+
+
+def evaluate_worker(job: Job, asked: Sequence[Asked], options: Options, as_json: bool) -> None:
+    """The entrypoint of every process of `gridformer evaluate`; rank 0 prints the results."""
+    with job.open() as (trained, rank):
+        began = time.perf_counter()
+        found = measure(trained, asked, options)
+        seconds = time.perf_counter() - began
+        if rank == 0 and as_json:
+            print(json.dumps(as_dict(job, found, seconds), indent=2))
+        elif rank == 0:
+            show(job, found, seconds)
+
+
+def as_dict(job: Job, found: Mapping[str, Numbers], seconds: float) -> dict[str, Any]:
+    """Returns the results for --json."""
+    return {
+        "checkpoint": str(job.folder),
+        "layout": job.run.layout.model_dump(mode="json", exclude_defaults=True),
+        "tasks": dict(found),
+        "seconds": seconds,
+    }
+
+
+def show(job: Job, found: Mapping[str, Numbers], seconds: float) -> None:
+    """Prints the results as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "measure", box=None, pad_edge=False)
+    table.add_column("value", justify="right")
+    for task, numbers in found.items():
+        for place, (name, value) in enumerate(numbers.items()):
+            whole = isinstance(value, int)
+            table.add_row("" if place else task, name, f"{value:,}" if whole else f"{value:.4f}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{job.folder} on {describe(job.run.layout)}: {seconds:.1f} s", soft_wrap=True)

@@ -1,0 +1,213 @@
+"""The tasks of `gridformer evaluate`: what they read, and what they measure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from gridformer.config import RunConfig, any_of, closest
+from gridformer.evaluate.generate import continues
+from gridformer.evaluate.loading import Trained
+from gridformer.evaluate.prompts import read_fields, read_text
+from gridformer.evaluate.scoring import Window, score
+from gridformer.evaluate.wikitext import n_words, read_pages, restored
+from gridformer.evaluate.windows import continuation, prefix_id, sliding
+from gridformer.utils.errors import ConfigError, DataError
+
+Item = TypeVar("Item")
+
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of an evaluation.
+
+    Attributes:
+        batch_size: about how many windows or texts go through the model together.
+        stride: see `gridformer.evaluate.windows.sliding`; 0 means what the model reads at once.
+        limit: only the first so many documents are measured; 0 means all.
+    """
+
+    batch_size: int = 8
+    stride: int = 0
+    limit: int = 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One task on the command line: `kind:what`."""
+
+    kind: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.what}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of task.
+
+    Attributes:
+        what: what follows the name, for messages.
+        problem: returns why a model cannot do it, or an empty text.
+        check: reads what it needs; raises a UserError if that does not work.
+        measure: measures a model. All processes call it together.
+    """
+
+    what: str
+    problem: Callable[[RunConfig], str]
+    check: Callable[[str], object]
+    measure: Callable[[Trained, str, Options], Numbers]
+
+
+# --------------------------------------------------------------------------- likelihood of texts
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text to score, and by how many words and bytes its likelihood is divided."""
+
+    text: str
+    words: int
+    bytes: int
+
+
+def likelihood(
+    trained: Trained, documents: Sequence[Document], options: Options
+) -> tuple[float, int]:
+    """Returns the log-likelihood of all documents, and their number of tokens."""
+    length = trained.model.config.max_seq_len
+    windows: list[Window] = []
+    prefix = prefix_id(trained.tokenizer)
+    for ids in trained.tokenizer.encode_batch([document.text for document in documents]):
+        windows += sliding(ids, prefix, length, options.stride or length)
+    found = score(trained, windows, options.batch_size)
+    n_tokens = sum(window.n_targets for window in windows)
+    return sum(one.log_likelihood for one in found), n_tokens
+
+
+def perplexities(total: float, n_tokens: int, documents: Sequence[Document]) -> Numbers:
+    """Returns the measures that are made of a log-likelihood."""
+    words, size = sum(d.words for d in documents), sum(d.bytes for d in documents)
+    return {
+        "word_perplexity": math.exp(-total / words),
+        "byte_perplexity": math.exp(-total / size),
+        "bits_per_byte": -total / size / math.log(2),
+        "token_perplexity": math.exp(-total / n_tokens),
+        "tokens": n_tokens,
+        "words": words,
+    }
+
+
+def text(trained: Trained, file: str, options: Options) -> Numbers:
+    """Measures perplexity on a file, as one text."""
+    whole = read_text(Path(file))
+    one = Document(whole, len(whole.split()), len(whole.encode()))
+    total, n_tokens = likelihood(trained, [one], options)
+    return perplexities(total, n_tokens, [one])
+
+
+def wikitext(trained: Trained, file: str, options: Options) -> Numbers:
+    """Measures perplexity on pages of WikiText, per word of the original."""
+    pages = _first(read_pages(Path(file)), options)
+    documents = [Document(restored(p), n_words(p), len(p.encode())) for p in pages]
+    total, n_tokens = likelihood(trained, documents, options)
+    return perplexities(total, n_tokens, documents) | {"documents": len(pages)}
+
+
+def lambada(trained: Trained, file: str, options: Options) -> Numbers:
+    """Measures how well a model predicts the last word of each text (Paperno et al. 2016)."""
+    texts = _first(read_fields(Path(file), "text"), options)
+    windows = []
+    for (whole,) in texts:
+        before, _, word = whole.rpartition(" ")
+        windows.append(
+            continuation(trained.tokenizer, before, f" {word}", trained.model.config.max_seq_len)
+        )
+    found = score(trained, windows, options.batch_size)
+    mean = sum(one.log_likelihood for one in found) / len(found)
+    return {
+        "accuracy": sum(one.greedy for one in found) / len(found),
+        "perplexity": math.exp(-mean),
+        "documents": len(texts),
+    }
+
+
+def _first(values: Sequence[Item], options: Options) -> Sequence[Item]:
+    return values[: options.limit] if options.limit else values
+
+
+def _check_text(file: str) -> None:
+    if not re.search(r"\S", read_text(Path(file))):
+        raise DataError(f"{file}: has no text")
+
+
+def _predicts(run: RunConfig) -> str:
+    if continues(run.model):
+        return ""
+    return f"needs a model that predicts next tokens, and this one is a {run.model.family}"
+
+
+TASKS: dict[str, Task] = {
+    "text": Task("FILE", _predicts, _check_text, text),
+    "wikitext": Task("FILE", _predicts, lambda file: read_pages(Path(file)), wikitext),
+    "lambada": Task("FILE", _predicts, lambda file: read_fields(Path(file), "text"), lambada),
+}
+
+
+# --------------------------------------------------------------------------- the command line
+
+
+def parse_tasks(words: str) -> list[Asked]:
+    """Returns the tasks of `--tasks`, which are separated by commas.
+
+    Raises:
+        ConfigError: a task is unknown or incomplete. It lists all such tasks.
+    """
+    found, problems = [], []
+    for word in words.split(","):
+        kind, _, what = word.strip().partition(":")
+        if kind not in TASKS:
+            problems.append(f"--tasks {word}: unknown task '{kind}'{closest(kind, TASKS)}")
+        elif not what:
+            problems.append(f"--tasks {word}: write {kind}:{TASKS[kind].what}")
+        else:
+            found.append(Asked(kind, what))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def check_tasks(run: RunConfig, asked: Sequence[Asked], options: Options) -> None:
+    """Checks whether a model can do tasks, and reads what they need.
+
+    Raises:
+        ConfigError: a model cannot do a task. It lists all such tasks.
+        UserError: what a task needs is missing.
+    """
+    problems = []
+    for one in asked:
+        if problem := TASKS[one.kind].problem(run):
+            able = [kind for kind, task in TASKS.items() if not task.problem(run)]
+            instead = f"; this model can do {any_of(able)}" if able else ""
+            problems.append(f"--tasks {one}: {one.kind} {problem}{instead}")
+    if not 0 <= options.stride <= run.model.max_seq_len:
+        problems.append(
+            f"--stride {options.stride}: the model reads {run.model.max_seq_len} tokens at once; "
+            f"use --stride {run.model.max_seq_len} or less"
+        )
+    if problems:
+        raise ConfigError(problems)
+    for one in asked:
+        TASKS[one.kind].check(one.what)
+
+
+def measure(trained: Trained, asked: Sequence[Asked], options: Options) -> dict[str, Numbers]:
+    """Measures a model on tasks. All processes call it together and get the same numbers."""
+    return {str(one): TASKS[one.kind].measure(trained, one.what, options) for one in asked}

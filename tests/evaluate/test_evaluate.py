@@ -1,0 +1,217 @@
+"""`gridformer evaluate`: numbers by their plain definitions, and requests that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+from gridformer.checkpoint import checkpoint
+from gridformer.cli.app import app
+from gridformer.config import LayoutConfig, parse_run
+from gridformer.evaluate.loading import load_model
+from gridformer.evaluate.tasks import Options, measure, parse_tasks
+from gridformer.evaluate.wikitext import restored
+from gridformer.mesh import Axes
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper
+from gridformer.utils.errors import UserError
+
+LENGTH = 24
+CPU = torch.device("cpu")
+MODEL: dict[str, Any] = {
+    "n_layers": 1,
+    "hidden_size": 16,
+    "n_heads": 2,
+    "max_seq_len": LENGTH,
+    "vocab_size": 301,
+    "init_std": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of an untrained GPT-2 in float64."""
+    out = tmp_path_factory.mktemp("run")
+    train = {"dtype": "float64"}
+    run = parse_run({"model": MODEL, "data": {"path": str(token_folder)}, "train": train})
+    model = build_parallel(run.model, LayoutConfig(), Axes(), 3, CPU, "float64")
+    updates = Stepper(model, run.train, Axes()).updates
+    updates.allocate(0)
+    checkpoint.save(out, 0, 0, run, model, updates, Axes())
+    shutil.copy(token_folder / "tokenizer.json", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"line {i} of a file: {7 * i} and öther words\n" for i in range(12)))
+    return file
+
+
+def log_likelihood(run_dir: Path, ids: list[int], stride: int) -> float:
+    """Return the sum over windows of torch's cross entropy, one window at a time."""
+    loaded = load_model(run_dir, CPU)
+    whole, total, done = [loaded.tokenizer.eos_id, *ids], 0.0, 0
+    while done < len(ids):
+        new = min(stride if done else LENGTH, len(ids) - done)
+        done += new
+        window = torch.tensor(whole[max(0, done - LENGTH) : done + 1])
+        with torch.no_grad():
+            logits = loaded.model(window[None, :-1])[0]
+        total -= float(F.cross_entropy(logits[-new:], window[-new:], reduction="sum"))
+    return total
+
+
+@pytest.mark.parametrize("stride", [0, 7])
+def test_perplexity_of_a_text(run_dir: Path, text_file: Path, stride: int) -> None:
+    loaded, text = load_model(run_dir, CPU), text_file.read_text()
+    ids = loaded.tokenizer.encode(text)
+    assert len(ids) % LENGTH, "the last window is shorter"
+    (found,) = measure(loaded, parse_tasks(f"text:{text_file}"), Options(5, stride)).values()
+    total = log_likelihood(run_dir, ids, stride or LENGTH)
+    assert found["tokens"] == len(ids)
+    assert found["token_perplexity"] == pytest.approx(math.exp(-total / len(ids)), rel=1e-12)
+    assert found["word_perplexity"] == pytest.approx(math.exp(-total / len(text.split())))
+    n_bytes = len(text.encode())
+    assert n_bytes > len(text)
+    assert found["byte_perplexity"] == pytest.approx(math.exp(-total / n_bytes))
+    assert found["bits_per_byte"] == pytest.approx(-total / n_bytes / math.log(2))
+
+
+def test_last_words(run_dir: Path, tmp_path: Path) -> None:
+    """A long text loses its first tokens; one of a single word is predicted from nothing."""
+    texts = ["line 1 of file 2", "word", "a " * 40 + "line", "line 3 of a file"]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    loaded = load_model(run_dir, CPU)
+    (found,) = measure(loaded, parse_tasks(f"lambada:{file}"), Options(3)).values()
+    total, right, encode = 0.0, 0, loaded.tokenizer.encode
+    for text in texts:
+        before, word = text.split(" ")[:-1], text.split(" ")[-1]
+        context = encode(" ".join(before)) or [loaded.tokenizer.eos_id]
+        wanted = encode(" ".join(before) + " " + word)[len(encode(" ".join(before))) :]
+        window = torch.tensor([*context, *wanted][-(LENGTH + 1) :])
+        with torch.no_grad():
+            logits = loaded.model(window[None, :-1])[0, -len(wanted) :]
+        total += float(F.cross_entropy(logits, window[-len(wanted) :], reduction="sum"))
+        right += bool((logits.argmax(-1) == window[-len(wanted) :]).all())
+    assert found["perplexity"] == pytest.approx(math.exp(total / len(texts)), rel=1e-12)
+    assert found["accuracy"] == right / len(texts)
+
+
+def test_wikitext_is_restored_and_divided_by_original_words(run_dir: Path, tmp_path: Path) -> None:
+    first = ' = A page = \n \n The " well @-@ known " 1 @,@ 000 @.@ 5 ( of it ) ; it \'s here . \n'
+    want = ' = A page =\n\nThe "well-known" 1,000.5 (of it); it\'s here.\n'
+    assert restored(first) == want
+    second = " = Another = \n \n = = Section = = \n \n More words , indeed . \n"
+    assert "== Section ==" in restored(second)
+    file = tmp_path / "wiki.test.tokens"
+    file.write_text(first + second)
+    records = tmp_path / "pages.jsonl"
+    records.write_text("".join(json.dumps({"page": page}) + "\n" for page in (first, second)))
+    loaded = load_model(run_dir, CPU)
+    asked = parse_tasks(f"wikitext:{file},wikitext:{records}")
+    found, again = measure(loaded, asked, Options()).values()
+    assert found == again
+    total = sum(
+        log_likelihood(run_dir, loaded.tokenizer.encode(restored(page)), LENGTH)
+        for page in (first, second)
+    )
+    words = sum(
+        len([*page.split(), "", ""]) for page in (first, second)
+    )  # as a split at \s+ counts
+    assert (found["words"], found["documents"]) == (words, 2)
+    assert found["word_perplexity"] == pytest.approx(math.exp(-total / words))
+    limited = measure(loaded, asked[:1], Options(limit=1))
+    assert limited[str(asked[0])]["documents"] == 1
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def command(*words: str) -> tuple[str, str]:
+    """Run a command of gridformer; return what it prints, and the text of its error."""
+    found = CliRunner().invoke(app, [*words])
+    if found.exception is not None and not isinstance(found.exception, UserError):
+        raise found.exception
+    return found.stdout, str(found.exception or "")
+
+
+def test_the_command_prints_json(run_dir: Path, text_file: Path) -> None:
+    out, error = command("evaluate", str(run_dir), "--tasks", f"text:{text_file}", "--json")
+    assert not error
+    found = json.loads(out)
+    (want,) = measure(
+        load_model(run_dir, CPU), parse_tasks(f"text:{text_file}"), Options()
+    ).values()
+    assert found["tasks"] == {f"text:{text_file}": want}
+    assert found["layout"] == {}
+    shown, _ = command("evaluate", str(run_dir), "--tasks", f"text:{text_file}")
+    assert "token_perplexity" in shown
+    assert "single device" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tasks", ""], "--tasks is missing"),
+        (["--tasks", "txt:FILE"], "unknown task 'txt': did you mean 'text'?"),
+        (["--tasks", "text"], "--tasks text: write text:FILE"),
+        (["--tasks", "text:no-such-file"], "no-such-file: cannot be read"),
+        (["--tasks", "text:FILE", "--stride", "25"], "use --stride 24 or less"),
+        (["--tasks", "lambada:FILE"], "FILE:1: is not JSON"),
+        (["train.steps=3", "--tasks", "text:FILE"], "a trained model keeps its settings"),
+        (["layout.colls=3", "--tasks", "text:FILE"], "did you mean 'cols'?"),
+        (["--device", "tpu", "--tasks", "text:FILE"], "--device tpu is not available"),
+    ],
+)
+def test_wrong_requests_are_refused_before_a_process_starts(
+    run_dir: Path, text_file: Path, words: list[str], said: str
+) -> None:
+    words = [word.replace("FILE", str(text_file)) for word in words]
+    _, error = command("evaluate", str(run_dir), *words)
+    assert said.replace("FILE", str(text_file) if "FILE:1" in said else "FILE") in error
+
+
+def test_a_layout_that_does_not_fit_is_refused_with_layouts_that_do(run_dir: Path) -> None:
+    """What a trained model is made of cannot be offered to change."""
+    _, error = command("generate", str(run_dir), "layout.scheme=megatron", "layout.cols=3")
+    said = "model.n_heads=2 does not divide over layout.cols=3: use layout.cols=1 or 2"
+    assert error.splitlines()[0] == said
+    assert "or model." not in error
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    _, error = command("evaluate", str(tmp_path), "--tasks", "text:x")
+    assert "has no checkpoint: train first" in error
+
+
+def test_prompts_of_a_file_are_continued(run_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("line 1\n\nline 22 of\n")
+    out, error = command("generate", str(run_dir), "--prompts", str(file), "--max-tokens", "4")
+    assert not error
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [one["prompt"] for one in found] == ["line 1", "line 22 of"]
+    records = tmp_path / "prompts.jsonl"
+    records.write_text('{"prompt": "line 1"}\n"line 22 of"\n')
+    again, _ = command("generate", str(run_dir), "--prompts", str(records), "--max-tokens", "4")
+    assert [json.loads(line) for line in again.splitlines() if line.startswith("{")] == found
+    # Prompt i is continued as alone with the seed + i.
+    alone, _ = command(
+        "generate", str(run_dir), "-p", "line 22 of", "--seed", "1", "--max-tokens", "4"
+    )
+    assert alone.startswith(found[1]["prompt"] + found[1]["text"])
+    records.write_text('{"text": "line 1"}\n')
+    assert (
+        "record 1 must be a text" in command("generate", str(run_dir), "--prompts", str(records))[1]
+    )

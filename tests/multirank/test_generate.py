@@ -1,0 +1,136 @@
+"""A trained model says the same on every layout: the tokens it generates, and its likelihoods."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig
+from gridformer.data import Tokenizer
+from gridformer.evaluate.continuing import Prompt, continue_texts
+from gridformer.evaluate.loading import Trained
+from gridformer.evaluate.sampling import Sampling
+from gridformer.evaluate.scoring import Score, Window, score
+from gridformer.mesh import Axes
+from gridformer.parallel import build_parallel
+from tests.support.marks import full_unless
+from tests.support.multirank.exactness import CPU, axes_of, tiny
+from tests.support.multirank.layouts import n_of
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import title
+
+# The context is used up twice, and no number of devices divides it.
+SETTINGS: dict[str, Any] = {"max_seq_len": 11, "init_std": 0.3}
+N_TOKENS = 17
+# More prompts than rows of any grid, and not a multiple of them.
+LENGTHS = (5, 1, 11, 5, 3)
+
+# Windows are as long as the model reads; few words, so that some of them are the most likely.
+WINDOW = 12
+SCORED: dict[str, Any] = {"max_seq_len": WINDOW, "init_std": 0.3, "vocab_size": 5}
+
+QUICK_SCORES: list[dict[str, Any]] = [
+    {"scheme": "optimus", "rows": 2, "cols": 2, "micro_batches": 2},
+    {"scheme": "megatron", "cols": 2, "dp": 2, "sequence_parallel": True},
+    {"scheme": "single", "pp": 2, "micro_batches": 3},
+]
+QUICK: list[dict[str, Any]] = [
+    {"scheme": "optimus", "rows": 2, "cols": 2},
+    {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2},
+]
+LAYOUTS: list[dict[str, Any]] = [
+    *QUICK,
+    {"scheme": "single", "dp": 2, "dp_mode": "fsdp"},
+    {"scheme": "single", "pp": 2, "stages_per_rank": 2},
+    {"scheme": "megatron", "cols": 2, "dp": 2, "dp_mode": "fsdp"},
+    {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+    {"scheme": "megatron", "cols": 2, "pp": 2},
+    {"scheme": "megatron_2d", "rows": 1, "cols": 3},
+    {"scheme": "megatron_2d", "rows": 3, "cols": 1, "dp": 2, "dp_mode": "fsdp"},
+    {"scheme": "optimus", "rows": 2, "cols": 3, "schedule": "pipelined"},
+    {"scheme": "optimus", "rows": 4, "cols": 1, "schedule": "broadcast", "stationary": "input"},
+    {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2, "dp": 2},
+    {"scheme": "optimus", "rows": 1, "cols": 2, "keep_gathered": "all"},
+    {"scheme": "subgraph", "branches": 2, "dp": 2},
+    {"scheme": "subgraph", "branches": 3, "attention": "outside", "feed_forward": "common"},
+    {"scheme": "subgraph", "branches": 2, "common": "first", "attention": "outside"},
+    {"scheme": "subgraph", "branches": 4, "common": "first"},
+]
+
+
+def built(config: ModelConfig, layout: LayoutConfig, axes: Axes) -> Trained:
+    model = build_parallel(config, layout, axes, 3, CPU, "float64")
+    run, tokenizer = cast(RunConfig, None), cast(Tokenizer, None)
+    return Trained(run, model, tokenizer, layout, axes)
+
+
+def tokens_of(trained: Trained, sampling: Sampling) -> list[list[int]]:
+    """Return the tokens of one rank's continuations."""
+    generator = torch.Generator().manual_seed(4)
+    v = trained.model.config.vocab_size
+    prompts = [
+        Prompt(torch.randint(0, v, (n,), generator=generator).tolist(), N_TOKENS - i, i)
+        for i, n in enumerate(LENGTHS)
+    ]
+    found: list[list[int]] = [[] for _ in prompts]
+    with trained.in_use():
+        for words in continue_texts(trained, prompts, sampling, v - 2):
+            for text, word in zip(found, words):
+                text += [] if word is None else [word]
+    return found
+
+
+def scores_of(trained: Trained) -> list[Score]:
+    """Return the scores of windows of several lengths and numbers of targets."""
+    generator, v = torch.Generator().manual_seed(5), trained.model.config.vocab_size
+    windows = []
+    for i in range(31):
+        ids = torch.randint(0, v, (2 + i % WINDOW,), generator=generator).tolist()
+        windows.append(Window(ids, 1 + i % (len(ids) - 1) * (i % 2)))
+    return score(trained, windows, 9)
+
+
+def likelihoods_of(layout: dict[str, Any], model: dict[str, Any]) -> list[Score]:
+    """Return the scores on a layout; the work of one rank."""
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    return scores_of(built(tiny(**model), plan, axes_of(plan) if plan.n_processes > 1 else Axes()))
+
+
+def both_of(layout: dict[str, Any], model: dict[str, Any]) -> list[list[list[int]]]:
+    """Return the sampled and the most likely tokens on a layout; the work of one rank."""
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    trained = built(tiny(**model), plan, axes_of(plan) if plan.n_processes > 1 else Axes())
+    how = Sampling(temperature=1.0, top_k=60, top_p=0.95)
+    return [tokens_of(trained, one) for one in (how, Sampling(temperature=0.0))]
+
+
+@pytest.mark.parametrize("layout", full_unless(lambda layout: layout in QUICK, LAYOUTS), ids=title)
+def test_every_layout_gives_the_tokens_of_one_device(
+    pool: WorkerPool, layout: dict[str, Any]
+) -> None:
+    sampled, greedy = both_of({}, SETTINGS)
+    assert [len(text) for text in sampled] == [N_TOKENS - i for i in range(len(LENGTHS))]
+    assert len({tuple(text) for text in greedy}) == len(LENGTHS), "all texts are alike"
+    for rank, found in enumerate(pool.run(n_of(layout), both_of, layout, SETTINGS)):
+        assert found == [sampled, greedy], f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    full_unless(lambda layout: layout in QUICK_SCORES, [*QUICK_SCORES, *LAYOUTS]),
+    ids=title,
+)
+def test_every_layout_gives_the_likelihoods_of_one_device(
+    pool: WorkerPool, layout: dict[str, Any]
+) -> None:
+    want = likelihoods_of({}, SCORED)
+    assert {one.greedy for one in want} == {False, True}
+    for rank, found in enumerate(pool.run(n_of(layout), likelihoods_of, layout, SCORED)):
+        assert [one.greedy for one in found] == [one.greedy for one in want], f"rank {rank}"
+        likelihoods = [one.log_likelihood for one in want]
+        assert [one.log_likelihood for one in found] == pytest.approx(likelihoods, rel=1e-9)
