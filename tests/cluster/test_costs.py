@@ -11,6 +11,7 @@ from gridformer.cluster import (
     kernel_s,
     like_messages,
     load_cluster,
+    message_cpu_s,
     message_s,
 )
 from gridformer.cluster.tables import MemoryRow, MessageRow, ProductRow, Tables
@@ -113,3 +114,17 @@ def test_unfused_attention_takes_longer_than_fused_and_its_backward_pass_twice_a
     unfused = selene.model_copy(update={"device": device})
     assert kernel_s(unfused, forward) > 2 * kernel_s(selene, forward)
     assert 1.4 < kernel_s(unfused, backward) / kernel_s(unfused, forward) < 2.1
+
+
+def test_a_message_between_nodes_keeps_a_thread_busy_as_long_as_one_within_a_node(
+    selene: Cluster,
+) -> None:
+    inside = MessageRow("broadcast", 1, 4, 1, 1, 1e6, 2e3)
+    between = MessageRow("broadcast", 1, 4, 2, 1, 1e6, 9e3)
+    work = MessageWork("broadcast", 1e6, (0, 1, 8, 9))
+    for rows, seconds in (((inside, between), 2e-3), ((between,), 0.0)):
+        cluster = selene.model_copy(update={"tables": Tables(messages=rows)})
+        assert message_s(cluster, work) == pytest.approx(9e-3)
+        assert message_cpu_s(cluster, work) == pytest.approx(seconds)
+        near = work._replace(members=(0, 1, 2, 3))
+        assert message_cpu_s(cluster, near) == message_s(cluster, near)

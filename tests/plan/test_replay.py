@@ -26,8 +26,8 @@ def wait(number: int) -> Await:
     return Await(number, "forward")
 
 
-def one(items: list[Item], launch_s: float = 0.0, host_is_device: bool = False) -> Spent:
-    (spent,) = replay([Program(0, items)], launch_s, host_is_device)
+def one(items: list[Item], launch_s: float = 0.0) -> Spent:
+    (spent,) = replay([Program(0, items)], launch_s)
     return spent
 
 
@@ -41,10 +41,6 @@ def test_a_host_that_is_faster_runs_ahead_until_it_reads_back() -> None:
     assert (spent.end, spent.launches) == (101.0, 1.0)
     spent = one([kernel(10.0), ReadBack("forward"), kernel(10.0)], launch_s=1.0)
     assert (spent.end, spent.launches) == (22.0, 2.0)
-
-
-def test_on_a_cpu_the_host_is_the_device() -> None:
-    assert one([kernel(1.0)] * 10, launch_s=5.0, host_is_device=True).end == 60.0
 
 
 def test_a_message_travels_while_the_device_computes() -> None:

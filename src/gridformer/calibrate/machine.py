@@ -125,7 +125,10 @@ def cpu_cluster(found: Found) -> Cluster:
         reserved_gib=Figure(value=0, source="what is free is left for training"),
         **_rates(found, source),
     )
-    return _cluster("local", device, found, source, MOST_LOCAL)
+    cluster = _cluster("local", device, found, source, MOST_LOCAL)
+    cores = Figure(value=n_cores(), source=source)
+    host = cluster.host.model_copy(update={"cores": cores})
+    return cluster.model_copy(update={"host": host})
 
 
 # --------------------------------------------------------------------------- GPU

@@ -15,7 +15,7 @@ from gridformer.mesh.axes import Axis
 from gridformer.mesh.groups import make_groups
 
 _CHUNKS = 3
-_FEWEST, _MOST = 3, 60  # messages between two looks at the clock
+_FEWEST, _MOST = 3, 60  # messages of one kind that are timed
 _SLOW_S = 0.1  # messages that take longer are sent one at a time
 
 Send = Callable[[int], Callable[[], object]]  # bytes to a function that sends them
@@ -106,31 +106,53 @@ def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
 def message_seconds(run: Callable[[], object], window_s: float, world: Axis, gpu: bool) -> float:
     """Returns the seconds of one message while all groups send such messages at the same time.
 
-    All ranks call this together. Messages follow each other, and what counts is the mean of several
-    of them: the median over a few such means, and the mean over ranks.
+    All ranks call this together. On a CPU each message counts from when the last rank starts it
+    until all have its result, as training waits for it: messages that follow each other without a
+    pause overlap, because a rank may begin the next one before others have ended the last.
     """
+    run()  # connects
+    if gpu:
+        return _in_a_row(run, window_s, world)
+    first = _agreed(max(_one_by_one(run, 2, world)), "max", world)
+    calls = int(min(_MOST, max(_FEWEST, window_s / max(first, 1e-6))))
+    return statistics.median(_one_by_one(run, calls, world))
 
-    def meet() -> None:
-        if gpu:
-            torch.cuda.synchronize()
+
+def _one_by_one(run: Callable[[], object], calls: int, world: Axis) -> list[float]:
+    """Returns the seconds of each of some messages, between which all ranks meet.
+
+    The ranks must be processes of one machine, whose clock they share.
+    """
+    starts, ends = [], []
+    for _ in range(calls):
         comm.barrier((world,))
+        starts.append(time.perf_counter())
+        run()
+        ends.append(time.perf_counter())
+    last = comm.all_reduce(torch.tensor([starts, ends], dtype=torch.float64), world, "max")
+    seconds: list[float] = (last[1] - last[0]).tolist()
+    return seconds
+
+
+def _in_a_row(run: Callable[[], object], window_s: float, world: Axis) -> float:
+    """Returns the mean seconds of messages between GPUs that follow each other."""
 
     def chunk(calls: int) -> float:
-        meet()
+        torch.cuda.synchronize()
+        comm.barrier((world,))
         start = time.perf_counter()
         for _ in range(calls):
             run()
-        if gpu:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         return (time.perf_counter() - start) / calls
 
-    def agreed(value: float, op: str) -> float:
-        mine = torch.tensor([value], device=torch.device("cuda") if gpu else None)
-        return float(comm.all_reduce(mine, world, op))
-
-    run()  # connects
-    first = agreed(chunk(2), "max")
+    first = _agreed(chunk(2), "max", world, "cuda")
     fewest = 1 if first > _SLOW_S else _FEWEST
     calls = int(min(_MOST, max(fewest, window_s / _CHUNKS / max(first, 1e-6))))
     mine = statistics.median(chunk(calls) for _ in range(_CHUNKS))
-    return agreed(mine, "sum") / world.size
+    return _agreed(mine, "sum", world, "cuda") / world.size
+
+
+def _agreed(value: float, op: str, world: Axis, device: str = "cpu") -> float:
+    """Returns the maximum or the sum of a number over all ranks."""
+    return float(comm.all_reduce(torch.tensor([value], device=device), world, op))

@@ -12,7 +12,7 @@ from gridformer.cluster.file import (
     load_cluster,
 )
 from gridformer.cluster.kernels import KernelWork, kernel_s
-from gridformer.cluster.messages import MessageWork, like_messages, message_s
+from gridformer.cluster.messages import MessageWork, like_messages, message_cpu_s, message_s
 
 __all__ = [
     "Cluster",
@@ -28,5 +28,6 @@ __all__ = [
     "kernel_s",
     "like_messages",
     "load_cluster",
+    "message_cpu_s",
     "message_s",
 ]

@@ -91,11 +91,13 @@ class Host(_Part):
         launch_us: Time that the host needs for one kernel of PyTorch, in microseconds.
         step_us: Time of a training step that depends on no kernel, in microseconds.
         message_us: Time of a message before its first byte travels, in microseconds.
+        cores: Cores that the processes of a run on a CPU share.
     """
 
     launch_us: Figure
     step_us: Figure
     message_us: Figure
+    cores: Figure | None = None
 
 
 class Fitted(_Part):

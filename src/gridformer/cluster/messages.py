@@ -71,6 +71,20 @@ def message_s(cluster: Cluster, work: MessageWork) -> float:
     return cluster.host.message_us.value * 1e-6 + ring
 
 
+def message_cpu_s(cluster: Cluster, work: MessageWork) -> float:
+    """Returns for how many of these seconds a message over gloo keeps a thread busy on each rank.
+
+    Within a node it is all of them: sockets are copied by the processor. Between nodes it is the
+    time that such a message takes within one, or nothing if no such message was measured.
+    """
+    whole, n = message_s(cluster, work), len(work.members)
+    nodes = len({place // cluster.node_size for place in work.members})
+    if nodes == 1:
+        return whole
+    inside = cluster.tables.message_s(cluster.processes, work.op, n, 1, 1, work.bytes)
+    return min(whole, inside or 0.0)
+
+
 def _outermost(cluster: Cluster, members: Sequence[int]) -> int:
     """Returns the index of the innermost level of which one unit holds all members."""
     for index, level in enumerate(cluster.levels):

@@ -119,7 +119,7 @@ def _one_gloo_device() -> Iterator[None]:
         yield
         return
 
-    class OnOneDevice(gloo):  # type: ignore[misc]
+    class OnOneDevice(gloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
             options._devices, options._timeout = devices, timeout

@@ -27,7 +27,7 @@ class Programs:
         traces: The traces of all ranks that are replayed.
         launch_s: Seconds of a launch.
         layers: Whether only transformer layers count.
-        whole: Whether passes are replayed kernel by kernel.
+        whole: Whether passes are replayed kernel by kernel, as they must be on a CPU.
     """
 
     def __init__(
@@ -85,10 +85,9 @@ class Programs:
         items = self.costs.items(event.events, rank, OnlyLayers() if self.layers else None)
         key = tuple(_time_of(item) for item in items)
         if key not in self._known:
-            sync = self.costs.on_cpu
             program = Program(rank, items)
-            (ahead,) = replay([program], self.launch_s, sync, False, (0.0 if sync else -_FAR, 0.0))
-            (behind,) = replay([program], self.launch_s, sync, False, (0.0, -_FAR * (not sync)))
+            (ahead,) = replay([program], self.launch_s, begins=(-_FAR, 0.0))
+            (behind,) = replay([program], self.launch_s, begins=(0.0, -_FAR))
             launches = ahead.n_launches
             whole = sum(ahead.phases.values()) or 1.0
             self._known[key] = Block(

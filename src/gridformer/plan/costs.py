@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gridformer.cluster.file import Cluster
 from gridformer.cluster.kernels import KernelWork, kernel_s
-from gridformer.cluster.messages import MessageWork, like_messages, message_s
+from gridformer.cluster.messages import MessageWork, like_messages, message_cpu_s, message_s
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
@@ -19,6 +19,7 @@ from gridformer.plan.program import Await, Item, OnlyLayers, Phase, ReadBack, Ru
 from gridformer.trace.events import Event, Kernel, Passed, Read, Start, Trace, Wait
 
 _PARTS = {"product": "products", "attention": "attention", "memory": "memory_bound"}
+_SecondsOf = Callable[[Cluster, MessageWork], float]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -37,7 +38,7 @@ class Costs:
         self.on_cpu = cluster.device.kind == "cpu"
         self._place = {int(r): i for i, r in enumerate(self.mesh.flatten().tolist())}
         self._kernels: dict[Any, float] = {}
-        self._messages: dict[Any, float] = {}
+        self._messages: dict[Any, tuple[float, float | None]] = {}
         self._groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
 
     def items(
@@ -63,7 +64,8 @@ class Costs:
                 module = event.place.module
                 items.append(Run(seconds, event.launches, part, event.op, module, phase))
             elif isinstance(event, Start):
-                items.append(Send(event, self.start_s(event, rank), phase))
+                seconds, cpu = self.start_s(event, rank)
+                items.append(Send(event, seconds, phase, cpu))
             elif isinstance(event, Wait):
                 items.append(Await(event.number, phase))
             elif isinstance(event, Read):
@@ -83,22 +85,27 @@ class Costs:
             self._kernels[key] = kernel_s(self.cluster, work)
         return self._kernels[key]
 
-    def start_s(self, start: Start, rank: int) -> float:
-        """Returns the seconds that a message takes; messages posted together travel together."""
+    def start_s(self, start: Start, rank: int) -> tuple[float, float | None]:
+        """Returns the seconds that a message takes, and `Send.cpu`.
+
+        Messages posted together travel together.
+        """
         parts = tuple((part.what, part.peer, part.size, part.dtype) for part in start.parts)
         key = start.op, start.group, start.size, start.dtype, parts, start.pieces
         if key not in self._messages:
-            self._messages[key] = self._start_s(start, rank)
+            found = self._start_s(start, rank, message_s)
+            cpu = self._start_s(start, rank, message_cpu_s) if self.on_cpu else found
+            self._messages[key] = found, cpu if cpu < found else None
         return self._messages[key]
 
-    def _start_s(self, start: Start, rank: int) -> float:
+    def _start_s(self, start: Start, rank: int, seconds_of: _SecondsOf) -> float:
         n = len(start.ranks)
         if start.op == "p2p":
             # Messages in one direction share the rank's link, and the two directions do not.
             sums = {"send": 0.0, "recv": 0.0}
             for part in start.parts:
-                pair = (rank, part.peer)
-                sums[part.what] += self._message_s("send", part.size * size_of(part.dtype), pair)
+                n_bytes = part.size * size_of(part.dtype)
+                sums[part.what] += self._message_s("send", n_bytes, (rank, part.peer), seconds_of)
             return max(sums.values())
         n_bytes = start.size * size_of(start.dtype) if start.dtype else 4
         op = "all_reduce" if start.op == "barrier" else start.op
@@ -106,13 +113,15 @@ class Costs:
             n_bytes *= n
         elif op == "all_to_all" and start.pieces is not None:
             n_bytes = sum(start.pieces[0]) * size_of(start.dtype)
-        return self._message_s(op, n_bytes, start.ranks)
+        return self._message_s(op, n_bytes, start.ranks, seconds_of)
 
-    def _message_s(self, op: Any, n_bytes: float, ranks: Sequence[int]) -> float:
+    def _message_s(
+        self, op: Any, n_bytes: float, ranks: Sequence[int], seconds_of: _SecondsOf
+    ) -> float:
         """The slowest of all groups like this one counts, because others wait for it."""
         found = self._places(tuple(ranks))
         return max(
-            message_s(self.cluster, MessageWork(op, n_bytes, members, sharers))
+            seconds_of(self.cluster, MessageWork(op, n_bytes, members, sharers))
             for members, sharers in found
         )
 

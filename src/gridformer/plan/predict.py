@@ -20,6 +20,7 @@ from gridformer.plan.fewer_layers import extended, removable, without_layers
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.program import Spent
 from gridformer.plan.replay import replay
+from gridformer.plan.replay_cpu import replay_cpu
 from gridformer.trace.alike import trace_alike
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
@@ -133,12 +134,17 @@ def price(
     if cluster.device.kind == "cpu":  # processes share the cores and the memory
         cluster = cluster.model_copy(update={"processes": n})
         host = cluster.tables.host_s(n) or host
+    cores = cluster.host.cores
+    n_cores = cores.value if cores else n
+    weights = _weights(run, [trace.rank for trace in traces], recorded.decisions)
     costs = Costs(run, cluster, recorded.decisions)
 
     def replayed(traces: Sequence[Trace], timeline: bool) -> list[Spent]:
-        builder = Programs(costs, traces, host[0], layers_only, whole=timeline)
+        builder = Programs(costs, traces, host[0], layers_only, timeline or costs.on_cpu)
         programs = [builder.program(trace) for trace in traces]
-        return replay(programs, host[0], costs.on_cpu, timeline)
+        if costs.on_cpu:
+            return replay_cpu(programs, host[0], n, n_cores, weights, timeline)
+        return replay(programs, host[0], timeline=timeline)
 
     spent = replayed(traces, timeline)
     if recorded.shorter:
@@ -204,6 +210,17 @@ def different_ranks(run: RunConfig, decisions: Decisions) -> list[list[int]]:
     return [
         [int(mesh[stage].flatten()[place]) for stage in line] for line in stages for place in places
     ]
+
+
+def _weights(run: RunConfig, ranks: Sequence[int], decisions: Decisions) -> dict[int, float]:
+    """Returns for how many ranks each rank stands that is replayed; see `different_ranks`."""
+    n, stages = run.layout.n_processes, run.layout.pp
+    if len(ranks) == stages:
+        return dict.fromkeys(ranks, n / stages)
+    mesh = mesh_ranks(run.layout, decisions.block)
+    first = {int(rank) for stage in mesh for rank in stage[..., 0].flatten()}
+    inside = mesh[0].numel() // mesh.shape[-1]
+    return {r: inside if r in first else n / stages - inside for r in ranks}
 
 
 def _prediction(

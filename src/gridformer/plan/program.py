@@ -41,11 +41,14 @@ class Send(NamedTuple):
         start: The message.
         seconds: What it takes once it is next on all its members.
         phase: The phase of the step.
+        cpu: On CPUs, for a message between nodes, the seconds in which it keeps a thread busy; None
+            if it does so all the time, as a message within a node.
     """
 
     start: Start
     seconds: float
     phase: Phase
+    cpu: float | None = None
 
 
 class Await(NamedTuple):

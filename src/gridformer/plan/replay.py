@@ -1,14 +1,15 @@
 """Replays the programs of ranks in time: the host, the compute stream and the messages of each.
 
 - The host launches kernels and messages one after the other. It runs ahead of the device until it
-  reads something back. On CPUs the host is the device: a kernel ends before the next thing begins.
+  reads something back.
 - The compute stream of a rank runs its kernels in order.
 - A message is next on a rank when the messages that the rank started before it in the same group
   are over, and when the compute stream has come to the point where it was started. It begins when
-  it is next on all members. Over gloo messages between two ranks do not wait for each other.
+  it is next on all members.
 - At a wait the compute stream stops until the message is over.
 
-`gridformer.check.simulate` replays the same without time. Members of a group that have no program
+`gridformer.plan.replay_cpu` does this for CPUs, whose processes share cores and links, and
+`gridformer.check.simulate` without time. Members of a group that have no program
 do what those do that have one.
 """
 
@@ -49,7 +50,6 @@ class StuckError(Exception):
 def replay(
     programs: Sequence[Program],
     launch_s: float,
-    host_is_device: bool = False,
     timeline: bool = False,
     begins: tuple[float, float] = (0.0, 0.0),
 ) -> list[Spent]:
@@ -58,14 +58,13 @@ def replay(
     Args:
         programs: The programs. Ranks without one do what those in their groups do that have one.
         launch_s: Seconds that the host needs for a launch.
-        host_is_device: Whether kernels run on the host, and messages go over gloo.
         timeline: Whether intervals are kept.
         begins: When the host and the compute stream of all ranks begin.
 
     Raises:
         StuckError: They wait for each other.
     """
-    state = _Replay(programs, launch_s, host_is_device, timeline)
+    state = _Replay(programs, launch_s, timeline)
     for one in state.ranks.values():
         one.host, one.device = begins
     return state.go()
@@ -83,11 +82,9 @@ class _Rank:
 
 
 class _Replay:
-    def __init__(
-        self, programs: Sequence[Program], launch_s: float, host_is_device: bool, timeline: bool
-    ) -> None:
+    def __init__(self, programs: Sequence[Program], launch_s: float, timeline: bool) -> None:
         self.ranks = {program.rank: _Rank(program) for program in programs}
-        self.launch_s, self.sync, self.timeline = launch_s, host_is_device, timeline
+        self.launch_s, self.timeline = launch_s, timeline
         self.queues: dict[str, dict[int, deque[_Call]]] = {}
         self.free: dict[tuple[str, int], float] = {}  # when a group's stream on a rank is free
         self.awake = deque(self.ranks)
@@ -105,7 +102,7 @@ class _Replay:
     def _run(self, rank: int) -> None:
         """Lets a rank go on until it waits for a message that is not over."""
         one = self.ranks[rank]
-        items, spent, launch_s, sync = one.items, one.spent, self.launch_s, self.sync
+        items, spent, launch_s = one.items, one.spent, self.launch_s
         work, phases = spent.work, spent.phases
         while one.at < len(items):
             item = items[one.at]
@@ -121,15 +118,11 @@ class _Replay:
                     end = one.device + seconds
                     spent.intervals.append(Interval("compute", part, name, one.device, end, module))
                 one.device += seconds
-                if sync:
-                    one.host = one.device
                 work[part] += seconds
                 phases[phase] += seconds
             elif type(item) is Send:
                 one.host += launch_s
                 spent.n_launches += 1
-                if sync and one.host > one.device:
-                    self._idle(one, item.phase)
                 self._start(rank, one, item)
             elif type(item) is Await:
                 if item.number not in one.over:
@@ -151,7 +144,7 @@ class _Replay:
     def _block(self, one: _Rank, block: Block) -> None:
         """Runs a pass whose times are known; it is over when both have come to its end."""
         ahead, behind = one.device + block.ahead, one.host + block.behind
-        end = ahead if self.sync else max(ahead, behind)
+        end = max(ahead, behind)
         used = block.spent_ahead if end == ahead else block.spent_behind
         spent, elapsed = one.spent, end - one.device
         for mine, more in (
@@ -169,7 +162,7 @@ class _Replay:
         if self.timeline:
             spent.intervals.append(Interval("compute", "pass", block.name, one.device, end, ""))
         one.device = end
-        one.host = end if self.sync else one.host + block.host
+        one.host += block.host
 
     def _wait(self, one: _Rank, item: Await) -> None:
         over, axis, spent = one.over[item.number], one.axes[item.number], one.spent
@@ -186,8 +179,6 @@ class _Replay:
                 name = f"waits for {axis}"
                 spent.intervals.append(Interval("compute", kind, name, one.device, over.ended, ""))
             one.device = over.ended
-        if self.sync:
-            one.host = one.device
 
     # ------------------------------------------------------------------ messages
 
@@ -201,7 +192,7 @@ class _Replay:
         parts = [part for part in start.parts if part.peer in self.ranks]
         call = _Call(send, max(one.host, one.device), parts)
         queues[rank].append(call)
-        if len(queues[rank]) == 1 or self.sync:
+        if len(queues[rank]) == 1:
             self._carry_out(start.group, queues, rank)
 
     def _carry_out(self, group: str, queues: dict[int, deque[_Call]], rank: int) -> None:
@@ -218,15 +209,10 @@ class _Replay:
 
     def _next(self, queue: deque[_Call]) -> list[_Call]:
         """Returns the messages of a rank that may be carried out now."""
-        if not self.sync:
-            return [queue[0]] if queue else []
-        first = self._collectives(queue)
-        return [call for call in queue if call.send.start.op == "p2p"] + first
+        return [queue[0]] if queue else []
 
     def _collectives(self, queue: deque[_Call]) -> list[_Call]:
         """Returns the collective of a rank that is next, in a list that may be empty."""
-        if self.sync:
-            return [call for call in queue if call.send.start.op != "p2p"][:1]
         return [queue[0]] if queue and queue[0].send.start.op != "p2p" else []
 
     def _match_all(self, group: str, queues: dict[int, deque[_Call]]) -> list[int]:
@@ -276,7 +262,7 @@ class _Replay:
         return found
 
     def _ready(self, group: str, rank: int, call: _Call) -> float:
-        return max(call.ready, 0.0 if self.sync else self.free.get((group, rank), 0.0))
+        return max(call.ready, self.free.get((group, rank), 0.0))
 
     def _finish(self, group: str, queues: dict[int, deque[_Call]], rank: int, call: _Call) -> None:
         queue, one, start = queues[rank], self.ranks[rank], call.send.start
