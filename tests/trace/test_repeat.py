@@ -12,7 +12,7 @@ import torch
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
-from gridformer.trace import Start, Trace, Wait, alike, trace_rank
+from gridformer.trace import Start, Trace, Wait, alike, chunks, trace_rank
 from gridformer.trace.events import Kernel, Read
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
@@ -92,3 +92,38 @@ def test_repeated_passes_are_those_that_are_run(gpu: InProcess, case: Any, kerne
 def without_modules(events: list[Single]) -> list[Single]:
     """Return the events without the names of modules, whose layers have other numbers elsewhere."""
     return [replace(event, place=event.place._replace(module="")) for event in events]
+
+
+def of_chunks(layout: dict[str, Any], tokens: int) -> tuple[list[Single], list[Single], int]:
+    """Return the events of the last rank, traced as a whole and with equal chunks once."""
+    torch.set_num_threads(1)
+    model = {"n_layers": 2 * layout.get("pp", 1), "max_seq_len": 16}
+    n_rows = 2 * layout.get("dp", 1)
+    run = a_run(layout, model, {"global_batch": n_rows, "loss_chunk_tokens": tokens})
+    check(run)
+    rank = run.layout.n_processes - 1
+    found = [trace_rank(run, rank, repeat=once, kernels=True) for once in (False, True)]
+    ran = [0]
+    real = chunks._again
+
+    def counted(*args: Any) -> Any:
+        ran[0] += 1
+        return real(*args)
+
+    with patch.object(chunks, "_again", counted):
+        trace_rank(run, rank, repeat=True, kernels=True)
+    return numbered(found[0]), numbered(found[1]), ran[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"scheme": "megatron", "cols": 2, "sequence_parallel": True}]
+    + [
+        pytest.param(layout, marks=pytest.mark.full)
+        for layout in ({"pp": 2}, {"scheme": "optimus", "rows": 2, "cols": 2}, {"dp": 2})
+    ],
+)
+def test_equal_chunks_of_the_loss_are_those_that_are_run(gpu: InProcess, layout: Any) -> None:
+    whole, repeated, n_repeated = gpu(of_chunks, layout, 4)
+    assert n_repeated, "there are equal chunks"
+    assert whole == repeated

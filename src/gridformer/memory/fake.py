@@ -26,6 +26,7 @@ def fake_tensors() -> Iterator[FastFakeTensorMode]:
     from torch._subclasses.fake_tensor import FakeTensor
 
     from gridformer.trace.fast_fake import fast_fakes
+    from gridformer.trace.no_dynamo import without_dynamo
 
     def ones(x: Tensor) -> list[float]:
         return [1.0] * x.numel()
@@ -33,7 +34,7 @@ def fake_tensors() -> Iterator[FastFakeTensorMode]:
     real = FakeTensor.tolist
     FakeTensor.tolist = ones  # type: ignore[method-assign, assignment]
     try:
-        with fast_fakes() as mode:
+        with without_dynamo(), fast_fakes() as mode:
             yield mode
     finally:
         FakeTensor.tolist = real  # type: ignore[method-assign]

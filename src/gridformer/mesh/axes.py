@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from gridformer.mesh.groups import make_groups
@@ -98,8 +99,7 @@ class Axes:
 
     def new_groups(self, sets: Iterable[Sequence[int]], purpose: str) -> ProcessGroup | None:
         """Like `new_group`, for several disjoint sets of indices along pp at once."""
-        lines = [sorted(line[i] for i in stages) for stages in sets for line in self.pp_lines]
-        return make_groups(lines, purpose)
+        return make_groups(_lines_among(self.pp_lines, tuple(map(tuple, sets))), purpose)
 
     def make_holders(self, sets: Iterable[tuple[int, ...]]) -> None:
         """Creates the groups that `holders` returns for these sets of indices along pp.
@@ -144,6 +144,14 @@ class Axes:
                 axes[name] = replace(larger[0], name=name)
         lines = _lines(ranks, names, ("pp",)) if "pp" in names else []
         return Axes(**axes, device_type=device_type, pp_lines=tuple(map(tuple, lines)))
+
+
+@lru_cache(maxsize=64)  # a trace plays several ranks one after the other
+def _lines_among(
+    lines: tuple[tuple[int, ...], ...], sets: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks at some indices of each line, for several sets of indices."""
+    return tuple(tuple(sorted(line[i] for i in one)) for one in sets for line in lines)
 
 
 def _lines(ranks: Tensor, names: Sequence[str], over: Sequence[str]) -> list[list[int]]:

@@ -87,11 +87,18 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
             split_ranks=[[*line] for line in lines], timeout=_timeout(), group_desc=purpose
         )
         return split
-    mine, timeout = None, _timeout()
+    return create_each(lines, purpose)
+
+
+def create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | None:
+    """Creates the groups of `make_groups` one after the other. A trace replaces this."""
+    import torch.distributed as dist
+
+    mine, here, timeout = None, dist.get_rank(), _timeout()
     with _one_gloo_device():
         for line in lines:
             group = dist.new_group([*line], timeout=timeout, group_desc=purpose)
-            if dist.get_rank() in line:
+            if here in line:
                 mine = group
     return mine
 

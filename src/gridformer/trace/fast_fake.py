@@ -4,6 +4,9 @@ torch's own `FakeTensorMode` takes some 300 microseconds an operation, even if i
 result. A step runs the same few hundred operations on the same shapes again and again, so this mode
 keeps, for each operation and the shapes of its arguments, how its results are made: an argument
 itself, a view of an argument, or a new tensor.
+
+Where a tensor begins in its storage decides nothing but where its views begin, so it is not among
+what is remembered: the parts that a sum over chunks takes out of one tensor are equal.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
+from gridformer.trace.no_dynamo import without_dynamo
+
 
 class _Result(NamedTuple):
     """How one result of an operation is made.
@@ -30,7 +35,7 @@ class _Result(NamedTuple):
         same: Whether it is that argument itself.
         shape: Its shape.
         stride: Its strides.
-        offset: Where it begins in its storage.
+        offset: Where it begins in its storage; for a view how far behind its argument.
         dtype: Its dtype.
         attributes: Attributes of a fake tensor on its device.
         device: Its device.
@@ -58,6 +63,19 @@ class _Recipe(NamedTuple):
     kind: type[tuple[Any, ...]] | type[list[Any]] | None
 
 
+# Operations that return a part of a tensor and are told which, so that they seldom repeat.
+_PARTS = {torch.ops.aten.slice.Tensor, torch.ops.aten.select.int}
+_DEVICE = torch.ops.prim.device.default
+_FILL = torch.ops.aten.fill_.Tensor
+_LIFT = torch.ops.aten.lift_fresh.default
+
+
+# Its way without the check for torch's compiler, which is not used here.
+_real_dispatch = getattr(
+    FakeTensorMode.__torch_dispatch__, "__wrapped__", FakeTensorMode.__torch_dispatch__
+)
+
+
 class _UnknownError(Exception):
     """An argument or a result has a property that recipes do not describe."""
 
@@ -65,7 +83,19 @@ class _UnknownError(Exception):
 @cache
 def fast_fakes() -> FastFakeTensorMode:
     """Returns the mode of this process, which remembers what earlier estimates have run."""
-    return FastFakeTensorMode()
+    with without_dynamo():
+        return FastFakeTensorMode()
+
+
+@cache
+def _told(func: Any) -> bool:
+    """Whether an operation is told where in a storage its result begins."""
+    return any(one.name == "storage_offset" for one in func._schema.arguments)
+
+
+def _is_constant(x: Any) -> bool:
+    """Whether the values of a fake tensor are known."""
+    return type(x) is FakeTensor and x.constant is not None
 
 
 class FastFakeTensorMode(FakeTensorMode):
@@ -73,7 +103,11 @@ class FastFakeTensorMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.cache_enabled = False  # torch's own, which costs as much as it saves below this one
         self._recipes: dict[Any, _Recipe | None] = {}
+        self._values: dict[Any, Any] = {}  # results of operations without tensors
+        # Attributes of a fake tensor on a device that nothing else has set.
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,16 +116,42 @@ class FastFakeTensorMode(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if func is _FILL and _is_constant(args[1]) and not _is_constant(args[0]):
+            return args[0]  # torch writes a number as a constant, which has no key
+        if func is _LIFT and type(args[0]) is Tensor and args[0].numel() == 1:
+            return self._constant(args[0])
         kwargs = kwargs or {}
         key, tensors = self.key_of(func, args, kwargs)
         recipe = None if key is None else self._recipes.get(key, _NEW)
         if recipe is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            if key in self._values:
+                return self._values[key]
+            return _real_dispatch(self, func, types, args, kwargs)
+        if recipe is _NEW and func in _PARTS:
+            recipe = self._part(func, tensors, args, kwargs) or _NEW
+            if recipe is not _NEW:
+                self._recipes[key] = recipe
         if recipe is not _NEW:
             return self._made(recipe, tensors)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = _real_dispatch(self, func, types, args, kwargs)
         self._recipes[key] = self._recipe(func, tensors, out)
+        if not tensors and isinstance(out, int | torch.dtype):
+            self._values[key] = out
         return out
+
+    def _constant(self, number: Tensor) -> FakeTensor:
+        """Returns a fake tensor with a known value, as `torch.tensor(1.0)` makes one.
+
+        torch's own way, which is the same, loads a part of its compiler.
+        """
+        with torch._C._DisableTorchDispatch():
+            constant = number.clone()
+            meta = torch.empty_like(number, device="meta")
+            found = FakeTensor(self, meta, number.device, constant=constant)
+        self.fake_tensor_converter.add_constant_storage_mapping(found)
+        return found
 
     def remembered(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Returns the result of an operation if it is remembered, and otherwise NotImplemented.
@@ -120,7 +180,11 @@ class FastFakeTensorMode(FakeTensorMode):
         """Returns the key of an operation, None if it has none, and the tensors among arguments."""
         tensors: list[Tensor] = []
         try:
-            key = (func, self._key(args, tensors), self._key_of_named(kwargs, tensors))
+            key: tuple[Any, ...] = func, self._key(args, tensors)
+            if kwargs:
+                key += (*kwargs, self._key([*kwargs.values()], tensors))
+            if _told(func):
+                key += tuple([x.storage_offset() for x in tensors])
             hash(key)
         except (_UnknownError, TypeError):  # or an argument that is not hashable
             return None, tensors
@@ -140,7 +204,6 @@ class FastFakeTensorMode(FakeTensorMode):
                 found += (
                     arg.shape,
                     arg.stride(),
-                    arg.storage_offset(),
                     arg.dtype,
                     arg.fake_device,  # its place among the attributes differs between versions
                 )
@@ -153,18 +216,14 @@ class FastFakeTensorMode(FakeTensorMode):
                 found += (kind, arg)  # 1, 1.0 and True are equal, but results depend on the type
         return tuple(found)
 
-    def _key_of_named(self, kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, ...]:
-        return (*kwargs, self._key([*kwargs.values()], tensors)) if kwargs else ()
-
     # ------------------------------------------------------------------ results
 
     def _recipe(self, func: Any, tensors: list[Tensor], out: Any) -> _Recipe | None:
         """Returns how to make what an operation has returned; None if it cannot be described."""
         if torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
             return None
-        kind = type(out) if isinstance(out, tuple | list) else None
-        if kind not in (None, tuple, list):
-            return None
+        # Some operations return a tuple with names, which nobody sees above this mode.
+        kind = next((kind for kind in (tuple, list) if isinstance(out, kind)), None)
         try:
             found = [self._result(x, tensors) for x in (out if kind else [out])]
         except _UnknownError:
@@ -175,6 +234,24 @@ class FastFakeTensorMode(FakeTensorMode):
         if len(own) != len(set(own)):
             return None
         return _Recipe(tuple(found), kind)
+
+    def _part(
+        self, func: Any, tensors: list[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> _Recipe | None:
+        """Returns how to make a part of a tensor; None if nothing was made on its device yet.
+
+        torch's kernel for tensors without memory shows it in less time than the mode's own way.
+        """
+        (x,) = tensors
+        attributes = self._attributes.get(x.fake_device)  # type: ignore[attr-defined]
+        if attributes is None:
+            return None
+        with in_kernel_invocation_manager(self):
+            part = func(*args, **kwargs)
+            offset = part.storage_offset() - x.storage_offset()
+        device = x.fake_device  # type: ignore[attr-defined]
+        result = _Result(0, False, part.shape, part.stride(), offset, x.dtype, attributes, device)
+        return _Recipe((result,), None)
 
     def _result(self, x: Any, tensors: list[Tensor]) -> _Result | None:
         if x is None:
@@ -190,12 +267,18 @@ class FastFakeTensorMode(FakeTensorMode):
                 for number, tensor in enumerate(tensors)
                 if tensor.untyped_storage()._cdata == storage._cdata
             ]
+            if len(holders) > 1:
+                raise _UnknownError  # their distance may be another one the next time
             argument = holders[0] if holders else None
+        offset = int(x.storage_offset())
+        if argument is not None:
+            offset -= int(tensors[argument].storage_offset())
         if argument is None:
             with in_kernel_invocation_manager(self):
                 like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            if x.storage_offset() or storage.nbytes() != like.untyped_storage().nbytes():
+            if offset or storage.nbytes() != like.untyped_storage().nbytes():
                 raise _UnknownError
+            self._attributes.setdefault(x.fake_device, dict(x.__dict__))
         if x.is_conj() or x.is_neg() or x.layout is not torch.strided:
             raise _UnknownError
         return _Result(
@@ -203,7 +286,7 @@ class FastFakeTensorMode(FakeTensorMode):
             bool(same),
             x.shape,
             x.stride(),
-            int(x.storage_offset()),
+            offset,
             x.dtype,
             dict(x.__dict__),
             x.fake_device,
@@ -219,9 +302,10 @@ class FastFakeTensorMode(FakeTensorMode):
                 result.shape, result.stride, dtype=result.dtype, device="meta"
             )
         else:
-            storage = tensors[result.argument].untyped_storage()
+            whole = tensors[result.argument]
             plain = torch.empty(0, dtype=result.dtype, device="meta")
-            plain.set_(storage, result.offset, result.shape, result.stride)
+            offset = whole.storage_offset() + result.offset
+            plain.set_(whole.untyped_storage(), offset, result.shape, result.stride)
         made: Tensor = Tensor._make_subclass(
             FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=result.device
         )

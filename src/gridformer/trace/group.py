@@ -64,15 +64,26 @@ class Log:
         kernel = Kernel(op, kind, shape, dtype, flop, n_bytes, place, order, 1, self.updating)
         self.trace.events.append(kernel)
 
-    def created(self, purpose: str, ranks: tuple[int, ...]) -> None:
-        """Records that a group is created, of which this rank need not be a member."""
-        self.n_groups += 1
+    def created(self, purpose: str, lines: Sequence[Sequence[int]]) -> int | None:
+        """Records that groups are created, of which this rank is a member of one at most.
+
+        Args:
+            purpose: What they are for.
+            lines: The ranks of each.
+
+        Returns:
+            The number of the line with this rank.
+        """
         groups = self.trace.groups
         before = groups.pop() if groups and groups[-1].purpose == purpose else Groups(purpose, 0, 0)
-        content = hash((before.content, ranks))
-        groups.append(Groups(purpose, before.n + 1, content))
-        if self.trace.rank in ranks:
-            self.trace.own.append(Member(f"{self.n_groups}", purpose, ranks))
+        content = hash((before.content, tuple(map(tuple, lines))))
+        groups.append(Groups(purpose, before.n + len(lines), content))
+        mine = next((i for i, line in enumerate(lines) if self.trace.rank in line), None)
+        if mine is not None:
+            name = f"{self.n_groups + mine + 1}"
+            self.trace.own.append(Member(name, purpose, tuple(lines[mine])))
+        self.n_groups += len(lines)
+        return mine
 
     def start(self, group: _Group, op: str, tensors: Sequence[Tensor], **more: Any) -> _Work:
         """Records that a collective is started."""
@@ -301,7 +312,7 @@ def recording(log: Log, n_processes: int) -> Iterator[None]:
 def _create(options: Any, _: Any) -> _Group:
     assert _playing is not None
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return _Group(_playing, options.group_rank, members, f"{_playing.n_groups}")
+    return _Group(_playing, options.group_rank, members, _playing.trace.own[-1].name)
 
 
 @contextmanager
@@ -311,15 +322,19 @@ def _groups_noted(log: Log) -> Iterator[None]:
     All ranks call `dist.new_group` in the same order, so its number names a group.
     """
     real: Callable[..., Any] = dist.new_group
-    rank = log.trace.rank
 
     def new_group(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        log.created(kwargs.get("group_desc") or "", tuple(ranks))
-        if rank not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
-        return real(ranks, *args, **kwargs)
+        mine = log.created(kwargs.get("group_desc") or "", [ranks])
+        return dist.GroupMember.NON_GROUP_MEMBER if mine is None else real(ranks, *args, **kwargs)
 
-    with patch.object(dist, "new_group", new_group):
+    def create_each(lines: Sequence[Sequence[int]], purpose: str) -> Any:
+        mine = log.created(purpose, lines)
+        return None if mine is None else real([*lines[mine]], group_desc=purpose)
+
+    with (
+        patch.object(dist, "new_group", new_group),
+        patch.object(groups, "create_each", create_each),
+    ):
         yield
 
 

@@ -15,6 +15,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
+from gridformer.trace.chunks import chunks_once
 from gridformer.trace.device import NAME, Backend, fake_gpu
 from gridformer.trace.events import Trace, Trouble
 from gridformer.trace.fake import fake_tensors
@@ -106,6 +107,8 @@ def play(
             )
             log.places.name(model)
             stepper = Stepper(model, train, axes, layout)
+            if repeat and training:
+                stack.enter_context(chunks_once(log, watch.count))
             if repeat and training and isinstance(stepper.passes, Pipeline):
                 executor = stepper.passes.executor
                 played.repeats = Repeats(model, executor, log, watch.count)
