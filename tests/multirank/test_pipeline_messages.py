@@ -58,16 +58,20 @@ def moved(layout: Layout, config: ModelConfig) -> dict[str, tuple[float, int]]:
     [
         ({}, 1, False),
         (MEGATRON, 2, True),
+        ({**MEGATRON, "scatter_gather": False}, 1, False),
         ({**MEGATRON, "sequence_parallel": True}, 2, False),
         ({"scheme": "optimus", "rows": 1, "cols": 2}, 2, False),
         ({"scheme": "subgraph", "branches": 2}, 2, False),
     ],
-    ids=["single", "megatron", "sequence", "optimus", "subgraph"],
+    ids=["single", "megatron", "whole", "sequence", "optimus", "subgraph"],
 )
 def test_a_tensor_crosses_once(
     pool: WorkerPool, layout: Layout, share: int, gathered: bool
 ) -> None:
-    """A device sends its part of the tensor; plain Megatron gathers the parts again."""
+    """A device sends its part of the tensor; plain Megatron gathers the parts again.
+
+    Without `scatter_gather` each device of plain Megatron sends all of it.
+    """
     m = 3
     layout = {**layout, "pp": 2, "micro_batches": m}
     n = LayoutConfig(**layout).n_processes

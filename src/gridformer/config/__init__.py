@@ -17,7 +17,6 @@ from gridformer.config.reading import (
     parse_run,
     shipped_model,
 )
-from gridformer.config.rope import RopeScaling
 from gridformer.config.run import (
     TASKS,
     DataConfig,
@@ -40,7 +39,6 @@ __all__ = [
     "LayoutConfig",
     "ModelConfig",
     "PipelineOrder",
-    "RopeScaling",
     "RunConfig",
     "Scheme",
     "Task",

@@ -83,6 +83,12 @@ class LayoutConfig(Config):
         description="For megatron, true shards the activations between sections along the "
         "sequence.",
     )
+    scatter_gather: bool = Field(
+        default=True,
+        description="For megatron with a pipeline, each device of a stage sends a slice of the "
+        "activations of which all of them have copies, and the next stage gathers the slices "
+        "(true), or each of them sends all (false).",
+    )
     schedule: Literal["auto", "broadcast", "pipelined", "gather"] = Field(
         default="auto",
         description="For optimus, the schedule determines how the operands of a product are "

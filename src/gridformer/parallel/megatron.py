@@ -44,7 +44,7 @@ class Megatron(SchemeSpec):
 
     name = "megatron"
     axes = ("cols",)
-    keys = ("sequence_parallel",)
+    keys = ("sequence_parallel", "scatter_gather")
 
     def boundary(self, layout: LayoutConfig) -> BoundarySpec:
         return BoundarySpec("col", "s" if layout.sequence_parallel else "replicated")

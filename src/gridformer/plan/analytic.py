@@ -228,8 +228,9 @@ def _n_layers(run: RunConfig) -> int:
 def _border_bytes(sizes: passes.Sizes) -> float:
     """Returns the bytes that a device sends to the next stage for one micro-batch."""
     work, layout = sizes.choices.work, sizes.run.layout
-    first = sizes.spec.boundary(layout).lies == "first"
-    devices = 1 if first else sizes.choices.rows * sizes.choices.cols
+    lies = sizes.spec.boundary(layout).lies
+    sent_whole = lies == "first" or (lies == "replicated" and not layout.scatter_gather)
+    devices = 1 if sent_whole else sizes.choices.rows * sizes.choices.cols
     elements = (work.tokens + work.source) * sizes.run.model.hidden_size / devices
     return elements * work.itemsize
 
@@ -240,7 +241,8 @@ def _borders(sizes: passes.Sizes, there: Load, back: Load) -> None:
     k = sizes.run.layout.stages_per_rank
     for load in (there, back):
         load.message("pp", seconds * k, load.compute_s, 2 * k)
-        if sizes.choices.between == "replicated" and sizes.choices.cols > 1:
+        sliced = sizes.choices.between == "replicated" and sizes.run.layout.scatter_gather
+        if sliced and sizes.choices.cols > 1:
             # A tensor that is replicated is sent in slices, which are gathered when they arrive.
             whole = _border_bytes(sizes) * sizes.choices.cols
             axis = sizes.activation_axis

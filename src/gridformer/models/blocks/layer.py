@@ -1,4 +1,4 @@
-"""One layer of most families: self-attention, cross-attention and feed-forward with residuals."""
+"""One layer of any family: self-attention, cross-attention and feed-forward with residuals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
-from gridformer.models.blocks.attention import Attention, CrossAttention
-from gridformer.models.blocks.cache import KVCache
+from gridformer.models.blocks.attention import (
+    Attention,
+    CrossAttention,
+    KVCache,
+    ScoreBias,
+)
 from gridformer.models.blocks.dropout import Clock, Dropout
 from gridformer.models.blocks.linear import Activation, FeedForward, Init, Linear, Role
 from gridformer.models.blocks.norm import NormKind, new_norm
-from gridformer.models.blocks.scores import ScoreBias
 
 
 @dataclass(frozen=True)
@@ -48,16 +51,7 @@ class Style:
 
 
 class Layer(nn.Module):
-    """The base class of layers, [b, s, h] to [b, s, h], by which others find them in a model."""
-
-    attention: Attention
-    norm1: nn.Module
-    norm2: nn.Module
-    mlp: nn.Module
-
-
-class StyledLayer(Layer):
-    """One layer in the style of a family.
+    """One layer, [b, s, h] to [b, s, h].
 
     For each sub-layer f it computes x + f(norm(x)) if `norm_position` is pre, and norm(x + f(x)) if
     it is post.
@@ -71,8 +65,6 @@ class StyledLayer(Layer):
         causal: Whether self-attention sees only the past.
         crossed: Whether there is cross-attention between self-attention and feed-forward.
     """
-
-    mlp: FeedForward
 
     def __init__(
         self,

@@ -302,12 +302,9 @@ def products_of(model: ModelConfig) -> list[Product]:
     read = {module.reader for module in modules if isinstance(module, norms)}
     found: dict[str, Product] = {}
     for module in modules:
-        if isinstance(module, blocks.Linear | blocks.JoinedLinear):
+        if isinstance(module, blocks.Linear):
             role = module.role
-            if isinstance(module, blocks.JoinedLinear):
-                n_in, n_out = module.n_in, module.n_out
-            else:
-                n_in, n_out = module.weight.shape
+            n_in, n_out = module.weight.shape
             product = Product(
                 role.product,
                 n_in,

@@ -139,12 +139,14 @@ def notes(run: RunConfig) -> list[str]:
 def _between_stages(run: RunConfig, work: Work) -> float:
     """Returns the bytes of activations and gradients that a device receives from other stages.
 
-    A tensor that is replicated over several devices is sent to all of them together only once. An
-    encoder's output that is passed through the decoder counts.
+    A tensor that is replicated over several devices is sent to all of them together only once,
+    unless `scatter_gather` is off. An encoder's output that is passed through the decoder counts.
     """
     layout = run.layout
     spec = spec_of(layout)
-    devices = 1 if spec.boundary(layout).lies == "first" else math.prod(spec.grid(layout))
+    lies = spec.boundary(layout).lies
+    sent_whole = lies == "first" or (lies == "replicated" and not layout.scatter_gather)
+    devices = 1 if sent_whole else math.prod(spec.grid(layout))
     border = (work.tokens + work.source) * run.model.hidden_size / devices * work.itemsize
     return 2 * layout.stages_per_rank * work.micro_batches * border
 

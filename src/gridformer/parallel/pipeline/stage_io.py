@@ -5,7 +5,8 @@ layer reads it. Gradients return the same way. Every stage reads the batch and s
 
     scheme               tensor on one device      sent by one device
     single               [b, s, h]                 all of it
-    megatron             the same on c devices     1/c of it, all-gathered over col on arrival
+    megatron             the same on c devices     1/c of it, all-gathered over col on arrival;
+                                                   all of it with `scatter_gather: false`
     sequence parallel    [b, s/c, h]               all of it
     megatron_2d          [b/r, s/c, h]             all of it
     optimus              [b/r, s, h/c]             all of it
@@ -50,7 +51,7 @@ class StageIO:
             self.width //= axis.size
         if boundary.lies == "s":
             self.parts = axis.size
-        if boundary.lies == "replicated":
+        if boundary.lies == "replicated" and layout.scatter_gather:
             self.replicated_over = axis
         self.absent = boundary.lies == "first" and axis.index > 0
         self._reads = [
