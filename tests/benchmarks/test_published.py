@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from benchmarks.predicted.machine import demo_runs
 from benchmarks.predicted.report import Row, error_lines, mean_error
-from benchmarks.published import namespaces
+from benchmarks.published import megatron, namespaces, optimus
+from benchmarks.published import super as super_
 from benchmarks.published.cases import PLAN, Machine
 from benchmarks.published.emulate import groups_of, patterns, sharers_of
 
 from gridformer.cluster import like_messages, load_cluster
+from gridformer.parallel.validation import check
+from gridformer.trace.events import Kernel, Place, Trace
 from gridformer.utils.errors import UserError
 
 
@@ -47,3 +51,44 @@ def test_the_mean_error_counts_both_directions() -> None:
     rows = [Row("high", 1.2, 1.0), Row("low", 0.6, 1.0)]
     assert mean_error(rows) == pytest.approx(0.3)
     assert "worst -40% (low)" in error_lines(rows)
+
+
+def test_the_runs_of_the_papers_are_valid() -> None:
+    cases = [*megatron.scale()]
+    cases += [case for some in megatron.tensor_or_pipeline().values() for case in some]
+    cases += [case for some in megatron.schedules().values() for case in some.values()]
+    cases += [case for some in megatron.stages().values() for case in some]
+    for case in cases:
+        check(case.row().run)
+    assert {case.row().run.layout.n_processes for case in megatron.scale()} >= {384, 1536, 3072}
+    for model in super_.MODELS:
+        for layout in super_.ways(4).values():
+            assert super_.run_of(model, layout, 4).layout.n_processes == 4
+
+
+def test_kernels_of_attention_are_shared_by_heads() -> None:
+    place = Place("", 0, "", "layers.0.attention.qkv")
+    kernel = Kernel("mm", "product", (1, 8, 96, 32), "float32", 49152, 14336, place)
+    other = replace(kernel, place=Place("", 0, "", "layers.0.mlp.up"))
+    found = super_.of_heads(Trace(rank=0, events=[kernel, other], update=1), 4)
+    shapes = [event.shape for event in found.events if isinstance(event, Kernel)]
+    assert shapes == [(1, 8, 24, 32)] * 4 + [(1, 8, 96, 32)]
+    flops = [event.flop for event in found.events if isinstance(event, Kernel)]
+    assert sum(flops) == 2 * kernel.flop
+    assert found.update == 4
+
+
+@pytest.mark.full
+def test_isoefficiency_has_the_exponents_of_the_paper() -> None:
+    """Megatron needs work that grows with about the cube of the devices, a grid with p**1.5."""
+    found = optimus.isoefficiency(0.8, optimus.flat(load_cluster("frontera-rtx5000")))
+    exponents = {kind: optimus.exponent(widths) for kind, widths in found.items()}
+    assert 2.8 < exponents["megatron"] < 3.4
+    assert 1.4 < exponents["optimus"] < 1.7
+    assert 1.4 < exponents["optimus, the paper's broadcasts"] < 1.7
+
+
+def test_laws_of_scaling_are_fitted() -> None:
+    assert optimus.amdahl({4: 1.0, 16: 1 / (0.1 + 0.9 / 4)}) == pytest.approx(0.1)
+    assert optimus.gustafson({4: 1.0, 16: (4 - 0.2 * 3) / 4}) == pytest.approx(0.2)
+    assert optimus.exponent({4: 2.0, 16: 8.0}) == pytest.approx(3.0)
