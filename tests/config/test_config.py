@@ -274,15 +274,37 @@ def test_older_runs_keep_their_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ({"family": "t5", "n_labels": 3}, "n_labels=3 belongs to family gpt2 or bert, not t5"),
+        ({"family": "t5", "n_labels": 3}, "n_labels=3 belongs to family gpt2, bert or llama"),
         ({"family": "bert", "n_decoder_layers": 2}, "belongs to family t5 or transformer"),
         ({"family": "t5", "norm_position": "post"}, "norm_position=post: t5 normalizes inputs"),
         ({"family": "gpt2", "relative_buckets": 8}, "relative_buckets=8 belongs to family t5"),
+        ({"family": "gpt2", "n_kv_heads": 1}, "n_kv_heads=1 belongs to family llama, not gpt2"),
+        ({"family": "llama", "n_heads": 4, "n_kv_heads": 3}, "use n_kv_heads=1, 2 or 4"),
+        ({"family": "llama", "head_dim": 3}, "a head has 3: use head_dim=4"),
+        ({"family": "llama", "norm_position": "post"}, "llama normalizes inputs; use pre"),
     ],
 )
 def test_what_a_family_does_not_have_is_refused(model: dict[str, Any], text: str) -> None:
     size = {"n_layers": 2, "hidden_size": 8, "n_heads": 2}
     assert text in problem({**BASE, "model": {**size, **model}})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "text"),
+    [
+        ({"kind": "llama3"}, "needs original_max_position_embeddings"),
+        ({"kind": "yarn", "low_freq_factor": 2.0}, "low_freq_factor=2.0 does not belong to kind"),
+        ({"kind": "linear", "beta_fast": 8.0}, "beta_fast=8.0 does not belong to kind=linear"),
+        ({"kind": "linear", "original_max_position_embeddings": 8}, "does not belong to kind"),
+        ({"kind": "yarn", "beta_fast": 1.0}, "beta_slow=1.0 must be below beta_fast=1.0"),
+        ({"kind": "llama3", "low_freq_factor": 5.0}, "must be below high_freq_factor=4.0"),
+        ({"kind": "linear", "truncat": 1}, "did you mean 'truncate'?"),
+    ],
+)
+def test_scaling_of_rotary_positions(scaling: dict[str, Any], text: str) -> None:
+    model = {"family": "llama", "n_layers": 2, "hidden_size": 8, "n_heads": 2}
+    given = {**model, "rope_scaling": {"factor": 2.0, **scaling}}
+    assert text in problem({**BASE, "model": given})
 
 
 def test_tasks_belong_to_families() -> None:

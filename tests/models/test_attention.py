@@ -13,7 +13,8 @@ from torch import Tensor
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.models.blocks.attention import SharedBias, _Heads, added_to_scores
+from gridformer.models.blocks.attention import _Heads
+from gridformer.models.blocks.scores import SharedBias, added_to_scores
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import Batch
 

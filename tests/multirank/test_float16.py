@@ -21,7 +21,7 @@ from gridformer.checkpoint import checkpoint
 from gridformer.comm import record
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.models import Model
-from gridformer.models.blocks import Layer
+from gridformer.models.blocks import StyledLayer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
@@ -77,7 +77,7 @@ def n_of(layout: Layout) -> int:
 @contextmanager
 def overflowing(model: Model, rank: int) -> Iterator[None]:
     """Make one element of one gradient infinite, on one rank only."""
-    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    layers = [module for module in model.modules() if isinstance(module, StyledLayer)]
     weight = layers[0].mlp.up.weight
 
     def poison(grad: Tensor) -> Tensor:

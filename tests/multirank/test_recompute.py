@@ -17,7 +17,7 @@ from gridformer.comm import record
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.memory.tracker import MemoryTracker
 from gridformer.models import Model, build_model
-from gridformer.models.blocks import Layer, Linear, RecomputeMode
+from gridformer.models.blocks import Linear, RecomputeMode, StyledLayer
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.fsdp import FSDPUnit, Gathering
 from gridformer.parallel.pipeline.stage_io import StageIO
@@ -120,9 +120,11 @@ def multiplied(
     return forward.n, backward.n, again.call_count
 
 
-def layers_of(config: ModelConfig) -> list[Layer]:
+def layers_of(config: ModelConfig) -> list[StyledLayer]:
     with torch.device("meta"):
-        return [module for module in build_model(config).modules() if isinstance(module, Layer)]
+        return [
+            module for module in build_model(config).modules() if isinstance(module, StyledLayer)
+        ]
 
 
 def products_of(config: ModelConfig) -> tuple[int, int]:

@@ -20,7 +20,8 @@ from torch import Tensor
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models.blocks import DropoutClock
-from gridformer.models.blocks.attention import ScoreParts, _Heads
+from gridformer.models.blocks.attention import _Heads
+from gridformer.models.blocks.scores import ScoreParts, Window
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
 from gridformer.utils import rng
@@ -38,16 +39,19 @@ MASKS: dict[str, tuple[tuple[int, int, int], int, tuple[int, int], float]] = {
     "far away": ((1, 3, 6), 2**32 - 1, (700_000_000, 800_000_000), 1 - 2**-40),
 }
 Sizes = tuple[int, int, int, int, int]  # samples, heads, queries, keys, head size
-ATTENTION: dict[str, tuple[Sizes, bool, bool, bool, float]] = {
-    # sizes, causal, padded, biased, dropout
-    "dropout": ((2, 2, 21, 37, 24), False, False, False, 0.3),
-    "causal, dropout": ((1, 2, 37, 37, 16), True, False, False, 0.5),
-    "everything": ((2, 1, 18, 20, 5), True, True, True, 0.2),
-    "padding": ((2, 1, 17, 33, 16), False, True, False, 0.0),
-    "bias": ((2, 2, 33, 20, 8), False, False, True, 0.0),
-    "causal, padding": ((2, 1, 40, 40, 8), True, True, False, 0.0),
+ATTENTION: dict[str, tuple[Sizes, bool, bool, bool, float, int, int]] = {
+    # sizes, causal, padded, biased, dropout, heads of queries for one of keys, window
+    "dropout": ((2, 2, 21, 37, 24), False, False, False, 0.3, 1, 0),
+    "causal, dropout": ((1, 2, 37, 37, 16), True, False, False, 0.5, 1, 0),
+    "everything": ((2, 2, 18, 20, 5), True, True, True, 0.2, 2, 7),
+    "padding": ((2, 1, 17, 33, 16), False, True, False, 0.0, 1, 0),
+    "bias": ((2, 2, 33, 20, 8), False, False, True, 0.0, 1, 0),
+    "causal, padding": ((2, 1, 40, 40, 8), True, True, False, 0.0, 1, 0),
+    "shared keys": ((2, 6, 17, 19, 8), True, False, False, 0.1, 3, 0),
+    "window": ((1, 2, 70, 75, 8), True, False, False, 0.0, 2, 20),
 }
-LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1)  # several tiles of a real run
+# Several tiles of a real run.
+LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1, 2, 70)
 
 
 @contextmanager
@@ -92,14 +96,14 @@ def run_attention(
     """
     from gridformer.models.kernels import flash_launch
 
-    (b, n, s, seen, d), causal, padded, biased, p = ATTENTION[name]
+    (b, n, s, seen, d), causal, padded, biased, p, sharing, size = ATTENTION[name]
     generator = torch.Generator().manual_seed(2)
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     q, grad = random(b, s, n, d).transpose(1, 2), random(b, s, n * d)
-    k, v = random(b, seen, n, 2, d).permute(3, 0, 2, 1, 4).unbind(0)
+    k, v = random(b, seen, n // sharing, 2, d).permute(3, 0, 2, 1, 4).unbind(0)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     inputs, valid, bias = [q, k, v], None, None
     if padded:
@@ -109,7 +113,8 @@ def run_attention(
         inputs.append(bias.requires_grad_())
     heads = _Heads(d, True, p, "x", DropoutClock(1, 2, 2**32 + 3)).train()
     heads.head_block, heads.fused = 2, fused
-    mask = ScoreParts(valid, bias, causal) if padded or biased else None
+    window = Window(size, seen, torch.device(device)) if size else None
+    mask = ScoreParts(valid, bias, causal, window) if padded or biased or size else None
     with ExitStack() as stack:
         if tile:
             width = max(16, 1 << (d - 1).bit_length())
@@ -124,6 +129,8 @@ def run_model(
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and all gradients; if fused, no mask is made with PyTorch's operators."""
     values = {"n_layers": 1, "hidden_size": 12, "n_heads": 2, "vocab_size": 31, "max_seq_len": 9}
+    if family == "llama":
+        values |= {"n_kv_heads": 1, "window": 4}
     rates = {"dropout": rate, "attention_dropout": rate}
     config = ModelConfig(family=family, **values, **rates)  # type: ignore[arg-type]
     model = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"), "float64")
@@ -134,7 +141,7 @@ def run_model(
         if fused:
             for owner, name in ((rng, "keep"), (_Heads, "_unfused")):
                 stack.enter_context(patch.object(owner, name, side_effect=AssertionError))
-            if rate or padded:  # T5 does not bias cross-attention
+            if rate or padded or family == "llama":  # T5 does not bias cross-attention
                 stack.enter_context(
                     patch.object(F, "scaled_dot_product_attention", side_effect=AssertionError)
                 )

@@ -17,6 +17,7 @@ from gridformer.config.reading import (
     parse_run,
     shipped_model,
 )
+from gridformer.config.rope import RopeScaling
 from gridformer.config.run import (
     TASKS,
     DataConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "LayoutConfig",
     "ModelConfig",
     "PipelineOrder",
+    "RopeScaling",
     "RunConfig",
     "Scheme",
     "Task",

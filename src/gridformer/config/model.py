@@ -7,23 +7,32 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from gridformer.config.base import Config, any_of, divisors
+from gridformer.config.rope import RopeScaling
 
-Family = Literal["gpt2", "bert", "t5", "transformer"]
+Family = Literal["gpt2", "bert", "t5", "transformer", "llama"]
 ENCODER_DECODER: tuple[Family, ...] = ("t5", "transformer")
 _ONLY_IN: dict[str, tuple[Family, ...]] = {
     "n_decoder_layers": ENCODER_DECODER,
     "sentence_pair": ("bert",),
-    "n_labels": ("gpt2", "bert"),
+    "n_labels": ("gpt2", "bert", "llama"),
     "relative_buckets": ("t5",),
     "relative_max_distance": ("t5",),
-    "init_std": ("gpt2", "bert"),
+    "init_std": ("gpt2", "bert", "llama"),
+    "n_kv_heads": ("llama",),
+    "rope_theta": ("llama",),
+    "rope_scaling": ("llama",),
+    "qkv_bias": ("llama",),
+    "qk_norm": ("llama",),
+    "window": ("llama",),
+    "tied_head": ("llama",),
 }
 
 
 class ModelConfig(Config):
-    """A transformer of one of four families, and its sizes.
+    """A transformer of one of five families, and its sizes.
 
-    gpt2 is a decoder, bert is an encoder, and t5 and transformer are encoder-decoder models. In the
+    gpt2 and llama are decoders, bert is an encoder, and t5 and transformer are encoder-decoder
+    models. llama stands for Llama, Mistral, Qwen2 and Qwen3. In the
     documentation's symbols N is n_layers (of the encoder, for encoder-decoder models), h is
     hidden_size, n is n_heads, f is ffn_size, v is vocab_size, and max_seq_len is the largest s.
     Keys that a family does not have must keep their defaults.
@@ -49,6 +58,12 @@ class ModelConfig(Config):
     )
     hidden_size: int = Field(ge=1, description="The residual stream has this width (h).")
     n_heads: int = Field(ge=1, description="Each layer has this number of attention heads (n).")
+    n_kv_heads: int = Field(
+        default=0,
+        ge=0,
+        description="For llama, each layer has this number of key/value heads (m), which n / m "
+        "attention heads share; 0 means n_heads.",
+    )
     head_dim: int = Field(
         default=0,
         ge=0,
@@ -74,8 +89,8 @@ class ModelConfig(Config):
     norm_position: Literal["auto", "pre", "post"] = Field(
         default="auto",
         description="Normalization is applied at the input of each sub-layer (pre) or after the "
-        "residual addition (post). auto means post for bert and transformer, as published; gpt2 "
-        "and t5 support only pre.",
+        "residual addition (post). auto means post for bert and transformer, as published; gpt2, "
+        "t5 and llama support only pre.",
     )
     sentence_pair: bool = Field(
         default=True,
@@ -97,6 +112,35 @@ class ModelConfig(Config):
         default=128,
         ge=2,
         description="For t5, all distances from this one on share the last bucket.",
+    )
+    rope_theta: float = Field(
+        default=10000.0,
+        gt=1.0,
+        description="For llama, the wavelengths of rotary positions grow with this base.",
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None,
+        description="For llama, rotary positions are changed for sequences that are longer than "
+        "those of the first training; leave it out for none.",
+    )
+    qkv_bias: bool = Field(
+        default=False,
+        description="For llama, true adds biases to queries, keys and values (Qwen2).",
+    )
+    qk_norm: bool = Field(
+        default=False,
+        description="For llama, true normalizes each head's queries and keys (Qwen3).",
+    )
+    window: int = Field(
+        default=0,
+        ge=0,
+        description="For llama, a token attends to this number of tokens at most, itself included "
+        "(Mistral's sliding window); 0 means all tokens before it.",
+    )
+    tied_head: bool = Field(
+        default=True,
+        description="For llama, true uses the table of the embedding as the weight of the head, "
+        "and false gives the head a weight of its own. Other families are always tied.",
     )
     label_smoothing: float = Field(
         default=0.0,
@@ -121,14 +165,14 @@ class ModelConfig(Config):
     norm_eps: float = Field(
         default=1e-5,
         gt=0.0,
-        description="Normalization adds this constant to the variance (for t5, to the mean "
-        "square).",
+        description="Normalization adds this constant to the variance (for t5 and llama, to the "
+        "mean square).",
     )
     init_std: float = Field(
         default=0.02,
         gt=0.0,
-        description="For gpt2 and bert, initial weight matrices have this standard deviation. t5 "
-        "and transformer derive it from the size of each matrix.",
+        description="For gpt2, bert and llama, initial weight matrices have this standard "
+        "deviation. t5 and transformer derive it from the size of each matrix.",
     )
 
     @model_validator(mode="before")
@@ -156,7 +200,7 @@ class ModelConfig(Config):
             if self.family not in families
             and getattr(self, key) != type(self).model_fields[key].default
         ]
-        if self.norm_position == "post" and self.family in ("gpt2", "t5"):
+        if self.norm_position == "post" and self.family in ("gpt2", "t5", "llama"):
             problems.append(f"norm_position=post: {self.family} normalizes inputs; use pre")
         if self.family == "t5" and self.relative_max_distance <= self.relative_buckets // 2:
             problems.append(
@@ -175,12 +219,27 @@ class ModelConfig(Config):
                 f"hidden_size={self.hidden_size} is not a multiple of n_heads={self.n_heads}: use "
                 f"n_heads {any_of(divisors(self.hidden_size))}, or set head_dim"
             )
+        if self.n_kv_heads and self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_kv_heads={self.n_kv_heads} does not divide n_heads={self.n_heads}: use "
+                f"n_kv_heads={any_of(divisors(self.n_heads))}"
+            )
+        if self.family == "llama" and self.head_width % 2:
+            raise ValueError(
+                f"rotary positions rotate pairs of features, and a head has {self.head_width}: use "
+                f"head_dim={self.head_width + 1}"
+            )
         return self
 
     @property
     def head_width(self) -> int:
         """The width d of one head: head_dim, or its default hidden_size / n_heads."""
         return self.head_dim or self.hidden_size // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """The number m of key/value heads: n_kv_heads, or its default n_heads."""
+        return self.n_kv_heads or self.n_heads
 
     @property
     def two_stacks(self) -> bool:

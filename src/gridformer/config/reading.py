@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -232,9 +232,12 @@ def _section(keys: list[str]) -> type[BaseModel] | None:
         if key not in section.model_fields:
             return None
         annotation = section.model_fields[key].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        # A section that may be left out is a union with None.
+        kinds = [x for x in (annotation, *get_args(annotation)) if isinstance(x, type)]
+        below = next((x for x in kinds if issubclass(x, BaseModel)), None)
+        if below is None:
             return None
-        section = annotation
+        section = below
     return section
 
 

@@ -22,6 +22,7 @@ TASKS: dict[Family, tuple[Task, ...]] = {
     "bert": ("masked",),
     "t5": ("spans", "pairs"),
     "transformer": ("pairs",),
+    "llama": ("causal",),
 }
 
 
@@ -31,9 +32,9 @@ class DataConfig(Config):
     path: Path = Field(description="This is the token folder that `gridformer prepare` wrote.")
     task: Task = Field(
         default="auto",
-        description="The model learns to predict next tokens (causal, for gpt2), masked tokens "
-        "(masked, for bert), masked spans (spans, for t5), or the second text of a pair from the "
-        "first (pairs, for transformer and t5). auto means the first task of the family.",
+        description="The model learns to predict next tokens (causal, for gpt2 and llama), masked "
+        "tokens (masked, for bert), masked spans (spans, for t5), or the second text of a pair "
+        "from the first (pairs, for transformer and t5). auto means the first task of the family.",
     )
     seq_len: int = Field(
         default=0,

@@ -33,8 +33,11 @@ STATES = ("parameters", "gradients", "optimizer")
 # An activation belongs to the innermost of these modules in which it was made.
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "attention": (blocks.Attention, blocks.CrossAttention),
-    "feed-forward": (blocks.FeedForward,),
-    "norms": (blocks.LayerNorm, blocks.RMSNorm, grid_norms.GridLayerNorm, grid_norms.GridRMSNorm),
+    "feed-forward": (blocks.FeedForward, blocks.GatedFeedForward),
+    "norms": (
+        *(blocks.LayerNorm, blocks.RMSNorm, blocks.HeadNorm),
+        *(grid_norms.GridLayerNorm, grid_norms.GridRMSNorm),
+    ),
     "residuals": (blocks.Layer,),
 }
 _OUTSIDE = "embedding, loss"

@@ -6,6 +6,7 @@ from gridformer.config import Family, ModelConfig
 from gridformer.models.bert import BERT
 from gridformer.models.encoder_decoder import EncoderDecoder
 from gridformer.models.gpt2 import GPT2
+from gridformer.models.llama import Llama
 from gridformer.models.model import LOSSES, Activations, Link, Model
 from gridformer.models.t5 import T5
 from gridformer.models.transformer import Transformer
@@ -19,6 +20,7 @@ __all__ = [
     "Activations",
     "EncoderDecoder",
     "Link",
+    "Llama",
     "Model",
     "Transformer",
     "build_model",
@@ -30,6 +32,7 @@ FAMILIES: dict[Family, type[Model]] = {
     "bert": BERT,
     "t5": T5,
     "transformer": Transformer,
+    "llama": Llama,
 }
 
 

@@ -18,7 +18,6 @@ from gridformer.models.blocks import (
     Dropout,
     Init,
     KVCache,
-    Layer,
     LayerNorm,
     Linear,
     PaddingMask,
@@ -27,6 +26,7 @@ from gridformer.models.blocks import (
     SegmentEmbedding,
     Spread,
     Style,
+    StyledLayer,
     TiedHead,
     TokenEmbedding,
     added_to_scores,
@@ -56,7 +56,7 @@ class BERT(Model):
         self.mask = PaddingMask()
         self.layers = nn.ModuleDict(
             {
-                str(i): Layer(config, style, self.clock, "", f"layers.{i}", causal=False)
+                str(i): StyledLayer(config, style, self.clock, "", f"layers.{i}", causal=False)
                 for i in range(config.n_layers)
             }
         )
@@ -127,7 +127,7 @@ class BERT(Model):
         self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
     ) -> Tensor:
         x = self.head_norm(self.gelu(self.transform(hidden_BSH)))
-        return self._tied_head(x, table, padded)
+        return self._head_logits(x, table, padded)
 
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
         logits: dict[str, Tensor] = {}

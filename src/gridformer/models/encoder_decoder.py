@@ -12,11 +12,11 @@ from gridformer.models.blocks import (
     Dropout,
     DropoutClock,
     KVCache,
-    Layer,
     PaddingMask,
     RelativeBias,
     RMSNorm,
     Style,
+    StyledLayer,
     TiedHead,
     TokenEmbedding,
     added_to_scores,
@@ -58,7 +58,7 @@ class Stack(nn.Module):
             )
         self.layers = nn.ModuleDict(
             {
-                str(i): Layer(
+                str(i): StyledLayer(
                     config,
                     style,
                     clock,
@@ -173,7 +173,7 @@ class EncoderDecoder(Model):
         self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
     ) -> Tensor:
         x = self.decoder.norm(hidden_BSH) if self.pre else hidden_BSH
-        return self._tied_head(x, table, padded)
+        return self._head_logits(x, table, padded)
 
     def head_modules(self) -> tuple[nn.Module, ...]:
         return (self.decoder.norm, self.head) if self.pre else (self.head,)

@@ -12,12 +12,12 @@ from gridformer.models.blocks import (
     Classifier,
     Dropout,
     KVCache,
-    Layer,
     LayerNorm,
     PaddingMask,
     PositionEmbedding,
     Spread,
     Style,
+    StyledLayer,
     TiedHead,
     TokenEmbedding,
     added_to_scores,
@@ -44,7 +44,7 @@ class GPT2(Model):
         # A ModuleDict keeps parameter names the same on a device that holds only some layers.
         self.layers = nn.ModuleDict(
             {
-                str(i): Layer(config, style, self.clock, "", f"layers.{i}", causal=True)
+                str(i): StyledLayer(config, style, self.clock, "", f"layers.{i}", causal=True)
                 for i in range(n)
             }
         )
@@ -98,7 +98,7 @@ class GPT2(Model):
     def token_logits(
         self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
     ) -> Tensor:
-        return self._tied_head(self.norm(hidden_BSH), table, padded)
+        return self._head_logits(self.norm(hidden_BSH), table, padded)
 
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
         if "at" not in batch:

@@ -155,8 +155,8 @@ class Model(nn.Module):
 
         Args:
             hidden_BSH: Hidden states [b, s, h].
-            table: The token table as `TiedHead.prepare` returned it, for callers that use it many
-                times; None reads the table of `tokens`.
+            table: The head's table as `TiedHead.prepare` returned it, for callers that use it many
+                times; None reads `table`.
             padded: Whether the logits may have more than v columns, of which `loss` reads v.
         """
         raise NotImplementedError
@@ -170,6 +170,12 @@ class Model(nn.Module):
         return {}
 
     # ------------------------------------------------------------------ the whole model
+
+    @property
+    def table(self) -> Tensor:
+        """The table [v, h] that the head multiplies by: its own, or the embedding's if tied."""
+        table: Tensor | None = getattr(self.head, "weight", None)
+        return self.tokens.weight if table is None else table
 
     def hidden(
         self, batch: Batch, caches: Sequence[KVCache] | None = None, start: int = 0
@@ -216,9 +222,12 @@ class Model(nn.Module):
         if places >= hidden_BSH.shape[1] or hidden_BSH.is_meta:
             loss: Tensor = self.loss(self.token_logits(hidden_BSH, padded=True), targets_BS)
             return loss
-        parameters = [p for module in self.head_modules() for p in module.parameters()]
-        with keep_copies([*parameters, self.tokens.weight], once=False):  # for all chunks
-            table = self.head.prepare(self.tokens.weight, hidden_BSH.dtype)
+        whole = self.table
+        parameters = [
+            p for part in self.head_modules() for p in part.parameters() if p is not whole
+        ]
+        with keep_copies([*parameters, whole], once=False):  # for all chunks
+            table = self.head.prepare(whole, hidden_BSH.dtype)
             head = partial(self.token_logits, table=table, padded=True)
             mine = [*parameters, table]
             return chunked_loss(hidden_BSH, targets_BS, places, head, self.loss, mine)
@@ -276,8 +285,7 @@ class Model(nn.Module):
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype or x.dtype)
 
-    def _tied_head(self, x_BSH: Tensor, table: Tensor | None, padded: bool) -> Tensor:
+    def _head_logits(self, x_BSH: Tensor, table: Tensor | None, padded: bool) -> Tensor:
         prepared = table is not None
-        table = self.tokens.weight if table is None else table
-        logits: Tensor = self.head(x_BSH, table, prepared, padded)
+        logits: Tensor = self.head(x_BSH, table if prepared else self.table, prepared, padded)
         return logits

@@ -41,6 +41,22 @@ def broken_rules(run: RunConfig) -> list[Broken]:
     return [broken for rule in _RULES for broken in rule(run)]
 
 
+def _family(run: RunConfig) -> Iterator[Broken]:
+    """No scheme has parallel forms of llama's modules yet."""
+    name = spec_of(run.layout).name
+    if run.model.family != "llama" or name == "single":
+        return
+    plain = LayoutConfig()
+    keys = ("scheme", *AXES, *(key for spec in SPECS.values() for key in spec.keys))
+    single: Changes = {
+        f"layout.{key}": getattr(plain, key)
+        for key in dict.fromkeys(keys)
+        if getattr(run.layout, key) != getattr(plain, key)
+    }
+    text = f"model.family=llama cannot run with layout.scheme={name} yet, only with replicas (dp)"
+    yield Broken("family", text, [Way(lambda: [single])])
+
+
 # --------------------------------------------------------------------------- the layout by itself
 
 
@@ -278,6 +294,7 @@ def _length(run: RunConfig) -> Iterator[Broken]:
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
+    _family,
     _axes,
     _keys,
     _kept,

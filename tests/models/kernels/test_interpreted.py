@@ -159,10 +159,10 @@ def check_operators() -> None:
 
 MODELS = {
     (family, padded, rate)
-    for family in ("gpt2", "bert", "t5", "transformer")
+    for family in ("gpt2", "bert", "t5", "transformer", "llama")
     for padded in (False, True)
     for rate in (0.0, 0.2)
-    if family == "t5" or padded or rate  # else there is nothing that the kernels compute
+    if family in ("t5", "llama") or padded or rate  # else there is nothing that the kernels compute
 }
 QUICK = {("gpt2", False, 0.2), ("bert", True, 0.0), ("t5", True, 0.2)}
 

@@ -6,15 +6,9 @@ is [in, out], so that `y = x W + b` reads as in the papers; see `gridformer.para
 are sharded.
 """
 
-from gridformer.models.blocks.attention import (
-    Attention,
-    CrossAttention,
-    KVCache,
-    PaddingMask,
-    RelativeBias,
-    added_to_scores,
-)
+from gridformer.models.blocks.attention import Attention, CrossAttention
 from gridformer.models.blocks.branch import ChosenToken, Classifier, LabelHead
+from gridformer.models.blocks.cache import KVCache
 from gridformer.models.blocks.cast import attach_copies, cast, copy_of, keep_copies
 from gridformer.models.blocks.dropout import Clock, Dropout, DropoutClock
 from gridformer.models.blocks.embedding import (
@@ -23,9 +17,12 @@ from gridformer.models.blocks.embedding import (
     SinusoidalPositions,
     TiedHead,
     TokenEmbedding,
+    UntiedHead,
 )
+from gridformer.models.blocks.gated import GatedFeedForward, GatedLayer
+from gridformer.models.blocks.grouped import GroupedAttention
 from gridformer.models.blocks.joined import Joined, JoinedLinear, Part
-from gridformer.models.blocks.layer import Layer, Spread, Style
+from gridformer.models.blocks.layer import Layer, Spread, Style, StyledLayer
 from gridformer.models.blocks.linear import (
     FeedForward,
     Init,
@@ -36,9 +33,16 @@ from gridformer.models.blocks.linear import (
     with_init,
 )
 from gridformer.models.blocks.loss import CrossEntropy, LabelLoss, chunked_loss, places_per_chunk
-from gridformer.models.blocks.norm import LayerNorm, RMSNorm, new_norm
+from gridformer.models.blocks.norm import HeadNorm, LayerNorm, RMSNorm, new_norm
 from gridformer.models.blocks.recompute import ActivationPartition, Recompute
 from gridformer.models.blocks.recompute import Mode as RecomputeMode
+from gridformer.models.blocks.rotary import RotaryPositions, Rotation
+from gridformer.models.blocks.scores import (
+    PaddingMask,
+    RelativeBias,
+    Window,
+    added_to_scores,
+)
 from gridformer.utils.batch import IGNORE
 
 __all__ = [
@@ -53,6 +57,10 @@ __all__ = [
     "Dropout",
     "DropoutClock",
     "FeedForward",
+    "GatedFeedForward",
+    "GatedLayer",
+    "GroupedAttention",
+    "HeadNorm",
     "Init",
     "Joined",
     "JoinedLinear",
@@ -70,12 +78,17 @@ __all__ = [
     "RecomputeMode",
     "RelativeBias",
     "Role",
+    "RotaryPositions",
+    "Rotation",
     "SegmentEmbedding",
     "SinusoidalPositions",
     "Spread",
     "Style",
+    "StyledLayer",
     "TiedHead",
     "TokenEmbedding",
+    "UntiedHead",
+    "Window",
     "added_to_scores",
     "attach_copies",
     "cast",

@@ -86,7 +86,8 @@ class TiedHead(nn.Module):
         biases: Size of the bias that is added, v in BERT; 0 for none.
     """
 
-    cast_parameters, cast_multiple = ("bias",), ROWS_OF_TABLE
+    cast_parameters: tuple[str, ...] = ("bias",)
+    cast_multiple = ROWS_OF_TABLE
 
     def __init__(self, biases: int = 0) -> None:
         super().__init__()
@@ -111,6 +112,19 @@ class TiedHead(nn.Module):
             padded: Whether the logits may have additional columns, which a loss leaves out.
         """
         return linear(x_BSH, table_VH.t(), self.bias, padded)
+
+
+class UntiedHead(TiedHead):
+    """Computes logits [b, s, v] = x Tᵀ from a table T [v, h] of its own, which callers pass to it.
+
+    See `gridformer.models.Model.table`.
+    """
+
+    cast_parameters = ("weight", "bias")
+
+    def __init__(self, v: int, h: int, std: float) -> None:
+        super().__init__()
+        self.weight = new_parameter(v, h, init=Init(std=std))
 
 
 def chunk_bounds(whole: int, part: tuple[int, int]) -> tuple[int, int]:

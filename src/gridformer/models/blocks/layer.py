@@ -1,4 +1,4 @@
-"""One layer of any family: self-attention, cross-attention and feed-forward with residuals."""
+"""One layer of most families: self-attention, cross-attention and feed-forward with residuals."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
-from gridformer.models.blocks.attention import (
-    Attention,
-    CrossAttention,
-    KVCache,
-    ScoreBias,
-)
+from gridformer.models.blocks.attention import Attention, CrossAttention
+from gridformer.models.blocks.cache import KVCache
 from gridformer.models.blocks.dropout import Clock, Dropout
 from gridformer.models.blocks.linear import Activation, FeedForward, Init, Linear, Role
 from gridformer.models.blocks.norm import NormKind, new_norm
+from gridformer.models.blocks.scores import ScoreBias
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,16 @@ class Style:
 
 
 class Layer(nn.Module):
-    """One layer, [b, s, h] to [b, s, h].
+    """The base class of layers, [b, s, h] to [b, s, h], by which others find them in a model."""
+
+    attention: Attention
+    norm1: nn.Module
+    norm2: nn.Module
+    mlp: nn.Module
+
+
+class StyledLayer(Layer):
+    """One layer in the style of a family.
 
     For each sub-layer f it computes x + f(norm(x)) if `norm_position` is pre, and norm(x + f(x)) if
     it is post.
@@ -65,6 +71,8 @@ class Layer(nn.Module):
         causal: Whether self-attention sees only the past.
         crossed: Whether there is cross-attention between self-attention and feed-forward.
     """
+
+    mlp: FeedForward
 
     def __init__(
         self,

@@ -33,6 +33,13 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps).to(x_BSH.dtype)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension."""
+    wide = x.to(weight.dtype)
+    rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * rms * weight).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """Computes x / sqrt(mean(x²) + eps) * weight * scale over h for x [b, s, h]; T5's norm.
 
@@ -45,9 +52,19 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter(h, init=Init(mean=1.0))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        x = x_BSH.to(self.weight.dtype)
-        rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return (x * rms * (self.weight * self.scale)).to(x_BSH.dtype)
+        return rms_norm(x_BSH, self.weight * self.scale, self.eps)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over d of queries or keys [b, s, n, d], with one weight [d] for all heads."""
+
+    def __init__(self, d: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = new_parameter(d, init=Init(mean=1.0))
+
+    def forward(self, x_BSND: Tensor) -> Tensor:
+        return rms_norm(x_BSND, self.weight, self.eps)
 
 
 def new_norm(kind: NormKind, h: int, eps: float, reader: str | None = None) -> LayerNorm | RMSNorm:

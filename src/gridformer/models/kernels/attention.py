@@ -12,7 +12,9 @@ from gridformer.models.kernels.library import LIBRARY, define, signed
 
 MAX_HEAD_BYTES = 512  # tiles of a larger head do not fit into a GPU's shared memory
 
-_SETTINGS = "bool causal, float scale, int key, int first_sample, int first_head, float p"
+_SETTINGS = (
+    "bool causal, float scale, int key, int first_sample, int first_head, float p, int window"
+)
 define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, "
     f"{_SETTINGS}) -> (Tensor, Tensor)"
@@ -35,6 +37,8 @@ class Settings:
         first_sample: The global index of the first sequence.
         first_head: The global index of the first head.
         p: The probability of dropping an attention probability; 0 means no dropout.
+        window: How many keys a query sees at most if `causal`, of which the one at its own
+            position is the last; 0 means all of them.
     """
 
     causal: bool
@@ -43,11 +47,13 @@ class Settings:
     first_sample: int = 0
     first_head: int = 0
     p: float = 0.0
+    window: int = 0
 
     def arguments(self) -> tuple[Any, ...]:
         """Returns them in the order of the operators' schemas."""
         key = signed(self.key, 64)
-        return self.causal, self.scale, key, self.first_sample, self.first_head, self.p
+        places = self.first_sample, self.first_head
+        return self.causal, self.scale, key, *places, self.p, self.window
 
 
 def attention(
@@ -63,8 +69,8 @@ def attention(
     Args:
         q_BNSD: Queries [b, n, s, d] for which `library.available` is true; a head has at most
             `MAX_HEAD_BYTES`.
-        k_BNTD: Keys [b, n, S, d].
-        v_BNTD: Values [b, n, S, d].
+        k_BNTD: Keys [b, m, S, d]; n / m heads of queries in a row share one head of keys.
+        v_BNTD: Values [b, m, S, d].
         valid_BT: False where no query may attend to a key, bool [b, S].
         bias_NST: Added to the scores [n, s, S].
         settings: The rest.

@@ -30,6 +30,7 @@ def forward(
     first,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -42,13 +43,15 @@ def forward(
     """Computes R queries of one head of one sample.
 
     Args:
-        q, k, v, out: [b, n, s, d].
+        q, out: [b, n, s, d].
+        k, v: [b, m, S, d]; n / m heads of queries in a row share one head.
         valid: 0 where a key may not be attended to, uint8 [b, S], contiguous.
         bias: [n, s, S], contiguous.
         lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
         q_strides, k_strides, v_strides, out_strides, sizes, key, first: See `tiles`.
         SCALE: A factor of the scores.
         CAUSAL, VALID, BIAS: Whether queries see only the past, and whether there are the others.
+        WINDOW: How many keys a query sees at most if `CAUSAL`; 0 means all of them.
         THRESHOLD: What random bits must reach for a probability to be kept.
         GAIN: 1 / (1 - p), with the probability p of dropping one.
         PRECISION: How float32 is multiplied, ieee or tf32.
@@ -59,23 +62,26 @@ def forward(
     first_row = (tl.program_id(0) % n_blocks) * R
     sample, head = pair // n_heads, pair % n_heads
     q, out = head_of(q, q_strides, sample, head), head_of(out, out_strides, sample, head)
-    k, v = head_of(k, k_strides, sample, head), head_of(v, v_strides, sample, head)
+    of_keys = head // sizes[5]
+    k, v = head_of(k, k_strides, sample, of_keys), head_of(v, v_strides, sample, of_keys)
     valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
     row = first_row + tl.arange(0, R)
     tile_q = load(q, q_strides, first_row, n_rows, width, R, D)
     wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
     total = tl.zeros([R, D], wide)
     largest, exps = tl.full([R], float("-inf"), wide), tl.zeros([R], wide)
-    end = n_columns
+    begin, end = 0, n_columns
     if CAUSAL:
         end = tl.minimum(end, first_row + R + n_columns - n_rows)
-    for start in range(0, end, C):
+        if WINDOW > 0:  # the tile of the first key that one of these queries sees
+            begin = tl.maximum(0, first_row + n_columns - n_rows - WINDOW + 1) // C * C
+    for start in range(begin, end, C):
         column = start + tl.arange(0, C)
         tile_k = load(k, k_strides, start, n_columns, width, C, D)
         tile_v = load(v, v_strides, start, n_columns, width, C, D)
         x = scores(
             tile_q, tile_k, valid, bias, row, column, n_rows, n_columns,
-            SCALE, CAUSAL, VALID, BIAS, PRECISION,
+            SCALE, CAUSAL, WINDOW, VALID, BIAS, PRECISION,
         )  # fmt: skip
         now = tl.maximum(largest, tl.max(x, 1))
         finite = tl.where(now == float("-inf"), 0.0, now)  # a query may not have seen a key yet

@@ -35,6 +35,7 @@ def backward_queries(
     first,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -51,7 +52,8 @@ def backward_queries(
     first_row = (tl.program_id(0) % n_blocks) * R
     sample, head = pair // n_heads, pair % n_heads
     q, out = head_of(q, q_strides, sample, head), head_of(out, out_strides, sample, head)
-    k, v = head_of(k, k_strides, sample, head), head_of(v, v_strides, sample, head)
+    of_keys = head // sizes[5]
+    k, v = head_of(k, k_strides, sample, of_keys), head_of(v, v_strides, sample, of_keys)
     grad = head_of(grad, grad_strides, sample, head)
     valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
     row = first_row + tl.arange(0, R)
@@ -64,16 +66,18 @@ def backward_queries(
     tl.store(delta + place, row_delta, row < n_rows)
     log = tl.load(lse + place, row < n_rows, float("inf"))
     total = tl.zeros([R, D], wide)
-    end = n_columns
+    begin, end = 0, n_columns
     if CAUSAL:
         end = tl.minimum(end, first_row + R + n_columns - n_rows)
-    for start in range(0, end, C):
+        if WINDOW > 0:  # the tile of the first key that one of these queries sees
+            begin = tl.maximum(0, first_row + n_columns - n_rows - WINDOW + 1) // C * C
+    for start in range(begin, end, C):
         column = start + tl.arange(0, C)
         tile_k = load(k, k_strides, start, n_columns, width, C, D)
         tile_v = load(v, v_strides, start, n_columns, width, C, D)
         x = scores(
             tile_q, tile_k, valid, bias, row, column, n_rows, n_columns,
-            SCALE, CAUSAL, VALID, BIAS, PRECISION,
+            SCALE, CAUSAL, WINDOW, VALID, BIAS, PRECISION,
         )  # fmt: skip
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)
@@ -108,6 +112,7 @@ def backward_keys(
     first,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -118,43 +123,50 @@ def backward_keys(
     C: tl.constexpr,
 ):
     """Computes the gradients of C keys and their values. It runs after `backward_queries`."""
-    n_heads, n_rows, n_columns, width = sizes[1], sizes[2], sizes[3], sizes[4]
+    n_heads, n_rows, n_columns, width, n_sharing = sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]
     n_blocks = tl.cdiv(n_columns, C)
     pair = (tl.program_id(0) // n_blocks).to(tl.int64)
     start = (tl.program_id(0) % n_blocks) * C
-    sample, head = pair // n_heads, pair % n_heads
-    q, grad = head_of(q, q_strides, sample, head), head_of(grad, grad_strides, sample, head)
-    k, v = head_of(k, k_strides, sample, head), head_of(v, v_strides, sample, head)
-    valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
+    sample, of_keys = pair // (n_heads // n_sharing), pair % (n_heads // n_sharing)
+    k, v = head_of(k, k_strides, sample, of_keys), head_of(v, v_strides, sample, of_keys)
+    valid += sample * n_columns
     column = start + tl.arange(0, C)
     tile_k = load(k, k_strides, start, n_columns, width, C, D)
     tile_v = load(v, v_strides, start, n_columns, width, C, D)
     wide: tl.constexpr = tl.float64 if tile_k.dtype == tl.float64 else tl.float32
     total_k, total_v = tl.zeros([C, D], wide), tl.zeros([C, D], wide)
-    begin = 0
+    begin, end = 0, n_rows
     if CAUSAL:  # the tile of the first query that sees one of these keys
         begin = tl.maximum(0, start - (n_columns - n_rows)) // R * R
-    for first_row in range(begin, n_rows, R):
-        row = first_row + tl.arange(0, R)
-        tile_q = load(q, q_strides, first_row, n_rows, width, R, D)
-        tile_grad = load(grad, grad_strides, first_row, n_rows, width, R, D)
-        log = tl.load(lse + pair * n_rows + row, row < n_rows, float("inf"))
-        row_delta = tl.load(delta + pair * n_rows + row, row < n_rows, 0.0)
-        x = scores(
-            tile_q, tile_k, valid, bias, row, column, n_rows, n_columns,
-            SCALE, CAUSAL, VALID, BIAS, PRECISION,
-        )  # fmt: skip
-        p = tl.exp(x - log[:, None])
-        factor = tl.full([R, C], GAIN, wide)
-        factor = drop(factor, first[0] + sample, first[1] + head, row, column, key, THRESHOLD)
-        dropped = (p * factor).to(tile_grad.dtype)
-        total_v = product(tl.trans(dropped), tile_grad, total_v, PRECISION)
-        grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION) * factor
-        grad_x = (p * (grad_p - row_delta[:, None])).to(tile_q.dtype)
-        total_k = product(tl.trans(grad_x), tile_q, total_k, PRECISION)
+        if WINDOW > 0:
+            end = tl.minimum(end, start + C - 1 + WINDOW - (n_columns - n_rows))
+    for index in range(0, n_sharing):
+        head = of_keys * n_sharing + index
+        this_q = head_of(q, q_strides, sample, head)
+        this_grad = head_of(grad, grad_strides, sample, head)
+        this_bias = bias + head * n_rows * n_columns
+        first_place = (sample * n_heads + head) * n_rows
+        for first_row in range(begin, end, R):
+            row = first_row + tl.arange(0, R)
+            tile_q = load(this_q, q_strides, first_row, n_rows, width, R, D)
+            tile_grad = load(this_grad, grad_strides, first_row, n_rows, width, R, D)
+            log = tl.load(lse + first_place + row, row < n_rows, float("inf"))
+            row_delta = tl.load(delta + first_place + row, row < n_rows, 0.0)
+            x = scores(
+                tile_q, tile_k, valid, this_bias, row, column, n_rows, n_columns,
+                SCALE, CAUSAL, WINDOW, VALID, BIAS, PRECISION,
+            )  # fmt: skip
+            p = tl.exp(x - log[:, None])
+            factor = tl.full([R, C], GAIN, wide)
+            factor = drop(factor, first[0] + sample, first[1] + head, row, column, key, THRESHOLD)
+            dropped = (p * factor).to(tile_grad.dtype)
+            total_v = product(tl.trans(dropped), tile_grad, total_v, PRECISION)
+            grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
+            grad_x = (p * (grad_p * factor - row_delta[:, None])).to(tile_q.dtype)
+            total_k = product(tl.trans(grad_x), tile_q, total_k, PRECISION)
     total_k = total_k * tl.full([1, 1], SCALE, wide)
-    grad_k = head_of(grad_k, grad_k_strides, sample, head)
-    grad_v = head_of(grad_v, grad_v_strides, sample, head)
+    grad_k = head_of(grad_k, grad_k_strides, sample, of_keys)
+    grad_v = head_of(grad_v, grad_v_strides, sample, of_keys)
     store(grad_k, grad_k_strides, total_k, start, n_columns, width, C, D)
     store(grad_v, grad_v_strides, total_v, start, n_columns, width, C, D)
 
@@ -179,6 +191,7 @@ def backward_bias(
     first,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -209,8 +222,8 @@ def backward_bias(
     for index in range(0, end):
         sample = tl.cast(index, tl.int64)
         this_q = head_of(q, q_strides, sample, head)
-        this_k = head_of(k, k_strides, sample, head)
-        this_v = head_of(v, v_strides, sample, head)
+        this_k = head_of(k, k_strides, sample, head // sizes[5])
+        this_v = head_of(v, v_strides, sample, head // sizes[5])
         this_grad = head_of(grad, grad_strides, sample, head)
         tile_q = load(this_q, q_strides, first_row, n_rows, width, R, D)
         tile_k = load(this_k, k_strides, start, n_columns, width, C, D)
@@ -221,7 +234,7 @@ def backward_bias(
         row_delta = tl.load(delta + place, row < n_rows, 0.0)
         x = scores(
             tile_q, tile_k, valid + sample * n_columns, bias, row, column, n_rows, n_columns,
-            SCALE, CAUSAL, VALID, BIAS, PRECISION,
+            SCALE, CAUSAL, WINDOW, VALID, BIAS, PRECISION,
         )  # fmt: skip
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)

@@ -30,6 +30,7 @@ def attention(
     first_sample: int,
     first_head: int,
     p: float,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result [b, n, s, d] and, for backward, one number per query [b, n, s]."""
     q, k, v = map(_with_whole_rows, (q, k, v))
@@ -48,7 +49,7 @@ def attention(
             _sizes(q, k),
             halves(key),
             (first_sample, first_head),
-            **_constants(causal, scale, p, valid, bias),
+            **_constants(causal, window, scale, p, valid, bias),
             **tiles,
         )
     return out, lse
@@ -69,6 +70,7 @@ def attention_backward(
     first_sample: int,
     first_head: int,
     p: float,
+    window: int,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v and the bias; the last is empty if it is not wanted."""
@@ -81,10 +83,11 @@ def attention_backward(
         return grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias.zero_()
     delta = torch.empty_like(lse)
     tiles, masks = tile_sizes(q, forward=False), _masks(q, valid, bias)
-    heads, sizes = q.shape[0] * q.shape[1], _sizes(q, k)
+    sizes = _sizes(q, k)
+    heads, of_keys = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     n_rows, n_columns = triton.cdiv(sizes[2], tiles["R"]), triton.cdiv(sizes[3], tiles["C"])
     rest = (sizes, halves(key), (first_sample, first_head))
-    constants = {**_constants(causal, scale, p, valid, bias), **tiles}
+    constants = {**_constants(causal, window, scale, p, valid, bias), **tiles}
 
     def strides(*tensors: Tensor) -> tuple[Any, ...]:
         return tuple(x.stride()[:3] for x in tensors)
@@ -95,7 +98,7 @@ def attention_backward(
         *rest,
         **constants,
     )
-    backward_keys[(heads * n_columns,)](
+    backward_keys[(of_keys * n_columns,)](
         *(q, k, v, *masks, grad, lse, delta, grad_k, grad_v),
         *strides(q, k, v, grad, grad_k, grad_v),
         *rest,
@@ -125,12 +128,18 @@ def tile_sizes(q: Tensor, forward: bool) -> dict[str, int]:
 
 
 def _constants(
-    causal: bool, scale: float, p: float, valid: Tensor | None, bias: Tensor | None
+    causal: bool,
+    window: int,
+    scale: float,
+    p: float,
+    valid: Tensor | None,
+    bias: Tensor | None,
 ) -> dict[str, Any]:
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "SCALE": scale,
         "CAUSAL": causal,
+        "WINDOW": window,
         "VALID": valid is not None,
         "BIAS": bias is not None,
         "THRESHOLD": threshold(p),
@@ -151,4 +160,4 @@ def _masks(q: Tensor, valid: Tensor | None, bias: Tensor | None) -> tuple[Tensor
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
     b, n, s, d = q.shape
-    return b, n, s, k.shape[2], d
+    return b, n, s, k.shape[2], d, n // max(1, k.shape[1])

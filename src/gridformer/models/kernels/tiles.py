@@ -5,7 +5,8 @@ the head size rounded up to a power of two; columns beyond the head size hold ze
 belong together are tuples:
 
     strides   of a tensor [b, n, s, d], for its first three dimensions; the last is contiguous
-    sizes     numbers of samples, heads, queries and keys, and the head size
+    sizes     numbers of samples, heads, queries and keys, the head size, and how many heads of
+              queries in a row share one head of keys and values
     first     the global indices of the first sample and of the first head
     key       the two halves of the key of dropout masks, see `gridformer.utils.rng`
 """
@@ -60,6 +61,7 @@ def scores(
     n_columns,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -87,6 +89,8 @@ def scores(
         seen = seen & (tl.load(valid + column, column < n_columns, 0) != 0)[None, :]
     if CAUSAL:  # the last query is at the position of the last key
         seen = seen & (column[None, :] <= row[:, None] + (n_columns - n_rows))
+        if WINDOW > 0:
+            seen = seen & (column[None, :] > row[:, None] + (n_columns - n_rows - WINDOW))
     return tl.where(seen, found, float("-inf"))
 
 

@@ -302,9 +302,12 @@ def products_of(model: ModelConfig) -> list[Product]:
     read = {module.reader for module in modules if isinstance(module, norms)}
     found: dict[str, Product] = {}
     for module in modules:
-        if isinstance(module, blocks.Linear):
+        if isinstance(module, blocks.Linear | blocks.JoinedLinear):
             role = module.role
-            n_in, n_out = module.weight.shape
+            if isinstance(module, blocks.JoinedLinear):
+                n_in, n_out = module.n_in, module.n_out
+            else:
+                n_in, n_out = module.weight.shape
             product = Product(
                 role.product,
                 n_in,

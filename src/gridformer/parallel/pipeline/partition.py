@@ -108,6 +108,8 @@ def _cost(module: nn.Module, config: ModelConfig, work: Work) -> float:
         case blocks.Linear():
             n_in, n_out = module.weight.shape
             return 2.0 * n_in * n_out * rows[module.role.reads]
+        case blocks.JoinedLinear():
+            return 2.0 * module.n_in * module.n_out * rows[module.role.reads]
         case blocks.Attention():
             n_tokens = rows[module.qkv.role.reads]
             return 4.0 * n_tokens * (n_tokens / each) * inner

@@ -1,0 +1,35 @@
+"""Keys and values of past tokens, which generation keeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """One layer's keys and values of past tokens and of the source, for generation."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+        self.source: tuple[Tensor, Tensor] | None = None
+
+    def append(self, k_BNSD: Tensor, v_BNSD: Tensor, window: int = 0) -> tuple[Tensor, Tensor]:
+        """Adds keys and values of new tokens [b, n, s, d] and returns those of all tokens.
+
+        With a window, no new token sees more than `window` - 1 of the past tokens, and the others
+        are forgotten.
+        """
+        if self.k is not None and self.v is not None:
+            first = max(0, self.k.shape[2] - window + 1) if window else 0
+            k_BNSD = torch.cat((self.k[:, :, first:], k_BNSD), 2)
+            v_BNSD = torch.cat((self.v[:, :, first:], v_BNSD), 2)
+        self.k, self.v = k_BNSD, v_BNSD
+        return k_BNSD, v_BNSD
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps the sequences that `rows` indexes, in that order, as a beam search needs."""
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k[rows], self.v[rows]
+        if self.source is not None:
+            self.source = self.source[0][rows], self.source[1][rows]

@@ -1,0 +1,200 @@
+"""What is added to the scores of attention: masks of padding and windows, and learned biases."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gridformer.models.blocks.linear import Init, new_parameter
+from gridformer.models.kernels import library
+
+
+class PaddingMask(nn.Module):
+    """Turns valid [b, s], False for padding, into a mask of attention scores [b, 1, 1, s]."""
+
+    def forward(self, valid_BS: Tensor) -> Tensor:
+        return valid_BS[:, None, None, :]
+
+
+class RelativeBias(nn.Module):
+    """A learned bias of scores per head and bucket of distances (Raffel et al. 2020, section 2.1).
+
+    Half of the buckets hold one distance each; the others hold logarithmically wider ranges up to
+    `furthest`.
+
+    Args:
+        buckets: Number of buckets.
+        furthest: The distance from which on all keys share the last bucket.
+        n: Number of heads.
+        both_ways: Whether queries also see later keys; each direction then has half of the buckets.
+        std: The standard deviation with which the table is initialized.
+    """
+
+    def __init__(self, buckets: int, furthest: int, n: int, both_ways: bool, std: float) -> None:
+        super().__init__()
+        self.furthest, self.both_ways = furthest, both_ways
+        self.weight = new_parameter(buckets, n, init=Init(std=std))
+
+    def forward(self, queries: int, keys: int) -> Tensor:
+        """Returns the bias [n, queries, keys] of the last `queries` of `keys` positions."""
+        place = torch.arange(keys, device=self.weight.device)
+        distance = place - place[keys - queries :, None]  # of a key from a query
+        return F.embedding(self._bucket(distance), self.weight).permute(2, 0, 1)
+
+    def _bucket(self, distance: Tensor) -> Tensor:
+        n_buckets = self.weight.shape[0]
+        first: Tensor | int = 0
+        if self.both_ways:
+            n_buckets //= 2
+            first = (distance > 0) * n_buckets
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        exact = n_buckets // 2
+        ratio = (distance.clamp(min=1).float() / exact).log() / math.log(self.furthest / exact)
+        wide = exact + (ratio * (n_buckets - exact)).long()
+        return first + torch.where(distance < exact, distance, wide.clamp(max=n_buckets - 1))
+
+
+@dataclass(frozen=True)
+class SharedBias:
+    """A learned bias of scores that all layers of a stack read in bfloat16 or float16.
+
+    Its memory is shared, and the gradients of the layers are added up in float32.
+
+    Attributes:
+        bias: The bias in float32 [n, s, S], which gets the gradients.
+        values: What is added to the scores, without a graph.
+        mask: Where a key may be attended to, or None.
+    """
+
+    bias: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+    def of_layer(self) -> Tensor:
+        """Returns what one layer adds to its scores."""
+        read: Tensor = _ReadBias.apply(self.bias, self.values, self.mask)
+        return read
+
+
+class _ReadBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias_NST: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        ctx.mask, ctx.dtype = mask, bias_NST.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0] if ctx.mask is None else grads[0].masked_fill(~ctx.mask, 0.0)
+        return grad.sum(0, dtype=ctx.dtype), None, None
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window of causal attention (Jiang et al. 2023, section 2).
+
+    Attributes:
+        size: A query attends to the key at its own position and to size - 1 keys before it.
+        keys: Number of keys.
+        device: The device of the keys.
+    """
+
+    size: int
+    keys: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class ScoreParts:
+    """What `gridformer.models.kernels` adds to scores: parts, which are smaller than their sum.
+
+    Attributes:
+        valid: False where no query may attend to a key [b, S].
+        bias: Bias of the scores [n, s, S].
+        causal: See `added_to_scores`.
+        window: See `added_to_scores`.
+    """
+
+    valid: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    window: Window | None = None
+
+    def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | None:
+        """Returns them as one tensor, for attention that the kernels cannot compute."""
+        mask = None if self.valid is None else self.valid[:, None, None, :]
+        out = added_to_scores(queries, dtype, mask, self.bias, self.causal, window=self.window)
+        assert not isinstance(out, ScoreParts)
+        return out
+
+
+ScoreBias = Tensor | SharedBias | ScoreParts  # what `added_to_scores` returns
+
+
+def added_to_scores(
+    queries: int,
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
+    bias_NST: Tensor | None = None,
+    causal: bool = False,
+    fused: bool = False,
+    window: Window | None = None,
+) -> ScoreBias | None:
+    """Builds what all layers of a stack add to their scores, so that it exists once.
+
+    Args:
+        queries: Number of queries.
+        dtype: The dtype of the result.
+        mask: True where a key may be attended to [b, 1, 1, S]; see `PaddingMask`.
+        bias_NST: Bias of the scores [n, s, S]; see `RelativeBias`.
+        causal: Whether a query attends only to keys up to its own position. The last query and the
+            last key are at the same position.
+        fused: Whether attention may use the kernels of `gridformer.models.kernels`.
+        window: The window of causal attention, if there is one.
+
+    Returns:
+        [b or 1, n or 1, queries or 1, S], as a `SharedBias` if it needs gradients in another dtype;
+        or the parts of that where a kernel takes them. None without `mask` and `bias_NST` if no
+        window hides a key: attention applies causality by itself.
+    """
+    if window is not None and window.size >= window.keys:
+        window = None
+    which = bias_NST if mask is None else mask
+    if which is not None:
+        seen, device = which.shape[-1], which.device
+    elif window is not None:
+        seen, device = window.keys, window.device
+    else:
+        return None
+    if fused and library.available(device, dtype):
+        valid = None if mask is None else mask[:, 0, 0, :]
+        bias = None if bias_NST is None else bias_NST.contiguous()
+        return ScoreParts(valid, bias, causal, window)
+    if causal and (queries > 1 or window is not None):
+        near = past(queries, seen, device, None if window is None else window.size)
+        mask = near if mask is None else mask & near
+    if bias_NST is None:
+        assert mask is not None
+        return torch.where(mask, 0.0, -torch.inf).to(dtype)
+    bias = bias_NST.to(dtype).unsqueeze(0)
+    if bias_NST.dtype != dtype and bias.requires_grad:
+        bias = bias.detach()
+        values = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        return SharedBias(bias_NST, values, mask)
+    return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+
+
+def past(queries: int, seen: int, device: torch.device, size: int | None = None) -> Tensor:
+    """Returns a mask [queries, seen]: True where a key is not after the query's position.
+
+    The last query and the last key are at the same position. With `size`, a query sees this many
+    keys at most, of which its own position is the last.
+    """
+    mask = torch.ones(queries, seen, dtype=torch.bool, device=device).tril(seen - queries)
+    return mask if size is None else mask.triu(seen - queries - size + 1)
