@@ -69,10 +69,9 @@ def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
     each += _copy_bytes(run, choices, layout.dp)
     of_common += _copy_bytes(run, choices, layout.dp * everywhere)
     for choice in choices.products.values():
-        product = choice.product
-        held = product.n_in * product.n_out * product.count
+        held = choice.elements + (choices.table if choice.product.name == "head" else 0)
         held_bytes = held * of_common if choice.common else held * each / grid
-        if product.section == "head":
+        if choice.product.section == "head":
             head += held_bytes
         else:
             layers += held_bytes
@@ -109,7 +108,7 @@ def _kept(run: RunConfig, choices: Choices) -> float:
         rows = work.rows_of(product)
         inside = rows * (between if choice.common else 1 / grid)
         around = 0.0 if product.closes else 2 * rows * h * between
-        width = product.n_in if product.closes else product.n_out
+        width = product.n_in if product.closes else choice.n_out
         kept += (around + inside * width) * product.count
     n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
     if work.recompute == "full":  # the inputs of all layers, and everything of one layer

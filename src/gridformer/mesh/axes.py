@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 from gridformer.mesh.groups import make_groups
 
@@ -40,6 +42,38 @@ class Axis:
         return tuple(get_process_group_ranks(self.group))
 
 
+class Places(NamedTuple):
+    """The rank at each place of a mesh, in Python's numbers.
+
+    Attributes:
+        names: the names of the axes.
+        shape: their sizes.
+        ranks: the ranks, the last axis innermost.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def each(self) -> Iterable[tuple[int, tuple[int, ...]]]:
+        """Returns every rank and its indices along the axes."""
+        return zip(self.ranks, product(*map(range, self.shape)))
+
+
+class Split(NamedTuple):
+    """The names of the axes that `Axes.split` creates.
+
+    Attributes:
+        block: the blocks; the index is that of this device's block. It has no group.
+        copy: the ranks of a block, which hold equal parts.
+        row_copy: the same together with `row`.
+    """
+
+    block: str
+    copy: str
+    row_copy: str
+
+
 @dataclass(frozen=True)
 class Axes:
     """The axes of a layout, among them `world`, the axis of all ranks.
@@ -61,6 +95,9 @@ class Axes:
         world: all ranks.
         device_type: "cpu" or "cuda".
         pp_lines: the ranks along pp, one line for each place in the other axes.
+        places: the rank at each place of the mesh; None for one process.
+
+    `split` creates further axes, which `axes[name]` returns.
     """
 
     pp: Axis = Axis("pp")
@@ -75,13 +112,64 @@ class Axes:
     world: Axis = Axis("world")
     device_type: str = "cpu"
     pp_lines: tuple[tuple[int, ...], ...] = ()
+    places: Places | None = field(default=None, repr=False)
+    further: dict[str, Axis] = field(default_factory=dict, compare=False, repr=False)
     _holders: dict[tuple[int, ...], Axis] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
     def __getitem__(self, name: str) -> Axis:
-        axis: Axis = getattr(self, name)
+        axis: Axis = self.further.get(name) or getattr(self, name)
         return axis
+
+    def split(self, name: str, n_blocks: int, label: str) -> Split:
+        """Splits an axis into blocks of adjacent ranks that hold equal parts of parameters.
+
+        All processes must call this in the same order. Another call with the same arguments creates
+        nothing.
+
+        Args:
+            name: the axis, whose size `n_blocks` divides.
+            n_blocks: the number of blocks.
+            label: what the names of the axes begin with.
+        """
+        label = f"{label}{n_blocks}"
+        found = Split(label, f"{label}_copy", f"row_{label}_copy")
+        axis = self[name]
+        each = axis.size // n_blocks
+        if found.block not in self.further:
+            made = {
+                found.block: Axis(found.block, n_blocks, axis.index // each),
+                found.copy: self._copies(name, each, (), found.copy),
+            }
+            made[found.row_copy] = replace(made[found.copy], name=found.row_copy)
+            if self.row.size > 1:
+                made[found.row_copy] = self._copies(name, each, ("row",), found.row_copy)
+            self.further.update(made)
+        return found
+
+    def _copies(self, name: str, each: int, over: Sequence[str], new: str) -> Axis:
+        """Creates the axis of the ranks in one block of `each` ranks along an axis.
+
+        Args:
+            name: the axis.
+            each: the number of ranks in a block.
+            over: axes along which ranks belong together, too.
+            new: the name of the new axis.
+        """
+        if self.places is None:
+            return Axis(new)
+        if each == 1 and all(self[other].size == 1 for other in over):
+            return Axis(new)
+        lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for rank, place in self.places.each():
+            block = tuple(
+                i // each if other == name else i
+                for other, i in zip(self.places.names, place)
+                if other not in over
+            )
+            lines[block].append(rank)
+        return _axis_of(new, [sorted(line) for line in lines.values()], self.world.index)
 
     def new_group(self, stages: Sequence[int], purpose: str = "pp") -> ProcessGroup | None:
         """Creates groups of the ranks that have these indices along pp, one group for each pp line.
@@ -143,7 +231,12 @@ class Axes:
             elif larger:
                 axes[name] = replace(larger[0], name=name)
         lines = _lines(ranks, names, ("pp",)) if "pp" in names else []
-        return Axes(**axes, device_type=device_type, pp_lines=tuple(map(tuple, lines)))
+        places = Places(tuple(names), tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+        pp_lines = tuple(map(tuple, lines))
+        further: dict[str, Axis] = {}  # named, so that it is not one of `axes`
+        return Axes(
+            **axes, device_type=device_type, pp_lines=pp_lines, places=places, further=further
+        )
 
 
 @lru_cache(maxsize=64)  # a trace plays several ranks one after the other

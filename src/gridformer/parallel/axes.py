@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gridformer.config import LayoutConfig
+from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.mesh.node_placement import NodeBlock
+from gridformer.parallel.auto.cost import blocks_of
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.scheme import MESH_AXIS
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gridformer.mesh.axes import Split
+
+# What the names of the axes of replicated heads of keys and values begin with.
+HEADS = "kv"
 
 
 def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None = None) -> Axes:
@@ -44,3 +50,25 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
 def mesh_ranks(layout: LayoutConfig, block: NodeBlock | None = None) -> Tensor:
     """Returns the rank at each position of a layout's mesh, int64 [pp, dp, *mesh of the scheme]."""
     return spec_of(layout).ranks(layout, block)
+
+
+def split_heads(model: ModelConfig, layout: LayoutConfig, axes: Axes) -> None:
+    """Creates the axes of replicated heads of keys and values, if a model on a layout needs them.
+
+    Every process of the layout must call it, also one without such heads, before models are built.
+    """
+    over = spec_of(layout).boundary(layout).axis
+    replicated(axes, model.kv_heads, over)
+
+
+def replicated(axes: Axes, pieces: int, over: str) -> Split | None:
+    """Returns the axes of pieces that several columns hold, or None if the pieces divide.
+
+    Args:
+        axes: The axes of this process.
+        pieces: The number of pieces that are never split, such as heads of keys.
+        over: The axis over which they are sharded, `col` or `branch`.
+    """
+    size = axes[over].size
+    n_blocks = blocks_of(pieces, size)
+    return None if n_blocks == size else axes.split(over, n_blocks, HEADS)

@@ -13,6 +13,7 @@ from gridformer.models.blocks import attach_copies
 from gridformer.parallel import pipeline
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.axes import split_heads
 from gridformer.parallel.data import fsdp
 from gridformer.parallel.data.zero import cut_over_replicas
 from gridformer.parallel.initialization import initialize
@@ -55,6 +56,7 @@ def parallelize(
             "gridformer.parallel.branches.parallelize_branches(network, g)"
         )
     choices = choices or decide(model.config, layout)
+    split_heads(model.config, layout, axes)
     table = spec_of(layout).table(model, axes, choices, layout)
     if table is not None:
         apply_table(model, table, axes)

@@ -115,6 +115,7 @@ def one_dimensional(
     """
     from gridformer.parallel.sharding import ParamPlacement, place, vocabulary_width
     from gridformer.parallel.tensor.boundary import Replicated, boundary_of
+    from gridformer.parallel.tensor.joined import grid_product, shard_heads
     from gridformer.parallel.tensor.linear import (
         GridLinear,
         GridTiedHead,
@@ -137,9 +138,9 @@ def one_dimensional(
     def everywhere(parameter: nn.Parameter) -> ParamPlacement:
         return replace(whole, cut=(None,) * parameter.dim())
 
-    def linear(plain: blocks.Linear) -> nn.Module:
+    def linear(plain: blocks.Linear | blocks.JoinedLinear) -> nn.Module:
         bias = opening if plain.role.opens else whole
-        return GridLinear(plain, choices[plain.role.product], bias, schedules)
+        return grid_product(plain, choices[plain.role.product], bias, schedules)
 
     def pooler(plain: blocks.Linear) -> nn.Module:
         return GridLinear(plain, choices[plain.role.product], opening, of_chosen)
@@ -151,7 +152,11 @@ def one_dimensional(
         place(plain, "weight", ParamPlacement((None, "col"), copies="row", partial=True), axes)
 
     def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
-        plain.head_block = col.index
+        shard_heads(plain, model.config, col)
+
+    def head_norm(plain: blocks.HeadNorm) -> None:
+        # A column has other heads, so gradients are partial sums whether tokens are sharded or not.
+        place(plain, "weight", ParamPlacement((None,), copies="grid", partial=True), axes)
 
     def dropout(plain: blocks.Dropout) -> None:
         plain.block = (col.index, 0)
@@ -166,6 +171,7 @@ def one_dimensional(
         "sinusoidal_positions": positions,
         "relative_bias": relative_bias,
         "attention": attention,
+        "head_norm": head_norm,
         "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
         "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
         "cross_entropy": lambda plain: VocabParallelCrossEntropy(

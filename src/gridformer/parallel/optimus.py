@@ -66,6 +66,8 @@ class Optimus(SchemeSpec):
 
         If both are equally wide, sections are entered and left as in other schemes.
         """
+        if product.parts:  # columns of all its parts lie side by side on one device
+            return "output"
         if layout.stationary != "auto":
             return layout.stationary
         if product.n_in != product.n_out:
@@ -82,8 +84,8 @@ class Optimus(SchemeSpec):
     ) -> ModuleTable:
         from gridformer.parallel.sharding import ParamPlacement, place, vocabulary_width
         from gridformer.parallel.tensor.boundary import boundary_of
+        from gridformer.parallel.tensor.joined import grid_product, shard_heads
         from gridformer.parallel.tensor.linear import (
-            GridLinear,
             GridTiedHead,
             GridTokenEmbedding,
             RowParallelLabelHead,
@@ -101,8 +103,8 @@ class Optimus(SchemeSpec):
         # columns: they are small, and no device needs the columns of another.
         over_columns = ParamPlacement(cut=(None, "col"), copies="row", partial=True)
 
-        def linear(plain: blocks.Linear) -> nn.Module:
-            return GridLinear(plain, choices[plain.role.product], VECTOR, schedules)
+        def linear(plain: blocks.Linear | blocks.JoinedLinear) -> nn.Module:
+            return grid_product(plain, choices[plain.role.product], VECTOR, schedules)
 
         def norm(plain: blocks.LayerNorm | blocks.RMSNorm) -> nn.Module:
             return DeferredNorm(plain, axes) if plain.reader in inside else grid_norm(plain, axes)
@@ -117,7 +119,10 @@ class Optimus(SchemeSpec):
             plain.block = (0, axes.col.index)
 
         def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
-            plain.head_block = axes.col.index
+            shard_heads(plain, model.config, axes.col)
+
+        def head_norm(plain: blocks.HeadNorm) -> None:
+            place(plain, "weight", DeferredNorm.PLACE, axes)
 
         return ModuleTable(
             {
@@ -133,6 +138,7 @@ class Optimus(SchemeSpec):
                 "sinusoidal_positions": waves,
                 "dropout": dropout,
                 "attention": attention,
+                "head_norm": head_norm,
                 "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
                 "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
                 "cross_entropy": lambda plain: VocabParallelCrossEntropy(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gridformer.mesh import Axes
-    from gridformer.models import Model, blocks
+    from gridformer.models import Model
 
 
 class Branched(SchemeSpec):
@@ -132,7 +132,7 @@ class Branched(SchemeSpec):
         every = 0.0
         for product in (choice.product for choice in choices.products.values()):
             if product.section == "attention":
-                width = product.n_in if product.closes else product.n_out
+                width = product.n_in if product.closes else product.n_out + product.copied
                 times = 3 if work.recompute == "full" else 2
                 every += times * width * product.count * work.rows_of(product)
         every *= work.micro_batches * work.itemsize
@@ -147,6 +147,7 @@ class Branched(SchemeSpec):
         import torch
         from torch import nn
 
+        from gridformer.models import blocks
         from gridformer.parallel.sharding import ParamPlacement, place
         from gridformer.parallel.tensor.boundary import boundary_of
         from gridformer.parallel.tensor.branched import (
@@ -158,7 +159,8 @@ class Branched(SchemeSpec):
             NoPositions,
             SliceLinear,
         )
-        from gridformer.parallel.tensor.linear import GridLinear, Schedules
+        from gridformer.parallel.tensor.joined import SliceJoined, grid_product, shard_heads
+        from gridformer.parallel.tensor.linear import Schedules
         from gridformer.parallel.tensor.partitioned_activations import PartitionedFromFirst
 
         branch = axes.branch
@@ -175,16 +177,18 @@ class Branched(SchemeSpec):
                 (None,) * parameter.dim(), replicas="dp" if first else "dp_branch"
             )
 
-        def linear(plain: blocks.Linear) -> nn.Module | None:
+        def linear(plain: blocks.Linear | blocks.JoinedLinear) -> nn.Module | None:
             choice = choices[plain.role.product]
             if not choice.common:
                 bias = ParamPlacement(cut=("col",))
-                if not plain.role.opens:
+                if isinstance(plain, blocks.Linear) and not plain.role.opens:
                     bias = ParamPlacement((None,), replicas="dp" if first else "dp_branch")
                     if absent:
                         plain.bias = None  # added on the first sub-grid, after the sum
-                return GridLinear(plain, choice, bias, schedules)
-            if plain.role.section == "attention":
+                return grid_product(plain, choice, bias, schedules, "branch")
+            if isinstance(plain, blocks.JoinedLinear) and plain.role.section == "attention":
+                return SliceJoined(plain, axes, first)
+            if isinstance(plain, blocks.Linear) and plain.role.section == "attention":
                 slices = SliceLinear if plain.role.opens else ConcatLinear
                 return slices(plain, axes, first)
             return nothing(plain) if absent else None  # a feed-forward is replaced as a whole
@@ -192,13 +196,16 @@ class Branched(SchemeSpec):
         def nothing(plain: nn.Module) -> nn.Module:
             return nn.Identity()
 
-        def feed_forward(plain: blocks.FeedForward) -> nn.Module | None:
+        def feed_forward(plain: blocks.FeedForward | blocks.GatedFeedForward) -> nn.Module | None:
             return nothing(plain) if choices[plain.up.role.product].common else None
 
         def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
-            plain.head_block = branch.index
+            shard_heads(plain, model.config, branch)
             if not first:
                 plain.clock = GatheredClock(model.clock, branch)
+
+        def head_norm(plain: blocks.HeadNorm) -> None:
+            place(plain, "weight", ParamPlacement((None,), copies="branch", partial=True), axes)
 
         def relative_bias(plain: blocks.RelativeBias) -> None:
             place(plain, "weight", ParamPlacement(cut=(None, "col")), as_grid)
@@ -209,6 +216,7 @@ class Branched(SchemeSpec):
             "pooler": linear,
             "transform": linear,
             "attention": attention,
+            "head_norm": head_norm,
             "relative_bias": relative_bias,
         }
         if not first:

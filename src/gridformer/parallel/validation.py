@@ -41,22 +41,6 @@ def broken_rules(run: RunConfig) -> list[Broken]:
     return [broken for rule in _RULES for broken in rule(run)]
 
 
-def _family(run: RunConfig) -> Iterator[Broken]:
-    """No scheme has parallel forms of llama's modules yet."""
-    name = spec_of(run.layout).name
-    if run.model.family != "llama" or name == "single":
-        return
-    plain = LayoutConfig()
-    keys = ("scheme", *AXES, *(key for spec in SPECS.values() for key in spec.keys))
-    single: Changes = {
-        f"layout.{key}": getattr(plain, key)
-        for key in dict.fromkeys(keys)
-        if getattr(run.layout, key) != getattr(plain, key)
-    }
-    text = f"model.family=llama cannot run with layout.scheme={name} yet, only with replicas (dp)"
-    yield Broken("family", text, [Way(lambda: [single])])
-
-
 # --------------------------------------------------------------------------- the layout by itself
 
 
@@ -247,12 +231,14 @@ def _dividing(run: RunConfig, axis: LayoutAxis, key: str, value: int) -> list[Wa
     if key in ("model.n_heads", HEADS_WIDTH) and model.head_dim:
         width = over(HEADS_WIDTH)  # the factor of the width of all heads
         factor = math.lcm(over("model.n_heads"), width // math.gcd(width, model.head_dim))
+        factor = math.lcm(factor, model.n_kv_heads or 1)
         ways.append(_one("model.n_heads", _multiples_near(model.n_heads, factor), 2))
         if key == HEADS_WIDTH:
             factor = width // math.gcd(width, model.n_heads)
             ways.append(_one("model.head_dim", _multiples_near(model.head_dim, factor), 2))
     elif key == "model.n_heads":  # which must also divide hidden_size
-        heads = [n for n in divisors(model.hidden_size) if n % over(key) == 0]
+        each = math.lcm(over(key), model.n_kv_heads or 1)
+        heads = [n for n in divisors(model.hidden_size) if n % each == 0]
         ways.append(_one(key, sorted(heads, key=lambda n: abs(n - value)), 2))
     elif key == "model.hidden_size":
         factor = over(key) if model.head_dim else math.lcm(over(key), model.n_heads)
@@ -294,7 +280,6 @@ def _length(run: RunConfig) -> Iterator[Broken]:
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
-    _family,
     _axes,
     _keys,
     _kept,

@@ -12,6 +12,7 @@ from gridformer.parallel.sharding import is_placed, place
 _ROLES: dict[type[nn.Module], str] = {
     blocks.LayerNorm: "norm",
     blocks.RMSNorm: "norm",
+    blocks.HeadNorm: "head_norm",
     blocks.TokenEmbedding: "token_embedding",
     blocks.PositionEmbedding: "positions",
     blocks.SinusoidalPositions: "sinusoidal_positions",
@@ -21,6 +22,7 @@ _ROLES: dict[type[nn.Module], str] = {
     blocks.CrossAttention: "attention",
     blocks.PaddingMask: "padding_mask",
     blocks.FeedForward: "feed_forward",
+    blocks.GatedFeedForward: "feed_forward",
     blocks.Dropout: "dropout",
     blocks.TiedHead: "tied_head",
     blocks.LabelHead: "label_head",
@@ -37,7 +39,7 @@ def role_of(module: nn.Module) -> str | None:
     The product that opens a section is `opening`, the one that closes it `closing`. A product of a
     head has its own name as role: `pooler` or `transform`.
     """
-    if isinstance(module, blocks.Linear):
+    if isinstance(module, blocks.Linear | blocks.JoinedLinear):
         if module.role.section == "head":
             return module.role.product
         return "opening" if module.role.opens else "closing"

@@ -273,10 +273,10 @@ def _held(sizes: passes.Sizes, share: float) -> float:
     """Returns the elements of matrices that a device computes with."""
     choices, found = sizes.choices, 0.0
     for choice in choices.products.values():
-        product = choice.product
-        elements: float = product.n_in * product.n_out * product.count
+        head = choice.product.section == "head"
+        elements: float = choice.elements + choices.table * (choice.product.name == "head")
         elements /= 1 if choice.common else choices.rows * choices.cols
-        found += elements * (share if product.section != "head" else 1)
+        found += elements * (1 if head else share)
     return found
 
 
@@ -314,7 +314,7 @@ def _reductions(sizes: passes.Sizes, rank: _Rank) -> Load:
     if layout.dp_mode == "zero1":
         load.launches += 3 * PARAMETERS * held
     table = _table(sizes)
-    if layout.pp > 1:  # the first stage and the last share the table of the tokens
+    if layout.pp > 1 and sizes.run.model.tied_head:  # shared by the first stage and the last
         sums = costs.message_s("all_reduce", table * sizes.wide, sizes.place("pp"))
         load.message("pp", sums)
         load.memory += costs.memory_s(4 * sizes.wide * table)
@@ -351,9 +351,9 @@ def _summed(sizes: passes.Sizes, share: float) -> list[tuple[float, float, Place
     common = 0.0
     for choice in choices.products.values():
         if choice.common:
-            product = choice.product
-            part = share if product.section != "head" else 1
-            common += product.n_in * product.n_out * product.count * part
+            head = choice.product.section == "head"
+            common += choice.elements * (1 if head else share)
+            common += choices.table * (choice.product.name == "head")
     table, replicas, found = _table(sizes), sizes.place("replicas"), []
     head_is_common = choices["head"].common
     if layout.dp > 1:

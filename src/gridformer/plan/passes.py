@@ -176,7 +176,7 @@ def _product(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
     r, c, item, dtype = choices.rows, choices.cols, sizes.itemsize, sizes.dtype
     forward, backward = Load(), Load()
     tokens = sizes.tokens(product)
-    n_in, n_out = product.n_in, product.n_out
+    n_in, n_out = product.n_in, choice.n_out
     if choice.common:
         tokens = max(1, round(sizes.between(product, 1)))
     elif choice.stays == "output":
@@ -200,7 +200,7 @@ def _product(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
     _weights(sizes, choice, weight, chunks, backward)
     if choice.common:
         return forward, backward
-    width = product.n_in if choice.stays == "output" else product.n_out
+    width = product.n_in if choice.stays == "output" else choice.n_out
     size = tokens * width * item / chunks
     if choice.schedule != "gather":
         return _panels(sizes, choice, forward, backward, steps)
@@ -388,7 +388,7 @@ def _out_elements(sizes: Sizes, choice: Choice) -> float:
     product = choice.product
     if choice.common:
         return sizes.between(product, product.n_out)
-    return sizes.tokens(product) * product.n_out / sizes.choices.cols
+    return sizes.tokens(product) * choice.n_out / sizes.choices.cols
 
 
 def _attention(sizes: Sizes) -> list[tuple[Load, Load]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from gridformer.config import ModelConfig, RunConfig
 from gridformer.models import Model, build_model
 from gridformer.parallel.auto.decisions import Decisions
-from gridformer.parallel.axes import build_axes
+from gridformer.parallel.axes import build_axes, split_heads
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, stages_of
 from gridformer.trace.batch import rows_like
@@ -69,6 +69,7 @@ def _following(
     layout, train = run.layout, run.train
     with on_devices(run, rank, kernels, backend) as log:
         axes = build_axes(layout, log.device.type, decisions.block)
+        split_heads(run.model, layout, axes)  # in the order in which a model's building makes them
         with fake_tensors(log) as watch:
             model = copy.copy(_plain(run.model))
             model.stages = stages_of(run.model, layout.n_stages, decisions.choices.work)

@@ -26,6 +26,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "BERT": {"family": "bert"},
     "T5": {"family": "t5", "relative_buckets": 8, "relative_max_distance": 16},
     "Transformer": {"family": "transformer", "label_smoothing": 0.1},
+    # Its 3 heads of keys and values do not divide over 2 columns, so both columns have all of them.
+    "Llama": {"family": "llama", "n_kv_heads": 3, "qk_norm": True, "tied_head": False},
+}
+# What a model also has in cells with dropout.
+WITH_DROPOUT: dict[str, dict[str, Any]] = {
+    "Llama": {"qk_norm": False, "tied_head": True, "qkv_bias": True, "window": 5},
 }
 # Each scheme uses the first of its grids if that takes at most 8 processes, else the second.
 SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -44,7 +50,8 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "D&SP": ({"scheme": "subgraph", "branches": 2},) * 2,
     "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
 }
-ADDED = ("Megatron 2-D",)  # schemes and models added after the quick cells were chosen, in order
+# Schemes and models added after the quick cells were chosen, in order.
+ADDED = ("Megatron 2-D", "Llama")
 PIPELINES = (1, 2, 4)
 REPLICAS = ("none", "replicate", "zero1", "fsdp")
 DROPOUT = (False, True)
@@ -77,9 +84,11 @@ class Cell(NamedTuple):
     @property
     def config(self) -> dict[str, Any]:
         """Return the model; a pipeline's has three layers, so that four stages are unequal."""
-        p = {"dropout": 0.1, "attention_dropout": 0.1} if self.dropout else {}
+        changes: dict[str, Any] = {}
+        if self.dropout:
+            changes = {"dropout": 0.1, "attention_dropout": 0.1, **WITH_DROPOUT.get(self.model, {})}
         n_layers = 3 if self.pp > 1 else 2
-        return {"n_layers": n_layers, "max_seq_len": 12, **p, **MODELS[self.model]}
+        return {"n_layers": n_layers, "max_seq_len": 12, **MODELS[self.model], **changes}
 
     @property
     def title(self) -> str:
@@ -150,6 +159,7 @@ QUICK_ON_NCCL = {
     Cell("GPT-2", "Megatron 2-D", 1, "replicate", False),
     Cell("T5", "D&SP-cSub", 1, "fsdp", True),
     Cell("Transformer", "single", 4, "none", True),
+    Cell("Llama", "Optimus", 1, "none", True),
 }
 
 

@@ -9,7 +9,7 @@ the start: the product costs no more kernels than one with a single weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ class JoinedLinear(Joined):
         return self.split(linear(x, *self.operands(x.dtype)))
 
 
-def side_by_side(parameters: list[Tensor], dtype: torch.dtype) -> Tensor:
+def side_by_side(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Returns a tensor that stands for parameters side by side, differentiable.
 
     It holds one element, and only `gridformer.models.blocks.cast` reads its values.

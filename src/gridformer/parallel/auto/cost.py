@@ -69,6 +69,10 @@ class Product:
         section: The section that it belongs to.
         reads: Which tokens its input has.
         ends_block: Whether nothing in its block reads y. Recomputing the block then skips it.
+        parts: The columns of each weight that W consists of, and the pieces of it that are never
+            split (`gridformer.models.blocks.Part`); empty if W is one weight.
+        copied: Columns of W that devices hold in addition to `n_out`, because heads of keys and
+            values do not divide over columns of devices, or over branches.
     """
 
     name: str
@@ -80,6 +84,13 @@ class Product:
     section: Section = "head"
     reads: Reads = "tokens"
     ends_block: bool = False
+    parts: tuple[tuple[int, int], ...] = ()
+    copied: int = 0
+
+    def over(self, columns: int) -> Product:
+        """Returns the product with what `columns` devices hold of its parts."""
+        extra = (n * (columns // blocks_of(pieces, columns) - 1) for n, pieces in self.parts)
+        return replace(self, copied=sum(extra))
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,16 @@ class Choice:
     keep_input: bool = False
     keep_weight: bool = False
     common: bool = False
+
+    @property
+    def n_out(self) -> int:
+        """Columns of W on all columns of devices together, with those that several of them hold."""
+        return self.product.n_out + (0 if self.common else self.product.copied)
+
+    @property
+    def elements(self) -> int:
+        """Elements of W on all devices of a grid together, for all such products of the model."""
+        return self.product.n_in * self.n_out * self.product.count
 
     @property
     def norm_inside(self) -> bool:
@@ -139,7 +160,8 @@ class Choices:
         products: The choice of each product, by name.
         between: How activations lie between sections: sharded (`cut`), `replicated` on every device
             as in plain Megatron, or only on the `first` device of a row as in D&SP-cSub.
-        parameters: Elements of the model's matrices.
+        parameters: Elements of the model's matrices, with heads that several devices hold.
+        table: Elements of an embedding's table that the head does not share.
         held_bytes: Approximate bytes that a device holds if nothing is kept gathered.
         block_inputs: Elements of the inputs of all blocks in one micro-batch.
         cast_once: Whether a weight is cast to the type of the computation once a step and the copy
@@ -153,6 +175,7 @@ class Choices:
     products: dict[str, Choice]
     between: Literal["cut", "replicated", "first"] = "cut"
     parameters: int = 0
+    table: int = 0
     held_bytes: float = 0.0
     block_inputs: float = 0.0
     cast_once: bool = True
@@ -168,14 +191,27 @@ class Choices:
     @property
     def branched_parameters(self) -> int:
         """Elements of the matrices that are divided among sub-grids (D&SP)."""
-        inside = [c.product for c in self.products.values() if not c.common]
-        return sum(product.n_in * product.n_out * product.count for product in inside)
+        return sum(c.elements for c in self.products.values() if not c.common)
 
     @property
     def head_parameters(self) -> int:
         """Elements of the matrices outside layers."""
-        head = [c.product for c in self.products.values() if c.product.section == "head"]
-        return sum(product.n_in * product.n_out * product.count for product in head)
+        head = [c for c in self.products.values() if c.product.section == "head"]
+        return self.table + sum(choice.elements for choice in head)
+
+    @property
+    def copied_parameters(self) -> float:
+        """Elements of matrices on a device that other columns of devices hold as well."""
+        mine = 0.0
+        for choice in self.products.values():
+            if choice.product.copied and not choice.common:
+                several = (n for n, pieces in choice.product.parts if pieces % self.cols)
+                mine += (
+                    choice.product.n_in
+                    * choice.product.count
+                    * (choice.product.copied + sum(several))
+                )
+        return mine / (self.rows * self.cols)
 
     def forward(self, choice: Choice, first: bool = True) -> Traffic:
         """Returns the traffic of one such product in the forward pass of a micro-batch.
@@ -247,7 +283,7 @@ class Choices:
         The device's own block of the weight does not count.
         """
         product, rows = choice.product, 1 - 1 / self.rows
-        weight = product.n_in * product.n_out / self.cols * rows * self.work.itemsize
+        weight = product.n_in * choice.n_out / self.cols * rows * self.work.itemsize
         return self.activation_bytes(choice) / choice.n_chunks + weight
 
     def activation_bytes(self, choice: Choice) -> float:
@@ -255,7 +291,7 @@ class Choices:
         product = choice.product
         if self.cols == 1 or self.replicated or choice.common:
             return 0.0
-        width = product.n_in if choice.stays == "output" else product.n_out
+        width = product.n_in if choice.stays == "output" else choice.n_out
         return self.work.rows_of(product) / self.rows * width * self.work.itemsize
 
     def kept_bytes(self, choice: Choice) -> float:
@@ -265,7 +301,7 @@ class Choices:
             total += work.rows_of(product) * product.n_in / self.rows * (1 - 1 / self.cols)
         if choice.keep_weight:
             # In addition to the device's own block of the weight.
-            total += product.n_in * product.n_out / self.cols
+            total += product.n_in * choice.n_out / self.cols
         return total * product.count * work.itemsize
 
     def _unit(self, choice: Choice) -> tuple[float, float]:
@@ -273,10 +309,10 @@ class Choices:
         product, r, c = choice.product, self.rows, self.cols
         if choice.common:
             return 0.0, 0.0
-        width = product.n_in if choice.stays == "output" else product.n_out
+        width = product.n_in if choice.stays == "output" else choice.n_out
         share = (c - 1) / c if self.between != "first" else float(c > 1)
         activation = share / r * self.work.rows_of(product) * width
-        return activation, (r - 1) / (r * c) * product.n_in * product.n_out
+        return activation, (r - 1) / (r * c) * product.n_in * choice.n_out
 
     def _steps(self, choice: Choice) -> int:
         if choice.schedule == "gather":
@@ -286,6 +322,19 @@ class Choices:
     def _traffic(self, col: float, row: float, col_messages: int, row_messages: int) -> Traffic:
         messages = (col_messages if col else 0) + (row_messages if row else 0)
         return Traffic(col, row, messages)
+
+
+def blocks_of(pieces: int, columns: int) -> int:
+    """Returns over how many blocks of columns a part of a product is sharded.
+
+    The columns of a block hold the same pieces.
+
+    Args:
+        pieces: Pieces of the part that are never split, such as heads of keys; 0 if it must divide
+            over columns.
+        columns: Number of columns of devices, or branches.
+    """
+    return math.gcd(pieces, columns) if pieces else columns
 
 
 @lru_cache(maxsize=64)
@@ -304,8 +353,10 @@ def products_of(model: ModelConfig) -> list[Product]:
     for module in modules:
         if isinstance(module, blocks.Linear | blocks.JoinedLinear):
             role = module.role
+            parts: tuple[tuple[int, int], ...] = ()
             if isinstance(module, blocks.JoinedLinear):
                 n_in, n_out = module.n_in, module.n_out
+                parts = tuple((part.weight.shape[1], part.pieces) for part in module.parts())
             else:
                 n_in, n_out = module.weight.shape
             product = Product(
@@ -318,6 +369,7 @@ def products_of(model: ModelConfig) -> list[Product]:
                 section=role.section,
                 reads=role.reads,
                 ends_block=role.product.endswith("down") and sized.norm_position == "pre",
+                parts=parts,
             )
         elif isinstance(module, blocks.TiedHead):
             h, v = sized.hidden_size, sized.vocab_size

@@ -77,6 +77,8 @@ def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]
     spec, again = spec_of(layout), _times_over_replicas(run)
     activations = sum(step.col for step in steps) + work.micro_batches * choices.inputs_again()
     over_boundary = activations * work.itemsize
+    # Gradients of replicated heads are summed on their owner, which sends the updated values back.
+    over_boundary += choices.copied_parameters * _parameter_bytes(run)
     traffic = {
         "col": spec.boundary_bytes(choices, layout, over_boundary),
         "row": sum(step.row for step in steps) * work.itemsize,
@@ -265,7 +267,8 @@ def _row(choices: Choices, choice: Choice, passes: int, keeps: bool, width: int)
     product, mib = choice.product, choices.work.itemsize / MIB
     cells = [product.name + (f" x{product.count}" if product.count > 1 else "")]
     if width >= _WIDE:
-        cells.append(f"{product.n_in} x {product.n_out}")
+        copied = f" + {product.copied}" if product.copied and not choice.common else ""
+        cells.append(f"{product.n_in} x {product.n_out}{copied}")
     if choice.common:
         return [*cells, "-", "common", *"-" * (2 * passes + 2 * keeps)]
     found = [choices.forward(choice), choices.backward(choice), choices.again(choice)][:passes]

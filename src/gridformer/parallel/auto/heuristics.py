@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Literal
 
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.parallel.auto.cost import Choice, Choices, Product, Work, products_of
+from gridformer.parallel.auto.cost import Choice, Choices, Product, Work, blocks_of, products_of
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import format_bytes
 
@@ -47,21 +47,35 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
     spec = spec_of(layout)
     rows, cols = spec.grid(layout)
     products = {
-        product.name: Choice(product, common=spec.common(product, layout))
+        product.name: Choice(product.over(cols), common=spec.common(product, layout))
         for product in products_of(model)
     }
-    matrices = [choice.product for choice in products.values()]
-    parameters = sum(product.n_in * product.n_out * product.count for product in matrices)
+    table = 0 if model.tied_head else model.hidden_size * max(1, model.vocab_size)
+    parameters = table + sum(choice.elements for choice in products.values())
     between = _BETWEEN.get(spec.boundary(layout).lies, "cut")
     read, written = (work.source, work.tokens) if model.two_stacks else (work.tokens, 0)
     layers_read = model.n_layers * read + model.n_decoder_layers * written
     inputs = float(layers_read * model.hidden_size)
-    chosen = Choices(rows, cols, work, products, between, parameters, block_inputs=inputs)
+    chosen = Choices(rows, cols, work, products, between, parameters, table, block_inputs=inputs)
+    chosen.reasons.extend(_replicated_heads(chosen, model))
     chosen.reasons.extend(spec.reasons(chosen, layout))
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
     chosen = _schedules(_chunked(chosen, layout), layout)
     return _cast(_at_once(_kept(chosen, layout)), layout)
+
+
+def _replicated_heads(choices: Choices, model: ModelConfig) -> list[str]:
+    """Returns what --explain says about heads of keys and values that several devices hold."""
+    heads, columns = model.kv_heads, choices.cols
+    n_blocks = blocks_of(heads, columns)
+    if n_blocks == columns:
+        return []
+    what = "branches" if choices.rows == 1 and choices.products["qkv"].common else "columns"
+    each = f"{columns // n_blocks} of {columns} {what} have the same {heads // n_blocks}"
+    mine = choices.copied_parameters
+    held = f", {mine / 1e6:.3g} million parameters of a device" if mine else ""
+    return [f"heads: of {heads} heads of keys and values, {each}{held}; one copy is updated"]
 
 
 def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
@@ -129,7 +143,7 @@ def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
 def _saves_memory(choices: Choices, choice: Choice) -> bool:
     """Whether chunks save more than they cost: a weight gradient accumulated in float32."""
     product = choice.product
-    terms = product.n_in * product.n_out / choices.cols * 4 * (choices.rows > 1)
+    terms = product.n_in * choice.n_out / choices.cols * 4 * (choices.rows > 1)
     return choices.activation_bytes(choice) > max(SMALL_BYTES, terms)
 
 
@@ -250,9 +264,10 @@ def _held_bytes(choices: Choices, model: ModelConfig, pp: int) -> float:
     """
     work, p = choices.work, choices.rows * choices.cols
     layers = 0.0
-    for product in (choice.product for choice in choices.products.values()):
+    for choice in choices.products.values():
+        product = choice.product
         if product.section != "head":
-            width = product.n_in + (0 if product.closes else product.n_out)
+            width = product.n_in + (0 if product.closes else choice.n_out)
             layers += work.rows_of(product) * product.count * width
     if work.recompute == "full":  # inputs of all blocks, and one block
         blocks = (work.tokens + work.source) * model.hidden_size * model.n_layers

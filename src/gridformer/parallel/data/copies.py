@@ -67,17 +67,21 @@ def assert_copies_equal(model: nn.Module, axes: Axes) -> None:
         RuntimeError: Parameters differ. It names them, and is raised on every rank of the axis.
     """
     found = []
-    for key in ("dp", "dp_branch", "row", "col", "grid"):
-        held = [
-            (name, stored(p))
-            for name, p in model.named_parameters()
-            if key in (shard_of(stored(p)).replicas, shard_of(p).copies)
-        ]
+    keys: set[str] = set()
+    for parameter in model.parameters():
+        keys |= {key for key in _held_along(parameter) if key}
+    for key in sorted(keys):  # in the same order on all ranks
+        held = [(name, stored(p)) for name, p in model.named_parameters() if key in _held_along(p)]
         found += _unequal(held, axes[key])
     for stages, shared in shared_by_stages(model).items():
         found += _unequal([(name, stored(p)) for name, p in shared], axes.holders(stages))
     if found:  # not earlier: ranks of another axis may wait for this one
         raise RuntimeError("; ".join(found))
+
+
+def _held_along(parameter: nn.Parameter) -> tuple[str | None, str | None]:
+    """Returns the axes along which other ranks hold the same values."""
+    return shard_of(stored(parameter)).replicas, shard_of(parameter).copies
 
 
 def _unequal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]:

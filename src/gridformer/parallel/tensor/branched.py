@@ -77,12 +77,10 @@ class SliceLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight is None:
-            y = _elsewhere(x, self.n_out)
+            y = elsewhere(x, self.n_out)
         else:
             y = linear(x, self.weight, self.bias)
-        if self.first:
-            return autograd.scatter_gather(y, self.branch, -1, self.device, "slice")
-        return autograd.alltoall(y, self.branch, -1, 0, "slice")
+        return sliced_for_branches(y, self.branch, self.first, self.device)
 
 
 class ConcatLinear(nn.Module):
@@ -113,7 +111,7 @@ class ConcatLinear(nn.Module):
         else:
             x = autograd.gather_scatter(x, self.branch, -1, "concat")
         if self.weight is None:
-            return _elsewhere(x, self.n_out)
+            return elsewhere(x, self.n_out)
         return linear(x, self.weight, self.bias)
 
 
@@ -148,6 +146,20 @@ class Elsewhere(nn.Module):
         return x.sum()
 
 
-def _elsewhere(x: Tensor, width: int) -> Tensor:
+def sliced_for_branches(y: Tensor, branch: Axis, first: bool, device: torch.device) -> Tensor:
+    """Sends each branch its slice of columns; for what it returns see `SliceLinear`.
+
+    Args:
+        y: A projection [b, s, o], with the columns of each branch next to each other.
+        branch: The axis of branches.
+        first: Whether only the first sub-grid holds it (cSub).
+        device: The device of the slices.
+    """
+    if first:
+        return autograd.scatter_gather(y, branch, -1, device, "slice")
+    return autograd.alltoall(y, branch, -1, 0, "slice")
+
+
+def elsewhere(x: Tensor, width: int) -> Tensor:
     """Returns a meta tensor [.., width] that stands for a product of the meta tensor x."""
     return x[..., :1].expand(*x.shape[:-1], width)

@@ -145,13 +145,9 @@ class GridTokenEmbedding(nn.Module):
         self.axes = axes = schedules.axes
         self.schedule, self.keep = schedules[head], keep
         self.head_output_stays = head.stays == "output"
-        if self.head_output_stays and isinstance(self.schedule, summa.Gather):
-            self.cast_multiple = plain.cast_multiple
+        self.cast_multiple = _cast_multiple(plain, self.head_output_stays, self.schedule)
         self.weight = plain.weight
-        cut = ("col", "row") if self.head_output_stays else ("row", "col")
-        # Only v is padded to this multiple. h is sharded over the other axis alone, so on a grid of
-        # one row it may be whole and need not be divisible by the columns.
-        place(self, "weight", ParamPlacement(cut=cut, pad=(vocabulary_multiple(axes), 0)), axes)
+        place(self, "weight", table_placement(self.head_output_stays, axes), axes)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         table = self.weight.t() if self.head_output_stays else self.weight
@@ -160,19 +156,42 @@ class GridTokenEmbedding(nn.Module):
         )
 
 
+def table_placement(output_stays: bool, axes: Axes) -> ParamPlacement:
+    """Returns where a table [v, h] lies that a head reads.
+
+    Args:
+        output_stays: Whether the output of the head stays.
+        axes: Axes of the grid.
+    """
+    cut = ("col", "row") if output_stays else ("row", "col")
+    # Only v is padded to this multiple. h is sharded over the other axis alone, so on a grid of one
+    # row it may be whole and need not be divisible by the columns.
+    return ParamPlacement(cut=cut, pad=(vocabulary_multiple(axes), 0))
+
+
+def _cast_multiple(
+    plain: blocks.TokenEmbedding | blocks.TiedHead, output_stays: bool, schedule: summa.Schedule
+) -> int:
+    """Returns the multiple of rows that the cast copy of a head's table has."""
+    whole = output_stays and isinstance(schedule, summa.Gather)
+    return plain.cast_multiple if whole else 1
+
+
 class GridTiedHead(nn.Module):
     """Logits [b/r, s, v/c] = x Tᵀ for x [b/r, s, h/c] and the table T of the token embedding.
 
-    A bias [v] is sharded over columns, as the logits are, and each row of devices holds a copy.
+    A bias [v] is sharded over columns, as the logits are, and each row of devices holds a copy. An
+    untied head has a table of its own, which lies as that of the embedding does.
 
     Args:
-        plain: The module to replace; its bias, if any, is sharded.
+        plain: The module to replace; its bias and its table, if any, are sharded.
         choice: Which operand stays, and by which schedule the others travel.
         keep: What is kept of the gathered table; shared with the embedding.
         schedules: The schedules of the model.
     """
 
-    cast_parameters = ("bias",)
+    cast_parameters: tuple[str, ...] = ("bias",)
+    cast_multiple = 1
 
     def __init__(
         self, plain: blocks.TiedHead, choice: Choice, keep: summa.KeepGathered, schedules: Schedules
@@ -189,6 +208,11 @@ class GridTiedHead(nn.Module):
             pad = (vocabulary_multiple(axes),)
             lies = ParamPlacement(("col",), copies="row", partial=True, pad=pad)
             place(self, "bias", lies, axes)
+        if isinstance(plain, blocks.UntiedHead):
+            self.keep, self.cast_parameters = keep_gathered_of(choice), ("bias", "weight")
+            self.cast_multiple = _cast_multiple(plain, self.output_stays, self.schedule)
+            self.weight = plain.weight
+            place(self, "weight", table_placement(self.output_stays, axes), axes)
 
     def prepare(self, table_VH: Tensor, dtype: torch.dtype) -> Tensor:
         """Gathers the part of the table that this column of devices reads, for several products.
