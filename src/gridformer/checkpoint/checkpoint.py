@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -43,6 +43,13 @@ from gridformer.utils.folders import (
 MANIFEST = "checkpoint.json"
 # Keys of `model` that may differ between a checkpoint and the run that resumes from it.
 _MAY_CHANGE = ("name", "dropout", "attention_dropout", "label_smoothing")
+# Keys on which the order of samples depends.
+_OF_DATA = (
+    ("train", "global_batch"),
+    ("data", "task"),
+    ("data", "seq_len"),
+    ("data", "source_len"),
+)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -87,6 +94,7 @@ class Manifest(Config):
         run: The run's config.
         files: Size and checksum of each file by name.
         index: Where the blocks are; None in checkpoints of earlier versions, whose files say it.
+        data_start: The step at which the present order of samples began, see `data.restart`.
         weights_only: Whether there is no state of an optimizer, as in what
             `gridformer import` writes, so that no run can resume from it.
     """
@@ -102,6 +110,7 @@ class Manifest(Config):
     run: dict[str, Any]
     files: dict[str, FileEntry]
     index: Index | None = None
+    data_start: int = 0
     weights_only: bool = False
 
 
@@ -206,8 +215,8 @@ def verify(folder: Path, contents: bool = True, part: int = 0, n_parts: int = 1)
 def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
     """Checks that `run` continues the run that wrote a checkpoint.
 
-    The layout, the schedule and what is reported may differ; settings on which the model or the
-    order of its data depends may not.
+    The layout, the schedule and what is reported may differ; settings on which the model depends
+    may not, and those on which the order of its data depends may if `data.restart` says so.
 
     Raises:
         CheckpointError: Such settings differ, and the message lists all of them; or no run can
@@ -219,25 +228,48 @@ def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
             f"resumes from it: use another --out, with train.init_from={folder.parents[1]} to "
             "begin with these weights"
         )
-    wanted = run.model_dump(mode="json")
-    keys = [("model", key) for key in wanted["model"] if key not in _MAY_CHANGE]
-    keys += [("train", "seed"), ("train", "global_batch")]
-    keys += [("data", key) for key in ("task", "seq_len", "source_len")]
-    differences = [
-        f"{section}.{key} is {wanted[section][key]}, there {manifest.run[section][key]}"
-        for section, key in keys
-        if manifest.run.get(section, {}).get(key) != wanted[section][key]
-        and key in manifest.run.get(section, {})
-    ]
+    there, here = manifest.run, run.model_dump(mode="json")
+    keys = [("model", key) for key in here["model"] if key not in _MAY_CHANGE]
+    differences = _differences(there, here, [*keys, ("train", "seed")])
     # Older checkpoints do not have the key, because their runs began with random weights.
-    begun, wanted_from = manifest.run["train"].get("init_from"), wanted["train"]["init_from"]
+    begun, wanted_from = there["train"].get("init_from"), here["train"]["init_from"]
     if begun != wanted_from:
         differences.append(f"train.init_from is {wanted_from}, there {begun}")
+    of_data = [] if run.data.restart else _differences(there, here, _OF_DATA)
+    if not differences and of_data:
+        raise CheckpointError(
+            f"{folder} belongs to a run with other data ({'; '.join(of_data)}): use "
+            f"data.restart=true to begin the order of samples anew at step {manifest.step}, or "
+            "another --out for this run"
+        )
     if differences:
         raise CheckpointError(
-            f"{folder} belongs to another run ({'; '.join(differences)}): use another --out for "
-            "this run"
+            f"{folder} belongs to another run ({'; '.join(differences + of_data)}): use another "
+            "--out for this run"
         )
+
+
+def data_start_of(manifest: Manifest, run: RunConfig) -> int:
+    """Returns the step at which the order of samples began for a run that resumes.
+
+    That is the step of the checkpoint if `data.restart` is set and settings of the data differ from
+    those there. A run that resumes once more, with the same settings, goes on in the same order.
+    """
+    keys = [*_OF_DATA, ("data", "path")]
+    if run.data.restart and _differences(manifest.run, run.model_dump(mode="json"), keys):
+        return manifest.step
+    return manifest.data_start
+
+
+def _differences(
+    there: Mapping[str, Any], here: Mapping[str, Any], keys: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Returns the keys whose values differ, of those that the checkpoint has."""
+    return [
+        f"{section}.{key} is {here[section][key]}, there {there[section][key]}"
+        for section, key in keys
+        if key in there.get(section, {}) and there[section][key] != here[section][key]
+    ]
 
 
 def save(
@@ -249,6 +281,7 @@ def save(
     optimizer: Optimizer,
     axes: Axes,
     scale: Scale | None = None,
+    data_start: int = 0,
 ) -> Path:
     """Writes a checkpoint. All ranks call it together.
 
@@ -261,6 +294,7 @@ def save(
         optimizer: This rank's optimizer.
         axes: The axes of the mesh.
         scale: The loss scale; None means that there is none.
+        data_start: The step at which the present order of samples began.
 
     Returns:
         The folder of the checkpoint.
@@ -291,6 +325,7 @@ def save(
                 for name, (n_bytes, crc) in written.files.items()
             },
             index=written.index,
+            data_start=data_start,
         )
         write_manifest(writing, manifest)
         finish_folder(writing, final)  # replaces a checkpoint of the same step

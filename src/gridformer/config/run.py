@@ -48,6 +48,11 @@ class DataConfig(Config):
         description="For t5 and transformer, a source has this number of tokens; 0 means "
         "model.max_seq_len.",
     )
+    restart: bool = Field(
+        default=False,
+        description="true lets a run that resumes have another train.global_batch, or other "
+        "values of this section. If it does, the order of samples begins anew at that step.",
+    )
 
 
 class TrainConfig(Config):

@@ -106,7 +106,8 @@ def plan_checked(
         return Plan(run, out, None, 0, decisions, weights.start_of(run))
     manifest = checkpoint.verify(resume, contents=False)
     checkpoint.check_same_run(manifest, run, resume)
-    return Plan(run, out, resume, manifest.step, decisions)
+    data_start = checkpoint.data_start_of(manifest, run)
+    return Plan(run, out, resume, manifest.step, decisions, data_start=data_start)
 
 
 def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:

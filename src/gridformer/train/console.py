@@ -56,6 +56,8 @@ class Reporter:
             self._print(f"  {plan.start.describe()}")
         if plan.resume is not None:
             self._print(f"  resuming after step {plan.resume_step} from {plan.resume}")
+        if plan.data_start:
+            self._print(f"  the order of samples began anew after step {plan.data_start}")
         self.progress = Progress(
             TextColumn("  step"),
             MofNCompleteColumn(),

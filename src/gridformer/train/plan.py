@@ -22,6 +22,7 @@ class Plan:
         decisions: What was chosen for each `auto`.
         start: The weights with which a new run begins; None if they are random, and for a run that
             resumes.
+        data_start: The step at which the order of samples began, see `data.restart`.
     """
 
     run: RunConfig
@@ -30,6 +31,7 @@ class Plan:
     resume_step: int
     decisions: Decisions
     start: Start | None = None
+    data_start: int = 0
 
     @property
     def n_processes(self) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from gridformer import comm
 from gridformer.checkpoint import checkpoint, weights
-from gridformer.data import Batches, TokenFolder, open_batches
+from gridformer.data import Batches, Restarted, TokenFolder, open_batches
 from gridformer.mesh.process_group import World
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
@@ -45,7 +45,7 @@ class Trainer:
         decisions = plan.decisions
         self.axes = build_axes(run.layout, world.device.type, decisions.block)
         folder = TokenFolder.open(run.data.path)
-        self.batches = open_batches(run, folder, "train")
+        self.batches = Restarted(open_batches(run, folder, "train"), plan.data_start)
         self.held_out = open_batches(run, folder, "val")
         self.model = build_parallel(
             run.model,
@@ -180,6 +180,7 @@ class Trainer:
             self.stepper.updates,
             self.axes,
             self.stepper.scale,
+            self.plan.data_start,
         )
 
     def _write(self, metrics: dict[str, Any]) -> None:

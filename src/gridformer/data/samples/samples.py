@@ -106,6 +106,31 @@ class Dealt:
         return self.samples.sample(number, self.order.generator(step, row, self.purpose))
 
 
+@dataclass(frozen=True)
+class Restarted:
+    """Batches whose order begins at a later step.
+
+    Attributes:
+        batches: The batches, whose first one is that of step `start`.
+        start: That step.
+    """
+
+    batches: Batches
+    start: int
+
+    @property
+    def n_samples(self) -> int:
+        return self.batches.n_samples
+
+    @property
+    def n_left_out(self) -> int:
+        return self.batches.n_left_out
+
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
+        """See Batches."""
+        return self.batches.batch(step - self.start, rows)
+
+
 def padded(ids: NDArray[np.int64], length: int, value: int) -> NDArray[np.int64]:
     """Pads ids [n] with `value` to [length]; n <= length."""
     out = np.full(length, value, dtype=np.int64)
