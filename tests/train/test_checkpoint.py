@@ -15,6 +15,7 @@ import torch
 
 from gridformer.checkpoint import checkpoint
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
+from gridformer.config.rope import RopeScaling
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -245,9 +246,17 @@ SAME: dict[str, Any] = {
     "model.n_labels": 3,
     "model.relative_buckets": 8,
     "model.relative_max_distance": 64,
+    "model.n_kv_heads": 1,
+    "model.rope_theta": 5e5,
+    "model.rope_scaling": RopeScaling(kind="linear", factor=2.0),
+    "model.qkv_bias": True,
+    "model.qk_norm": True,
+    "model.window": 2,
+    "model.tied_head": False,
     "model.norm_eps": 1e-6,
     "model.init_std": 0.03,
     "train.seed": 1235,
+    "train.init_from": Path("elsewhere"),
     "train.global_batch": 4,
     "data.task": "masked",
     "data.seq_len": 3,
@@ -280,9 +289,10 @@ def test_another_run_is_refused(saved: Path, key: str) -> None:
     checkpoint.check_same_run(manifest, run, saved)
     section, name = key.split(".")
     before, value = getattr(getattr(run, section), name), SAME[key]
+    told = value.model_dump() if isinstance(value, RopeScaling) else value
     with pytest.raises(CheckpointError) as error:
         checkpoint.check_same_run(manifest, changed(run, key, value), saved)
-    assert f"({key} is {value}, there {before})" in str(error.value)
+    assert f"({key} is {told}, there {before})" in str(error.value)
     assert "use another --out" in str(error.value)
 
 

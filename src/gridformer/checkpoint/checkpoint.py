@@ -238,9 +238,9 @@ def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
     of_data = [] if run.data.restart else _differences(there, here, _OF_DATA)
     if not differences and of_data:
         raise CheckpointError(
-            f"{folder} belongs to a run with other data ({'; '.join(of_data)}): use "
-            f"data.restart=true to begin the order of samples anew at step {manifest.step}, or "
-            "another --out for this run"
+            f"{folder} belongs to a run with other data ({'; '.join(of_data)}): use another --out "
+            f"for this run, or data.restart=true to begin the order of samples anew after step "
+            f"{manifest.step}"
         )
     if differences:
         raise CheckpointError(
