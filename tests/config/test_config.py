@@ -243,8 +243,8 @@ def test_closest() -> None:
     ("changes", "text"),
     [
         ({}, "single device"),
-        ({"dp": 2}, "single device, dp=2"),
-        ({"dp": 2, "dp_mode": "fsdp"}, "single device, dp=2 (fsdp)"),
+        ({"dp": 2}, "dp=2"),
+        ({"dp": 2, "dp_mode": "fsdp"}, "fsdp=2"),
         ({"scheme": "subgraph", "branches": 2, "dp_mode": "zero1"}, "subgraph, 2 branches (zero1)"),
         ({"scheme": "megatron", "cols": 4}, "megatron 1x4"),
         (
@@ -253,7 +253,7 @@ def test_closest() -> None:
         ),
         ({"scheme": "megatron_2d", "rows": 2, "cols": 3}, "megatron_2d 2x3"),
         ({"scheme": "optimus", "rows": 2, "cols": 3}, "optimus 2x3"),
-        ({"pp": 2, "dp": 2}, "single device, dp=2, pp=2"),
+        ({"pp": 2, "dp": 2}, "dp=2, pp=2"),
         (
             {"scheme": "megatron", "cols": 2, "pp": 4, "stages_per_rank": 3},
             "megatron 1x2, pp=4 x 3 stages, interleaved",

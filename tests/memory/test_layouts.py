@@ -35,9 +35,9 @@ def test_all_candidates_take_all_processes(processes: int) -> None:
 def test_candidates_of_four_processes() -> None:
     names = {describe(layout) for layout in candidates(4)}
     assert names >= {
-        "single device, dp=4",
-        "single device, pp=4",
-        "single device, dp=2, pp=2",
+        "dp=4",
+        "pp=4",
+        "dp=2, pp=2",
         "megatron 1x4",
         "megatron 1x2, sequence parallel, dp=2",
         "optimus 2x2",
@@ -108,7 +108,7 @@ def test_command(columns: int) -> None:
     lines = invoke("gpt2-124m", "--processes", "36", columns=columns)
     assert max(map(len, lines)) <= columns
     assert "gpt2-124m on 36 processes" in lines[0]
-    (row,) = (line for line in lines if line.startswith("single device, dp=36 "))
+    (row,) = (line for line in lines if line.startswith("dp=36 "))
     replicate, zero1, fsdp = map(float, row.split()[-3:])
     assert replicate > zero1 > fsdp
     assert replicate > 124.4e6 * 16 / 2**30

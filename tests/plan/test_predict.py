@@ -169,3 +169,38 @@ def test_bad_input_is_refused(words: tuple[str, ...], said: str) -> None:
     done = gridformer_here("predict", "gpt2-124m", "train.global_batch=2", *words)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def of_pipelines(run: RunConfig) -> tuple[Prediction, Prediction, list[float]]:
+    """Return predictions of a pipeline and of one device a replica, and when ranks end passes."""
+    torch.set_num_threads(1)
+    cluster = load_cluster("dgx-h100")
+    deep = price(record(run, whole=True), cluster, timeline=True)
+    single = run.model_copy(
+        update={"layout": run.layout.model_copy(update={"pp": 1, "micro_batches": 1})}
+    )
+    flat = price(record(single, whole=True), cluster)
+    ends = [
+        max(one.end for one in intervals if one.module.startswith("layers"))
+        for intervals in deep.timeline.values()
+    ]
+    deep.timeline = {}
+    return deep, flat, ends
+
+
+def test_phases_of_a_pipeline_are_those_of_all_ranks(gpu: InProcess) -> None:
+    """The update begins after the last pass of any rank, and waiting is not all of one phase."""
+    run = run_of(
+        {"pp": 4, "micro_batches": 4},
+        {"n_layers": 8, "hidden_size": 1536, "max_seq_len": 512},
+        {"global_batch": 8, "dtype": "bfloat16"},
+    )
+    deep, flat, ends = gpu(of_pipelines, run)
+    for one in (deep, flat):
+        assert one.forward_s + one.backward_s + one.update_s == pytest.approx(one.step_s)
+    before = deep.forward_s + deep.backward_s
+    assert max(ends) <= before
+    assert deep.update_s < 0.2 * before, "waiting for other ranks belongs to the passes"
+    assert deep.bubble_s > 0.2 * deep.step_s
+    share = flat.forward_s / (flat.forward_s + flat.backward_s)
+    assert deep.forward_s / before == pytest.approx(share, abs=0.06)

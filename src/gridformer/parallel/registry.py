@@ -21,14 +21,17 @@ def spec_of(layout: LayoutConfig) -> SchemeSpec:
 
 
 def describe(layout: LayoutConfig) -> str:
-    """Returns a short description of a layout, such as `optimus 2x2, dp=2`."""
-    phrase = spec_of(layout).describe(layout)
-    if layout.dp > 1:
-        phrase += f", dp={layout.dp}"
-    if layout.dp_mode != "replicate":
-        phrase += f" ({layout.dp_mode})"
+    """Returns a short description of a layout, such as `optimus 2x2, dp=2` or `fsdp=16`."""
+    mode = layout.dp_mode
+    sharded = f" ({mode})" if mode != "replicate" else ""
+    parts = [spec_of(layout).describe(layout)]
+    if layout.dp == 1:
+        parts[0] += sharded
+    else:
+        parts.append(f"fsdp={layout.dp}" if mode == "fsdp" else f"dp={layout.dp}{sharded}")
     if layout.pp > 1:
-        phrase += f", pp={layout.pp}"
-    if layout.stages_per_rank > 1:
-        phrase += f" x {layout.stages_per_rank} stages, interleaved"
-    return phrase
+        k = layout.stages_per_rank
+        parts.append(f"pp={layout.pp}" + (f" x {k} stages, interleaved" if k > 1 else ""))
+    if len(parts) > 1 and layout.n_processes == layout.dp * layout.pp:
+        parts = parts[1:]  # the scheme has one device
+    return ", ".join(parts)

@@ -243,14 +243,16 @@ def _prediction(
         hidden=hidden,
         bubble=slowest.bubble + rest,
     )
+    passes_s = max(one.passes_end for one in spent)
+    forward = _forward_share(slowest)
     flops = StepFlops.of(run)
     each = step_s * run.layout.n_processes * TERA or 1.0
     share = 1.0 if training else 1 / 3  # the backward pass has two products for each
     return Prediction(
         step_s=step_s,
-        forward_s=slowest.phases.get("forward", 0.0),
-        backward_s=slowest.phases.get("backward", 0.0),
-        update_s=slowest.phases.get("update", 0.0) + rest + whole,
+        forward_s=passes_s * forward,
+        backward_s=passes_s * (1 - forward),
+        update_s=step_s - passes_s,
         fits=None,
         peak_gib=None,
         limit_gib=cluster.limit_gib,
@@ -263,6 +265,15 @@ def _prediction(
         launches=slowest.n_launches,
         rank=slowest.rank,
     )
+
+
+def _forward_share(one: Spent) -> float:
+    """Returns the share of forward passes in what a rank does before the update.
+
+    Time in which it waits for others is left out: in a pipeline most of it belongs to no pass.
+    """
+    mine = [one.phases.get(name, 0.0) - one.late.get(name, 0.0) for name in ("forward", "backward")]
+    return mine[0] / sum(mine) if sum(mine) > 0 else 1.0
 
 
 _WORK = ("products", "attention", "memory_bound", "update")

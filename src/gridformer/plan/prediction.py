@@ -61,9 +61,12 @@ class Prediction:
 
     Attributes:
         step_s: Seconds of a step.
-        forward_s: Those of its forward passes.
+        forward_s: Those of its forward passes. In a pipeline passes of both kinds run at the same
+            time on different ranks. What is before the update is then divided in the proportion in
+            which the slowest rank spends its time, without its waiting for other ranks.
         backward_s: Those of its backward passes, with what they recompute.
-        update_s: Those after all passes: rest of the sums of gradients, norms and optimizer.
+        update_s: Those after the last pass of all ranks: rest of the sums of gradients, norms and
+            optimizer.
         fits: Whether it fits into the memory of each device; None if that was not estimated.
         peak_gib: The most that the tensors of a rank take, in GiB; None if not estimated.
         limit_gib: What they may take, in GiB.

@@ -127,6 +127,7 @@ class Spent:
         work: The time of kernels: products, attention, memory_bound, update.
         launches: The time in which the device waits for the host.
         bubble: The time in which it waits for other ranks to start their part of a message.
+        late: The same by phase.
         exposed: The time in which it waits for messages that travel, by axis.
         messages: The time that messages travel, by axis.
         phases: All time by phase.
@@ -139,6 +140,7 @@ class Spent:
     work: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     launches: float = 0.0
     bubble: float = 0.0
+    late: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     messages: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -153,6 +155,11 @@ class Spent:
         for axis, seconds in fewer.messages.items():
             self.messages[axis] = max(self.messages.get(axis, 0.0), seconds)
         return self
+
+    @property
+    def passes_end(self) -> float:
+        """When its last pass ends, and the update begins."""
+        return self.end - self.phases.get("update", 0.0)
 
     @property
     def busy(self) -> float:

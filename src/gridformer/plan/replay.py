@@ -172,6 +172,7 @@ class _Replay:
             late = max(0.0, over.began - max(one.device, over.free))
             stopped = over.ended - one.device
             spent.bubble += late
+            spent.late[item.phase] += late
             spent.exposed[axis] += stopped - late
             spent.phases[item.phase] += stopped
             if self.timeline:

@@ -248,6 +248,7 @@ class _Replay:
         elapsed = self.now - one.since
         late = min(elapsed, max(0.0, call.began - one.since))
         spent.bubble += late
+        spent.late[phase] += late
         spent.exposed[call.axis] += elapsed - late
         spent.phases[phase] += elapsed
         if self.timeline and elapsed > 0:
