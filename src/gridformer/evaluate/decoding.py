@@ -85,11 +85,11 @@ class Decoder:
         missing = -(stop - start) % self.multiple
         again = min(start, missing)
         for cache in self.caches:
-            _keep(cache, start - again)
+            cache.keep(start - again)
         tokens = F.pad(self.tokens_BS[:, start - again : stop], (0, missing - again))
         hidden = self._hidden({"tokens": tokens}, start - again)
         for cache in self.caches:
-            _keep(cache, stop)
+            cache.keep(stop)
         if hidden is None:
             return None
         return self._logits(hidden, stop - start + again - 1)
@@ -158,9 +158,3 @@ def whole_logits(model: Model, hidden_BSH: Tensor) -> Tensor | None:
 def row_parts(trained: Trained) -> int:
     """Returns over how many processes the rows of a batch are divided."""
     return RowSplit.n_parts(1, trained.axes)
-
-
-def _keep(cache: KVCache, n: int) -> None:
-    """Keeps the keys and values of the first n positions."""
-    if cache.k is not None and cache.v is not None and cache.k.shape[2] > n:
-        cache.k, cache.v = cache.k[:, :, :n], cache.v[:, :, :n]

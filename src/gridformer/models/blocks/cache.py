@@ -7,9 +7,17 @@ from torch import Tensor
 
 
 class KVCache:
-    """One layer's keys and values of past tokens and of the source, for generation."""
+    """One layer's keys and values of past tokens and of the source, for generation.
+
+    Attributes:
+        k: Keys of the past tokens [b, n, s, d]; None before the first one.
+        v: Values of the past tokens.
+        first: The position of the first token in `k` and `v`; a window forgets those before it.
+        source: Keys and values of the source.
+    """
 
     def __init__(self) -> None:
+        self.first = 0
         self.k: Tensor | None = None
         self.v: Tensor | None = None
         self.source: tuple[Tensor, Tensor] | None = None
@@ -21,11 +29,18 @@ class KVCache:
         are forgotten.
         """
         if self.k is not None and self.v is not None:
-            first = max(0, self.k.shape[2] - window + 1) if window else 0
-            k_BNSD = torch.cat((self.k[:, :, first:], k_BNSD), 2)
-            v_BNSD = torch.cat((self.v[:, :, first:], v_BNSD), 2)
+            unseen = max(0, self.k.shape[2] - window + 1) if window else 0
+            self.first += unseen
+            k_BNSD = torch.cat((self.k[:, :, unseen:], k_BNSD), 2)
+            v_BNSD = torch.cat((self.v[:, :, unseen:], v_BNSD), 2)
         self.k, self.v = k_BNSD, v_BNSD
         return k_BNSD, v_BNSD
+
+    def keep(self, n: int) -> None:
+        """Forgets the tokens from position n on."""
+        if self.k is not None and self.v is not None:
+            kept = max(0, n - self.first)
+            self.k, self.v = self.k[:, :, :kept], self.v[:, :, :kept]
 
     def select(self, rows: Tensor) -> None:
         """Keeps the sequences that `rows` indexes, in that order, as a beam search needs."""
