@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gridformer.config import ModelConfig, shipped_model
+from gridformer.models import count_parameters
 from gridformer.models.blocks import KVCache
 from tests.support.marks import full_unless
 from tests.support.reference.llama import ARCHITECTURES, V, from_hugging_face, pair
@@ -95,6 +97,26 @@ def test_chunks_of_the_loss_give_the_same_gradients() -> None:
         assert_close(chunked, whole)
 
 
+# Billions of parameters, as the cards of the published models say.
+PUBLISHED = {
+    "smollm2-135m": 0.135, "smollm2-360m": 0.362, "smollm2-1.7b": 1.71,
+    "llama-3.2-1b": 1.23, "llama-3.2-3b": 3.21,
+    "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "llama-3.1-405b": 406,
+    "mistral-7b": 7.24, "qwen3-0.6b": 0.6, "qwen3-8b": 8.2, "qwen3-32b": 32.8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", full_unless({"smollm2-135m", "qwen3-0.6b"}.__contains__, PUBLISHED)
+)
+def test_shipped_models_have_their_published_size(name: str) -> None:
+    config = ModelConfig.model_validate(shipped_model(name))
+    found = count_parameters(config)
+    assert found / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+    tables = config.n_tables * config.vocab_size * config.hidden_size
+    assert found == pytest.approx(config.n_layers * config.layer_elements + tables, rel=1e-3)
+
+
 # --------------------------------------------------------------------------- generation
 
 
@@ -121,6 +143,20 @@ def test_cached_forward_equals_full_forward(architecture: str) -> None:
         window = ours.config.window
         seen = min(16, window - 1 + pieces[-1]) if window else 16
         assert kept.shape == (2, ours.config.kv_heads, seen, ours.config.head_width)
+
+
+def test_a_cache_can_be_taken_back() -> None:
+    """As where tokens are read again to have an even number: 3 are read, of which 1 is new."""
+    ours, _ = pair("mistral", torch.float64)
+    tokens = tokens_of(V, 2, 16)
+    caches = [KVCache() for _ in ours.layers]
+    with torch.no_grad():
+        want = ours(tokens)
+        ours(tokens[:, :8], caches)
+        for start in range(6, 14):
+            for cache in caches:
+                cache.keep(start)
+            assert_close(ours(tokens[:, start : start + 3], caches, start), want[:, start:][:, :3])
 
 
 @pytest.mark.parametrize("architecture", full_unless({"qwen3"}.__contains__, ARCHITECTURES))

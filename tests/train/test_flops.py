@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -33,10 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5": {"family": "t5", "n_decoder_layers": 3},
     "transformer": {"family": "transformer", "n_decoder_layers": 1},
     "transformer, pre-norm": {"family": "transformer", "norm_position": "pre"},
+    "llama": {"family": "llama", "n_heads": 6, "n_kv_heads": 2, "head_dim": 4, "tied_head": False},
 }
 QUICK = {
     *(("gpt2", "selective"), ("bert", "full"), ("gpt2, labels", "none")),
     *(("t5", "full"), ("transformer", "none"), ("bert, pre-norm, alone", "full")),
+    ("llama", "full"),
 }
 
 
@@ -57,10 +60,17 @@ class Counter(TorchDispatchMode):
         if packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif packet == aten._scaled_dot_product_flash_attention_for_cpu:
-            self.total += sdpa_flop_count(*(x.shape for x in args[:3]))
+            self.total += attention(*args[:3])
         elif packet == aten._scaled_dot_product_flash_attention_for_cpu_backward:
-            self.total += 2 * sdpa_flop_count(*(x.shape for x in args[1:4]))
+            self.total += 2 * attention(*args[1:4])
         return out
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Several heads of q may share one of k and v."""
+    b, n = q.shape[:2]
+    count: int = sdpa_flop_count(q.shape, (b, n, *k.shape[2:]), (b, n, *v.shape[2:]))
+    return count
 
 
 def run_of(model: dict[str, Any], **train: Any) -> RunConfig:

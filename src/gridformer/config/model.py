@@ -242,6 +242,22 @@ class ModelConfig(Config):
         return self.n_kv_heads or self.n_heads
 
     @property
+    def gated(self) -> bool:
+        """Whether the feed-forward has a gate, which is a third matrix."""
+        return self.family == "llama"
+
+    @property
+    def layer_elements(self) -> int:
+        """The elements of the matrices of a layer, without those of cross-attention."""
+        columns = 2 * (self.n_heads + self.kv_heads) * self.head_width
+        return self.hidden_size * (columns + (2 + self.gated) * self.ffn_size)
+
+    @property
+    def n_tables(self) -> int:
+        """The number of tables [v, h]: that of the embedding, and of the head if it has its own."""
+        return 1 if self.tied_head else 2
+
+    @property
     def two_stacks(self) -> bool:
         """Whether the model has an encoder and a decoder."""
         return self.family in ENCODER_DECODER

@@ -42,7 +42,7 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
     n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
     # The fraction of the layers in the fullest stage; the partition counts the head's work as that
     # of some layers.
-    head_layers = run.model.vocab_size / (4 * run.model.hidden_size + 2 * run.model.ffn_size)
+    head_layers = run.model.vocab_size * run.model.hidden_size / run.model.layer_elements
     share = min(1.0, math.ceil((n_layers + head_layers) / pp) / n_layers)
     states = in_layers * share + head
     activations = (_kept(run, choices) + _kept_inputs(choices)) * share
@@ -75,6 +75,8 @@ def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
             head += held_bytes
         else:
             layers += held_bytes
+    tables = run.model.n_tables - 1  # that of the embedding, which is in no product
+    head += tables * run.model.vocab_size * run.model.hidden_size * each / grid
     return layers, head
 
 

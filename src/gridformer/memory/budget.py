@@ -351,7 +351,8 @@ def at_most(run: RunConfig) -> int:
     sequences = train.global_batch // (layout.dp * layout.micro_batches)
     under_way = layout.micro_batches if layout.pp > 1 else 1
     s, source = run.seq_len, run.source_len
-    wide = 40 * model.hidden_size + 20 * model.n_heads * model.head_width + 12 * model.ffn_size
+    wide = 40 * model.hidden_size + 20 * model.n_heads * model.head_width
+    wide += (12 + 12 * model.gated) * model.ffn_size
     scores = 16 * model.n_heads * (s * s + s * source + source * source)
     stacks = 2 if model.two_stacks else 1
     a_layer = sequences * (wide * (s + source) + scores) * stacks

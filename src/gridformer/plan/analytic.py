@@ -211,7 +211,8 @@ def _shares(run: RunConfig) -> tuple[float, float]:
     n, n_stages = _n_layers(run), layout.n_stages
     if n_stages == 1:
         return 1.0, 1.0
-    head = model.vocab_size / (4 * model.hidden_size + 2 * model.ffn_size + 2 * run.seq_len)
+    scores = 2 * run.seq_len * model.n_heads * model.head_width
+    head = model.vocab_size * model.hidden_size / (model.layer_elements + scores)
     best = min(
         range(n + 1),
         key=lambda last: (max(math.ceil((n - last) / (n_stages - 1)), last + head), -last),

@@ -398,7 +398,7 @@ def _attention(sizes: Sizes) -> list[tuple[Load, Load]]:
     batch = max(1, work.sequences // choices.rows)
     heads = max(1, model.n_heads // choices.cols)
     s, source, d = run.seq_len, run.source_len, model.head_width
-    kinds = [(model.n_layers, s, s, model.family == "gpt2")]
+    kinds = [(model.n_layers, s, s, model.family in ("gpt2", "llama"))]
     if model.two_stacks:
         kinds = [
             (model.n_layers, source, source, False),

@@ -96,7 +96,9 @@ def _attention(
 
     q, k = args[backward], args[1 + backward]
     (b, heads, queries, width), keys = q.shape, k.shape[2]
-    flop = (1 + backward) * sdpa_flop_count(q.shape, k.shape, args[2 + backward].shape)
+    v = args[2 + backward]
+    shared = ((b, heads, *x.shape[2:]) for x in (k, v))  # fewer heads, which several of q share
+    flop = (1 + backward) * sdpa_flop_count(q.shape, *shared)
     causal = any(value is True for value in _causal(name, args, kwargs))
     n_bytes = sum(map(_extent, given)) + sum(map(_extent, made))
     shape = (b, heads, queries, keys, width, int(causal))

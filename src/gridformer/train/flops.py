@@ -1,8 +1,9 @@
 """How many floating-point operations a step takes, and how well devices are utilized by them.
 
 Only matrix products count, 2mnk for each, and the backward pass has two for each of the forward
-pass. Attention counts all pairs of positions, also those that a causal mask hides, and padding
-counts like text, as is usual for MFU (Narayanan et al. 2021; Chowdhery et al. 2022, appendix B).
+pass. Attention counts all pairs of positions, also those that a causal mask or a window hides, and
+padding counts like text, as is usual for MFU (Narayanan et al. 2021; Chowdhery et al. 2022,
+appendix B).
 
 Model operations are those of one device without recomputation, so they are the same on every
 layout. Hardware operations add what `train.recompute` computes again (Korthikanti et al. 2022).
@@ -89,10 +90,11 @@ class _Stack:
     def forward(self) -> int:
         """The forward pass."""
         h, inner = self.model.hidden_size, self.model.n_heads * self.model.head_width
-        weights = self.s * 4 * inner * h  # queries, keys, values and output
+        both = inner + self.model.kv_heads * self.model.head_width
+        weights = self.s * 2 * both * h  # queries and output, keys and values
         if self.source:
             weights += self.s * 2 * inner * h + self.source * 2 * inner * h
-        return self.n_layers * 2 * weights + 2 * self.scores + 2 * self.last
+        return self.n_layers * 2 * weights + 2 * self.scores + (2 + self.model.gated) * self.last
 
     def recomputed_fully(self, stops_early: bool) -> int:
         """What is computed again with recompute=full."""
