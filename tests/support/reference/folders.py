@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,17 +12,24 @@ from torch import Tensor
 
 from gridformer.evaluate.loading import load_model
 from gridformer.models import Model
-from tests.support.reference import bert, gpt2, t5
+from tests.support.reference import bert, gpt2, llama, t5
 from tests.support.reference.shared import tokens_of, transformers
 
 MODULES: dict[str, ModuleType] = {"gpt2": gpt2, "bert": bert, "t5": t5}
+KINDS = (*MODULES, *llama.ARCHITECTURES)
 V = 211
 
 
-def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a small model of Hugging Face with random weights."""
-    _, theirs = MODULES[kind].pair(dtype)
-    return theirs
+def pair(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Model, Any]:
+    """Return a small model of ours and one of Hugging Face with the same random weights."""
+    if kind in llama.ARCHITECTURES:
+        return llama.pair(kind, dtype, **changes)
+    found: tuple[Model, Any] = MODULES[kind].pair(dtype, **changes)
+    return found
+
+
+def their_model(kind: str, **changes: Any) -> Any:
+    return pair(kind, **changes)[1]
 
 
 def save(model: Any, folder: Path, sharded: bool = False) -> Path:
@@ -46,9 +54,10 @@ def tokenizer() -> Any:
     return found
 
 
-def opened_by_them(kind: str, folder: Path) -> Any:
-    """Open a folder by its config.json, as their library's users do."""
-    return transformers.AutoModelForPreTraining.from_pretrained(folder).eval()
+def opened_by_them(folder: Path) -> Any:
+    """Open a folder with the class that its config.json names, as Auto classes do."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(folder).eval()
 
 
 def ours(run_dir: Path) -> Model:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gridformer.checkpoint.convert.kinds import entries_of
+from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig, RopeScaling
 from gridformer.models import Llama
 from tests.support.reference.shared import plain, randomize, transformers
@@ -109,31 +111,7 @@ def _rotation_of(module: Any) -> Any:
 
 
 def from_hugging_face(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Convert their names to ours; their matrices are [out, in]."""
-    ours = {"tokens.weight": state["model.embed_tokens.weight"]}
-    ours["norm.weight"] = state["model.norm.weight"]
-    if not config.tied_head:
-        ours["head.weight"] = state["lm_head.weight"]
-    parts = {
-        "norm1": "input_layernorm",
-        "norm2": "post_attention_layernorm",
-        "attention.qkv.q": "self_attn.q_proj",
-        "attention.qkv.k": "self_attn.k_proj",
-        "attention.qkv.v": "self_attn.v_proj",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        "attention.out": "self_attn.o_proj",
-        "mlp.up.gate": "mlp.gate_proj",
-        "mlp.up.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-    }
-    for i in range(config.n_layers):
-        for our_part, their_part in parts.items():
-            for leaf in ("weight", "bias"):
-                value = state.get(f"model.layers.{i}.{their_part}.{leaf}")
-                if value is not None:
-                    ours[f"layers.{i}.{our_part}.{leaf}"] = value.t() if value.dim() == 2 else value
-    return ours
+    return to_ours(entries_of(config), state)
 
 
 def pair(architecture: str, dtype: torch.dtype, **changes: Any) -> tuple[Llama, Any]:

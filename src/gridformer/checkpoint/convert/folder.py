@@ -147,12 +147,13 @@ def _headers(path: Path) -> dict[str, There]:
 def _no_weights(folder: Path) -> str:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
+        named = read_json(folder / CONFIG).get("architectures") or ["AutoModelForCausalLM"]
         return (
             f"{folder} holds its weights as {', '.join(pickles)}, which are pickles: reading one "
             f"can run any code, so gridformer does not. If you trust the source, convert them "
             f"once:\n"
-            f"  from transformers import AutoModelForPreTraining\n"
-            f'  AutoModelForPreTraining.from_pretrained("{folder}").save_pretrained("NEW FOLDER")'
+            f"  from transformers import {named[0]}\n"
+            f'  {named[0]}.from_pretrained("{folder}").save_pretrained("NEW FOLDER")'
         )
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     hint = f", only {', '.join(others)}" if others else ""

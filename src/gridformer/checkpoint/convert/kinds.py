@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from gridformer.checkpoint.convert.bert import BERT
 from gridformer.checkpoint.convert.gpt2 import GPT2
+from gridformer.checkpoint.convert.llama import LLAMA_KINDS
 from gridformer.checkpoint.convert.t5 import T5
 from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.config import ModelConfig
 
-KINDS: dict[str, Kind] = {kind.model_type: kind for kind in (GPT2, BERT, T5)}
+KINDS: dict[str, Kind] = {kind.model_type: kind for kind in (GPT2, BERT, T5, *LLAMA_KINDS)}
 
 
 def kinds_of(config: ModelConfig) -> list[Kind]:

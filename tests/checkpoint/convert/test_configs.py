@@ -1,0 +1,162 @@
+"""config.json of Llama's kinds and ours say the same, in both directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gridformer.checkpoint.convert.config_keys import ConfigKeys
+from gridformer.checkpoint.convert.kinds import KINDS
+from gridformer.config import ModelConfig
+from gridformer.config.rope import RopeScaling
+
+LLAMAS = [name for name, kind in KINDS.items() if kind.family == "llama"]
+SIZES = {
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "vocab_size": 211,
+    "max_position_embeddings": 64,
+}
+
+
+@st.composite
+def scalings(draw: st.DrawFn) -> RopeScaling:
+    kind = draw(st.sampled_from(["linear", "llama3", "yarn"]))
+    values: dict[str, Any] = {"kind": kind, "factor": draw(st.floats(1, 64))}
+    if kind != "linear":
+        values["original_max_position_embeddings"] = draw(st.integers(1, 8192))
+    if kind == "llama3":
+        values["low_freq_factor"] = draw(st.floats(0.1, 2))
+        values["high_freq_factor"] = draw(st.floats(2.5, 8))
+    if kind == "yarn":
+        values["attention_factor"] = draw(st.none() | st.floats(0.5, 2))
+        values["beta_fast"] = draw(st.floats(2, 64))
+        values["truncate"] = draw(st.booleans())
+    return RopeScaling(**values)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[str, ModelConfig]:
+    """A kind, and a model that it has."""
+    name = draw(st.sampled_from(LLAMAS))
+    kv_heads, groups = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    n, width = kv_heads * groups, 2 * draw(st.integers(1, 8))
+    hidden = n * draw(st.sampled_from([width, width + 2]))
+    # 0 where it stands for the same number, as imports write it.
+    return name, ModelConfig(
+        family="llama",
+        n_layers=draw(st.integers(1, 3)),
+        hidden_size=hidden,
+        n_heads=n,
+        n_kv_heads=0 if groups == 1 else kv_heads,
+        head_dim=0 if n * width == hidden else width,
+        ffn_size=draw(st.integers(1, 99)),
+        vocab_size=draw(st.integers(1, 999)),
+        max_seq_len=draw(st.integers(1, 99)),
+        rope_theta=draw(st.floats(2, 1e7)),
+        rope_scaling=draw(st.none() | scalings()),
+        qkv_bias=name == "qwen2",
+        qk_norm=name == "qwen3",
+        window=0 if name == "llama" else draw(st.integers(0, 9)),
+        tied_head=draw(st.booleans()),
+        norm_eps=draw(st.floats(1e-8, 1e-3)),
+        init_std=draw(st.floats(1e-4, 1)),
+        attention_dropout=draw(st.floats(0, 0.9)),
+    )
+
+
+@given(models())
+def test_what_is_written_reads_the_same(drawn: tuple[str, ModelConfig]) -> None:
+    name, model = drawn
+    kind = KINDS[name]
+    written = kind.write_config(model)
+    assert isinstance(written, dict)
+    keys = ConfigKeys(written)
+    read = ModelConfig(family="llama", **kind.read_config(keys, frozenset()))
+    assert keys.problems == []
+    assert read == model
+
+
+def read(name: str, **changes: Any) -> tuple[ModelConfig, list[str]]:
+    keys = ConfigKeys({**SIZES, **changes})
+    values = KINDS[name].read_config(keys, frozenset())
+    return ModelConfig(family="llama", **values), keys.problems
+
+
+def test_absent_keys_have_the_defaults_of_their_class() -> None:
+    llama, _ = read("llama")
+    assert (llama.kv_heads, llama.head_width, llama.tied_head) == (4, 12, False)
+    assert (llama.window, llama.rope_theta, llama.norm_eps) == (0, 10000.0, 1e-6)
+    qwen3, _ = read("qwen3", num_key_value_heads=2)
+    assert (qwen3.kv_heads, qwen3.head_width, qwen3.window) == (2, 128, 0)
+    mistral, _ = read("mistral", num_key_value_heads=2)
+    assert mistral.window == 4096
+
+
+def test_old_and_new_files_of_rotary_positions() -> None:
+    """Older ones have rope_theta and rope_scaling with a `type`."""
+    new = {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read("llama", rope_parameters=new) == read("llama", **old)
+    model, problems = read("llama", **old)
+    assert (model.rope_theta, problems) == (5e5, [])
+    assert model.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "want"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias=true: gridformer has only false"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=true: gridformer has only false"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu: gridformer has only silu"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type=dynamic: gridformer has only default, linear, llama3 or yarn",
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "mscale": 1,
+                    "mscale_all_dim": 1,
+                }
+            },
+            "mscale=1: gridformer has only attention_factor",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5: gridformer has only 1.0",
+        ),
+        (
+            "qwen2",
+            {"num_key_value_heads": 4, "use_sliding_window": True, "max_window_layers": 2},
+            "layers of several kinds (full_attention, sliding_attention): gridformer has only the "
+            "same attention in all layers",
+        ),
+        (
+            "mistral",
+            {"num_key_value_heads": 4, "layer_types": ["linear_attention"] * 3},
+            "layers of several kinds (linear_attention): gridformer has only the same attention "
+            "in all layers",
+        ),
+    ],
+)
+def test_what_cannot_be_represented_is_named(name: str, changes: dict[str, Any], want: str) -> None:
+    assert read(name, **changes)[1] == [want]
+
+
+def test_a_model_that_no_kind_has_says_why() -> None:
+    model, _ = read("llama")
+    both = model.model_copy(update={"qkv_bias": True, "qk_norm": True, "window": 3})
+    told = [KINDS[name].write_config(both) for name in LLAMAS]
+    assert all(isinstance(one, list) and one for one in told)
+    assert "window=3: a llama has none" in told[0]
