@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -23,6 +24,7 @@ from gridformer.parallel.sharding import ParamShard, shard_of
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.support.multirank.layouts import Layout
+from tests.support.multirank.packing import packed
 from tests.support.multirank.pool import WorkerPool, group_cache
 
 CPU = torch.device("cpu")
@@ -211,10 +213,22 @@ def computed_once(compute: Callable[..., Found], *args: Any) -> Found:
     here = torch.tensor(float(key in _computed), device=device())
     dist.all_reduce(here, dist.ReduceOp.MIN)
     if not here:
-        sent = [compute(*args)] if dist.get_rank() == 0 else [None]
-        dist.broadcast_object_list(sent)
-        _computed[key] = sent[0]
+        if dist.get_rank() == 0 and key not in _computed:
+            _computed[key] = compute(*args)
+        _computed[key] = _from_first(_computed.get(key))
     return cast(Found, _computed[key])
+
+
+def _from_first(value: Any) -> Any:
+    """Return rank 0's value on all ranks."""
+    first = dist.get_rank() == 0
+    data = torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8) if first else None
+    size = torch.tensor(0 if data is None else len(data), device=device())
+    dist.broadcast(size, 0)
+    sent = torch.empty(int(size), dtype=torch.uint8) if data is None else data
+    sent = sent.to(device())
+    dist.broadcast(sent, 0)
+    return value if first else pickle.loads(sent.cpu().numpy().tobytes())
 
 
 def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Reference:

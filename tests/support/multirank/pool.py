@@ -36,6 +36,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from tests.support.multirank.packing import packed
+
 Result = TypeVar("Result")
 
 MAX_RANKS = 16
@@ -143,8 +145,8 @@ def _work(rank: int, pipe: Connection, stack_file: str) -> None:
             fn, args, kwargs = pickle.loads(body)
             torch.manual_seed(0)  # so that a test does not depend on the one before it
             value = fn(*args, **kwargs)
-            # Plain pickle: multiprocessing's own would send tensors as shared memory handles.
-            answer = pickle.dumps((True, value))
+            # multiprocessing's own pickler would send tensors as shared memory handles
+            answer = packed((True, value))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
@@ -194,7 +196,7 @@ class WorkerPool:
         if not 1 <= world_size <= MAX_RANKS:
             raise ValueError(f"world_size={world_size}: the pool has 1 to {MAX_RANKS} ranks")
         # raises here, not in a worker, if something cannot be pickled
-        body = pickle.dumps((fn, args, kwargs))
+        body = packed((fn, args, kwargs))
         self._grow(world_size)
         request = pickle.dumps((sys.path, self._group_of(world_size), body))
         workers = self._workers[:world_size]
