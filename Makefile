@@ -9,6 +9,10 @@ FUZZ   ?= 200
 # Two files of tests at a time: what waits for messages or processes leaves a core to the other.
 TWO    := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Where it is set, as in many container images, each of the hundreds of processes that tests start
+# would compile the package anew, and each test run would rewrite all asserts.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all lint fmt lock clean help
 
 help:
