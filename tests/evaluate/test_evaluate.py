@@ -14,15 +14,21 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.cli.app import app
-from gridformer.config import LayoutConfig, parse_run
-from gridformer.evaluate.loading import load_model
-from gridformer.evaluate.tasks import Options, measure, parse_tasks
+from gridformer.config import Family, LayoutConfig, parse_run
+from gridformer.data import Tokenizer
+from gridformer.evaluate.decode import Search
+from gridformer.evaluate.generate import translate
+from gridformer.evaluate.loading import Trained, load_model
+from gridformer.evaluate.tasks import Options, check_tasks, measure, parse_tasks
 from gridformer.evaluate.wikitext import restored
 from gridformer.mesh import Axes
+from gridformer.models import EncoderDecoder
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
-from gridformer.utils.errors import UserError
+from gridformer.utils.errors import ConfigError, DataError, UserError
+from tests.support.marks import extra
 
 LENGTH = 24
 CPU = torch.device("cpu")
@@ -215,3 +221,80 @@ def test_prompts_of_a_file_are_continued(run_dir: Path, tmp_path: Path) -> None:
     assert (
         "record 1 must be a text" in command("generate", str(run_dir), "--prompts", str(records))[1]
     )
+
+
+def test_a_folder_of_hugging_face_is_evaluated_as_the_run(
+    run_dir: Path, text_file: Path, tmp_path: Path
+) -> None:
+    export_run(run_dir, tmp_path / "exported", "float32")
+    words = ["--tasks", f"text:{text_file}", "--json"]
+    found, want = (
+        json.loads(command("evaluate", str(folder), *words)[0])
+        for folder in (tmp_path / "exported", run_dir)
+    )
+    assert found["model"] == str(tmp_path / "exported")
+    for task, numbers in want["tasks"].items():
+        assert found["tasks"][task] == pytest.approx(numbers, rel=1e-5)
+    (tmp_path / "exported" / "tokenizer.json").unlink()
+    _, error = command("evaluate", str(tmp_path / "exported"), *words)
+    assert "has no tokenizer.json, which generation and evaluation need" in error
+
+
+# --------------------------------------------------------------------------- classifiers
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_accuracy_of_a_classifier(family: Family, token_folder: Path, tmp_path: Path) -> None:
+    """Labels are those of the model's own logits, one text at a time, with some of them wrong."""
+    sections = {"data": {"path": str(token_folder), "seq_len": 16}, "train": {"dtype": "float64"}}
+    model = {**MODEL, "family": family, "n_labels": 5, "vocab_size": 305, "init_std": 1.0}
+    run = parse_run({"model": model, **sections})
+    built = build_parallel(run.model, LayoutConfig(), Axes(), 3, CPU, "float64").eval()
+    loaded = Trained(run, built, Tokenizer.load(token_folder / "tokenizer.json"))
+    texts = [f"file {'and ' * i}line {i}" for i in range(9)]
+    special, labels = loaded.special, []
+    for text in texts:
+        ids = loaded.tokenizer.encode(text)
+        if family == "bert":
+            ids = [special.cls or 0, *ids[:14], special.sep or 0]
+        else:
+            ids = [*ids, special.eos][:16]
+        at = torch.tensor([0 if family == "bert" else len(ids) - 1])
+        with torch.no_grad():
+            logits = built.logits({"tokens": torch.tensor([ids]), "at": at})["labels"]
+        labels.append(int(logits.argmax()))
+    assert len(set(labels)) > 1
+    file = tmp_path / "labels.jsonl"
+    given = [(label + (i % 3 == 0)) % 5 for i, label in enumerate(labels)]
+    lines = [json.dumps({"text": t, "label": label}) + "\n" for t, label in zip(texts, given)]
+    file.write_text("".join(lines))
+    asked = parse_tasks(f"labels:{file}")
+    check_tasks(run, asked, Options())
+    (found,) = measure(loaded, asked, Options(4)).values()
+    assert found == {"accuracy": 6 / 9, "documents": 9}
+    file.write_text(json.dumps({"text": "a", "label": 5}))
+    with pytest.raises(DataError, match="has the label 5: write a number from 0 to 4"):
+        check_tasks(run, asked, Options())
+    with pytest.raises(ConfigError, match="labels needs a model with a classifier"):
+        check_tasks(parse_run({"model": MODEL, **sections}), asked, Options())
+
+
+def test_bleu_is_that_of_the_texts_that_a_model_generates(
+    token_folder: Path, tmp_path: Path
+) -> None:
+    sacrebleu = extra("sacrebleu")
+    model = {**MODEL, "family": "transformer", "vocab_size": 302}
+    del model["init_std"]
+    data = {"path": str(token_folder), "task": "pairs"}
+    run = parse_run({"model": model, "data": data, "train": {"dtype": "float64"}})
+    built = build_parallel(run.model, LayoutConfig(), Axes(), 3, CPU, "float64").eval()
+    loaded = Trained(run, built, Tokenizer.load(token_folder / "tokenizer.json"))
+    sources, targets = ["line 1", "a file"], ["line 2 of a file", "file"]
+    file = tmp_path / "pairs.jsonl"
+    pairs = [{"source": s, "target": t} for s, t in zip(sources, targets)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (found,) = measure(loaded, parse_tasks(f"bleu:{file}"), Options()).values()
+    assert isinstance(built, EncoderDecoder)
+    how = Search(max_tokens=256)
+    said = [translate(built, loaded.tokenizer, loaded.special, s, how) for s in sources]
+    assert found["bleu"] == sacrebleu.corpus_bleu(said, [targets]).score

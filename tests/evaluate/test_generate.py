@@ -97,7 +97,9 @@ def test_a_text_that_ends_stops_and_the_others_go_on() -> None:
     end = whole[1][3]
     work, speed = [Prompt(ids, 12, 0) for ids in prompts], Speed()
     found: list[list[int]] = [[] for _ in prompts]
-    for words in continue_texts(trained(ours), work, GREEDY, 211, frozenset({end}), speed):
+    for words in continue_texts(
+        trained(ours), work, GREEDY, 211, lambda text, token: token == end, speed
+    ):
         for text, word in zip(found, words):
             text += [] if word is None else [word]
     assert found == [text[: text.index(end) + 1] if end in text else text for text in whole]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from gridformer.evaluate.continuing import Prompt, continue_texts
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.sampling import Sampling
 from gridformer.evaluate.scoring import Score, Window, score
+from gridformer.evaluate.team import Team
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from tests.support.marks import full_unless
@@ -30,6 +32,23 @@ LENGTHS = (5, 1, 11, 5, 3)
 # Windows are as long as the model reads; few words, so that some of them are the most likely.
 WINDOW = 12
 SCORED: dict[str, Any] = {"max_seq_len": WINDOW, "init_std": 0.3, "vocab_size": 5}
+
+# Heads of keys and values that no axis divides, and a window that is shorter than the context.
+LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "n_kv_heads": 3,
+    "qk_norm": True,
+    "tied_head": False,
+    "window": 4,
+}
+LLAMA_LAYOUTS: list[dict[str, Any]] = [
+    {"scheme": "megatron_2d", "rows": 1, "cols": 4},
+    {"scheme": "megatron", "cols": 2, "pp": 2},
+    {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+    {"scheme": "optimus", "rows": 2, "cols": 2},
+    {"scheme": "subgraph", "branches": 2, "dp": 2, "dp_mode": "fsdp"},
+    {"scheme": "subgraph", "branches": 4, "common": "first"},
+]
 
 QUICK_SCORES: list[dict[str, Any]] = [
     {"scheme": "optimus", "rows": 2, "cols": 2, "micro_batches": 2},
@@ -121,6 +140,20 @@ def test_every_layout_gives_the_tokens_of_one_device(
 
 
 @pytest.mark.parametrize(
+    "layout", full_unless(lambda layout: layout is LLAMA_LAYOUTS[0], LLAMA_LAYOUTS), ids=title
+)
+def test_a_llama_says_the_same_on_every_layout(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    settings, scored = {**SETTINGS, **LLAMA}, {**SCORED, **LLAMA}
+    tokens, likely = both_of({}, settings), likelihoods_of({}, scored)
+    assert len({tuple(text) for text in tokens[1]}) == len(LENGTHS), "all texts are alike"
+    n = n_of(layout)
+    assert pool.run(n, both_of, layout, settings) == [tokens] * n
+    for found in pool.run(n, likelihoods_of, layout, scored):
+        want = [one.log_likelihood for one in likely]
+        assert [one.log_likelihood for one in found] == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize(
     "layout",
     full_unless(lambda layout: layout in QUICK_SCORES, [*QUICK_SCORES, *LAYOUTS]),
     ids=title,
@@ -134,3 +167,41 @@ def test_every_layout_gives_the_likelihoods_of_one_device(
         assert [one.greedy for one in found] == [one.greedy for one in want], f"rank {rank}"
         likelihoods = [one.log_likelihood for one in want]
         assert [one.log_likelihood for one in found] == pytest.approx(likelihoods, rel=1e-9)
+
+
+def as_asked(layout: dict[str, Any]) -> tuple[list[Score], list[list[int]]] | None:
+    """Let rank 0 ask for scores and continuations, and the others follow."""
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    trained = built(tiny(**SETTINGS), plan, axes_of(plan) if plan.n_processes > 1 else Axes())
+    team = Team(replace(trained, tokenizer=cast(Tokenizer, Words())), 4)
+    if trained.axes.world.index:
+        team.follow()
+        return None
+    scores = team.score([Window([5, 3, 8, 9], 2), Window([1, 2], 1)])
+    said = team.continue_ids([[4, 2], [7]], 9, ["1"], Sampling(temperature=0.0))
+    team.release()
+    return scores, said
+
+
+class Words:
+    """A tokenizer whose tokens are numbers."""
+
+    vocab_size, eos_id = 80, 0
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_ranks_follow_what_the_first_one_asks(pool: WorkerPool) -> None:
+    want = as_asked({})
+    assert want is not None
+    assert any("1" in Words().decode(ids) and len(ids) < 9 for ids in want[1]), (
+        "until has an effect"
+    )
+    found, *others = pool.run(2, as_asked, {"scheme": "megatron", "cols": 2})
+    assert others == [None]
+    assert found is not None
+    assert found[1] == want[1]
+    likelihoods = [one.log_likelihood for one in want[0]]
+    assert [one.log_likelihood for one in found[0]] == pytest.approx(likelihoods, rel=1e-9)

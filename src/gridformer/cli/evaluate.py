@@ -12,7 +12,11 @@ from gridformer.cli.run_argument import device_of
 
 def evaluate(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="RUNDIR", help="A run directory, or one of its checkpoints.")
+        Path,
+        typer.Argument(
+            metavar="RUNDIR|FOLDER",
+            help="A run directory, one of its checkpoints, or a folder of Hugging Face.",
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -27,7 +31,8 @@ def evaluate(
         typer.Option(
             "--tasks",
             help="Tasks, separated by commas: text:FILE (perplexity), wikitext:FILE (perplexity "
-            "per word of WikiText's original), lambada:FILE (last words).",
+            "per word of WikiText's original), lambada:FILE (last words), labels:FILE (accuracy of "
+            "a classifier), bleu:FILE (pairs of texts), lm-eval:TASK (of lm-evaluation-harness).",
         ),
     ] = "",
     stride: Annotated[
@@ -66,15 +71,24 @@ def evaluate(
 
     gridformer evaluate runs/demo layout.scheme=megatron layout.cols=2 --tasks text:README.md --json
     """
+    from contextlib import ExitStack
+    from dataclasses import replace
+
+    from gridformer.cli.waiting import waiting
     from gridformer.evaluate.evaluating import evaluate_worker
+    from gridformer.evaluate.folders import run_directory
     from gridformer.evaluate.job import plan_job
-    from gridformer.evaluate.tasks import Options, check_tasks, parse_tasks
+    from gridformer.evaluate.tasks import Options, check_tasks, parse_tasks, timeout_of
     from gridformer.launch import launch
     from gridformer.utils.errors import ConfigError
 
     if not tasks:
         raise ConfigError(["--tasks is missing: write, for example, --tasks text:FILE"])
     asked, options = parse_tasks(tasks), Options(batch_size, stride, limit)
-    job = plan_job(run_dir, overrides or [], device_of(device), whole_windows=True)
-    check_tasks(job.run, asked, options)
-    launch(evaluate_worker, (job, asked, options, as_json), job.n_processes)
+    with ExitStack() as at_end:
+        with waiting() as tell:
+            found = at_end.enter_context(run_directory(run_dir, tell))
+            job = plan_job(found, overrides or [], device_of(device), whole_windows=True)
+            check_tasks(job.run, asked, options)
+        job = replace(job, name=str(run_dir), timeout_s=timeout_of(asked))
+        launch(evaluate_worker, (job, asked, options, as_json), job.n_processes)

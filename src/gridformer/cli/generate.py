@@ -12,13 +12,17 @@ from gridformer.cli.run_argument import device_of
 
 def generate(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="RUNDIR", help="A run directory, or one of its checkpoints.")
+        Path,
+        typer.Argument(
+            metavar="RUNDIR|FOLDER",
+            help="A run directory, one of its checkpoints, or a folder of Hugging Face.",
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="LAYOUT",
-            help="For gpt2: the layout on which to generate, such as layout.scheme=megatron "
+            help="For decoders: the layout on which to generate, such as layout.scheme=megatron "
             "layout.cols=2. The default is one process, whatever the layout of training was.",
         ),
     ] = None,
@@ -44,7 +48,7 @@ def generate(
         typer.Option(
             "--batch-size",
             min=1,
-            help="For gpt2: this number of prompts of a file go through the model together.",
+            help="For decoders: this number of prompts of a file go through the model together.",
         ),
     ] = 16,
     max_tokens: Annotated[
@@ -55,21 +59,21 @@ def generate(
         typer.Option(
             "--temperature",
             "-t",
-            help="For gpt2: values below 1 make the text more predictable, values above 1 more "
+            help="For decoders: values below 1 make the text more predictable, values above 1 more "
             "varied. The default is 0.8.",
         ),
     ] = None,
     top_k: Annotated[
         int | None,
         typer.Option(
-            "--top-k", help="For gpt2: sample from the k most likely tokens; 0 means all."
+            "--top-k", help="For decoders: sample from the k most likely tokens; 0 means all."
         ),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
             "--top-p",
-            help="For gpt2: sample from the most likely tokens that have this total probability.",
+            help="For decoders: sample from the likeliest tokens that have this total probability.",
         ),
     ] = None,
     greedy: Annotated[
@@ -92,7 +96,8 @@ def generate(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="For gpt2: the seed of sampling. The default is 0.")
+        int | None,
+        typer.Option("--seed", help="For decoders: the seed of sampling. The default is 0."),
     ] = None,
     device: Annotated[
         str, typer.Option("--device", help="The device: cpu, cuda or auto.")
@@ -100,9 +105,10 @@ def generate(
 ) -> None:
     """Generate text with a trained model, whatever its training layout was.
 
-    gpt2 continues the prompt. bert, and t5 trained on spans, fill in its blanks. transformer, and
-    t5 trained on pairs, generate the other text of the pair. gpt2 generates on any layout, with
-    the same result as on one process. Tokens per second are printed on standard error.
+    Decoders (gpt2 and llama) continue the prompt. bert, and t5 trained on spans, fill in its
+    blanks. transformer, and t5 trained on pairs, generate the other text of the pair. Decoders
+    generate on any layout, with the same result as on one process, and tokens per second are
+    printed on standard error.
 
     [bold]Examples:[/bold]
 
@@ -111,8 +117,11 @@ def generate(
     gridformer generate runs/demo layout.scheme=megatron layout.cols=2 --prompts prompts.txt
     """
     import sys
+    from contextlib import ExitStack
 
+    from gridformer.cli.waiting import waiting
     from gridformer.evaluate.decode import Search
+    from gridformer.evaluate.folders import run_directory
     from gridformer.evaluate.generate import check_layout, check_options
     from gridformer.evaluate.generating import Generation, generate_worker
     from gridformer.evaluate.job import plan_job
@@ -132,8 +141,11 @@ def generate(
     if prompt and prompts:
         raise ConfigError(["--prompt and --prompts both name what to continue: leave one out"])
     texts = read_prompts(prompts) if prompts else [sys.stdin.read() if prompt == "-" else prompt]
-    job = plan_job(run_dir, overrides or [], device_of(device))
-    check_options(job.run.model, given)
-    check_layout(job.run)
-    wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
-    launch(generate_worker, (job, wanted), job.n_processes)
+    with ExitStack() as at_end:
+        with waiting() as tell:
+            found = at_end.enter_context(run_directory(run_dir, tell))
+            job = plan_job(found, overrides or [], device_of(device))
+            check_options(job.run.model, given)
+            check_layout(job.run)
+        wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
+        launch(generate_worker, (job, wanted), job.n_processes)

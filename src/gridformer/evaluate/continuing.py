@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from gridformer import comm
 from gridformer.evaluate.decoding import Decoder, row_parts
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.sampling import Sampling, choose, uniform
+
+Ended = Callable[[int, int], bool]
 
 
 @dataclass
@@ -60,7 +62,7 @@ def continue_texts(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     vocab_size: int,
-    ends: frozenset[int] = frozenset(),
+    ended: Ended = lambda text, token: False,
     speed: Speed | None = None,
 ) -> Iterator[list[int | None]]:
     """Yields the next token of each text, until all of them have ended.
@@ -77,7 +79,8 @@ def continue_texts(
         prompts: The prompts.
         sampling: The settings; each prompt has its own seed.
         vocab_size: Only ids below this are chosen.
-        ends: The ids that end a text.
+        ended: Whether a new token ends its text; it is called with the number of the text and the
+            token, on every process.
         speed: Counts tokens and seconds.
 
     Yields:
@@ -117,7 +120,7 @@ def continue_texts(
             found[i] = words[i]
             known[i].append(words[i])
             counts[i] += 1
-            left[i] = 0 if words[i] in ends else left[i] - 1
+            left[i] = 0 if ended(i, words[i]) else left[i] - 1
         if speed is not None:
             seconds, n_new = time.perf_counter() - began, sum(w is not None for w in found)
             speed.new_tokens += n_new

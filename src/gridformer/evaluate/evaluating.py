@@ -27,7 +27,7 @@ def evaluate_worker(job: Job, asked: Sequence[Asked], options: Options, as_json:
 def as_dict(job: Job, found: Mapping[str, Numbers], seconds: float) -> dict[str, Any]:
     """Returns the results for --json."""
     return {
-        "checkpoint": str(job.folder),
+        "model": job.name or str(job.folder),
         "layout": job.run.layout.model_dump(mode="json", exclude_defaults=True),
         "tasks": dict(found),
         "seconds": seconds,
@@ -47,4 +47,6 @@ def show(job: Job, found: Mapping[str, Numbers], seconds: float) -> None:
             table.add_row("" if place else task, name, f"{value:,}" if whole else f"{value:.4f}")
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{job.folder} on {describe(job.run.layout)}: {seconds:.1f} s", soft_wrap=True)
+    console.print(
+        f"{job.name or job.folder} on {describe(job.run.layout)}: {seconds:.1f} s", soft_wrap=True
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from gridformer.config import ModelConfig, RunConfig
 from gridformer.data import SpecialIds, Tokenizer
@@ -35,7 +36,7 @@ def check_options(model: ModelConfig, given: Sequence[str]) -> None:
         if name in of_sampling and not samples:
             instead = "use --beams and --length-penalty, or leave it out"
             problems.append(
-                f"{option} is for gpt2, which samples tokens; this model is a {family}: "
+                f"{option} is for gpt2 and llama, which sample tokens; this model is a {family}: "
                 f"{instead if searches else 'leave it out'}"
             )
         elif name not in of_sampling and not searches:
@@ -73,16 +74,16 @@ def answer(
 ) -> Iterator[str]:
     """Yields the output of a model for a prompt in pieces of text.
 
-    For gpt2 it is the prompt and its continuation. For bert, and for t5 trained on spans, it is the
-    prompt with its blanks filled in. For t5 and transformer trained on pairs, it is the second text
-    of the pair.
+    For gpt2 and llama it is the prompt and its continuation. For bert, and for t5 trained on spans,
+    it is the prompt with its blanks filled in. For t5 and transformer trained on pairs, it is the
+    second text of the pair.
 
     Args:
         trained: the model.
         prompt: text; ___ marks a blank.
-        sampling: settings for gpt2.
-        how: settings for t5 and transformer. `max_tokens` also applies to gpt2.
-        speed: counts tokens and seconds of gpt2.
+        sampling: settings for gpt2 and llama.
+        how: settings for t5 and transformer. `max_tokens` applies to all of them.
+        speed: counts tokens and seconds of gpt2 and llama.
 
     Raises:
         UserError: blanks are missing, or the prompt is too long; see `fill_words` and `fill_spans`.
@@ -152,9 +153,14 @@ def sample(
     """
     tokenizer = trained.tokenizer
     prompt = Prompt(ids or [tokenizer.eos_id], max_tokens, sampling.seed)
-    ends = frozenset({tokenizer.eos_id})
+
+    def ended(text: int, token: int) -> bool:
+        return token == tokenizer.eos_id
+
     with trained.in_use():
-        for found in continue_texts(trained, [prompt], sampling, tokenizer.vocab_size, ends, speed):
+        for found in continue_texts(
+            trained, [prompt], sampling, tokenizer.vocab_size, ended, speed
+        ):
             assert found[0] is not None
             yield found[0]
 
@@ -188,21 +194,45 @@ def continue_prompts(
         batch_size: prompts at a time.
         speed: counts tokens and seconds.
     """
-    tokenizer = trained.tokenizer
     work = [
-        Prompt(ids or [tokenizer.eos_id], max_tokens, (sampling.seed + number) % MOST_SEED)
-        for number, ids in enumerate(tokenizer.encode_batch(prompts))
+        Prompt(ids, max_tokens, (sampling.seed + number) % MOST_SEED)
+        for number, ids in enumerate(trained.tokenizer.encode_batch(prompts))
     ]
-    order = sorted(range(len(work)), key=lambda i: len(work[i].ids))
+    said = continued_ids(trained, work, sampling, batch_size, speed)
+    return [Continued(p, trained.tokenizer.decode(ids)) for p, ids in zip(prompts, said)]
+
+
+def continued_ids(
+    trained: Trained,
+    work: Sequence[Prompt],
+    sampling: Sampling,
+    batch_size: int,
+    speed: Speed | None = None,
+    until: Sequence[str] = (),
+) -> list[list[int]]:
+    """Returns the tokens that continue prompts, without the end of text.
+
+    Args:
+        trained, sampling, batch_size, speed: see `continue_prompts`.
+        work: the prompts; the end of text takes the place of one without tokens.
+        until: a continuation also ends when it contains one of these texts.
+    """
+    tokenizer = trained.tokenizer
     said: list[list[int]] = [[] for _ in work]
-    ends = frozenset({tokenizer.eos_id})
+    order = sorted(range(len(work)), key=lambda i: len(work[i].ids))
     with trained.in_use():
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            for found in continue_texts(
-                trained, [work[i] for i in batch], sampling, tokenizer.vocab_size, ends, speed
-            ):
-                for i, token in zip(batch, found):
-                    if token is not None and token not in ends:
-                        said[i].append(token)
-    return [Continued(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, said)]
+
+            def ended(text: int, token: int, batch: Sequence[int] = batch) -> bool:
+                if token == tokenizer.eos_id:
+                    return True
+                ids = said[batch[text]]
+                ids.append(token)
+                shown = tokenizer.decode(ids) if until else ""
+                return any(words in shown for words in until)
+
+            some = [replace(work[i], ids=work[i].ids or [tokenizer.eos_id]) for i in batch]
+            passes = continue_texts(trained, some, sampling, tokenizer.vocab_size, ended, speed)
+            deque(passes, maxlen=0)
+    return said

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from gridformer.config import RunConfig, parse_run
-from gridformer.evaluate.loading import Trained, load_for_inference, load_model
+from gridformer.evaluate.loading import Trained, load_for_inference, load_model, tokenizer_file
 from gridformer.mesh.process_group import DeviceChoice, check_devices, close_world, init_world
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.offers import Broken, Changes, Way, with_offers
@@ -26,12 +26,14 @@ class Job:
         folder: the checkpoint.
         run: the config of the run that trained it, with the layout of the job.
         device: `cpu`, `cuda` or `auto`.
+        name: what the results call the model; empty means the checkpoint.
         timeout_s: seconds after which a collective that still waits ends the job.
     """
 
     folder: Path
     run: RunConfig
     device: DeviceChoice
+    name: str = ""
     timeout_s: float = 600.0
 
     @property
@@ -76,9 +78,11 @@ def plan_job(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
+        DataError: there is no tokenizer.
         ConfigError: the layout does not fit the model or this machine. It lists all problems.
     """
     run, folder = load_for_inference(run_dir, contents=False)
+    tokenizer_file(folder)
     wrong = [text for text in overrides if not text.startswith("layout.")]
     if wrong:
         raise ConfigError(

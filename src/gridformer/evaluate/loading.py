@@ -19,6 +19,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.utils.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,19 @@ def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig,
     return RunConfig.model_validate(manifest.run), folder
 
 
-def tokenizer_of(folder: Path) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint, which lies there or in its run directory.
+def tokenizer_file(folder: Path) -> Path:
+    """Returns the tokenizer of a checkpoint, which lies there or in its run directory.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: there is none.
     """
-    root = folder if (folder / "tokenizer.json").exists() else folder.parents[1]
-    return Tokenizer.load(root / "tokenizer.json")
+    for root in (folder, *folder.resolve().parents[:2]):
+        if (root / "tokenizer.json").is_file():
+            return root / "tokenizer.json"
+    raise DataError(
+        f"{folder.resolve().parents[1]} has no tokenizer.json, which generation and evaluation "
+        "need: copy the one of the model there"
+    )
 
 
 def load_model(
@@ -116,4 +122,4 @@ def load_model(
     )
     checkpoint.load(folder, model, None, axes)
     model.uses_kernels(run.train.kernels == "fused")
-    return Trained(run, model.eval(), tokenizer_of(folder), layout, axes)
+    return Trained(run, model.eval(), Tokenizer.load(tokenizer_file(folder)), layout, axes)

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from gridformer.config import RunConfig, any_of, closest
-from gridformer.evaluate.generate import continues
+from gridformer.evaluate.decode import Search
+from gridformer.evaluate.generate import continues, translate
+from gridformer.evaluate.labels import predicted, read_labeled
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.prompts import read_fields, read_text
 from gridformer.evaluate.scoring import Window, score
+from gridformer.evaluate.team import Team
 from gridformer.evaluate.wikitext import n_words, read_pages, restored
 from gridformer.evaluate.windows import continuation, prefix_id, sliding
-from gridformer.utils.errors import ConfigError, DataError
+from gridformer.models import EncoderDecoder
+from gridformer.utils.errors import ConfigError, DataError, UserError
+from gridformer.utils.extras import require
 
 Item = TypeVar("Item")
 
@@ -62,7 +67,7 @@ class Task:
 
     what: str
     problem: Callable[[RunConfig], str]
-    check: Callable[[str], object]
+    check: Callable[[str, RunConfig], object]
     measure: Callable[[Trained, str, Options], Numbers]
 
 
@@ -139,11 +144,66 @@ def lambada(trained: Trained, file: str, options: Options) -> Numbers:
     }
 
 
+def labels(trained: Trained, file: str, options: Options) -> Numbers:
+    """Measures how often the classifier gives the right label."""
+    records = _first(read_labeled(Path(file), trained.run), options)
+    found = predicted(trained, [text for text, _ in records], options.batch_size)
+    right = sum(label == wanted for label, (_, wanted) in zip(found, records))
+    return {"accuracy": right / len(records), "documents": len(records)}
+
+
+def bleu(trained: Trained, file: str, options: Options) -> Numbers:
+    """Measures BLEU (Papineni et al. 2002; Post 2018) of generated second texts of pairs."""
+    import sacrebleu
+
+    pairs = _first(read_fields(Path(file), "source", "target"), options)
+    model, special = trained.model, trained.special
+    assert isinstance(model, EncoderDecoder)
+    said = [
+        translate(model, trained.tokenizer, special, str(source), Search(max_tokens=256))
+        for source, _ in pairs
+    ]
+    result = sacrebleu.corpus_bleu(said, [[str(target) for _, target in pairs]])
+    return {"bleu": result.score, "documents": len(pairs)}
+
+
+def lm_eval(trained: Trained, task: str, options: Options) -> Numbers:
+    """Measures a task of lm-evaluation-harness, which runs on rank 0."""
+    team = Team(trained, options.batch_size)
+    if trained.axes.world.index:
+        team.follow()
+        return {}
+    from gridformer.evaluate.harness import measured
+
+    found = measured(team, task, options.limit)
+    team.release()
+    return found
+
+
 def _first(values: Sequence[Item], options: Options) -> Sequence[Item]:
     return values[: options.limit] if options.limit else values
 
 
-def _check_text(file: str) -> None:
+def _check_lm_eval(task: str, run: RunConfig) -> None:
+    require("lm_eval", "--tasks lm-eval:TASK", "lm-eval")
+    if task.endswith(".yaml"):
+        read_text(Path(task))
+        return
+    from gridformer.evaluate.harness import knows
+
+    if not knows(task):
+        raise UserError(
+            f"--tasks lm-eval:{task}: the installed lm-eval has no such task; `lm-eval ls tasks` "
+            "lists all of them, and the path of a YAML file names one of your own"
+        )
+
+
+def _check_bleu(file: str, run: RunConfig) -> None:
+    require("sacrebleu", "--tasks bleu:FILE", "bleu")
+    read_fields(Path(file), "source", "target")
+
+
+def _check_text(file: str, run: RunConfig) -> None:
     if not re.search(r"\S", read_text(Path(file))):
         raise DataError(f"{file}: has no text")
 
@@ -154,10 +214,25 @@ def _predicts(run: RunConfig) -> str:
     return f"needs a model that predicts next tokens, and this one is a {run.model.family}"
 
 
+def _classifies(run: RunConfig) -> str:
+    return "" if run.model.n_labels else "needs a model with a classifier, but model.n_labels=0"
+
+
+def _translates(run: RunConfig) -> str:
+    if run.task != "pairs":
+        return f"needs a model that was trained on pairs of texts, not on data.task={run.task}"
+    if run.layout.n_processes > 1:
+        return f"runs on one process, and the layout has {run.layout.n_processes}"
+    return ""
+
+
 TASKS: dict[str, Task] = {
     "text": Task("FILE", _predicts, _check_text, text),
-    "wikitext": Task("FILE", _predicts, lambda file: read_pages(Path(file)), wikitext),
-    "lambada": Task("FILE", _predicts, lambda file: read_fields(Path(file), "text"), lambada),
+    "wikitext": Task("FILE", _predicts, lambda file, run: read_pages(Path(file)), wikitext),
+    "lambada": Task("FILE", _predicts, lambda file, run: read_fields(Path(file), "text"), lambada),
+    "labels": Task("FILE", _classifies, lambda file, run: read_labeled(Path(file), run), labels),
+    "bleu": Task("FILE", _translates, _check_bleu, bleu),
+    "lm-eval": Task("TASK", _predicts, _check_lm_eval, lm_eval),
 }
 
 
@@ -205,7 +280,15 @@ def check_tasks(run: RunConfig, asked: Sequence[Asked], options: Options) -> Non
     if problems:
         raise ConfigError(problems)
     for one in asked:
-        TASKS[one.kind].check(one.what)
+        TASKS[one.kind].check(one.what, run)
+
+
+def timeout_of(asked: Sequence[Asked]) -> float:
+    """Returns the seconds that a process may wait for others.
+
+    For lm-evaluation-harness, rank 0 may download and prepare data for a long time.
+    """
+    return 6 * 3600.0 if any(one.kind == "lm-eval" for one in asked) else 600.0
 
 
 def measure(trained: Trained, asked: Sequence[Asked], options: Options) -> dict[str, Numbers]:

@@ -1,0 +1,40 @@
+"""Opens what a command names as a trained model: a run directory, or a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gridformer.checkpoint import checkpoint
+
+
+@contextmanager
+def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path]:
+    """Yields a run directory with the model of a folder, which may be one of Hugging Face.
+
+    Such a folder is converted into a temporary one (in TMPDIR), which takes as much room.
+
+    Args:
+        path: run directory, one of its checkpoints, or a folder with config.json and safetensors.
+        tell: receives progress messages; see `gridformer.cli.waiting.waiting`.
+
+    Raises:
+        UserError: the folder cannot be imported.
+    """
+    if not is_hugging_face(path):
+        yield path
+        return
+    from gridformer.checkpoint.convert.importing import import_folder
+
+    with tempfile.TemporaryDirectory(prefix="gridformer-") as folder:
+        out = Path(folder) / "imported"
+        import_folder(path, out, tell=lambda doing: tell("", doing))
+        yield out
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Returns whether a path looks like a folder of Hugging Face rather than a run directory."""
+    ours = (path / checkpoint.MANIFEST).is_file() or (path / "checkpoints").is_dir()
+    return (path / "config.json").is_file() and not ours

@@ -1,0 +1,161 @@
+"""gridformer as a model of lm-evaluation-harness (Gao et al. 2021), registered as `gridformer`.
+
+    gridformer evaluate runs/demo --tasks lm-eval:lambada_openai
+
+or, in a script of one process, after `import gridformer.evaluate.harness`,
+
+    lm_eval.simple_evaluate(model="gridformer", model_args="run_dir=runs/demo", tasks=[...])
+
+Importing this module needs the package lm-eval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+
+from gridformer.evaluate.loading import load_model
+from gridformer.evaluate.sampling import Sampling
+from gridformer.evaluate.team import Team
+from gridformer.evaluate.windows import after, prefix_id, sliding
+
+
+@register_model("gridformer")
+class GridformerLM(TemplateLM):
+    """A model that predicts next tokens, as the harness uses it. On rank 0 only.
+
+    Args:
+        run_dir: A run directory, which is loaded on one process.
+        batch_size: Windows or texts that go through the model together.
+        device: `cpu` or `cuda`; None means cuda if there is a GPU.
+        team: The processes of a layout, instead of `run_dir`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str = "",
+        batch_size: int | str | None = None,
+        device: str | None = None,
+        team: Team | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if team is None:
+            chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            size = batch_size if isinstance(batch_size, int) else 8
+            team = Team(load_model(Path(run_dir), torch.device(chosen)), size)
+        self.team = team
+        self.tokenizer_of_run = team.trained.tokenizer
+
+    @property
+    def max_length(self) -> int:
+        """How many tokens the model reads at once."""
+        return self.team.trained.model.config.max_seq_len
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer_of_run.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return prefix_id(self.tokenizer_of_run)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        return self.tokenizer_of_run.encode(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        windows = [after(context, ids, self.max_length) for _, context, ids in requests]
+        return [(one.log_likelihood, one.greedy) for one in self.team.score(windows)]
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        texts = [
+            [*sliding(self.tok_encode(text), self.prefix_token_id, *[self.max_length] * 2)]
+            for (text,) in (request.args for request in requests)
+        ]
+        scores = iter(self.team.score([window for text in texts for window in text]))
+        return [sum(next(scores).log_likelihood for _ in text) for text in texts]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        found: dict[int, str] = {}
+        groups: dict[str, list[int]] = {}
+        asked = [request.args for request in requests]
+        for number, (_, settings) in enumerate(asked):
+            groups.setdefault(repr(settings), []).append(number)
+        for numbers in groups.values():
+            said = self._continued([asked[i][0] for i in numbers], dict(asked[numbers[0]][1]))
+            found |= dict(zip(numbers, said))
+        return [found[number] for number in range(len(asked))]
+
+    def _continued(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
+        until = settings.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        max_tokens = int(settings.get("max_gen_toks", 256))
+        how = Sampling(temperature=0.0)
+        if settings.get("do_sample", False):
+            how = Sampling(
+                float(settings.get("temperature", 1.0)),
+                int(settings.get("top_k", 0)),
+                float(settings.get("top_p", 1.0)),
+            )
+        room = max(1, self.max_length - max_tokens)
+        prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        texts = []
+        for ids in self.team.continue_ids(prompts, max_tokens, until, how):
+            text = self.tokenizer_of_run.decode(ids)
+            for words in filter(None, until):
+                text = text.split(words)[0]
+            texts.append(text)
+        return texts
+
+
+def measured(team: Team, task: str, limit: int) -> dict[str, float]:
+    """Returns the measures of a task of the harness. On rank 0 only.
+
+    Args:
+        team: The processes, of which the others follow.
+        task: The name of a task, or the path of its YAML file.
+        limit: Only the first so many documents are measured; 0 means all.
+    """
+    from lm_eval import simple_evaluate
+
+    results = simple_evaluate(
+        model=GridformerLM(team=team),
+        tasks=[task],
+        limit=limit or None,
+        bootstrap_iters=0,
+        log_samples=False,
+        task_manager=manager_of(task),
+    )
+    assert results is not None
+    found: dict[str, float] = {}
+    several = len(results["results"]) > 1
+    for name, numbers in results["results"].items():
+        for key, value in numbers.items():
+            measure, _, kind = key.partition(",")
+            if isinstance(value, int | float) and not measure.endswith("_stderr") and kind:
+                measure += f" ({kind})" if kind != "none" else ""
+                found[f"{name}: {measure}" if several else measure] = value
+    return found
+
+
+def manager_of(task: str) -> Any:
+    """Returns the harness's manager of tasks, which reads its own tasks only if they are needed."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=not task.endswith(".yaml"))
+
+
+def knows(task: str) -> bool:
+    """Returns whether the harness has a task, a group or a tag of that name."""
+    return bool(manager_of(task).match_tasks([task]))

@@ -1,0 +1,82 @@
+"""How often a model's classifier gives the labels of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gridformer.config import RunConfig
+from gridformer.data import TokenFolder
+from gridformer.evaluate.loading import Trained
+from gridformer.evaluate.prompts import read_fields
+from gridformer.evaluate.scoring import in_batches
+from gridformer.utils.batch import Batch
+from gridformer.utils.errors import DataError
+
+
+def read_labeled(path: Path, run: RunConfig) -> list[tuple[str, int]]:
+    """Returns the texts of a file of JSON lines with the keys text and label, and label numbers.
+
+    Labels are numbers, or the names that the run's data has for them.
+
+    Raises:
+        DataError: the file cannot be read, or a label is none of the model's.
+    """
+    records, n_labels = read_fields(path, "text", "label"), run.model.n_labels
+    names: tuple[str, ...] = ()
+    if any(isinstance(label, str) for _, label in records):
+        try:
+            names = TokenFolder.open(run.data.path).index.labels
+        except DataError:
+            raise DataError(
+                f"{path}: labels are words, and {run.data.path}, whose names of labels the model "
+                f"has learned, is not here: write numbers from 0 to {n_labels - 1}"
+            ) from None
+    found = []
+    for number, (text, label) in enumerate(records, 1):
+        value = names.index(label) if label in names else label
+        if not isinstance(value, int) or not 0 <= value < n_labels:
+            known = f"one of {', '.join(names)}" if names else f"a number from 0 to {n_labels - 1}"
+            raise DataError(f"{path}: record {number} has the label {label!r}: write {known}")
+        found.append((str(text), value))
+    return found
+
+
+def predicted(trained: Trained, texts: Sequence[str], batch_size: int) -> list[int]:
+    """Returns the most likely label of each text, the same on every process.
+
+    Texts are cut to the length of training.
+    """
+    length, special = trained.run.seq_len, trained.special
+    tokens = trained.tokenizer.encode_batch(texts)
+    if trained.run.task == "masked":
+        assert special.cls is not None
+        assert special.sep is not None
+        read = [[special.cls, *ids[: length - 2], special.sep] for ids in tokens]
+        at = [0] * len(read)
+    else:
+        read = [[*ids, special.eos][:length] for ids in tokens]
+        at = [len(ids) - 1 for ids in read]
+    order = sorted(range(len(texts)), key=lambda i: -len(read[i]))
+
+    def batch_of(numbers: Sequence[int], multiple: int) -> Batch:
+        n = -(-max(len(read[i]) for i in numbers) // multiple) * multiple
+        found = torch.full((len(numbers), n), special.pad)
+        for row, i in enumerate(numbers):
+            found[row, : len(read[i])] = torch.tensor(read[i])
+        sizes = torch.tensor([len(read[i]) for i in numbers])
+        return {
+            "tokens": found,
+            "valid": torch.arange(n) < sizes[:, None],
+            "at": torch.tensor([at[i] for i in numbers]),
+        }
+
+    def columns(hidden: Tensor, batch: Batch) -> Tensor | None:
+        logits = trained.model.branch_logits(hidden, batch)["labels"]
+        return None if logits.is_meta else logits.argmax(-1, keepdim=True)
+
+    found = in_batches(trained, order, batch_size, batch_of, columns, 1)
+    return [int(label) for label in found[:, 0].tolist()]

@@ -1,0 +1,196 @@
+"""Numbers equal those of lm-evaluation-harness with the exported model, on local tasks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.convert.exporting import export_run
+from gridformer.config import LayoutConfig, parse_run
+from gridformer.evaluate.loading import load_model
+from gridformer.evaluate.tasks import Options, measure, parse_tasks
+from gridformer.mesh import Axes
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper
+
+pytestmark = pytest.mark.full
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: gridformer[lm-eval]")
+
+LENGTH = 32
+PAGES = [
+    ' = A page = \n \n The " well @-@ known " 1 @,@ 000 lines ( of files ) , it \'s here . \n' * 3,
+    " = Another = \n \n = = Section = = \n \n More lines of text , indeed : 2 @.@ 5 of them . \n",
+]
+TEXTS = ["line 1 of file 2", "line 22 of a file: 3 and 4", "file " * 30 + "line"]
+CHOICES = [("line 3 of", [" file", " and the other"], 0), ("5 and", [" 6", " line"], 1)]
+
+
+@pytest.fixture(scope="module")
+def run_dir(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    model = {
+        "n_layers": 2,
+        "hidden_size": 32,
+        "n_heads": 4,
+        "max_seq_len": LENGTH,
+        "vocab_size": 301,
+        "init_std": 0.2,
+    }
+    run = parse_run({"model": model, "data": {"path": str(token_folder)}})
+    built = build_parallel(run.model, LayoutConfig(), Axes(), 3, torch.device("cpu"))
+    updates = Stepper(built, run.train, Axes()).updates
+    updates.allocate(0)
+    checkpoint.save(out, 0, 0, run, built, updates, Axes())
+    shutil.copy(token_folder / "tokenizer.json", out)
+    return out
+
+
+def a_task(folder: Path, name: str, records: list[dict[str, Any]], **settings: Any) -> Path:
+    """Write a task of the harness with local documents; return its YAML file."""
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        **settings,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(task))
+    return file
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "pages.py").write_text(
+        "from lm_eval.tasks.wikitext.preprocess_wikitext import *  # noqa\n"
+    )
+    found = {
+        "wikitext": a_task(
+            folder,
+            "local_wikitext",
+            [{"page": page} for page in PAGES],
+            output_type="loglikelihood_rolling",
+            doc_to_text="",
+            doc_to_target="FUNCTION pages.wikitext_detokenizer",
+            process_results="FUNCTION pages.process_results",
+            metric_list=[
+                {"metric": measure}
+                for measure in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+            ],
+        ),
+        "lambada": a_task(
+            folder,
+            "local_lambada",
+            [{"text": text} for text in TEXTS],
+            output_type="loglikelihood",
+            doc_to_text="{{text.split(' ')[:-1]|join(' ')}}",
+            doc_to_target="{{' '+text.split(' ')[-1]}}",
+            metric_list=[
+                {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+                {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+            ],
+        ),
+        "choices": a_task(
+            folder,
+            "local_choices",
+            [{"query": q, "choices": c, "gold": g} for q, c, g in CHOICES],
+            output_type="multiple_choice",
+            doc_to_text="{{query}}",
+            doc_to_choice="{{choices}}",
+            doc_to_target="{{gold}}",
+            metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
+        ),
+        "generation": a_task(
+            folder,
+            "local_generation",
+            [{"text": text, "answer": "1"} for text in TEXTS[:2]],
+            output_type="generate_until",
+            doc_to_text="{{text}}",
+            doc_to_target="{{answer}}",
+            generation_kwargs={"until": [" "], "max_gen_toks": 9, "do_sample": False},
+            metric_list=[{"metric": "exact_match"}],
+        ),
+    }
+    wiki = found["wikitext"]
+    text = wiki.read_text().replace("FUNCTION ", "!function ")
+    wiki.write_text(text.replace("'!function", "!function").replace("results'", "results"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def theirs(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The harness's own model for the exported folder."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export_run(run_dir, folder)
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32")
+
+
+def of_the_harness(model: Any, file: Path) -> dict[str, float]:
+    from gridformer.evaluate.harness import manager_of
+
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=[str(file)],
+        bootstrap_iters=0,
+        log_samples=False,
+        task_manager=manager_of(str(file)),
+    )
+    (numbers,) = found["results"].values()
+    return {
+        key.partition(",")[0]: value
+        for key, value in numbers.items()
+        if key.endswith(",none") and "stderr" not in key
+    }
+
+
+@pytest.mark.parametrize("name", ["wikitext", "lambada", "choices", "generation"])
+def test_the_adapter_gives_what_the_harness_gives(
+    run_dir: Path, tasks: dict[str, Path], theirs: Any, name: str
+) -> None:
+    want = of_the_harness(theirs, tasks[name])
+    loaded = load_model(run_dir, torch.device("cpu"))
+    (found,) = measure(loaded, parse_tasks(f"lm-eval:{tasks[name]}"), Options()).values()
+    assert want
+    assert found == pytest.approx(want, rel=1e-3)
+
+
+def test_our_own_tasks_give_what_the_harness_gives(
+    run_dir: Path, tasks: dict[str, Path], theirs: Any, tmp_path: Path
+) -> None:
+    loaded = load_model(run_dir, torch.device("cpu"))
+    pages, texts = tmp_path / "pages.jsonl", tmp_path / "texts.jsonl"
+    pages.write_text("".join(json.dumps({"page": page}) + "\n" for page in PAGES))
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    asked = parse_tasks(f"wikitext:{pages},lambada:{texts}")
+    wiki, lambada = measure(loaded, asked, Options()).values()
+    want = of_the_harness(theirs, tasks["wikitext"])
+    assert {key: wiki[key] for key in want} == pytest.approx(want, rel=1e-3)
+    want = of_the_harness(theirs, tasks["lambada"])
+    assert lambada["perplexity"] == pytest.approx(want["perplexity"], rel=1e-3)
+    assert lambada["accuracy"] == want["acc"]
+
+
+def test_texts_that_are_generated_are_those_of_the_harness(run_dir: Path, theirs: Any) -> None:
+    from lm_eval.api.instance import Instance
+
+    from gridformer.evaluate.harness import GridformerLM
+
+    ours = GridformerLM(run_dir=str(run_dir), batch_size=2, device="cpu")
+    settings: dict[str, Any] = {"until": ["of"], "max_gen_toks": 9, "do_sample": False}
+    asked = [
+        Instance("generate_until", {}, (text, settings), number)
+        for number, text in enumerate(TEXTS)
+    ]
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
