@@ -111,4 +111,4 @@ def test_a_freed_parameter_is_not_read() -> None:
     product = made(torch.float32)
     product.parts()[1].weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="not gathered"):
-        product(torch.randn(1, 8))
+        product(torch.randn(1, 8).bfloat16())

@@ -4,7 +4,8 @@ Parameters are separate tensors, while a product wants one matrix. It gets a ten
 the parameters side by side (`side_by_side`) and holds one element; `cast` makes their values when a
 product reads them, forward and again backward. So autograd saves no second copy of the weights. In
 bfloat16 and float16 the values are the copies of a step, which lie side by side in one tensor from
-the start: the product costs no more kernels than one with a single weight.
+the start: the product costs no more kernels than one with a single weight. On one device, products
+in the type of the parameters use one weight at a time, which needs no copies at all.
 """
 
 from __future__ import annotations
@@ -97,10 +98,9 @@ class JoinedLinear(Joined):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         parts = self.parts()
-        kept = torch.is_grad_enabled() or parts[0].weight.dtype != x.dtype
-        # Compiled code keeps no copies. Without them and without gradients, joining would only
-        # copy the weights.
-        if torch.compiler.is_compiling() or not kept:
+        # Joining would copy weights that have the type of the product, and compiled code keeps no
+        # copies.
+        if torch.compiler.is_compiling() or parts[0].weight.dtype == x.dtype:
             return tuple(linear(x, part.weight, part.bias) for part in parts)
         return self.split(linear(x, *self.operands(x.dtype)))
 

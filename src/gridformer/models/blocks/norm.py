@@ -52,7 +52,8 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter(h, init=Init(mean=1.0))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return rms_norm(x_BSH, self.weight * self.scale, self.eps)
+        weight = self.weight if self.scale == 1.0 else self.weight * self.scale
+        return rms_norm(x_BSH, weight, self.eps)
 
 
 class HeadNorm(nn.Module):

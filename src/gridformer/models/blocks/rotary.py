@@ -8,7 +8,7 @@ were trained with such angles: at position 100,000, float32 and float64 differ b
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,27 +29,8 @@ class Rotation(NamedTuple):
 
     def of(self, x_BSND: Tensor) -> Tensor:
         """Returns queries or keys [b, s, n, d] rotated."""
-        rotated: Tensor = _Rotate.apply(x_BSND, self.cos, self.sin)
-        return rotated
-
-
-class _Rotate(torch.autograd.Function):
-    """Its backward pass rotates by the opposite angles."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return torch.addcmul(x_BSND * cos, _swapped(x_BSND), sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return torch.addcmul(grads[0] * cos, _swapped(grads[0]), sin, value=-1), None, None
-
-
-def _swapped(x: Tensor) -> Tensor:
-    """Returns x with the two features of each pair exchanged."""
-    return x.roll(x.shape[-1] // 2, -1)
+        swapped = x_BSND.roll(x_BSND.shape[-1] // 2, -1)  # the two features of each pair
+        return torch.addcmul(x_BSND * self.cos, swapped, self.sin)
 
 
 class RotaryPositions(nn.Module):
