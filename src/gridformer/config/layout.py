@@ -137,6 +137,13 @@ class LayoutConfig(Config):
         description="Each rack has this number of nodes, and blocks of nodes are placed in racks. "
         "0 means that nodes are placed in order. It needs devices_per_node.",
     )
+    cluster: str = Field(
+        default="",
+        description="auto settings are decided by the seconds of products and messages on this "
+        "cluster, the name of a shipped one or the path of a file that gridformer calibrate wrote. "
+        "The file must be the same on all machines of a run. Empty means that they are decided by "
+        "volumes and thresholds.",
+    )
 
     @property
     def n_processes(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gridformer.cluster import cluster_names, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.parallel.offers import Broken, Changes, Problem, Way, with_offers
 from gridformer.parallel.registry import SPECS, spec_of
@@ -149,6 +152,23 @@ def _racks(run: RunConfig) -> Iterator[Broken]:
         yield Broken("nodes_per_rack", text, [_one("layout.nodes_per_rack", nearest, 3), none])
 
 
+def _cluster(run: RunConfig) -> Iterator[Broken]:
+    """The cluster that decides must be a shipped one, or a file without problems."""
+    name, names = run.layout.cluster, cluster_names()
+    if not name:
+        return
+    if name not in names and not Path(name).is_file():
+        text = f"layout.cluster={name} is no shipped cluster, and there is no such file"
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        yield Broken("cluster", text, [_one("layout.cluster", near or names, len(names))])
+        return
+    try:
+        load_cluster(name)
+    except ConfigError as error:
+        text = f"layout.cluster={name} cannot be read: {'; '.join(error.problems)}"
+        yield Broken("cluster file", text, [_one("layout.cluster", names, len(names))])
+
+
 # --------------------------------------------------------------------------- pipelines
 
 
@@ -289,6 +309,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _batch,
     _nodes,
     _racks,
+    _cluster,
     _length,
 )
 

@@ -36,6 +36,8 @@ class Work:
         recompute: `train.recompute` of the run.
         loss_chunk_tokens: Tokens whose logits exist at a time on a row of the grid; 0 for all.
         cast: `train.cast` of the run.
+        dtype: The type of products, which may be tf32; empty for float32.
+        memory_gib: `train.memory_gib` of the run.
     """
 
     tokens: int
@@ -47,6 +49,8 @@ class Work:
     recompute: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: int = 0
     cast: Literal["auto", "step", "use"] = "auto"
+    dtype: str = ""
+    memory_gib: float = 0.0
 
     def rows_of(self, product: Product) -> int:
         """Returns the number of rows of a product's input, over all devices of the grid."""
@@ -132,6 +136,21 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """Seconds of all products of a name in a step on the cluster of a layout.
+
+    Attributes:
+        seconds: As chosen by seconds.
+        by_rules: What volumes and thresholds would have chosen.
+        by_rules_s: Its seconds.
+    """
+
+    seconds: float
+    by_rules: Choice
+    by_rules_s: float
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What one device receives for a product.
 
@@ -167,6 +186,7 @@ class Choices:
         cast_once: Whether a weight is cast to the type of the computation once a step and the copy
             is kept for all products of the step, or cast for each product.
         reasons: Sentences that explain the choices.
+        timed: The seconds of each product, by name, if the layout has a cluster.
     """
 
     rows: int
@@ -180,6 +200,7 @@ class Choices:
     block_inputs: float = 0.0
     cast_once: bool = True
     reasons: list[str] = field(default_factory=list)
+    timed: dict[str, Timed] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Choice:
         return self.products[name]

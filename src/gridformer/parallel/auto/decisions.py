@@ -26,6 +26,7 @@ from gridformer.utils.units import MIB, three_digits
 
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
+_TURNS = 3  # of deciding choices and placement
 _WIDE = 100  # terminals with this many characters or more show the sizes of products
 
 
@@ -62,12 +63,30 @@ class Decisions:
 def decide_run(run: RunConfig) -> Decisions:
     """Decides what the `auto` settings of a validated run become."""
     work = work_of(run)
-    choices = decide(run.model, run.layout, work)
+    choices = choices_of(run)
     traffic = traffic_of(run, choices, work)
     if run.layout.pp > 1:
         choices.reasons.append(_why_these_stages(run, work))
     choices.reasons.extend(notes(run))
     return Decisions(choices, traffic, *placements(run.layout, traffic))
+
+
+def choices_of(run: RunConfig) -> Choices:
+    """Returns how each product of a run is carried out; see `decide_run`.
+
+    On a cluster this depends on what nodes hold, which depends on what travels: both are decided in
+    turn until what nodes hold does not change.
+    """
+    layout, work, block = run.layout, work_of(run), None
+    for _ in range(_TURNS):
+        choices = decide(run.model, layout, work, block)
+        if not layout.cluster or not layout.devices_per_node:
+            return choices
+        before, traffic = block, traffic_of(run, choices, work)
+        block = Decisions(choices, traffic, *placements(layout, traffic)).block
+        if block == before:
+            break
+    return choices
 
 
 def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]:
@@ -119,6 +138,8 @@ def work_of(run: RunConfig) -> Work:
         loss_chunk_tokens=train.loss_chunk_tokens,
         # Blocks that do not communicate are compiled whole, and compiled code keeps no copies.
         cast="use" if train.compile and devices == 1 else train.cast,
+        dtype="tf32" if train.tf32 and train.dtype == "float32" else train.dtype,
+        memory_gib=train.memory_gib or 0.0,
     )
 
 
@@ -218,6 +239,12 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
             f"pass of a micro-batch{again}."
             + (" held: memory for what all such products together keep." if held else "")
         )
+        if choices.timed:
+            console.print(_seconds(choices))
+            console.print(
+                f"ms: what all such products of a step take on {layout.cluster} with the messages "
+                "that they wait for."
+            )
     total = {name: n_bytes for name, n_bytes in decisions.traffic.items() if n_bytes}
     if total:
         over_branches = spec_of(layout).boundary(layout).axis == "branch"
@@ -257,6 +284,27 @@ def _products(choices: Choices, width: int) -> Table:
     for choice in choices.products.values():
         table.add_row(*_row(choices, choice, len(passes), keeps, width))
     return table
+
+
+def _seconds(choices: Choices) -> Table:
+    """Returns the table of what was chosen by seconds, and what by volumes and thresholds."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("product", "by seconds", "ms", "by volumes", "ms"):
+        table.add_column(name, justify="right" if name == "ms" else "left", no_wrap=True)
+    for name, timed in choices.timed.items():
+        mine, rule = _named(choices[name]), _named(timed.by_rules)
+        times = [three_digits(1e3 * s) for s in (timed.seconds, timed.by_rules_s)]
+        table.add_row(name, mine, times[0], "the same" if mine == rule else rule, times[1])
+    return table
+
+
+def _named(choice: Choice) -> str:
+    """Returns a choice in words, such as `input, gather in 4, keeps weight`."""
+    found = f"{choice.stays}, {choice.schedule}"
+    if choice.n_chunks > 1:
+        found += f" in {choice.n_chunks}"
+    kept = ["input"] * choice.keep_input + ["weight"] * choice.keep_weight
+    return found + (f", keeps {'both' if len(kept) > 1 else kept[0]}" if kept else "")
 
 
 def _computes_again(choices: Choices) -> bool:

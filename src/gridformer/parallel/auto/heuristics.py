@@ -2,7 +2,8 @@
 
 The rules compare numbers: elements that travel and bytes that a device holds, from
 gridformer.parallel.auto.cost. Each rule starts from the choices of the rules before it and adds a
-sentence to `Choices.reasons`.
+sentence to `Choices.reasons`. With a cluster in the layout gridformer.parallel.auto.fastest then
+compares seconds.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ from fractions import Fraction
 from typing import Literal
 
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.parallel.auto.cost import Choice, Choices, Product, Work, blocks_of, products_of
+from gridformer.mesh.node_placement import NodeBlock
+from gridformer.parallel.auto.cost import Choice, Choices, Work, blocks_of, products_of
+from gridformer.parallel.auto.fastest import MOST_CHUNKS, SMALL_BYTES, fastest, lines_of
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import format_bytes
 
-# Operands below this size are always gathered at once: so few bytes do not matter.
-SMALL_BYTES = 64 << 20
 # Activations are gathered in chunks of about this share of what a device holds, or of this size if
 # that is larger. While one chunk is multiplied, three to six others exist that travel, are
 # normalized or are summed.
 CHUNK_SHARE = 1 / 256
 CHUNK_BYTES = 16 << 20
-MOST_CHUNKS = 32  # keeps products large and messages few
 COPIES_SHARE = 1 / 4  # of what a device holds, for copies of weights in the type of the computation
 
 _BETWEEN: dict[str, Literal["cut", "replicated", "first"]] = {
@@ -34,13 +34,21 @@ _BETWEEN: dict[str, Literal["cut", "replicated", "first"]] = {
 }
 
 
-def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -> Choices:
+def decide(
+    model: ModelConfig,
+    layout: LayoutConfig,
+    work: Work | None = None,
+    block: NodeBlock | None = None,
+) -> Choices:
     """Returns the choices for a model under a layout; `Choices.reasons` explains them.
+
+    With `layout.cluster` those are taken that are the fastest there.
 
     Args:
         model: The model.
         layout: The layout.
         work: Tokens and sizes of the run; None assumes one sequence of maximal length per row.
+        block: With a cluster, what each node holds; None places ranks in order.
     """
     length = layout.rows * model.max_seq_len
     work = work or Work(tokens=length, source=length * model.two_stacks, sequences=layout.rows)
@@ -62,7 +70,10 @@ def decide(model: ModelConfig, layout: LayoutConfig, work: Work | None = None) -
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
     chosen = _schedules(_chunked(chosen, layout), layout)
-    return _cast(_at_once(_kept(chosen, layout)), layout)
+    chosen = _cast(_at_once(_kept(chosen, layout)), layout)
+    if not layout.cluster or chosen.rows * chosen.cols == 1:
+        return chosen
+    return fastest(chosen, layout, block)
 
 
 def _replicated_heads(choices: Choices, model: ModelConfig) -> list[str]:
@@ -122,20 +133,15 @@ def _schedules(choices: Choices, layout: LayoutConfig) -> Choices:
 def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
     """Chooses the number of chunks, which bounds what is gathered however long a micro-batch is."""
     limit = max(CHUNK_BYTES, choices.held_bytes * CHUNK_SHARE)
-    work, lies = choices.work, spec_of(layout).boundary(layout).lies
-
-    def lines(product: Product) -> int:
-        if lies == "s":  # chunks of whole sequences
-            return work.sequences // choices.rows
-        if lies == "b":  # chunks of all sequences
-            return work.rows_of(product) // max(1, work.sequences)
-        return work.rows_of(product) // choices.rows
 
     def cut(choice: Choice) -> Choice:
         if not _saves_memory(choices, choice):
             return choice
         n_chunks = math.ceil(choices.activation_bytes(choice) / limit)
-        return replace(choice, n_chunks=max(1, min(n_chunks, MOST_CHUNKS, lines(choice.product))))
+        return replace(
+            choice,
+            n_chunks=max(1, min(n_chunks, MOST_CHUNKS, lines_of(choices, layout, choice.product))),
+        )
 
     return _each(choices, cut)
 

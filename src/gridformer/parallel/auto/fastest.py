@@ -1,0 +1,162 @@
+"""Chooses how each product is carried out by the seconds that a cluster needs for it.
+
+It tries every operand that may stay in place, schedule, number of chunks and kept operand that a
+layout leaves open, takes the fastest that fits into the memory of a device, and prefers what the
+rules of gridformer.parallel.auto.heuristics choose if that takes as long.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gridformer.config import LayoutConfig
+from gridformer.mesh.node_placement import NodeBlock
+from gridformer.parallel.auto.cost import Choice, Choices, Product, ScheduleName, Stays, Timed
+from gridformer.parallel.auto.seconds import ProductTimes
+from gridformer.parallel.registry import spec_of
+from gridformer.utils.units import GIB, format_bytes
+
+SMALL_BYTES = 64 << 20  # operands below this size may always be gathered at once
+MOST_CHUNKS = 32  # keeps products large and messages few
+MEMORY_SHARE = 0.8  # of a device, for what `Choices.held_bytes` estimates and what is gathered
+GAIN = 0.99  # an option is only preferred to that of the rules if it takes less than this part
+_RULES = ("stationary:", "schedule:", "chunks:", "keep_gathered:")  # what their reasons begin with
+_SCHEDULES: tuple[ScheduleName, ...] = ("gather", "pipelined", "broadcast")
+
+
+def fastest(by_rules: Choices, layout: LayoutConfig, block: NodeBlock | None = None) -> Choices:
+    """Returns the fastest choices on the cluster of a layout.
+
+    Args:
+        by_rules: What the rules choose.
+        layout: The layout, whose `cluster` is set.
+        block: What each node holds, or None if ranks are placed in order.
+
+    Raises:
+        ConfigError: There is no such cluster.
+    """
+    times = ProductTimes(by_rules, layout, block)
+    room = _room(by_rules, layout, times)
+    best = {
+        c.product.name: _best(c, by_rules, layout, times, room) for c in by_rules.products.values()
+    }
+    found = replace(by_rules, products=_keep(best, by_rules, layout, times, room))
+    timed = {
+        name: Timed(times.step_s(choice), by_rules[name], times.step_s(by_rules[name]))
+        for name, choice in found.products.items()
+        if not choice.common
+    }
+    reasons = [said for said in by_rules.reasons if not said.startswith(_RULES)]
+    return replace(found, timed=timed, reasons=[*reasons, _why(layout, timed, room)])
+
+
+def lines_of(choices: Choices, layout: LayoutConfig, product: Product) -> int:
+    """Returns the most chunks into which the activation of a product can be cut."""
+    work, lies = choices.work, spec_of(layout).boundary(layout).lies
+    if lies == "s":  # chunks of whole sequences
+        return work.sequences // choices.rows
+    if lies == "b":  # chunks of all sequences
+        return work.rows_of(product) // max(1, work.sequences)
+    return work.rows_of(product) // choices.rows
+
+
+def _room(choices: Choices, layout: LayoutConfig, times: ProductTimes) -> float:
+    """Returns the bytes that a device has left for operands that are gathered or kept."""
+    limit = choices.work.memory_gib or times.cluster.limit_gib
+    free = MEMORY_SHARE * limit * GIB - choices.held_bytes
+    return max(free, choices.held_bytes * spec_of(layout).keep_share)
+
+
+def _best(
+    rule: Choice, choices: Choices, layout: LayoutConfig, times: ProductTimes, room: float
+) -> Choice:
+    """Returns the fastest way to carry out a product that keeps nothing it may choose to keep."""
+    if rule.common:
+        return rule
+    plain = _kept(rule, choices, layout, False, False) if _free(layout) else rule
+    fitting = [
+        option
+        for option in _options(rule, choices, layout)
+        if choices.gathered_bytes(option) <= max(room, SMALL_BYTES)
+    ]
+    option = min(fitting, key=times.step_s, default=plain)
+    return option if times.step_s(option) < GAIN * times.step_s(plain) else plain
+
+
+def _options(rule: Choice, choices: Choices, layout: LayoutConfig) -> Iterator[Choice]:
+    """Yields the ways to carry out a product that a layout leaves open."""
+    spec, product = spec_of(layout), rule.product
+    stays: tuple[Stays, ...] = (rule.stays,)
+    # A head shares its table with the embedding, and the parts of a joined weight lie by columns.
+    turns = product.section != "head" and not product.parts
+    if "stationary" in spec.keys and layout.stationary == "auto" and turns:
+        stays = ("output", "input")
+    schedules: tuple[ScheduleName, ...] = (rule.schedule,)
+    if "schedule" in spec.keys and layout.schedule == "auto":
+        schedules = _SCHEDULES
+    most = min(MOST_CHUNKS, lines_of(choices, layout, product))
+    counts = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
+    for one, schedule in itertools.product(stays, schedules):
+        option = replace(rule, stays=one, schedule=schedule, n_chunks=1)
+        wish = layout.keep_gathered
+        option = _kept(
+            option, choices, layout, wish in ("inputs", "all"), wish in ("weights", "all")
+        )
+        yield option
+        if schedule != "gather" or option.keep_input or product.section == "head":
+            continue
+        if choices.activation_bytes(option) > 0:
+            yield from (replace(option, n_chunks=n) for n in counts)
+
+
+def _keep(
+    best: dict[str, Choice],
+    choices: Choices,
+    layout: LayoutConfig,
+    times: ProductTimes,
+    room: float,
+) -> dict[str, Choice]:
+    """Keeps the gathered operands that save most seconds for each byte, as long as they fit."""
+    if not _free(layout):
+        return best
+    offers = []
+    for name, choice in best.items():
+        for inputs, weights in ((True, False), (False, True), (True, True)):
+            option = _kept(choice, choices, layout, inputs, weights)
+            price, saved = choices.kept_bytes(option), times.step_s(choice) - times.step_s(option)
+            if price > 0 and saved > (1 - GAIN) * times.step_s(choice):
+                offers.append((saved / price, name, option, price))
+    offers.sort(key=lambda offer: (-offer[0], offer[1]))
+    found, paid = dict(best), dict.fromkeys(best, 0.0)
+    for _, name, option, price in offers:
+        if times.step_s(option) < times.step_s(found[name]) and price - paid[name] <= room:
+            room -= price - paid[name]
+            found[name], paid[name] = option, price
+    return found
+
+
+def _kept(
+    choice: Choice, choices: Choices, layout: LayoutConfig, inputs: bool, weights: bool
+) -> Choice:
+    """Returns a choice that keeps these operands, where it gathers them."""
+    gathers = choice.schedule == "gather"
+    over_cols = choices.cols > 1 and not choices.replicated and not choice.common
+    inputs = inputs and gathers and over_cols and choice.stays == "output"
+    weights = weights and gathers and choices.rows > 1
+    n_chunks = 1 if inputs else choice.n_chunks
+    return replace(choice, keep_input=inputs, keep_weight=weights, n_chunks=n_chunks)
+
+
+def _free(layout: LayoutConfig) -> bool:
+    return layout.keep_gathered == "auto"
+
+
+def _why(layout: LayoutConfig, timed: dict[str, Timed], room: float) -> str:
+    now, before = sum(t.seconds for t in timed.values()), sum(t.by_rules_s for t in timed.values())
+    return (
+        f"cluster: products with their messages take {1e3 * now:.4g} ms of a step on "
+        f"{layout.cluster}, and {1e3 * before:.4g} ms as volumes and thresholds would choose; "
+        f"{format_bytes(room)} are free for operands that are gathered or kept"
+    )
