@@ -14,7 +14,7 @@ from tests.support.multirank.exactness import assert_equal_one_device, tiny
 from tests.support.multirank.matrix import MODELS, SETTINGS
 from tests.support.multirank.pool import WorkerPool
 
-GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
+GRID: dict[str, Any] = {"scheme": "optimus", "rows": 2, "cols": 2}
 
 
 def test_choices_on_slow_links_equal_one_device(pool: WorkerPool, tmp_path: Path) -> None:

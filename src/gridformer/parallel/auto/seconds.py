@@ -180,7 +180,7 @@ class ProductTimes:
     def _activation_bytes(self, choice: Choice) -> float:
         """Returns the bytes of the whole activation that travels."""
         product = choice.product
-        width = product.n_in if choice.stays == "output" else product.n_out
+        width = product.n_in if choice.stays == "output" else choice.n_out
         return self.work.rows_of(product) / self.choices.rows * width * self.work.itemsize
 
     def _activation(self, choice: Choice, way: str, chunks: int) -> _Message:
