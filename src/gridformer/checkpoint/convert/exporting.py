@@ -89,7 +89,7 @@ def export_run(
     for entry in kind.entries(manifest.model):
         streamed |= _streamed(entry, stored, dtype)
     with new_folder(out) as writing:
-        n_files = _write(streamed, writing, int(shard_gib * GIB), tell)
+        n_files = write_tensors(streamed, writing, int(shard_gib * GIB), tell)
         stored.close()
         _write_config(writing, kind, config, kept, tokenizer, streamed)
         _write_tokenizer(writing, kept, tokenizer, manifest.model)
@@ -134,21 +134,34 @@ def _streamed(entry: Entry, stored: StoredParameters, dtype: DType) -> dict[str,
     }
 
 
-def _write(
-    streamed: dict[str, Streamed], writing: Path, most: int, tell: Callable[[str], None]
+def write_tensors(
+    streamed: dict[str, Streamed],
+    folder: Path,
+    most: int,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> int:
-    """Writes the tensors, and an index if there are several files; returns how many there are."""
+    """Writes tensors as their library does, with an index if there are several files.
+
+    Args:
+        streamed: The tensors by name.
+        folder: An existing folder.
+        most: The largest size of a file in bytes.
+        tell: Receives progress messages.
+
+    Returns:
+        The number of files.
+    """
     groups = in_files(streamed, most)
     n = len(groups)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         tell(f"writing file {number} of {n}")
         file = WEIGHTS if n == 1 else f"model-{number:05d}-of-{n:05d}.safetensors"
-        write_streamed(writing / file, {name: streamed[name] for name in names}, {"format": "pt"})
+        write_streamed(folder / file, {name: streamed[name] for name in names}, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if n > 1:
         size = sum(tensor.n_bytes for tensor in streamed.values())
-        _write_json(writing / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return n
 
 
@@ -174,7 +187,7 @@ def _write_config(
         **{key: value for key, value in ids.items() if key not in config},
         "torch_dtype": types.most_common(1)[0][0],
     }
-    _write_json(writing / CONFIG, values)
+    write_json(writing / CONFIG, values)
 
 
 def _write_tokenizer(writing: Path, kept: Path, tokenizer: Path, model: ModelConfig) -> None:
@@ -185,7 +198,7 @@ def _write_tokenizer(writing: Path, kept: Path, tokenizer: Path, model: ModelCon
         return
     shutil.copyfile(tokenizer, writing / "tokenizer.json")
     loaded = Tokenizer.load(tokenizer)
-    _write_json(
+    write_json(
         writing / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -197,5 +210,6 @@ def _write_tokenizer(writing: Path, kept: Path, tokenizer: Path, model: ModelCon
     )
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes a JSON file in the way of Hugging Face's."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
