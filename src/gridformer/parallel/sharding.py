@@ -119,6 +119,7 @@ class ParamInfo:
             parameter with a ParamInfo of its own; None if every replica updates the full block.
         resharded: Whether only `replica_part` is in memory between steps (dp_mode fsdp).
         group: The group with which the block is materialized; None if it is always in memory.
+        cut: For each dimension, the axis that shards it, or None; empty for a plain model.
     """
 
     shard: ParamShard
@@ -126,6 +127,7 @@ class ParamInfo:
     replica_part: nn.Parameter | None = None
     resharded: bool = False
     group: ParamGroup | None = None
+    cut: tuple[str | None, ...] = ()
 
 
 def info_of(parameter: Tensor) -> ParamInfo:
@@ -206,7 +208,9 @@ def place(module: nn.Module, name: str, placement: ParamPlacement, axes: Axes) -
         owned=copies is None or axes[copies].index == 0,
         transposed=placement.transposed,
     )
-    setattr(module, name, set_info(local, ParamInfo(shard, init_of(whole))))
+    # An axis of a part of the mesh may have another name there, such as col for branch.
+    cut = tuple(axes[name].name if name else None for name in placement.cut)
+    setattr(module, name, set_info(local, ParamInfo(shard, init_of(whole), cut=cut)))
 
 
 def vocabulary_multiple(axes: Axes) -> int:
