@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,9 +28,23 @@ class GatedFeedForward(nn.Module):
         self.up, self.down = up, down
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        gate, up = self.up(x_BSH)
-        out: Tensor = self.down(F.silu(gate) * up)
+        out: Tensor = self.down(_Gated.apply(*self.up(x_BSH)))
         return out
+
+
+class _Gated(torch.autograd.Function):
+    """Computes silu(gate) * up and keeps both factors, but not silu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        return grad_gate, F.silu(gate).mul_(grads[0])
 
 
 class GatedLayer(Layer):

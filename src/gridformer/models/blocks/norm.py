@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,31 @@ class LayerNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension."""
-    wide = x.to(weight.dtype)
-    rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * rms * weight).to(x.dtype)
+    """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension, in the dtype of x."""
+    y: Tensor = _RMSNorm.apply(x, weight, eps)
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x, which is the residual stream, and one number per token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(weight.dtype)
+        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, rstd, weight)
+        return (wide * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, rstd, weight = ctx.saved_tensors
+        grad = grads[0].to(weight.dtype)
+        normed = x.to(weight.dtype) * rstd
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = product.mul_(weight).mean(-1, keepdim=True)
+        grad_x = (grad * weight).addcmul_(normed, mean, value=-1).mul_(rstd)
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 class RMSNorm(nn.Module):
