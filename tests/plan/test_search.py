@@ -16,11 +16,11 @@ from gridformer.config import RunConfig, load_run, parse_run
 from gridformer.parallel.validation import check
 from gridformer.plan.advice import advise
 from gridformer.plan.analytic import estimate
-from gridformer.plan.emit import write_run
+from gridformer.plan.emit import with_cluster, write_run
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.ranking import as_json, layout_of, print_result, settings_between
 from gridformer.plan.remedies import remedies
-from gridformer.plan.search import Search, default_batch, search
+from gridformer.plan.search import Found, Search, default_batch, search
 
 
 @functools.cache
@@ -97,6 +97,32 @@ def test_what_is_written_is_read_as_the_same_run(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.yaml"
         write_run(one, path, "test")
         assert load_run(path) == one.run
+
+
+@pytest.mark.parametrize(
+    ("layout", "factor", "peak", "sets"),
+    [
+        (("scheme=optimus", "rows=4", "cols=4"), 0.9, 1.0, True),
+        (("scheme=optimus", "rows=4", "cols=4"), 1.0, 1.0, False),  # not faster
+        (("scheme=optimus", "rows=4", "cols=4"), 0.9, 1e3, False),  # does not fit
+        (("scheme=megatron", "cols=4"), 0.9, 1.0, False),  # has nothing to choose
+    ],
+)
+def test_a_run_file_names_the_cluster_if_that_makes_a_step_faster(
+    layout: tuple[str, ...], factor: float, peak: float, sets: bool
+) -> None:
+    machine = load_cluster("frontera-rtx5000")
+    overrides = ["train.dtype=float16", "model.n_heads=16", *(f"layout.{one}" for one in layout)]
+    run = run_of("gpt2-774m", *overrides, batch=16)
+    before = Found(run, estimate(run, machine), predictor(run, machine))
+
+    def predicted(run: RunConfig, machine: Cluster) -> Prediction:
+        found = predictor(run, machine, peak)
+        return replace(found, step_s=factor * before.step_s, fits=peak == 1.0)
+
+    found = with_cluster(before, machine, "frontera-rtx5000", predicted)
+    assert (found.run.layout.cluster == "frontera-rtx5000") == sets
+    assert (found is before) != sets
 
 
 def test_json_has_the_keys_that_others_rely_on() -> None:

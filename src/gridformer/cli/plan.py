@@ -71,7 +71,7 @@ def plan(
 
     from gridformer.cluster import load_cluster
     from gridformer.plan.advice import advise
-    from gridformer.plan.emit import write_run
+    from gridformer.plan.emit import with_cluster, write_run
     from gridformer.plan.ranking import as_json as to_json
     from gridformer.plan.ranking import print_result
     from gridformer.plan.remedies import remedies
@@ -106,7 +106,15 @@ def plan(
         raise typer.Exit(1)
     if emit is not None:
         how = f"gridformer plan {model} --cluster {cluster} --devices {devices}"
-        write_run(result.layouts[0], emit, how)
+        best = result.layouts[0]
+        with console.status("trying choices for the cluster"):
+            chosen = with_cluster(best, machine, cluster)
+        write_run(chosen, emit, how)
+        if chosen is not best:
+            console.print(
+                f"The run file sets layout.cluster={cluster}: a step is predicted to take "
+                f"{chosen.step_s:.4g} s with it instead of {best.step_s:.4g} s."
+            )
     if not as_json:
         for path, what in ((emit, "The best layout as a run file"), (html, "The report")):
             if path is not None:
