@@ -18,13 +18,12 @@ from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.cli.app import app
 from gridformer.config import Family, LayoutConfig, parse_run
 from gridformer.data import Tokenizer
-from gridformer.evaluate.decode import Search
+from gridformer.evaluate.beams import Search
 from gridformer.evaluate.generate import translate
 from gridformer.evaluate.loading import Trained, load_model
 from gridformer.evaluate.tasks import Options, check_tasks, measure, parse_tasks
 from gridformer.evaluate.wikitext import restored
 from gridformer.mesh import Axes
-from gridformer.models import EncoderDecoder
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import ConfigError, DataError, UserError
@@ -294,7 +293,6 @@ def test_bleu_is_that_of_the_texts_that_a_model_generates(
     pairs = [{"source": s, "target": t} for s, t in zip(sources, targets)]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (found,) = measure(loaded, parse_tasks(f"bleu:{file}"), Options()).values()
-    assert isinstance(built, EncoderDecoder)
     how = Search(max_tokens=256)
-    said = [translate(built, loaded.tokenizer, loaded.special, s, how) for s in sources]
+    said = [translate(loaded, loaded.special, [source], how)[0] for source in sources]
     assert found["bleu"] == sacrebleu.corpus_bleu(said, [targets]).score

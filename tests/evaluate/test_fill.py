@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gridformer.config import Task
+from gridformer.config import RunConfig, Task
 from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.decode import Search
+from gridformer.evaluate.beams import Search
 from gridformer.evaluate.fill import fill_spans, fill_words
 from gridformer.evaluate.generate import translate
-from gridformer.models import BERT, EncoderDecoder
+from gridformer.evaluate.loading import Trained
+from gridformer.models import Activations, Link, Model
+from gridformer.utils.batch import Batch
 from gridformer.utils.errors import UserError
 from tests.support.data import sentences
 
@@ -28,6 +30,10 @@ from tests.support.data import sentences
 TOKENIZER = Tokenizer.train(sentences(50), 300)
 SPACE = 16  # ids that the models have after all special ones
 GREEDY, BEAMS = Search(beams=1, max_tokens=12), Search(beams=3, max_tokens=12)
+
+
+def trained(model: nn.Module, tokenizer: Tokenizer = TOKENIZER) -> Trained:
+    return Trained(cast(RunConfig, None), cast(Model, model), tokenizer)
 
 
 def one(text: str) -> int:
@@ -54,12 +60,20 @@ class ScriptedBERT(nn.Module):
 
     def __init__(self, special: SpecialIds, words: Sequence[int]) -> None:
         super().__init__()
-        self.config = SimpleNamespace(max_seq_len=32)
+        self.config = SimpleNamespace(max_seq_len=32, vocab_size=special.vocab_size + SPACE)
+        self.loss = None
         self.weight = nn.Parameter(torch.zeros(1))
         self.special, self.words, self.v = special, words, special.vocab_size + SPACE
         self.asked: list[int] = []
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def hidden(self, batch: Batch) -> Tensor:
+        """Return logits in place of hidden states."""
+        return self.ranks(batch["tokens"])
+
+    def token_logits(self, hidden_BSH: Tensor) -> Tensor:
+        return hidden_BSH
+
+    def ranks(self, tokens_BS: Tensor) -> Tensor:
         (self.asked,) = tokens_BS.tolist()
         left, never = list(self.words), [*self.special.never(self.v), self.special.eos]
         wrong = one("the")
@@ -81,7 +95,7 @@ class ScriptedBERT(nn.Module):
 def test_berts_blanks_hold_words_and_each_its_own(text: str, words: list[int]) -> None:
     special = SpecialIds.of("bert", "masked", TOKENIZER)
     model = ScriptedBERT(special, words)
-    found = fill_words(cast(BERT, model), TOKENIZER, special, text)
+    found = fill_words(trained(model), special, text)
     assert found == [TOKENIZER.decode([word]) for word in words]
     want: list[int] = [cast(int, special.cls)]
     for number, part in enumerate(text.split("___")):
@@ -102,11 +116,11 @@ def test_special_tokens_within_the_vocabulary_are_no_words_either() -> None:
     assert special.ordinary_size == special.vocab_size == 8
 
     class Likes(ScriptedBERT):
-        def forward(self, tokens_BS: Tensor) -> Tensor:
+        def ranks(self, tokens_BS: Tensor) -> Tensor:
             return ranked([3, 4, 5, 6, 7, 2], 8).expand(1, tokens_BS.shape[1], 8).clone()
 
     model = Likes(special, [])
-    assert fill_words(cast(BERT, model), tokenizer, special, "fox ___") == ["dogs"]
+    assert fill_words(trained(model, tokenizer), special, "fox ___") == ["dogs"]
 
 
 def test_a_prompt_that_is_too_long_for_bert_is_refused() -> None:
@@ -114,7 +128,7 @@ def test_a_prompt_that_is_too_long_for_bert_is_refused() -> None:
     model = ScriptedBERT(special, [FOX])
     n = 3 + len(TOKENIZER.encode(" fox" * 40))
     with pytest.raises(UserError, match=rf"the prompt takes {n} tokens, and the model reads 32"):
-        fill_words(cast(BERT, model), TOKENIZER, special, "___" + " fox" * 40)
+        fill_words(trained(model), special, "___" + " fox" * 40)
 
 
 # --------------------------------------------------------------------------- T5, Transformer
@@ -125,22 +139,29 @@ class ScriptedDecoder(nn.Module):
 
     def __init__(self, special: SpecialIds, bad: Sequence[int], script: Sequence[int]) -> None:
         super().__init__()
-        self.config = SimpleNamespace(n_decoder_layers=1, vocab_size=special.vocab_size + SPACE)
+        v = special.vocab_size + SPACE
+        self.config = SimpleNamespace(n_layers=1, n_decoder_layers=1, two_stacks=True, vocab_size=v)
+        self.loss = None
         self.weight = nn.Parameter(torch.zeros(1))
         self.bad, self.script = bad, [*script, special.eos]
         self.source: list[int] = []
         self.first: int | None = None
 
-    def encode(self, batch: dict[str, Tensor]) -> Tensor:
-        (self.source,) = batch["source"].tolist()
-        return torch.zeros(1, len(self.source), 1)
+    def links(self) -> list[Link]:
+        return []
 
-    def decode(self, tokens_BS: Tensor, memory: Tensor, caches: Any, start: int) -> Tensor:
+    def run(self, batch: Batch, entering: Any, links: Any, caches: Any, start: int) -> Activations:
+        """Return logits in place of hidden states."""
+        tokens_BS = batch["tokens"]
         if self.first is None:
             self.first = int(tokens_BS[0, 0])
+            (self.source,) = batch["source"].tolist()
         token = self.script[min(start, len(self.script) - 1)]
         logits = ranked([*self.bad, token], self.config.vocab_size)
-        return logits.expand(len(tokens_BS), 1, -1).clone()
+        return Activations(logits.expand(len(tokens_BS), 1, -1).clone())
+
+    def token_logits(self, hidden_BSH: Tensor) -> Tensor:
+        return hidden_BSH
 
 
 def t5(task: Task) -> SpecialIds:
@@ -156,7 +177,7 @@ def test_t5s_blanks_hold_words_and_each_its_own(how: Search) -> None:
     bad = [special.pad, special.vocab_size, special.vocab_size + SPACE - 1]
     model = ScriptedDecoder(special, bad, script)
     text = "the quick___ jumps___ the lazy dogs"
-    found = fill_spans(cast(EncoderDecoder, model), TOKENIZER, special, text, how)
+    found = fill_spans(trained(model), special, text, how)
     assert found == [TOKENIZER.decode([FOX, DOGS]), TOKENIZER.decode([OVER])]
     a, b, c = (TOKENIZER.encode(part) for part in text.split("___"))
     assert model.source == [*a, first, *b, second, *c, special.eos]
@@ -169,7 +190,7 @@ def test_a_translation_holds_words_alone(family: str, how: Search) -> None:
     special = SpecialIds.of("t5" if family == "t5" else "transformer", "pairs", TOKENIZER)
     bad = [special.pad, special.vocab_size, special.vocab_size + SPACE - 1]
     model = ScriptedDecoder(special, bad, [FOX, OVER, DOGS])
-    said = translate(cast(EncoderDecoder, model), TOKENIZER, special, "the lazy dogs", how)
+    (said,) = translate(trained(model), special, ["the lazy dogs"], how)
     assert said == TOKENIZER.decode([FOX, OVER, DOGS])
     assert model.source == [*TOKENIZER.encode("the lazy dogs"), special.eos]
     assert model.first == (special.pad if family == "t5" else special.eos)
@@ -178,5 +199,5 @@ def test_a_translation_holds_words_alone(family: str, how: Search) -> None:
 def test_a_blank_of_which_nothing_is_said_is_empty() -> None:
     special = t5("spans")
     model = ScriptedDecoder(special, [], [special.sentinels[1], OVER])
-    found = fill_spans(cast(EncoderDecoder, model), TOKENIZER, special, "a___b___c", GREEDY)
+    found = fill_spans(trained(model), special, "a___b___c", GREEDY)
     assert found == ["", TOKENIZER.decode([OVER])]

@@ -19,7 +19,7 @@ from gridformer.evaluate.generate import stream
 from gridformer.evaluate.loading import Trained, load_model
 from gridformer.evaluate.sampling import Sampling, choose, uniform
 from gridformer.mesh import Axes
-from gridformer.models import GPT2, Model
+from gridformer.models import GPT2, Activations, Model
 from gridformer.parallel import build_parallel
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
@@ -154,20 +154,20 @@ class Scripted(nn.Module):
 
     def __init__(self, orders: Sequence[Sequence[int]], v: int) -> None:
         super().__init__()
-        self.config = SimpleNamespace(max_seq_len=64, n_layers=1, vocab_size=v)
+        self.config = SimpleNamespace(max_seq_len=64, n_layers=1, vocab_size=v, two_stacks=False)
         self.loss = None
         self.weight = nn.Parameter(torch.zeros(1))
         self.orders, self.v = orders, v
         self.asked: list[list[int]] = []
 
-    def hidden(self, batch: Batch, caches: Any, start: int) -> Tensor:
+    def run(self, batch: Batch, entering: Any, links: Any, caches: Any, start: int) -> Activations:
         """Return logits in place of hidden states."""
         tokens_BS = batch["tokens"]
         self.asked.append(tokens_BS[0].tolist())
         logits = torch.full((1, tokens_BS.shape[1], self.v), -10.0)
         for place, token in enumerate(self.orders[len(self.asked) - 1]):
             logits[0, -1, token] = 10.0 - place
-        return logits
+        return Activations(logits)
 
     def token_logits(self, hidden_BSH: Tensor) -> Tensor:
         return hidden_BSH

@@ -11,7 +11,7 @@ import torch
 
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
-from gridformer.evaluate.decode import Search
+from gridformer.evaluate.beams import Search
 from gridformer.evaluate.fill import spans_of
 from gridformer.evaluate.generate import answer
 from gridformer.evaluate.loading import Trained, load_model

@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig
-from gridformer.data import Tokenizer
+from gridformer.data import SpecialIds, Tokenizer
+from gridformer.evaluate.beams import Search, search
 from gridformer.evaluate.continuing import Prompt, continue_texts
+from gridformer.evaluate.fill import fill_words
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.sampling import Sampling
 from gridformer.evaluate.scoring import Score, Window, score
 from gridformer.evaluate.team import Team
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
+from gridformer.parallel.data.zero import stored
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import CPU, axes_of, tiny
 from tests.support.multirank.layouts import n_of
@@ -205,3 +208,73 @@ def test_ranks_follow_what_the_first_one_asks(pool: WorkerPool) -> None:
     assert found[1] == want[1]
     likelihoods = [one.log_likelihood for one in want[0]]
     assert [one.log_likelihood for one in found[0]] == pytest.approx(likelihoods, rel=1e-9)
+
+
+# --------------------------------------------------------------------------- other families
+
+TARGETS = 7
+SEEN: dict[str, dict[str, Any]] = {
+    "t5": {"family": "t5", "n_decoder_layers": 2, "max_seq_len": 12},
+    "transformer": {"family": "transformer", "n_decoder_layers": 2, "max_seq_len": 12},
+    "bert": {"family": "bert", "max_seq_len": 12, "init_std": 0.3},
+}
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("t5", {"scheme": "optimus", "rows": 2, "cols": 2}),
+    ("t5", {"scheme": "megatron_2d", "rows": 2, "cols": 2}),
+    ("t5", {"scheme": "megatron", "cols": 2, "pp": 2}),
+    ("t5", {"scheme": "single", "pp": 3, "stages_per_rank": 2}),
+    ("t5", {"scheme": "subgraph", "branches": 2, "dp": 2, "dp_mode": "fsdp"}),
+    ("t5", {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2}),
+    ("transformer", {"scheme": "megatron", "cols": 4, "sequence_parallel": True}),
+    ("transformer", {"scheme": "optimus", "rows": 2, "cols": 1, "schedule": "pipelined"}),
+    ("transformer", {"scheme": "subgraph", "branches": 3, "attention": "outside"}),
+    ("transformer", {"scheme": "optimus", "rows": 2, "cols": 2, "keep_gathered": "all"}),
+    ("bert", {"scheme": "optimus", "rows": 2, "cols": 2}),
+    ("bert", {"scheme": "megatron", "cols": 4, "sequence_parallel": True}),
+    ("bert", {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2}),
+]
+
+
+def said_by(family: str, layout: dict[str, Any]) -> list[Any]:
+    """Return the targets of sources, or words for blanks; the work of one rank."""
+    torch.set_num_threads(1)
+    plan = LayoutConfig(**layout)
+    axes = axes_of(plan) if plan.n_processes > 1 else Axes()
+    trained = built(tiny(**SEEN[family]), plan, axes)
+    with torch.no_grad():  # so that what was said before matters for what comes next
+        for name, parameter in trained.model.named_parameters():
+            if parameter.dim() == 2 and "layers" in name:
+                stored(parameter).mul_(4.0)
+    v, generator = trained.model.config.vocab_size, torch.Generator().manual_seed(6)
+    sources = [torch.randint(1, v, (n,), generator=generator).tolist() for n in (3, 9, 1, 6, 5)]
+    if family != "bert":
+        with trained.in_use():
+            greedy = search(trained, sources, 0, 5, Search(1, 1.0, TARGETS), [7])
+            return [greedy, search(trained, sources, 0, 5, Search(3, 0.5, TARGETS), [7])]
+    special = SpecialIds(0, 1, 2, 3, 4, 0, (), v, v - 3, frozenset({0, 1, 2, 3, 4}))
+    trained = replace(trained, tokenizer=cast(Tokenizer, Letters()))
+    return [fill_words(trained, special, text) for text in ("ab___cd ef___", "___a", "a___bc")]
+
+
+class Letters:
+    """A tokenizer whose tokens are letters, or numbers where it decodes."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 80 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    full_unless(lambda case: case in (OTHERS[5], OTHERS[10]), OTHERS, unpack=True),
+    ids=str,
+)
+def test_other_families_say_the_same_on_every_layout(
+    pool: WorkerPool, family: str, layout: dict[str, Any]
+) -> None:
+    want = said_by(family, {})
+    assert len({str(one) for one in want}) > 1, "answers must differ"
+    n = n_of(layout)
+    assert pool.run(n, said_by, family, layout) == [want] * n

@@ -20,7 +20,7 @@ from gridformer.config import load_run
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.data.tokenfolder import TokenFolder
-from gridformer.evaluate.decode import Search
+from gridformer.evaluate.beams import Search
 from gridformer.evaluate.generate import answer
 from gridformer.evaluate.loading import load_model
 from gridformer.evaluate.sampling import Sampling

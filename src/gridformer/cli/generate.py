@@ -22,7 +22,7 @@ def generate(
         list[str] | None,
         typer.Argument(
             metavar="LAYOUT",
-            help="For decoders: the layout on which to generate, such as layout.scheme=megatron "
+            help="The layout on which to generate, such as layout.scheme=megatron "
             "layout.cols=2. The default is one process, whatever the layout of training was.",
         ),
     ] = None,
@@ -106,9 +106,9 @@ def generate(
     """Generate text with a trained model, whatever its training layout was.
 
     Decoders (gpt2 and llama) continue the prompt. bert, and t5 trained on spans, fill in its
-    blanks. transformer, and t5 trained on pairs, generate the other text of the pair. Decoders
-    generate on any layout, with the same result as on one process, and tokens per second are
-    printed on standard error.
+    blanks. transformer, and t5 trained on pairs, generate the other text of the pair. Every layout
+    gives the same result as one process. For decoders, tokens per second are printed on standard
+    error.
 
     [bold]Examples:[/bold]
 
@@ -120,9 +120,9 @@ def generate(
     from contextlib import ExitStack
 
     from gridformer.cli.waiting import waiting
-    from gridformer.evaluate.decode import Search
+    from gridformer.evaluate.beams import Search
     from gridformer.evaluate.folders import run_directory
-    from gridformer.evaluate.generate import check_layout, check_options
+    from gridformer.evaluate.generate import check_options
     from gridformer.evaluate.generating import Generation, generate_worker
     from gridformer.evaluate.job import plan_job
     from gridformer.evaluate.prompts import read_prompts
@@ -144,8 +144,8 @@ def generate(
     with ExitStack() as at_end:
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
-            job = plan_job(found, overrides or [], device_of(device))
+            overrides = overrides or []
+            job = plan_job(found, overrides, device_of(device), whole_windows="bert")
             check_options(job.run.model, given)
-            check_layout(job.run)
         wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
         launch(generate_worker, (job, wanted), job.n_processes)

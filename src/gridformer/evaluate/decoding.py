@@ -8,6 +8,8 @@ rows that its attention reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,31 +32,73 @@ class Decoder:
     All processes of the layout create and call it together, inside `Trained.in_use`.
 
     Args:
-        trained: A decoder model on its layout.
+        trained: A model on its layout that predicts next tokens.
         n_rows: The number of texts, a multiple of `row_parts`.
+        sources: For encoder-decoders, the source of each text.
 
     Attributes:
         rows: The texts whose logits this process computes.
         speaks: Whether this process is the one that tells the others what follows its texts.
     """
 
-    def __init__(self, trained: Trained, n_rows: int) -> None:
+    def __init__(
+        self, trained: Trained, n_rows: int, sources: Sequence[Sequence[int]] | None = None
+    ) -> None:
         self.trained, self.model = trained, trained.model
         self.axes, self.n_rows = trained.axes, n_rows
         self.rows = RowSplit(n_rows, 1, self.axes).rows(0)
         boundary = spec_of(trained.layout).boundary(trained.layout)
         # Where positions are sharded over devices, a pass has a multiple of so many of them.
         self.multiple = self.axes[boundary.axis].size if boundary.lies == "s" else 1
+        # In D&SP a branch attends for the texts of all branches.
+        self.attends_for = self.axes.batch.size if boundary.lies == "b" else 1
         last = self.axes.pp.index == self.axes.pp.size - 1
         self.speaks = last and self.axes.same_batch.index == 0
+        self.source = self._sources(sources) if sources is not None else None
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the texts."""
-        self.caches = [KVCache() for _ in range(self.model.config.n_layers)]
+        """Forgets the texts, but not their sources."""
+        config = self.model.config
+        n_layers = config.n_decoder_layers if config.two_stacks else config.n_layers
+        self.caches = [KVCache() for _ in range(n_layers)]
+        self.encoded = False
         self.tokens_BS = torch.empty(
             (self.rows.stop - self.rows.start, 0), dtype=torch.int64, device=self.trained.device
         )
+
+    def repeat(self, k: int) -> None:
+        """Makes k texts of each text, one after the other, with the same source."""
+        every = torch.arange(self.n_rows).repeat_interleave(k)
+        self.select(every, k)
+
+    def select(self, order: Tensor, k: int = 1) -> None:
+        """Replaces each text by one of the texts of this process, as a beam search needs.
+
+        Args:
+            order: The number of the text that takes each place, int64 [k n_rows].
+            k: How many texts take the place of one.
+        """
+        order = order.to(self.trained.device)
+        self.n_rows *= k
+        self.rows, before = slice(self.rows.start * k, self.rows.stop * k), self.rows
+        mine = order[self.rows] - before.start
+        self.tokens_BS = self.tokens_BS[mine]
+        if self.source is not None:
+            self.source = {key: value[mine] for key, value in self.source.items()}
+        n = (before.stop - before.start) * self.attends_for
+        first = before.start // n * n
+        cached = order[first * k : (first + n) * k] - first
+        for cache in self.caches:
+            cache.select(cached)
+
+    def _sources(self, sources: Sequence[Sequence[int]]) -> Batch:
+        longest = max(map(len, sources))
+        length = -(-longest // self.multiple) * self.multiple
+        sizes = torch.tensor([len(ids) for ids in sources])
+        rows = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in sources])
+        batch = {"source": rows, "source_valid": torch.arange(length) < sizes[:, None]}
+        return {key: value[self.rows].to(self.trained.device) for key, value in batch.items()}
 
     def read(self, tokens_BS: Tensor) -> Tensor | None:
         """Reads further tokens of all texts.
@@ -87,7 +131,8 @@ class Decoder:
         for cache in self.caches:
             cache.keep(start - again)
         tokens = F.pad(self.tokens_BS[:, start - again : stop], (0, missing - again))
-        hidden = self._hidden({"tokens": tokens}, start - again)
+        hidden = self._hidden({"tokens": tokens, **(self.source or {})}, start - again)
+        self.encoded = True
         for cache in self.caches:
             cache.keep(stop)
         if hidden is None:
@@ -96,32 +141,53 @@ class Decoder:
 
     def _hidden(self, batch: Batch, start: int) -> Tensor | None:
         """Returns the last hidden states, or None if another stage computes them."""
+        links: list[str] | None = None
+        entering: Activations | None = None
+        if self.source is not None and self.encoded:
+            links = [link.name for link in self.model.links()]
+            links = links[self.model.config.n_layers + 1 :]  # of the decoder
+            # Nothing reads the encoder's output again, because its keys and values are cached.
+            entering = Activations(memory=torch.empty(0, device=self.trained.device))
         if self.axes.pp.size == 1:
-            return self.model.hidden(batch, self.caches, start)
+            return self.model.run(batch, entering, links, self.caches, start).hidden
         executor, pp = self.trained.executor, self.axes.pp
         sent: list[Pending] = []
+        stages = [[executor.links[i].name for i in stage] for stage in self.model.stages]
+        stages = [[name for name in stage if not links or name in links] for stage in stages]
+        first = next(number for number, stage in enumerate(stages) if stage)
         hidden = None
-        for stage in range(pp.index, len(self.model.stages), pp.size):
-            entering = self._receive(stage, batch) if stage else None
-            links = [executor.links[i].name for i in self.model.stages[stage]]
-            leaving = self.model.run(batch, entering, links, self.caches, start)
-            if stage == len(self.model.stages) - 1:
-                hidden = leaving.hidden
-            elif not executor.stage_io.absent:
-                assert leaving.hidden is not None
-                part = executor.stage_io.slice(leaving.hidden)
-                sent.append(executor.channel.send(part, (stage + 1) % pp.size, LABEL))
+        for stage in range(pp.index, len(stages), pp.size):
+            if stage > first:
+                entering = self._receive(stage, batch)
+            if stage >= first:
+                leaving = self.model.run(batch, entering, stages[stage], self.caches, start)
+                if stage == len(stages) - 1:
+                    hidden = leaving.hidden
+                elif not executor.stage_io.absent:
+                    sent += self._send(stage, leaving)
         for pending in sent:
             pending.wait()
         return hidden
 
+    def _passed(self, stage: int) -> list[str]:
+        """Returns the names of the activations that enter a stage in this pass."""
+        names = self.trained.executor.stage_io.names(stage)
+        return [name for name in names if not (name == "memory" and self.encoded)]
+
+    def _send(self, stage: int, leaving: Activations) -> list[Pending]:
+        executor, to = self.trained.executor, (stage + 1) % self.axes.pp.size
+        parts = [
+            executor.stage_io.slice(getattr(leaving, name)) for name in self._passed(stage + 1)
+        ]
+        return [executor.channel.send(part, to, LABEL) for part in parts]
+
     def _receive(self, stage: int, batch: Batch) -> Activations:
-        executor, pp = self.trained.executor, self.axes.pp
+        executor, source = self.trained.executor, (stage - 1) % self.axes.pp.size
         entering = executor.stage_io.entering(stage, batch)
         if not executor.stage_io.absent:
-            for x in entering.values():
+            for x in (entering[name] for name in self._passed(stage)):
                 buffer = executor.stage_io.receive_buffer(x)
-                received = executor.channel.receive(buffer, (stage - 1) % pp.size, LABEL).wait()
+                received = executor.channel.receive(buffer, source, LABEL).wait()
                 executor.stage_io.fill(x, received)
         return Activations(**entering)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from gridformer.data import SpecialIds, Tokenizer
-from gridformer.evaluate.decode import Search, search
-from gridformer.models import BERT, EncoderDecoder
+from gridformer.data import SpecialIds
+from gridformer.evaluate.beams import Search, search
+from gridformer.evaluate.decoding import whole_logits
+from gridformer.evaluate.loading import Trained
+from gridformer.evaluate.scoring import in_batches
+from gridformer.utils.batch import Batch
 from gridformer.utils.errors import UserError
 
 BLANK = "___"  # three underscores
@@ -29,13 +33,13 @@ def parts_of(text: str) -> list[str]:
     return parts
 
 
-@torch.no_grad()
-def fill_words(model: BERT, tokenizer: Tokenizer, special: SpecialIds, text: str) -> list[str]:
+def fill_words(trained: Trained, special: SpecialIds, text: str) -> list[str]:
     """Predicts the most likely token for each blank, for all blanks in one pass.
 
+    All processes call it together and get the same words.
+
     Args:
-        model: BERT model.
-        tokenizer: its tokenizer.
+        trained: BERT model.
         special: ids of its special tokens.
         text: prompt with blanks.
 
@@ -48,6 +52,7 @@ def fill_words(model: BERT, tokenizer: Tokenizer, special: SpecialIds, text: str
     assert special.cls is not None
     assert special.mask is not None
     assert special.sep is not None
+    model, tokenizer = trained.model, trained.tokenizer
     ids, blanks = [special.cls], []
     for number, part in enumerate(parts_of(text)):
         if number:
@@ -60,20 +65,32 @@ def fill_words(model: BERT, tokenizer: Tokenizer, special: SpecialIds, text: str
             f"the prompt takes {len(ids)} tokens, and the model reads "
             f"{model.config.max_seq_len}: shorten the prompt"
         )
-    device = next(model.parameters()).device
-    logits = model(torch.tensor([ids], device=device))[0, blanks, : special.ordinary_size]
-    logits[:, sorted(special.not_words)] = -torch.inf
-    return [tokenizer.decode([word]) for word in logits.argmax(-1).tolist()]
+
+    def batch_of(numbers: Sequence[int], multiple: int) -> Batch:
+        padding = -len(ids) % multiple
+        row = torch.tensor([[*ids, *[special.pad] * padding]])
+        valid = torch.arange(len(ids) + padding) < len(ids)
+        return {"tokens": row.repeat(len(numbers), 1), "valid": valid.repeat(len(numbers), 1)}
+
+    def words(hidden: Tensor, batch: Batch) -> Tensor | None:
+        logits = whole_logits(model, hidden)
+        if logits is None:
+            return None
+        logits = logits[:, blanks, : special.ordinary_size]
+        logits[..., sorted(special.not_words)] = -torch.inf
+        return logits.argmax(-1)
+
+    found = in_batches(trained, [0], 1, batch_of, words, len(blanks))[0]
+    return [tokenizer.decode([int(word)]) for word in found.tolist()]
 
 
-def fill_spans(
-    model: EncoderDecoder, tokenizer: Tokenizer, special: SpecialIds, text: str, how: Search
-) -> list[str]:
+def fill_spans(trained: Trained, special: SpecialIds, text: str, how: Search) -> list[str]:
     """Predicts the text of each blank with beam search.
 
+    All processes call it together and get the same texts.
+
     Args:
-        model: T5 model that was trained on spans.
-        tokenizer: its tokenizer.
+        trained: T5 model that was trained on spans.
         special: ids of its special tokens.
         text: prompt with blanks.
         how: settings of the search.
@@ -84,7 +101,7 @@ def fill_spans(
     Raises:
         UserError: the text has no blank, or more blanks than the model has sentinels.
     """
-    parts = parts_of(text)
+    parts, tokenizer = parts_of(text), trained.tokenizer
     if len(parts) - 1 > len(special.sentinels):
         raise UserError(
             f"the prompt has {len(parts) - 1} blanks, and the model knows "
@@ -93,10 +110,9 @@ def fill_spans(
     source: list[int] = []
     for number, part in enumerate(parts):
         source += [special.sentinels[number - 1]] * (number > 0) + tokenizer.encode(part)
-    never = set(special.never(model.config.vocab_size)) - set(special.sentinels)
-    found = search(
-        model, [*source, special.eos], special.start, special.eos, how, never=sorted(never)
-    )
+    never = sorted(set(special.never(trained.model.config.vocab_size)) - set(special.sentinels))
+    with trained.in_use():
+        (found,) = search(trained, [[*source, special.eos]], special.start, special.eos, how, never)
     return [tokenizer.decode(span) for span in spans_of(found, special, len(parts) - 1)]
 
 

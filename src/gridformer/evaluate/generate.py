@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from gridformer.config import ModelConfig, RunConfig
-from gridformer.data import SpecialIds, Tokenizer
+from gridformer.config import ModelConfig
+from gridformer.data import SpecialIds
+from gridformer.evaluate.beams import Search, search
 from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
-from gridformer.evaluate.decode import Search, search
 from gridformer.evaluate.fill import fill_spans, fill_words, parts_of
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.sampling import MOST_SEED, Sampling
@@ -49,23 +49,8 @@ def check_options(model: ModelConfig, given: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def check_layout(run: RunConfig) -> None:
-    """Checks that a model generates on its layout.
-
-    Raises:
-        ConfigError: the model generates on one process only.
-    """
-    if run.layout.n_processes > 1 and not continues(run.model):
-        raise ConfigError(
-            [
-                f"a {run.model.family} generates on one process, and the layout has "
-                f"{run.layout.n_processes}: leave layout.* out"
-            ]
-        )
-
-
 def continues(model: ModelConfig) -> bool:
-    """Returns whether a model continues texts, so that it generates on any layout."""
+    """Returns whether a model continues texts."""
     return not model.two_stacks and model.family != "bert"
 
 
@@ -88,25 +73,31 @@ def answer(
     Raises:
         UserError: blanks are missing, or the prompt is too long; see `fill_words` and `fill_spans`.
     """
-    model, tokenizer = trained.model, trained.tokenizer
+    model = trained.model
     if isinstance(model, BERT):
-        yield _filled(prompt, fill_words(model, tokenizer, trained.special, prompt))
+        yield _filled(prompt, fill_words(trained, trained.special, prompt))
     elif isinstance(model, EncoderDecoder) and trained.run.task == "spans":
-        yield _filled(prompt, fill_spans(model, tokenizer, trained.special, prompt, how))
+        yield _filled(prompt, fill_spans(trained, trained.special, prompt, how))
     elif isinstance(model, EncoderDecoder):
-        yield translate(model, tokenizer, trained.special, prompt, how)
+        yield from translate(trained, trained.special, [prompt], how)
     else:
         yield prompt
         yield from stream(trained, prompt, how.max_tokens, sampling, speed)
 
 
 def translate(
-    model: EncoderDecoder, tokenizer: Tokenizer, special: SpecialIds, text: str, how: Search
-) -> str:
-    """Generates the second text of a pair whose first text is `text`, with beam search."""
-    source = [*tokenizer.encode(text), special.eos]
-    never = special.never(model.config.vocab_size)
-    return tokenizer.decode(search(model, source, special.start, special.eos, how, never))
+    trained: Trained, special: SpecialIds, texts: Sequence[str], how: Search
+) -> list[str]:
+    """Generates the second text of each pair whose first text is given, with beam search.
+
+    All processes call it together and get the same texts.
+    """
+    tokenizer, end = trained.tokenizer, special.eos
+    sources = [[*ids, end] for ids in tokenizer.encode_batch(texts)]
+    never = special.never(trained.model.config.vocab_size)
+    with trained.in_use():
+        found = search(trained, sources, special.start, end, how, never)
+    return [tokenizer.decode(ids) for ids in found]
 
 
 def _filled(prompt: str, words: list[str]) -> str:

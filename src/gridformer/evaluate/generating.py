@@ -6,8 +6,8 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 
+from gridformer.evaluate.beams import Search
 from gridformer.evaluate.continuing import Speed
-from gridformer.evaluate.decode import Search
 from gridformer.evaluate.generate import answer, continue_prompts, continues
 from gridformer.evaluate.job import Job
 from gridformer.evaluate.sampling import Sampling
@@ -48,7 +48,7 @@ def generate_worker(job: Job, asked: Generation) -> None:
             for one in found:
                 _write(rank, json.dumps(asdict(one), ensure_ascii=False) + "\n")
         else:
-            for prompt in asked.prompts:
+            for prompt in asked.prompts:  # of other families one after the other
                 pieces = answer(trained, prompt, asked.sampling, asked.how, speed)
                 if asked.many:
                     line = {"prompt": prompt, "text": "".join(pieces)}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.evaluate.loading import Trained, load_for_inference, load_model, tokenizer_file
@@ -64,7 +65,7 @@ def plan_job(
     run_dir: Path,
     overrides: Sequence[str] = (),
     device: DeviceChoice = "auto",
-    whole_windows: bool = False,
+    whole_windows: bool | Literal["bert"] = False,
 ) -> Job:
     """Finds the checkpoint of a run and checks whether its model can be used on a layout.
 
@@ -74,7 +75,7 @@ def plan_job(
             of training was.
         device: where to compute.
         whole_windows: whether the model will read as many tokens at once as it can, so that a
-            layout which shards them must divide that number.
+            layout which shards them must divide that number; `bert` means with bert only.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -95,7 +96,8 @@ def plan_job(
     values = run.model_dump(mode="json")
     chosen = parse_run({**values, "layout": {}}, overrides).layout
     run = run.model_copy(update={"layout": chosen})
-    check = partial(_broken_rules, whole_windows=whole_windows)
+    whole = run.model.family == "bert" if whole_windows == "bert" else whole_windows
+    check = partial(_broken_rules, whole_windows=whole)
     found = [str(problem) for problem in with_offers(run, check)]
     found += check_devices(device, chosen.n_processes)
     if found:

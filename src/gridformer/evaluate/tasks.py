@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gridformer.config import RunConfig, any_of, closest
-from gridformer.evaluate.decode import Search
+from gridformer.evaluate.beams import Search
 from gridformer.evaluate.generate import continues, translate
 from gridformer.evaluate.labels import predicted, read_labeled
 from gridformer.evaluate.loading import Trained
@@ -19,7 +19,6 @@ from gridformer.evaluate.scoring import Window, score
 from gridformer.evaluate.team import Team
 from gridformer.evaluate.wikitext import n_words, read_pages, restored
 from gridformer.evaluate.windows import continuation, prefix_id, sliding
-from gridformer.models import EncoderDecoder
 from gridformer.utils.errors import ConfigError, DataError, UserError
 from gridformer.utils.extras import require
 
@@ -157,12 +156,16 @@ def bleu(trained: Trained, file: str, options: Options) -> Numbers:
     import sacrebleu
 
     pairs = _first(read_fields(Path(file), "source", "target"), options)
-    model, special = trained.model, trained.special
-    assert isinstance(model, EncoderDecoder)
-    said = [
-        translate(model, trained.tokenizer, special, str(source), Search(max_tokens=256))
-        for source, _ in pairs
-    ]
+    sources = [str(source) for source, _ in pairs]
+    # Searches end at about the same time if the sources are about equally long.
+    order = sorted(range(len(pairs)), key=lambda i: len(sources[i]))
+    said = [""] * len(pairs)
+    for start in range(0, len(order), options.batch_size):
+        batch = order[start : start + options.batch_size]
+        how = Search(max_tokens=256)
+        found = translate(trained, trained.special, [sources[i] for i in batch], how)
+        for i, words in zip(batch, found):
+            said[i] = words
     result = sacrebleu.corpus_bleu(said, [[str(target) for _, target in pairs]])
     return {"bleu": result.score, "documents": len(pairs)}
 
@@ -221,8 +224,6 @@ def _classifies(run: RunConfig) -> str:
 def _translates(run: RunConfig) -> str:
     if run.task != "pairs":
         return f"needs a model that was trained on pairs of texts, not on data.task={run.task}"
-    if run.layout.n_processes > 1:
-        return f"runs on one process, and the layout has {run.layout.n_processes}"
     return ""
 
 

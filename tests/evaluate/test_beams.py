@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 
-from gridformer.evaluate.decode import Search, search
+from gridformer.config import RunConfig
+from gridformer.data import Tokenizer
+from gridformer.evaluate.beams import Search, search
+from gridformer.evaluate.loading import Trained
 from gridformer.models import T5
 from gridformer.models.blocks import KVCache
 from gridformer.utils.errors import ConfigError
@@ -38,6 +42,30 @@ def models() -> tuple[T5, Any]:
     return ours, theirs
 
 
+def search_all(
+    model: T5, sources: list[list[int]], how: Search, never: Sequence[int] = ()
+) -> list[list[int]]:
+    one = Trained(cast(RunConfig, None), model, cast(Tokenizer, None))
+    with one.in_use():
+        return search(one, sources, 0, END, how, never)
+
+
+def found_by(model: T5, source: list[int], how: Search, never: Sequence[int] = ()) -> list[int]:
+    (found,) = search_all(model, [source], how, never)
+    return found
+
+
+@pytest.mark.parametrize("how", [Search(3, 1.0, 15), Search(1, 1.0, 15)], ids=str)
+def test_sources_of_a_batch_have_the_targets_that_they_have_alone(
+    models: tuple[T5, Any], how: Search
+) -> None:
+    ours, _ = models
+    sources = [tokens_of(V, 1, size, seed=seed)[0].tolist() for seed, size in SOURCES]
+    want = [found_by(ours, source, how) for source in sources]
+    assert search_all(ours, sources, how) == want
+    assert len({len(target) for target in want}) > 1, "searches must end at several times"
+
+
 @pytest.mark.parametrize(
     ("beams", "penalty"),
     full_unless(
@@ -50,7 +78,7 @@ def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penal
     ours, theirs = models
     for seed, size in SOURCES:
         source = tokens_of(V, 1, size, seed=seed)
-        found = search(ours, source[0].tolist(), 0, END, Search(beams, penalty, 15))
+        found = found_by(ours, source[0].tolist(), Search(beams, penalty, 15))
         with torch.no_grad():
             want = theirs.generate(
                 source,
@@ -82,8 +110,8 @@ def test_targets_are_short_and_long_and_no_choice_is_close(
     lengths = set()
     for seed, size in SOURCES:
         source, how = tokens_of(V, 1, size, seed=seed)[0].tolist(), Search(beams, penalty, 15)
-        found = search(ours, source, 0, END, how)
-        assert search(off, source, 0, END, how) == found, (seed, size)
+        found = found_by(ours, source, how)
+        assert found_by(off, source, how) == found, (seed, size)
         lengths.add(len(found))
     assert len(lengths) > 2
     assert {0, 15} <= lengths
@@ -104,8 +132,8 @@ def test_beams_take_their_keys_and_values_along() -> None:
 def test_some_words_are_never_said(models: tuple[T5, Any]) -> None:
     ours, _ = models
     source = tokens_of(V, 1, 9)[0].tolist()
-    first = search(ours, source, 0, END, Search(3, 1.0, 12))
-    again = search(ours, source, 0, END, Search(3, 1.0, 12), never=first)
+    first = found_by(ours, source, Search(3, 1.0, 12))
+    again = found_by(ours, source, Search(3, 1.0, 12), first)
     assert first
     assert not set(first) & set(again)
 

@@ -1,0 +1,169 @@
+"""Greedy search and beam search with encoder-decoder models, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.evaluate.decoding import Decoder, row_parts
+from gridformer.evaluate.loading import Trained
+from gridformer.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Search:
+    """Settings of beam search. One beam is greedy search.
+
+    A hypothesis of n tokens, its end included, has the score log p / n^length_penalty, so values
+    above 0 favor longer hypotheses.
+
+    Raises:
+        ConfigError: beams or max_tokens is below 1.
+    """
+
+    beams: int = 4
+    length_penalty: float = 1.0
+    max_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.beams < 1:
+            problems.append(f"--beams {self.beams} must be at least 1 (greedy search)")
+        if self.max_tokens < 1:
+            problems.append(f"--max-tokens {self.max_tokens} must be at least 1")
+        if problems:
+            raise ConfigError(problems)
+
+
+@torch.no_grad()
+def search(
+    trained: Trained,
+    sources: Sequence[Sequence[int]],
+    start: int,
+    end: int,
+    how: Search,
+    never: Sequence[int] = (),
+) -> list[list[int]]:
+    """Searches for the most likely target of each source.
+
+    All processes of the layout call it together, inside `Trained.in_use`, and get the same targets.
+    The beams of a source are on one process.
+
+    Args:
+        trained: encoder-decoder model.
+        sources: token ids of the sources.
+        start: id with which a target starts.
+        end: id with which a target ends.
+        how: settings of the search.
+        never: ids that a target may not contain.
+
+    Returns:
+        Token ids of the best target of each source, without start and end.
+    """
+    parts, k = row_parts(trained), how.beams
+    n = -(-len(sources) // parts) * parts
+    decoder = Decoder(trained, n, [*sources, *[sources[0]] * (n - len(sources))])
+    world, device = trained.axes.world, trained.device
+    searches = [Beams(start, end, how, never, device) for _ in range(n)]
+    tokens = torch.full((n, 1), start)
+    for step in range(how.max_tokens):
+        logits = decoder.read(tokens)
+        if step == 0:
+            decoder.repeat(k)
+        # The text that takes each place, its next token, and whether its search goes on.
+        said = torch.zeros(3, n * k, dtype=torch.int64, device=device)
+        if logits is not None and decoder.speaks:
+            first = decoder.rows.start
+            for row in range(first, decoder.rows.stop, k):
+                block = slice(row, row + k)
+                of = searches[row // k]
+                here = logits[(row - first) // k] if step == 0 else logits[row - first :][:k]
+                order, words = of.step(here.expand(k, -1))
+                said[0, block], said[1, block], said[2, block] = order + row, words, not of.ended
+        order, words, running = comm.all_reduce(said, world, label="beams").cpu()
+        if not running.any():
+            break
+        decoder.select(order)
+        tokens = words[:, None]
+    found = torch.full((n, how.max_tokens + 1), 0, dtype=torch.int64, device=device)
+    if decoder.speaks:
+        for row in range(decoder.rows.start // k, decoder.rows.stop // k):
+            best = searches[row].best()
+            found[row, 0] = len(best)
+            found[row, 1 : len(best) + 1] = torch.tensor(best, dtype=torch.int64, device=device)
+    rows = comm.all_reduce(found, world, label="beams").tolist()
+    return [row[1 : row[0] + 1] for row in rows[: len(sources)]]
+
+
+class Beams:
+    """The beam search for one source.
+
+    The algorithm is that of Wu et al. 2016 and of Hugging Face's generate. Among the 2k best
+    continuations of k beams, those that end are kept as hypotheses if they are among the first k,
+    and the best k others continue. The search ends when no beam can beat the worst of k hypotheses.
+
+    Args:
+        start, end, how, never: see `search`.
+        device: where logits are.
+
+    Attributes:
+        ended: whether the search has ended.
+    """
+
+    def __init__(
+        self, start: int, end: int, how: Search, never: Sequence[int], device: torch.device
+    ) -> None:
+        self.end, self.how, self.ended = end, how, False
+        self.banned = torch.tensor(list(never), dtype=torch.int64, device=device)
+        self.beams = torch.full((how.beams, 1), start, device=device)
+        self.scores = torch.full((how.beams,), -torch.inf, device=device, dtype=torch.float64)
+        self.scores[0] = 0.0  # all beams are equal at first, so only one of them counts
+        self.done: list[tuple[float, list[int]]] = []
+
+    def step(self, logits_KV: Tensor) -> tuple[Tensor, Tensor]:
+        """Extends the beams by one token.
+
+        Args:
+            logits_KV: logits after each beam [k, v].
+
+        Returns:
+            For each beam the number of the one that it continues, and its new token, int64 [k]. If
+            the search has ended, nothing changes.
+        """
+        k, n = self.how.beams, self.beams.shape[1]
+        if self.ended:
+            return torch.arange(k, device=logits_KV.device), self.beams[:, -1]
+        steps = logits_KV.double().index_fill(1, self.banned, -torch.inf).log_softmax(-1)
+        total = (self.scores[:, None] + steps).flatten()
+        values, places = total.topk(min(2 * k, len(total)))
+        rows, words = places // steps.shape[1], places % steps.shape[1]
+        kept: list[int] = []
+        for place, (value, word) in enumerate(zip(values.tolist(), words.tolist())):
+            if word == self.end:
+                if place < k:
+                    self._keep(value, n, self.beams[rows[place], 1:].tolist())
+            elif len(kept) < k:
+                kept.append(place)
+        self.done = sorted(self.done, key=lambda one: -one[0])[:k]
+        chosen = torch.tensor(kept, device=logits_KV.device)
+        self.scores, rows = values[chosen], rows[chosen]
+        self.beams = torch.cat((self.beams[rows], words[chosen, None]), 1)
+        best = float(self.scores[0]) / n**self.how.length_penalty
+        if len(self.done) == k and self.done[-1][0] >= best:
+            self.ended = True
+        elif n == self.how.max_tokens:
+            for value, beam in zip(self.scores.tolist(), self.beams[:, 1:].tolist()):
+                self._keep(value, n, beam)
+            self.ended = True
+        return rows, words[chosen]
+
+    def best(self) -> list[int]:
+        """Returns the best hypothesis of a search that has ended."""
+        return max(self.done, key=lambda one: one[0])[1]
+
+    def _keep(self, score: float, n: int, ids: list[int]) -> None:
+        self.done.append((score / n**self.how.length_penalty, ids))
