@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from gridformer.config import ModelConfig, shipped_model
 from gridformer.models import count_parameters
-from gridformer.models.blocks import KVCache
+from gridformer.models.blocks import KVCache, added_to_scores
+from gridformer.models.blocks.scores import Window
 from tests.support.marks import full_unless
 from tests.support.reference.llama import ARCHITECTURES, V, from_hugging_face, pair
 from tests.support.reference.shared import assert_close, tokens_of
@@ -181,3 +183,15 @@ def test_greedy_tokens(architecture: str) -> None:
             new = logits[:, -1:].argmax(-1)
             got = torch.cat((got, new), 1)
     assert torch.equal(got, want)
+
+
+def test_padding_beyond_a_window_gives_numbers() -> None:
+    """A padded query whose window is all padding attends to itself, and to no other token."""
+    valid = torch.tensor([[True, False, False, False]])
+    window = Window(2, 4, valid.device)
+    mask = added_to_scores(4, torch.float64, valid[:, None, None, :], causal=True, window=window)
+    assert isinstance(mask, Tensor)
+    seen = (mask == 0.0)[0, 0].tolist()
+    assert seen[0] == [True, False, False, False]
+    assert seen[1] == [True, True, False, False]
+    assert seen[3] == [False, False, False, True]

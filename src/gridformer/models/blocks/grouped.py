@@ -71,8 +71,8 @@ class GroupedAttention(Attention):
             mask: The result of `added_to_scores` for causal attention with this module's window.
             cache: Keys and values of past tokens, for generation.
         """
-        b, s, _ = x_BSH.shape
-        q, k, v = (part.view(b, s, -1, self.head_dim) for part in self.qkv(x_BSH))
+        # The product may return more sequences, or longer ones, than this device has of x.
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BSH))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(1, 2) for part in (rotation.of(q), rotation.of(k), v))

@@ -179,6 +179,10 @@ def added_to_scores(
     if causal and (queries > 1 or window is not None):
         near = past(queries, seen, device, None if window is None else window.size)
         mask = near if mask is None else mask & near
+        if window is not None:
+            # All keys in the window of a padded query may be padding. It sees itself, because
+            # attention to nothing is not a number, and so are gradients that pass through it.
+            mask = mask | past(queries, seen, device, 1)
     if bias_NST is None:
         assert mask is not None
         return torch.where(mask, 0.0, -torch.inf).to(dtype)
