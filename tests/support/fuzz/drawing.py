@@ -39,6 +39,9 @@ FIXED: dict[str, Any] = {
     "model.name": "fuzz",
     "data.path": ".",
     "data.task": "auto",
+    "data.restart": False,
+    "train.init_from": None,
+    "train.init_embeddings": "exact",
     "train.steps": 4,  # for the learning rate's schedule
     "train.memory_gib": 0.0,
     "train.device": "cpu",
@@ -63,6 +66,9 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "model.vocab_size": (2, 3, 5, 7, 13, 16, 29, 37),
     "model.max_seq_len": (1, 2, 3, 4, 5, 6, 8, 12),
     "model.n_labels": (0, 0, 1, 2, 3, 5),
+    "model.n_kv_heads": (0, 1, 1, 2, 3, 4, 6),
+    "model.rope_theta": (10000.0, 10000.0, 10.0),
+    "model.window": (0, 0, 1, 2, 3, 5),
     "model.relative_buckets": (4, 5, 6, 8, 32),
     "model.relative_max_distance": (3, 4, 5, 7, 20, 128),
     "model.label_smoothing": (0.0, 0.0, 0.1, 0.5),
@@ -95,8 +101,9 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "train.adam_eps": (1e-4, 1e-5),
     "train.clip_norm": (0.0, 1e-4, 1e-2, 0.1, 1.0),  # the smaller ones clip
 }
-# Words that are drawn less often than the others.
-WORDS: dict[str, tuple[str, ...]] = {
+# Words that are drawn less often than the others, and settings that are neither words nor numbers.
+WORDS: dict[str, tuple[Any, ...]] = {
+    "model.rope_scaling": (None, None, None, {"kind": "linear", "factor": 2.0}),
     "layout.scheme": ("single", *("megatron",) * 2, *("optimus",) * 3, *("subgraph",) * 3),
     "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
 }
