@@ -75,8 +75,6 @@ def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
             head += held_bytes
         else:
             layers += held_bytes
-    tables = run.model.n_tables - 1  # that of the embedding, which is in no product
-    head += tables * run.model.vocab_size * run.model.hidden_size * each / grid
     return layers, head
 
 

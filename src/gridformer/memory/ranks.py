@@ -35,6 +35,8 @@ def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[in
                 found[int(here[0, 1])] = _join(stages, "other sub-grids")
         else:
             alike = f"all {here.numel()} alike" if here.numel() > 1 else ""
+            if decisions.choices.copied_parameters:  # whose moments only their owner has
+                alike = f"fullest of {here.numel()}"
             found[int(here.flatten()[0])] = _join(stages, alike)
     return found
 

@@ -11,6 +11,8 @@ from rich.text import Text
 
 from gridformer.config import RunConfig
 from gridformer.memory.breakdown import KINDS, MemoryBreakdown
+from gridformer.parallel.auto.decisions import work_of
+from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.registry import describe
 from gridformer.utils.units import byte_unit
 
@@ -63,6 +65,14 @@ def print_breakdowns(
             host = [_size(breakdown.host, unit) for breakdown in some]
             table.add_row("in host memory", *host)
         console.print(table)
+    copied = decide(run.model, run.layout, work_of(run)).copied_parameters
+    if copied:
+        value = 8 if run.train.dtype == "float64" else 4
+        said = f"{_size(round(copied * value / run.layout.pp), unit)} {name}"
+        console.print(
+            f"About {said} of a device's parameters are heads of keys and values that other "
+            "columns or branches hold, too, because the heads do not divide over them."
+        )
 
 
 def write_page(

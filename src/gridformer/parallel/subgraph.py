@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from gridformer.models import Model
 
 
+def _times_h(width: float) -> str:
+    return "h" if width == 1 else f"{width:g} h"
+
+
 class Branched(SchemeSpec):
     """The spec of sub-graph parallelism: D&SP (`common: all`) and D&SP-cSub (`common: first`)."""
 
@@ -94,9 +98,14 @@ class Branched(SchemeSpec):
             "processes"
         ]
         if layout.attention == "outside":
+            entering, leaving = 3.0, 1.0  # widths of each layer's attention
+            joined = [c.product for c in choices.products.values() if c.product.name == "qkv"]
+            if joined and joined[0].parts:
+                entering = (joined[0].n_out + joined[0].copied) / joined[0].n_in
+                leaving = joined[0].parts[0][0] / joined[0].n_in
             found.append(
-                "attention: slices of q, k and v enter the branches, 3 h per token, and the heads' "
-                "outputs leave them, h per token"
+                f"attention: slices of q, k and v enter the branches, {entering:g} h per token, "
+                f"and the heads' outputs leave them, {_times_h(leaving)} per token"
             )
         if layout.devices_per_node:
             n, k = layout.dp * layout.branches, layout.devices_per_node

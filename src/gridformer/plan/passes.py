@@ -21,16 +21,22 @@ from gridformer.plan.load import Costs, Load, Place
 # tests/plan/test_analytic.py compares.
 RESIDUAL = (3, 3)  # the sum of two tensors, and of two gradients
 ACTIVATION = (2, 3)
+GATE = (2.5, 6.5)  # of both halves: SiLU and product, whose gradients are joined
 DROPOUT = (2, 2)
 BIAS = (2, 1)  # added in place where a product is sharded; backward a sum over tokens
 GRADIENT_OF_HEADS = 4  # of queries, keys and values: stacked, then copied to their order
+GRADIENT_OF_PARTS = 2  # the same of a joined product
+ROTARY = (7, 7)  # of queries and keys
+ROTARY_LAUNCHES = 6
 NORM = (2, 3)  # in float32: reads and writes; backward it reads one more
 RMS_NORM = (7, 23)  # the same of an RMSNorm, which is made of many kernels
 RMS_LAUNCHES = (8, 18)
 NORM_INSIDE = 5  # backward of a norm inside a product, which normalizes again
+RMS_NORM_INSIDE = (7, 26)
+RMS_INSIDE_LAUNCHES = (6, 22)
 LOGITS = 8  # in float32: log-softmax and the targets' logits, forward and backward
 LOGITS_SHARDED = 13  # the same with the vocabulary over an axis
-WITHOUT_BIAS = ("t5",)  # their norms are RMSNorms
+WITH_RMS = ("t5", "llama")  # whose norms are RMSNorms
 ALONE = Place((0,))
 
 
@@ -356,10 +362,15 @@ def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
     else:
         _norm(sizes, choice, n_bytes, launches)
         if product.section == "feed_forward":
-            kernel(ACTIVATION, out)
+            kernel(GATE if product.parts else ACTIVATION, out)
+        elif product.parts:
+            kernel((0, GRADIENT_OF_PARTS), out)
+            n, m = model.n_heads, model.kv_heads
+            kernel(ROTARY, out * (n + m) / (n + 2 * m))
+            launches = [number + ROTARY_LAUNCHES - 1 for number in launches]
         elif not choice.common:
             kernel((0, GRADIENT_OF_HEADS), out)
-    if model.family not in WITHOUT_BIAS:
+    if model.family not in WITH_RMS or (model.qkv_bias and product.name == "qkv"):
         kernel((BIAS[0] * sharded, BIAS[1]), out)
     found = [Load(memory=sizes.costs.memory_s(n), launches=k) for n, k in zip(n_bytes, launches)]
     return found[0], found[1]
@@ -370,14 +381,16 @@ def _norm(sizes: Sizes, choice: Choice, n_bytes: list[float], launches: list[flo
     product, h = choice.product, sizes.run.model.hidden_size
     wide, cast = sizes.wide, sizes.cast
     casts = 2 if cast else 0
+    rms = sizes.run.model.family in WITH_RMS
     if choice.norm_inside and sizes.lies == "h":  # whole vectors exist only when gathered
         whole = sizes.tokens(product) * h
-        n_bytes[0] += whole * (NORM[0] * wide + 2 * cast)
-        n_bytes[1] += whole * (NORM_INSIDE * wide + 5 * cast)
-        launches[0] += 1 + casts
-        launches[1] += 2 + 5 * (casts > 0)
+        inside = RMS_NORM_INSIDE if rms else (NORM[0], NORM_INSIDE)
+        kernels = RMS_INSIDE_LAUNCHES if rms else (1, 2)
+        n_bytes[0] += whole * (inside[0] * wide + 2 * cast)
+        n_bytes[1] += whole * (inside[1] * wide + 5 * cast)
+        launches[0] += kernels[0] + casts
+        launches[1] += kernels[1] + 5 * (casts > 0)
         return
-    rms = sizes.run.model.family in WITHOUT_BIAS
     between, passes = sizes.between(product, h), RMS_NORM if rms else NORM
     for i in range(2):
         n_bytes[i] += between * (passes[i] * wide + 2 * cast)

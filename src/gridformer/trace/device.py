@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -20,6 +20,8 @@ import torch
 from gridformer.models.kernels import library
 
 NAME = "fakegpu"
+_ONE_KERNEL = ("silu_backward",)
+_library = torch.library.Library("aten", "IMPL")  # its registrations last as long as it
 Backend = Literal["nccl", "gloo"]
 
 
@@ -48,12 +50,20 @@ class _Backend:
         return [torch.float16, torch.bfloat16]
 
 
+def _never_run(*_: Any) -> None:
+    raise AssertionError("an operator on a fake tensor")
+
+
 @cache
 def fake_gpu() -> torch.device:
     """Returns the device, which is registered once per process."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(NAME, _Backend)
+    # Without a kernel of their own torch computes these by several operators, unlike on a GPU.
+    # Fake tensors have shapes by the operator's rules, so the kernels are never run.
+    for name in _ONE_KERNEL:
+        _library.impl(name, _never_run, "PrivateUse1")
     return torch.device(NAME, 0)
 
 

@@ -234,10 +234,12 @@ def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> N
         console.print(_products(choices, console.width))
         again = " and for its recomputation" if _computes_again(choices) else ""
         held = any(choice.keep_input or choice.keep_weight for choice in choices.products.values())
+        copied = any(c.product.copied and not c.common for c in choices.products.values())
         console.print(
             "msgs, MiB: what a device receives for one such product in the forward and backward "
             f"pass of a micro-batch{again}."
             + (" held: memory for what all such products together keep." if held else "")
+            + (" out + n: n more columns, which several devices hold." if copied else "")
         )
         if choices.timed:
             console.print(_seconds(choices))

@@ -65,7 +65,8 @@ def decide(
     layers_read = model.n_layers * read + model.n_decoder_layers * written
     inputs = float(layers_read * model.hidden_size)
     chosen = Choices(rows, cols, work, products, between, parameters, table, block_inputs=inputs)
-    chosen.reasons.extend(_replicated_heads(chosen, model))
+    axis = "branches" if "branches" in spec.axes else "columns"
+    chosen.reasons.extend(_replicated_heads(chosen, model, axis))
     chosen.reasons.extend(spec.reasons(chosen, layout))
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
@@ -76,17 +77,21 @@ def decide(
     return fastest(chosen, layout, block)
 
 
-def _replicated_heads(choices: Choices, model: ModelConfig) -> list[str]:
+def _replicated_heads(choices: Choices, model: ModelConfig, axis: str) -> list[str]:
     """Returns what --explain says about heads of keys and values that several devices hold."""
     heads, columns = model.kv_heads, choices.cols
     n_blocks = blocks_of(heads, columns)
     if n_blocks == columns:
         return []
-    what = "branches" if choices.rows == 1 and choices.products["qkv"].common else "columns"
-    each = f"{columns // n_blocks} of {columns} {what} have the same {heads // n_blocks}"
+    each, held = columns // n_blocks, heads // n_blocks
+    said = (
+        f"heads: the {heads} heads of keys and values do not divide over {columns} {axis}, so each "
+        f"{each} {axis} in a row have the same {held}"
+    )
     mine = choices.copied_parameters
-    held = f", {mine / 1e6:.3g} million parameters of a device" if mine else ""
-    return [f"heads: of {heads} heads of keys and values, {each}{held}; one copy is updated"]
+    if mine:
+        said += f": {mine / 1e6:.3g} million parameters of a device, which one of {each} updates"
+    return [said]
 
 
 def _stationary(choices: Choices, layout: LayoutConfig) -> Choices:
