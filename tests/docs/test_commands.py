@@ -14,7 +14,7 @@ import yaml
 
 from gridformer.config import parse_run
 from gridformer.utils.errors import ConfigError
-from tests.support.fenced import PAGES, ROOT, check_arguments, commands, fences, words_of
+from tests.support.fenced import PAGES, ROOT, check_arguments, commands, fences, run_files, words_of
 
 # README tells readers to save this run file.
 MINE = next(fence.text for fence in fences(ROOT / "README.md") if fence.language == "yaml")
@@ -35,6 +35,8 @@ def arguments(command: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_accepted(page: Path) -> None:
+    for name, fence in run_files(page):
+        Path(name).write_text(fence.text)
     for command in commands(page):
         if "gridformer" not in words_of(command):
             continue  # torchrun with the reader's own script

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SAVED = re.compile(r"`([\w-]+\.yaml)`:$")
 _INLINE = re.compile(r"(?<!`)`(gridformer [^`]+)`(?!`)")
 COMMAND = re.compile(r"^(\$ )?(gridformer|torchrun|srun) ")
 
@@ -42,6 +43,15 @@ class Fence:
 def fences(page: Path) -> list[Fence]:
     text = page.read_text(encoding="utf-8")
     return [Fence(m[1], m[2], text[: m.start(2)].count("\n") + 1) for m in _FENCE.finditer(text)]
+
+
+def run_files(page: Path) -> Iterator[tuple[str, Fence]]:
+    """Yield run files that a page tells readers to save under a name, and the names."""
+    text = page.read_text(encoding="utf-8").splitlines()
+    for fence in fences(page):
+        named = _SAVED.search("\n".join(text[: fence.line - 2]).rstrip())
+        if fence.language == "yaml" and named:
+            yield named[1], fence
 
 
 def commands(page: Path) -> Iterator[str]:

@@ -41,6 +41,8 @@ from gridformer.utils.folders import (
 )
 
 MANIFEST = "checkpoint.json"
+# The folder in a run directory for files of the imported model: its config, tokenizer, generation.
+KEPT = "hugging_face"
 # Keys of `model` that may differ between a checkpoint and the run that resumes from it.
 _MAY_CHANGE = ("name", "dropout", "attention_dropout", "label_smoothing")
 # Keys on which the order of samples depends.

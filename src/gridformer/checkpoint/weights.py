@@ -6,6 +6,7 @@ that the weights do not have, whose initial values depend on seed and name as al
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import ModelConfig, RunConfig
+from gridformer.data import Tokenizer
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel.data.zero import stored
@@ -135,6 +137,23 @@ def load(start: Start, model: Model, axes: Axes) -> None:
         wanted[f"model.{name}"] = block
     with torch.no_grad():
         read_into(wanted, folder, manifest.index or index_of_files(folder, manifest.files))
+
+
+def keep_files(start: Start, out: Path) -> None:
+    """Copies the files of an imported model to a run that begins with it, for a later export.
+
+    They are left out if the run's data have another tokenizer.
+
+    Args:
+        start: The weights with which the run begins.
+        out: The run directory, which has its tokenizer.json.
+    """
+    there = start.folder.parents[1] / checkpoint.KEPT
+    name = "tokenizer.json"
+    if not (there / name).is_file() or (out / checkpoint.KEPT).exists():
+        return
+    if Tokenizer.load(there / name).vocabulary == Tokenizer.load(out / name).vocabulary:
+        shutil.copytree(there, out / checkpoint.KEPT)
 
 
 def _with_rows(block: Block, n_rows: int) -> Block:

@@ -103,6 +103,11 @@ class Tokenizer:
             raise DataError(f"{file}: is not a tokenizer.json ({reason})") from None
         return cls(backend, str(path))
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens, added ones included."""
+        return dict(self._backend.get_vocab())
+
     def id_of(self, token: str) -> int | None:
         """Returns the id of a token spelled as in the vocabulary, or None if it is not there."""
         found = self._backend.token_to_id(token)

@@ -194,6 +194,8 @@ class Trainer:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
         shutil.copyfile(self.run.data.path / "tokenizer.json", out / "tokenizer.json")
+        if self.plan.start is not None:
+            weights.keep_files(self.plan.start, out)
 
     def _loader(self, batches: Batches, steps: Sequence[int]) -> BatchLoader:
         """Starts to make this device's rows of some global batches."""

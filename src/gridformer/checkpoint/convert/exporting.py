@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.checkpoint import KEPT
 from gridformer.checkpoint.convert.files import in_files, row_slices
 from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_json
-from gridformer.checkpoint.convert.importing import KEPT, KEPT_FILES, DType
+from gridformer.checkpoint.convert.importing import KEPT_FILES, DType
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.stored import StoredParameters
 from gridformer.checkpoint.convert.table import Entry, Kind

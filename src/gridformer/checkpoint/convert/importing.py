@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gridformer.checkpoint.block import Block
-from gridformer.checkpoint.checkpoint import FileEntry, Manifest, write_manifest
+from gridformer.checkpoint.checkpoint import KEPT, FileEntry, Manifest, write_manifest
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.files import in_files, row_slices
 from gridformer.checkpoint.convert.folder import (
@@ -41,8 +41,7 @@ from gridformer.utils.folders import new_folder, refuse_existing
 from gridformer.utils.units import GIB
 
 DType = Literal["keep", "float32", "bfloat16"]
-# The small files of a folder that are kept beside a checkpoint, for the tokenizer and for export.
-KEPT = "hugging_face"
+# The small files of a folder that are kept in `KEPT`, for the tokenizer and for export.
 KEPT_FILES = (
     CONFIG,
     "generation_config.json",
