@@ -62,27 +62,28 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def log_likelihood(run_dir: Path, ids: list[int], stride: int) -> float:
+def log_likelihood(run_dir: Path, ids: list[int], stride: int, length: int = LENGTH) -> float:
     """Return the sum over windows of torch's cross entropy, one window at a time."""
     loaded = load_model(run_dir, CPU)
     whole, total, done = [loaded.tokenizer.eos_id, *ids], 0.0, 0
     while done < len(ids):
-        new = min(stride if done else LENGTH, len(ids) - done)
+        new = min(stride if done else length, len(ids) - done)
         done += new
-        window = torch.tensor(whole[max(0, done - LENGTH) : done + 1])
+        window = torch.tensor(whole[max(0, done - length) : done + 1])
         with torch.no_grad():
             logits = loaded.model(window[None, :-1])[0]
         total -= float(F.cross_entropy(logits[-new:], window[-new:], reduction="sum"))
     return total
 
 
-@pytest.mark.parametrize("stride", [0, 7])
-def test_perplexity_of_a_text(run_dir: Path, text_file: Path, stride: int) -> None:
+@pytest.mark.parametrize(("stride", "length"), [(0, 0), (7, 0), (5, 9)])
+def test_perplexity_of_a_text(run_dir: Path, text_file: Path, stride: int, length: int) -> None:
     loaded, text = load_model(run_dir, CPU), text_file.read_text()
     ids = loaded.tokenizer.encode(text)
     assert len(ids) % LENGTH, "the last window is shorter"
-    (found,) = measure(loaded, parse_tasks(f"text:{text_file}"), Options(5, stride)).values()
-    total = log_likelihood(run_dir, ids, stride or LENGTH)
+    options = Options(5, stride, length=length)
+    (found,) = measure(loaded, parse_tasks(f"text:{text_file}"), options).values()
+    total = log_likelihood(run_dir, ids, stride or LENGTH, length or LENGTH)
     assert found["tokens"] == len(ids)
     assert found["token_perplexity"] == pytest.approx(math.exp(-total / len(ids)), rel=1e-12)
     assert found["word_perplexity"] == pytest.approx(math.exp(-total / len(text.split())))
@@ -173,6 +174,7 @@ def test_the_command_prints_json(run_dir: Path, text_file: Path) -> None:
         (["--tasks", "text"], "--tasks text: write text:FILE"),
         (["--tasks", "text:no-such-file"], "no-such-file: cannot be read"),
         (["--tasks", "text:FILE", "--stride", "25"], "use --stride 24 or less"),
+        (["--tasks", "text:FILE", "--length", "25"], "the model reads 24 tokens at once"),
         (["--tasks", "lambada:FILE"], "FILE:1: is not JSON"),
         (["train.steps=3", "--tasks", "text:FILE"], "a trained model keeps its settings"),
         (["layout.colls=3", "--tasks", "text:FILE"], "did you mean 'cols'?"),

@@ -40,8 +40,17 @@ def evaluate(
         typer.Option(
             "--stride",
             min=0,
-            help="For text and wikitext: windows of as many tokens as the model reads overlap by "
-            "all but this number of tokens. 0, the default, means that they do not overlap.",
+            help="For text and wikitext: windows of the text overlap by all but this number of "
+            "tokens. The default is 0, which means that they do not overlap.",
+        ),
+    ] = 0,
+    length: Annotated[
+        int,
+        typer.Option(
+            "--length",
+            min=0,
+            help="The model reads at most this number of tokens at once. The default is 0, which "
+            "means model.max_seq_len.",
         ),
     ] = 0,
     batch_size: Annotated[
@@ -84,11 +93,11 @@ def evaluate(
 
     if not tasks:
         raise ConfigError(["--tasks is missing: write, for example, --tasks text:FILE"])
-    asked, options = parse_tasks(tasks), Options(batch_size, stride, limit)
+    asked, options = parse_tasks(tasks), Options(batch_size, stride, limit, length)
     with ExitStack() as at_end:
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
-            job = plan_job(found, overrides or [], device_of(device), whole_windows=True)
+            job = plan_job(found, overrides or [], device_of(device), length)
             check_tasks(job.run, asked, options)
         job = replace(job, name=str(run_dir), timeout_s=timeout_of(asked))
         launch(evaluate_worker, (job, asked, options, as_json), job.n_processes)

@@ -145,7 +145,7 @@ def generate(
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
             overrides = overrides or []
-            job = plan_job(found, overrides, device_of(device), whole_windows="bert")
+            job = plan_job(found, overrides, device_of(device))
             check_options(job.run.model, given)
         wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
         launch(generate_worker, (job, wanted), job.n_processes)

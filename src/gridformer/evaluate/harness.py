@@ -34,6 +34,7 @@ class GridformerLM(TemplateLM):
         batch_size: Windows or texts that go through the model together.
         device: `cpu` or `cuda`; None means cuda if there is a GPU.
         team: The processes of a layout, instead of `run_dir`.
+        max_length: The most tokens that the model reads at once; 0 means `max_seq_len`.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class GridformerLM(TemplateLM):
         batch_size: int | str | None = None,
         device: str | None = None,
         team: Team | None = None,
+        max_length: int = 0,
         **_: Any,
     ) -> None:
         super().__init__()
@@ -49,13 +51,13 @@ class GridformerLM(TemplateLM):
             chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
             size = batch_size if isinstance(batch_size, int) else 8
             team = Team(load_model(Path(run_dir), torch.device(chosen)), size)
-        self.team = team
+        self.team, self._length = team, max_length
         self.tokenizer_of_run = team.trained.tokenizer
 
     @property
     def max_length(self) -> int:
         """How many tokens the model reads at once."""
-        return self.team.trained.model.config.max_seq_len
+        return self._length or self.team.trained.model.config.max_seq_len
 
     @property
     def eot_token_id(self) -> int:
@@ -119,18 +121,19 @@ class GridformerLM(TemplateLM):
         return texts
 
 
-def measured(team: Team, task: str, limit: int) -> dict[str, float]:
+def measured(team: Team, task: str, limit: int, length: int = 0) -> dict[str, float]:
     """Returns the measures of a task of the harness. On rank 0 only.
 
     Args:
         team: The processes, of which the others follow.
         task: The name of a task, or the path of its YAML file.
         limit: Only the first so many documents are measured; 0 means all.
+        length: The most tokens that the model reads at once; 0 means `max_seq_len`.
     """
     from lm_eval import simple_evaluate
 
     results = simple_evaluate(
-        model=GridformerLM(team=team),
+        model=GridformerLM(team=team, max_length=length),
         tasks=[task],
         limit=limit or None,
         bootstrap_iters=0,

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.evaluate.loading import Trained, load_for_inference, load_model, tokenizer_file
@@ -65,7 +64,7 @@ def plan_job(
     run_dir: Path,
     overrides: Sequence[str] = (),
     device: DeviceChoice = "auto",
-    whole_windows: bool | Literal["bert"] = False,
+    length: int | None = None,
 ) -> Job:
     """Finds the checkpoint of a run and checks whether its model can be used on a layout.
 
@@ -74,8 +73,8 @@ def plan_job(
         overrides: `layout.key=value` texts; what they leave out is one process, whatever the layout
             of training was.
         device: where to compute.
-        whole_windows: whether the model will read as many tokens at once as it can, so that a
-            layout which shards them must divide that number; `bert` means with bert only.
+        length: how many tokens the model will read at once, so that a layout which shards them
+            must divide that number; 0 means as many as it can, and None that any number will do.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -96,8 +95,9 @@ def plan_job(
     values = run.model_dump(mode="json")
     chosen = parse_run({**values, "layout": {}}, overrides).layout
     run = run.model_copy(update={"layout": chosen})
-    whole = run.model.family == "bert" if whole_windows == "bert" else whole_windows
-    check = partial(_broken_rules, whole_windows=whole)
+    if run.model.family == "bert":
+        length = length or 0  # padding takes part in its texts
+    check = partial(_broken_rules, length=length)
     found = [str(problem) for problem in with_offers(run, check)]
     found += check_devices(device, chosen.n_processes)
     if found:
@@ -105,13 +105,14 @@ def plan_job(
     return Job(folder, run, device)
 
 
-def _broken_rules(run: RunConfig, whole_windows: bool) -> list[Broken]:
+def _broken_rules(run: RunConfig, length: int | None) -> list[Broken]:
     """Returns the broken rules of a model that is used, whose batches are made to fit."""
-    layout, length = run.layout, run.model.max_seq_len
+    layout, longest = run.layout, run.model.max_seq_len
     axis = spec_of(layout).samples_over(layout)
     parts = layout.dp * layout.micro_batches * (getattr(layout, axis) if axis else 1)
-    if not whole_windows:
-        length = max(1, length // layout.cols) * layout.cols
+    if length is None:
+        longest = max(1, longest // layout.cols) * layout.cols
+    length = min(length or longest, longest)
     data = run.data.model_copy(
         update={"seq_len": length, "source_len": length * run.model.two_stacks}
     )

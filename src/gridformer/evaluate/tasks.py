@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from gridformer.config import RunConfig, any_of, closest
+from gridformer.config import ModelConfig, RunConfig, any_of, closest
 from gridformer.evaluate.beams import Search
 from gridformer.evaluate.generate import continues, translate
 from gridformer.evaluate.labels import predicted, read_labeled
@@ -35,11 +35,17 @@ class Options:
         batch_size: about how many windows or texts go through the model together.
         stride: see `gridformer.evaluate.windows.sliding`; 0 means what the model reads at once.
         limit: only the first so many documents are measured; 0 means all.
+        length: the model reads at most so many tokens at once; 0 means `max_seq_len`.
     """
 
     batch_size: int = 8
     stride: int = 0
     limit: int = 0
+    length: int = 0
+
+    def length_for(self, model: ModelConfig) -> int:
+        """Returns how many tokens a model reads at once."""
+        return self.length or model.max_seq_len
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def likelihood(
     trained: Trained, documents: Sequence[Document], options: Options
 ) -> tuple[float, int]:
     """Returns the log-likelihood of all documents, and their number of tokens."""
-    length = trained.model.config.max_seq_len
+    length = options.length_for(trained.model.config)
     windows: list[Window] = []
     prefix = prefix_id(trained.tokenizer)
     for ids in trained.tokenizer.encode_batch([document.text for document in documents]):
@@ -128,12 +134,10 @@ def wikitext(trained: Trained, file: str, options: Options) -> Numbers:
 def lambada(trained: Trained, file: str, options: Options) -> Numbers:
     """Measures how well a model predicts the last word of each text (Paperno et al. 2016)."""
     texts = _first(read_fields(Path(file), "text"), options)
-    windows = []
+    windows, length = [], options.length_for(trained.model.config)
     for (whole,) in texts:
         before, _, word = whole.rpartition(" ")
-        windows.append(
-            continuation(trained.tokenizer, before, f" {word}", trained.model.config.max_seq_len)
-        )
+        windows.append(continuation(trained.tokenizer, before, f" {word}", length))
     found = score(trained, windows, options.batch_size)
     mean = sum(one.log_likelihood for one in found) / len(found)
     return {
@@ -178,7 +182,7 @@ def lm_eval(trained: Trained, task: str, options: Options) -> Numbers:
         return {}
     from gridformer.evaluate.harness import measured
 
-    found = measured(team, task, options.limit)
+    found = measured(team, task, options.limit, options.length)
     team.release()
     return found
 
@@ -273,10 +277,13 @@ def check_tasks(run: RunConfig, asked: Sequence[Asked], options: Options) -> Non
             able = [kind for kind, task in TASKS.items() if not task.problem(run)]
             instead = f"; this model can do {any_of(able)}" if able else ""
             problems.append(f"--tasks {one}: {one.kind} {problem}{instead}")
-    if not 0 <= options.stride <= run.model.max_seq_len:
+    length, longest = options.length_for(run.model), run.model.max_seq_len
+    if length > longest:
+        problems.append(f"--length {length}: the model reads {longest} tokens at once; use less")
+    if options.stride > length:
         problems.append(
-            f"--stride {options.stride}: the model reads {run.model.max_seq_len} tokens at once; "
-            f"use --stride {run.model.max_seq_len} or less"
+            f"--stride {options.stride}: the model reads {length} tokens at once; "
+            f"use --stride {length} or less"
         )
     if problems:
         raise ConfigError(problems)
