@@ -3,6 +3,8 @@
     python -m benchmarks.gpu ceiling                     how fast torch.matmul is: 1 minute
     python -m benchmarks.gpu single --model gpt2-774m    beside Hugging Face's GPT-2: 4 minutes
     python -m benchmarks.gpu single --model gpt2-1.5b                                 6 minutes
+    python -m benchmarks.gpu single --model smollm2-135m --layers 6 --device cpu \\
+        --dtype float32 --modes eager --batch 2 --seq-len 256 --steps 2       a Llama on a CPU
     python -m benchmarks.gpu schemes                     4 processes share the GPU:   3 minutes
     python -m benchmarks.gpu host-time                   Python's time, without a GPU: 2 minutes
 
@@ -56,6 +58,11 @@ class AttentionName(StrEnum):
     efficient = "efficient"
 
 
+class DTypeName(StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
 class HFCompileName(StrEnum):
     blocks = "blocks"
     whole = "whole"
@@ -70,7 +77,7 @@ MODES: dict[Modes, tuple[step.Mode, ...]] = {
 Device = Annotated[DeviceName, typer.Option(help="Where to measure.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Use tiny sizes, to try the code.")]
 Out = Annotated[Path | None, typer.Option(help="Also append the Markdown to this file.")]
-Model = Annotated[list[str] | None, typer.Option(help="A shipped GPT-2; may be repeated.")]
+Model = Annotated[list[str] | None, typer.Option(help="A shipped GPT-2 or Llama; may be repeated.")]
 
 
 @app.command()
@@ -84,7 +91,7 @@ def ceiling(
 ) -> None:
     """Measure the ceiling of bfloat16 products: large squares, and the models' own shapes."""
     place, report = _begin(device), Report(out)
-    products = matmul.squares(quick)
+    products = matmul.squares(quick, place)
     for config in _models(model, quick):
         products += matmul.products_of(config, batch * config.max_seq_len)
     report.heading("Ceiling of matrix products", place, quick)
@@ -102,6 +109,10 @@ def single(
     ] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Steps per turn.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each side and mode.")] = 3,
+    layers: Annotated[int, typer.Option(min=0, help="Layers; 0: as many as the model has.")] = 0,
+    dtype: Annotated[DTypeName, typer.Option(help="The type of the computation.")] = (
+        DTypeName.bfloat16
+    ),
     modes: Annotated[Modes, typer.Option(help="Run compiled, eager, or both.")] = Modes.both,
     hf_compile: Annotated[
         HFCompileName,
@@ -117,15 +128,18 @@ def single(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Measure a bfloat16 training step, alternating with Hugging Face's GPT-2 in the same run."""
+    """Measure a training step, alternating with Hugging Face's model in the same run."""
     place, report = _begin(device), Report(out)
     if "compiled" in MODES[modes] and backend == "inductor":
         _stop_if(toolchain_problems(place.type))
-    squares = matmul.squares(quick)
-    speeds = matmul.measure_all(squares, place, 3 if quick else 20, report)
+    squares, torch_dtype = matmul.squares(quick, place), getattr(torch, dtype.value)
+    speeds = matmul.measure_all(squares, place, 3 if quick else 20, report, torch_dtype)
     top = matmul.ceiling_of(speeds).median
     report.progress(f"ceiling: {top:,.3g} TFLOP/s")
     for config in _models(model, quick):
+        if layers:
+            name = f"{config.name} with {layers} layers"
+            config = config.model_copy(update={"n_layers": layers, "name": name})
         settings = step.Settings(
             config,
             batches=(batch,) if batch else ((4, 2) if quick else BATCHES),
@@ -136,6 +150,7 @@ def single(
             hf_compile=hf_compile.value,
             attention=attention.value,
             backend=backend,
+            dtype=dtype.value,
             limit_s=limit_s,
         )
         comparison, kernels = step.compare(settings, place, report, profile)
@@ -187,7 +202,7 @@ def host_time(
     chosen, report = [known[name] for name in only or known], Report(out)
     report.heading("Host time of a layer, forward and backward", torch.device("cpu"), quick)
     found = host.measure(chosen, 2 if quick else rounds, 2 if quick else passes, report)
-    host.write(chosen, found, report)
+    host.write(chosen, found, host.kernels(chosen), report)
 
 
 def _begin(device: DeviceName) -> torch.device:

@@ -10,7 +10,7 @@ once. gridformer takes the path that it takes over NCCL. Each side runs as one r
 The time of a layer is the difference between two models, divided by the difference between their
 numbers of layers, so that embedding, head and loss do not count. Sides alternate in one process, in
 rounds of shuffled order. What is compared is forward and backward with all sums of gradients, not
-the update.
+the update. Of sides that run on one device, the operators that launch a kernel are counted, too.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.report import Report, median, table
+from benchmarks.gpu.sides import causal_model
 from benchmarks.schemes.cases import Case, Size
 from benchmarks.schemes.torch_variants import TorchVariant
 from benchmarks.schemes.variants import make_problem
-from gridformer.config import LayoutConfig, TrainConfig
+from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes, groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
 from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.trace.kernels import work_of
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import MicroBatch, next_words
 
@@ -60,11 +63,13 @@ class Side:
         name: Its name in the table.
         build: Returns a pass over a model with so many layers.
         rival: The name of the side with which the table compares it; empty if it is a rival itself.
+        counts: Whether the kernels of a layer are counted.
     """
 
     name: str
     build: Callable[[int], Run]
     rival: str = ""
+    counts: bool = False
 
 
 def size_of(n_layers: int) -> Size:
@@ -74,12 +79,32 @@ def size_of(n_layers: int) -> Size:
 # --------------------------------------------------------------------------- gridformer
 
 
-def ours(layout: dict[str, Any]) -> Callable[[int], Run]:
+def gpt2_of(size: Size) -> ModelConfig:
+    return size.model().model_copy(update={"vocab_size": VOCABULARY})
+
+
+def llama_of(size: Size) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        n_layers=size.layers,
+        hidden_size=size.h,
+        n_heads=size.n,
+        n_kv_heads=size.n // 2,
+        ffn_size=11 * size.h // 4,
+        vocab_size=VOCABULARY,
+        max_seq_len=size.s,
+        tied_head=False,
+    )
+
+
+def ours(
+    layout: dict[str, Any], config_of: Callable[[Size], ModelConfig] = gpt2_of
+) -> Callable[[int], Run]:
     """Return a builder of the production passes and reductions on a layout."""
 
     def build(n_layers: int) -> Run:
         plan, size = LayoutConfig(**layout), size_of(n_layers)
-        config = size.model().model_copy(update={"vocab_size": VOCABULARY})
+        config = config_of(size)
         axes = Axes() if plan.n_processes == 1 else build_axes(plan, "cpu")
         model = build_parallel(config, plan, axes, 1, torch.device("cpu"))
         stepper = Stepper(model, TrainConfig(global_batch=size.b), axes, plan)
@@ -103,29 +128,21 @@ def ours(layout: dict[str, Any]) -> Callable[[int], Run]:
 # --------------------------------------------------------------------------- torch, Hugging Face
 
 
-def hugging_face(n_layers: int) -> Run:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def hugging_face(config_of: Callable[[Size], ModelConfig]) -> Callable[[int], Run]:
+    """Return a builder of passes over transformers' model of the same config."""
 
-    size = size_of(n_layers)
-    config = GPT2Config(
-        n_layer=n_layers,
-        n_embd=size.h,
-        n_head=size.n,
-        n_positions=size.s,
-        vocab_size=VOCABULARY,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    model = GPT2LMHeadModel(config)
-    tokens = torch.randint(VOCABULARY, (size.b, size.s))
+    def build(n_layers: int) -> Run:
+        size = size_of(n_layers)
+        model = causal_model(config_of(size))
+        tokens = torch.randint(VOCABULARY, (size.b, size.s))
 
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            model(input_ids=tokens, labels=tokens).loss.backward()
 
-    return run
+        return run
+
+    return build
 
 
 def in_torch(variant: TorchVariant) -> Callable[[int], Run]:
@@ -186,10 +203,13 @@ def sides() -> list[Side]:
     grid = {"rows": 2, "cols": 2}
     optimus = {"scheme": "optimus", **grid}
     branches = {"scheme": "subgraph", "branches": RANKS}
+    gpt2, llama = "Hugging Face, one device", "Hugging Face's Llama, one device"
     tp, sp, both = "DTensor 1x4", "DTensor 1x4, sequence parallel", "FSDP2 x DTensor 2x2"
     return [
-        Side("Hugging Face, one device", hugging_face),
-        Side("single", ours({}), "Hugging Face, one device"),
+        Side(gpt2, hugging_face(gpt2_of), counts=True),
+        Side("single", ours({}), gpt2, counts=True),
+        Side(llama, hugging_face(llama_of), counts=True),
+        Side("llama, single", ours({}, llama_of), llama, counts=True),
         Side(tp, in_torch(TorchVariant("torch-tp", "", "tp", cols=RANKS))),
         Side("megatron 1x4", ours({"scheme": "megatron", "cols": RANKS}), tp),
         Side(sp, in_torch(TorchVariant("torch-tp-sp", "", "tp-sp", cols=RANKS))),
@@ -250,6 +270,37 @@ def measure(
     return found
 
 
+def kernels(chosen: Sequence[Side]) -> dict[str, float]:
+    """Return the kernels of a layer, forward and backward, of the sides that are counted."""
+    found = {}
+    for side in chosen:
+        if side.counts:
+            few, many = (_launches(side.build(n)) for n in (FEW, MANY))
+            found[side.name] = (many - few) / (MANY - FEW)
+    return found
+
+
+def _launches(run: Run) -> int:
+    run()  # warm-up
+    with _Launches() as seen:
+        run()
+    return seen.n
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators that launch a kernel, by the rules of `gridformer.trace.kernels`."""
+
+    n = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.n += work_of(func, args, kwargs, out, "cpu") is not None
+        return out
+
+
 def _seconds(run: Run, passes: int) -> float:
     """Return the shortest processor time of a pass; whatever disturbs it makes it longer."""
     best = float("inf")
@@ -260,7 +311,12 @@ def _seconds(run: Run, passes: int) -> float:
     return best
 
 
-def write(chosen: Sequence[Side], found: dict[str, list[float]], report: Report) -> None:
+def write(
+    chosen: Sequence[Side],
+    found: dict[str, list[float]],
+    launched: dict[str, float],
+    report: Report,
+) -> None:
     """Write the table: medians over the rounds, and ratios to the rivals in the same rounds."""
     rows = []
     for side in chosen:
@@ -268,5 +324,6 @@ def write(chosen: Sequence[Side], found: dict[str, list[float]], report: Report)
         if side.rival in found:
             each = [mine / theirs for mine, theirs in zip(times, found[side.rival])]
             ratio = f"{median(each):.2f} of {side.rival}"
-        rows.append([side.name, f"{median(times):.2f}", ratio])
-    report.write(table(["side", "ms a layer", "ratio"], rows))
+        count = f"{launched[side.name]:.0f}" if side.name in launched else ""
+        rows.append([side.name, f"{median(times):.2f}", ratio, count])
+    report.write(table(["side", "ms a layer", "ratio", "kernels a layer"], rows))

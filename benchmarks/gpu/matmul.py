@@ -14,6 +14,7 @@ from benchmarks.gpu.report import Report, median, seconds_of, table
 from gridformer.config import ModelConfig
 
 SQUARES = (4096, 8192, 16384)
+CPU_SQUARES = (512, 1024)
 QUICK_SQUARES = (64, 128)
 
 
@@ -45,37 +46,41 @@ class Speed:
     best: float
 
 
-def squares(quick: bool) -> list[Product]:
-    return [Product("square", n, n, n) for n in (QUICK_SQUARES if quick else SQUARES)]
+def squares(quick: bool, device: torch.device) -> list[Product]:
+    sizes = SQUARES if device.type == "cuda" else CPU_SQUARES
+    return [Product("square", n, n, n) for n in (QUICK_SQUARES if quick else sizes)]
 
 
 def products_of(config: ModelConfig, tokens: int) -> list[Product]:
-    """Return the forward products of a GPT-2 on that many tokens.
+    """Return the forward products of a GPT-2 or Llama on that many tokens.
 
     The head's product is included twice: unpadded, and with the vocabulary padded to a multiple of
     128. An odd vocabulary such as 50257 gives rows that are not aligned in memory, and slower
     kernels.
     """
     h, f, v = config.hidden_size, config.ffn_size, config.vocab_size
-    name = config.name
+    name, inner = config.name, config.n_heads * config.head_width
+    qkv = inner + 2 * config.kv_heads * config.head_width
     padded = -(-v // 128) * 128
     return [
-        Product(f"{name} qkv", tokens, h, 3 * h),
-        Product(f"{name} attention out", tokens, h, h),
-        Product(f"{name} mlp up", tokens, h, f),
+        Product(f"{name} qkv", tokens, h, qkv),
+        Product(f"{name} attention out", tokens, inner, h),
+        Product(f"{name} mlp up", tokens, h, (1 + config.gated) * f),
         Product(f"{name} mlp down", tokens, f, h),
         Product(f"{name} head", tokens, h, v, transposed=True),
         Product(f"{name} head, v padded", tokens, h, padded, transposed=True),
     ]
 
 
-def measure(product: Product, device: torch.device, repeats: int) -> Speed:
-    """Time a product in bfloat16 on normal random numbers, after three untimed products."""
-    a = torch.randn(product.m, product.k, device=device, dtype=torch.bfloat16)
+def measure(
+    product: Product, device: torch.device, repeats: int, dtype: torch.dtype = torch.bfloat16
+) -> Speed:
+    """Time a product on normal random numbers, after three untimed products."""
+    a = torch.randn(product.m, product.k, device=device, dtype=dtype)
     shape = (product.n, product.k) if product.transposed else (product.k, product.n)
-    b = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    b = torch.randn(shape, device=device, dtype=dtype)
     b = b.t() if product.transposed else b
-    out = torch.empty(product.m, product.n, device=device, dtype=torch.bfloat16)
+    out = torch.empty(product.m, product.n, device=device, dtype=dtype)
     for _ in range(3):
         torch.matmul(a, b, out=out)
     times = seconds_of(lambda: torch.matmul(a, b, out=out), device, repeats)
@@ -83,7 +88,11 @@ def measure(product: Product, device: torch.device, repeats: int) -> Speed:
 
 
 def measure_all(
-    products: list[Product], device: torch.device, repeats: int, report: Report
+    products: list[Product],
+    device: torch.device,
+    repeats: int,
+    report: Report,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[Speed]:
     """Measure each product's speed, skipping and reporting those that do not fit into memory.
 
@@ -93,7 +102,7 @@ def measure_all(
     speeds = []
     for product in products:
         try:
-            speeds.append(measure(product, device, repeats))
+            speeds.append(measure(product, device, repeats, dtype))
         except torch.OutOfMemoryError:
             report.progress(f"{product.label} {product.m}x{product.k}x{product.n}: out of memory")
         if device.type == "cuda":

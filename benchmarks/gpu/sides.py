@@ -1,9 +1,10 @@
-"""The two sides that `benchmarks.gpu single` compares: gridformer's GPT-2 and Hugging Face's.
+"""The two sides that `benchmarks.gpu single` compares: gridformer and Hugging Face's transformers.
 
-Each trains with its own usual mixed precision. gridformer has bfloat16 activations throughout,
-including the residual stream, over float32 parameters. Hugging Face runs as its Trainer does with
-bf16=True: float32 parameters under autocast, so that its residual stream stays float32. The
-optimizer (fused AdamW), its settings, clipping, schedule, batches and initial weights are the same.
+Both train a GPT-2 or a Llama in float32, or each with its own usual mixed precision. gridformer
+then has bfloat16 activations throughout, including the residual stream, over float32 parameters.
+Hugging Face runs as its Trainer does with bf16=True: float32 parameters under autocast, so that its
+residual stream stays float32. The optimizer (fused AdamW), its settings, clipping, schedule,
+batches and initial weights are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.checkpoint.convert.kinds import entries_of
+from gridformer.checkpoint.convert.kinds import entries_of, kinds_of
 from gridformer.checkpoint.convert.table import to_theirs
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
@@ -61,7 +62,7 @@ class Gridformer:
     def __init__(
         self, config: ModelConfig, train: TrainConfig, device: torch.device, backend: str
     ) -> None:
-        self.model = build_parallel(config, LayoutConfig(), Axes(), train.seed, device, "bfloat16")
+        self.model = build_parallel(config, LayoutConfig(), Axes(), train.seed, device, train.dtype)
         compile_model(self.model, backend)
         self.stepper = Stepper(self.model, train, Axes())
 
@@ -77,14 +78,14 @@ class Gridformer:
 
 
 class _HuggingFaceLoss(nn.Module):
-    """What GPT2LMHeadModel computes given labels: logits, and their mean cross entropy in float32.
+    """What their models compute given labels: logits, and their mean cross entropy in float32.
 
     Targets are already shifted, so that both sides predict the same s tokens of a sequence.
     """
 
     def __init__(self, net: Any) -> None:
         super().__init__()
-        self.transformer = net.transformer
+        self.transformer = net.base_model
         self.head = _HeadAndLoss(net.lm_head)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
@@ -106,7 +107,9 @@ class _HeadAndLoss(nn.Module):
 
 
 class HuggingFace:
-    """GPT2LMHeadModel, built from a config (no download) and run as a Trainer with bf16=True does.
+    """transformers' model, built from a config (no download) and run as a Trainer does.
+
+    With bfloat16 that is a Trainer with bf16=True.
 
     Args:
         how: `blocks` compiles each block, the head and the loss, as gridformer does; `whole`
@@ -129,11 +132,12 @@ class HuggingFace:
 
         transformers.logging.set_verbosity_error()
         with device:
-            self.net: Any = transformers.GPT2LMHeadModel(hugging_face_config(config)).train()
+            self.net: Any = causal_model(config).train()
         self.train, self.device = train, device
         self.loss = _HuggingFaceLoss(self.net)
         whole: list[nn.Module] = [self.loss]
-        parts = [*self.net.transformer.h, self.loss.head]
+        base = self.net.base_model
+        parts = [*(base.h if config.family == "gpt2" else base.layers), self.loss.head]
         for module in whole if how == "whole" else parts:
             module.compile(backend=backend, dynamic=False)
         matrices = [p for p in self.net.parameters() if p.dim() > 1]
@@ -151,7 +155,8 @@ class HuggingFace:
 
     def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        half = self.train.dtype == "bfloat16"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):
             loss = self.loss(batch[:, :-1], batch[:, 1:])
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.net.parameters(), self.train.clip_norm)
@@ -176,26 +181,18 @@ class HuggingFace:
                 ours[name].copy_(value)
 
 
-def hugging_face_config(config: ModelConfig) -> Any:
-    """Return Hugging Face's config of the same GPT-2, without dropout and with fused attention."""
+def causal_model(config: ModelConfig) -> Any:
+    """Return transformers' new model of a config of ours, without dropout, with fused attention."""
     import transformers
 
-    return transformers.GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.max_seq_len,
-        n_embd=config.hidden_size,
-        n_layer=config.n_layers,
-        n_head=config.n_heads,
-        n_inner=config.ffn_size,
-        layer_norm_epsilon=config.norm_eps,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-        use_cache=False,
-        attn_implementation="sdpa",
+    kind = next(kind for kind in kinds_of(config) if isinstance(kind.write_config(config), dict))
+    keys = kind.write_config(config.model_copy(update={"dropout": 0.0, "attention_dropout": 0.0}))
+    assert isinstance(keys, dict)
+    more = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    their_config = transformers.AutoConfig.for_model(
+        kind.model_type, attn_implementation="sdpa", **{**keys, **more}
     )
+    return transformers.AutoModelForCausalLM.from_config(their_config)
 
 
 def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer | Updates) -> int:

@@ -35,6 +35,7 @@ class Settings:
 
     Attributes:
         batches: Numbers of sequences to try; the first that fits is used.
+        dtype: The type of the computation.
     """
 
     config: ModelConfig
@@ -46,6 +47,7 @@ class Settings:
     hf_compile: HFCompile = "blocks"
     attention: Attention = "auto"
     backend: str = "inductor"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     limit_s: float = 540.0
 
 
@@ -152,7 +154,9 @@ class Arena:
         # otherwise graphs compiled for other sizes would count as recompilations
         torch.compiler.reset()
         config = settings.config
-        train = TrainConfig(global_batch=b, steps=100_000, lr=1e-4, dtype="bfloat16", clip_norm=1.0)
+        train = TrainConfig(
+            global_batch=b, steps=100_000, lr=1e-4, dtype=settings.dtype, clip_norm=1.0
+        )
         generator = torch.Generator().manual_seed(0)
         shape = (N_BATCHES, b, settings.s + 1)
         self.batches = torch.randint(0, config.vocab_size, shape, generator=generator).to(device)

@@ -14,18 +14,17 @@ CEILING_TARGET, RATIO_TARGET = 0.5, 1.15
 
 def matrix_parameters(config: ModelConfig) -> int:
     """Return P of `step_flops`: weights used in products, with the tied table once as head."""
-    h = config.hidden_size
-    return config.n_layers * (4 * h * h + 2 * h * config.ffn_size) + config.vocab_size * h
+    return config.n_layers * config.layer_elements + config.vocab_size * config.hidden_size
 
 
 def step_flops(config: ModelConfig, tokens: int, s: int) -> float:
-    """Return the model FLOPs of one step: 6 P T + 12 N h s T.
+    """Return the model FLOPs of one step: 6 P T + 12 N h s T, where h is the width of all heads.
 
     This is Narayanan et al. 2021, equation 3 (96 B s l h^2 (1 + s/6h + V/16lh)), without the
     recomputation that the equation includes: three passes instead of four. As in the paper,
     attention counts the whole s x s scores, although a causal kernel computes only half of them.
     """
-    attention = 12 * config.n_layers * config.hidden_size * s
+    attention = 12 * config.n_layers * config.n_heads * config.head_width * s
     return float((6 * matrix_parameters(config) + attention) * tokens)
 
 
@@ -53,9 +52,11 @@ def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None
         )
     columns += ["against Hugging Face, same mode", "peak GiB", "warm-up s"]
     report.write(table(columns, rows))
-    share = 12 * config.n_layers * config.hidden_size * settings.s * comparison.tokens / flops
+    inner = config.n_heads * config.head_width
+    share = 12 * config.n_layers * inner * settings.s * comparison.tokens / flops
+    half = "bfloat16, " if settings.dtype == "bfloat16" else ""
     report.write(
-        f"\nb={comparison.b}, s={settings.s}, T={comparison.tokens:,} tokens per step; bfloat16, "
+        f"\nb={comparison.b}, s={settings.s}, T={comparison.tokens:,} tokens per step; {half}"
         f"float32 parameters, fused AdamW, clipping at 1, no dropout, no recomputation. Model "
         f"FLOPs per step: 6PT + 12NhsT = {flops / 1e12:,.3g} T with P = "
         f"{matrix_parameters(config):,} (Narayanan et al. 2021, equation 3, without "

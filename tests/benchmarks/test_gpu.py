@@ -99,7 +99,10 @@ def test_schemes() -> None:
     "names",
     full_unless(
         lambda names: len(names) == 2,
-        [["Hugging Face, one device", "single"], [side.name for side in host_time.sides()]],
+        [
+            ["Hugging Face's Llama, one device", "llama, single"],
+            [side.name for side in host_time.sides()],
+        ],
     ),
     ids=["two", "all"],
 )
@@ -110,8 +113,9 @@ def test_host_time(names: list[str]) -> None:
     for side in host_time.sides():
         if side.name not in names:
             continue
-        _, time_of, ratio = cells(text, side.name)
+        _, time_of, ratio, launched = cells(text, side.name)
         assert float(time_of) != 0.0
+        assert bool(launched) == side.counts
         assert (ratio.partition(" of ")[2] == side.rival) or not side.rival
     assert not torch.distributed.is_initialized()
 
@@ -303,7 +307,7 @@ def test_products_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) 
         return measure(product, *rest)
 
     monkeypatch.setattr(matmul, "measure", small_memory)
-    speeds = matmul.measure_all(matmul.squares(True), CPU, 1, gpu_report.Report())
+    speeds = matmul.measure_all(matmul.squares(True, CPU), CPU, 1, gpu_report.Report())
     assert [s.product.n for s in speeds] == [64]
 
 
