@@ -66,6 +66,7 @@ def check_run(
     whole: bool = False,
     most: int = MOST,
     limit_s: float = float("inf"),
+    here: bool = False,
 ) -> Report:
     """Checks one optimizer step of a run on GPUs, without a GPU.
 
@@ -76,14 +77,16 @@ def check_run(
             ones once, see `gridformer.check.sample`.
         most: Up to so many ranks are traced one by one.
         limit_s: No rank is begun after so many seconds.
+        here: See `gridformer.trace.trace_ranks`.
     """
     decisions = decisions or decide_run(run)
     if whole:
         ranks = [[rank] for rank in range(run.layout.n_processes)]
-        return report_of(run, trace_ranks(run, ranks, decisions))
+        return report_of(run, trace_ranks(run, ranks, decisions, here=here))
     part = shorter(run)
     ranks = lines(part, decisions, most)
-    return report_of(run, trace_ranks(part, ranks, decisions, repeat=True, limit_s=limit_s))
+    traces = trace_ranks(part, ranks, decisions, repeat=True, limit_s=limit_s, here=here)
+    return report_of(run, traces)
 
 
 def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:

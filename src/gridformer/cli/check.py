@@ -43,16 +43,14 @@ def check(
     from rich.console import Console
 
     from gridformer.launch.plan import read_run_without_data
-    from gridformer.utils.forkserver import warm_up
 
     checked = read_run_without_data(run, overrides or [])
-    warm_up("gridformer.trace.warm")  # runs at the same time as the imports below
 
     from gridformer.check import check_run
     from gridformer.check.show import print_report
 
     with Console(stderr=True).status("tracing a step"):
-        report = check_run(checked, whole=whole)
+        report = check_run(checked, whole=whole, here=True)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=1))
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from gridformer.cluster.file import Cluster, Level
@@ -36,6 +37,20 @@ class MessageWork(NamedTuple):
     sharers: int = 1
 
 
+class _Spread(NamedTuple):
+    """How the members of a group lie on one level of a machine.
+
+    Attributes:
+        below: How many units of the level below hold them.
+        units: How many units of this level hold them.
+        parts: For the units below that differ, how many members each holds, and on how many links.
+    """
+
+    below: int
+    units: int
+    parts: frozenset[tuple[int, int]]
+
+
 def like_messages(cluster: Cluster, members: Sequence[int], groups: Iterable[Sequence[int]]) -> int:
     """Returns `MessageWork.sharers` of a message in a group, when all groups send at once.
 
@@ -44,7 +59,7 @@ def like_messages(cluster: Cluster, members: Sequence[int], groups: Iterable[Seq
         members: The places of the group.
         groups: The places of all groups of the same axis, that of the message among them.
     """
-    below = _outermost(cluster, members)
+    below = _outermost(_spread(cluster, members))
     if below == 0:
         return 1  # inside a node devices have links of their own, see Level.shared_by
     size = cluster.levels[below - 1].size
@@ -58,16 +73,16 @@ def message_s(cluster: Cluster, work: MessageWork) -> float:
     n = len(work.members)
     if n < 2:
         return 0.0
-    nodes = len({place // cluster.node_size for place in work.members})
+    spread = _spread(cluster, work.members)
+    nodes = spread[0].units
     measured = cluster.tables.message_s(
         cluster.processes, work.op, n, nodes, work.sharers, work.bytes
     )
     if measured is not None:
         return measured
-    outermost = _outermost(cluster, work.members)
-    ring = _ring_s(cluster, work, outermost)
+    ring = _ring_s(cluster, work, spread)
     if work.op == "all_reduce":
-        ring = min(ring, _tree_s(cluster, work, outermost))
+        ring = min(ring, _tree_s(cluster, work, spread))
     return cluster.host.message_us.value * 1e-6 + ring
 
 
@@ -78,30 +93,53 @@ def message_cpu_s(cluster: Cluster, work: MessageWork) -> float:
     time that such a message takes within one, or nothing if no such message was measured.
     """
     whole, n = message_s(cluster, work), len(work.members)
-    nodes = len({place // cluster.node_size for place in work.members})
+    nodes = _spread(cluster, work.members)[0].units
     if nodes == 1:
         return whole
     inside = cluster.tables.message_s(cluster.processes, work.op, n, 1, 1, work.bytes)
     return min(whole, inside or 0.0)
 
 
-def _outermost(cluster: Cluster, members: Sequence[int]) -> int:
+def _outermost(spread: Sequence[_Spread]) -> int:
     """Returns the index of the innermost level of which one unit holds all members."""
-    for index, level in enumerate(cluster.levels):
-        if len({place // level.size for place in members}) == 1:
-            return index
-    return len(cluster.levels) - 1
+    inside = [index for index, level in enumerate(spread) if level.units == 1]
+    return inside[0] if inside else len(spread) - 1
 
 
-def _ring_s(cluster: Cluster, work: MessageWork, outermost: int) -> float:
+def _spread(cluster: Cluster, members: Sequence[int]) -> tuple[_Spread, ...]:
+    """Returns how the members of a group lie on each level."""
+    levels = tuple([(one.size, one.shared_by) for one in cluster.levels])
+    return _spread_over(levels, tuple(members))
+
+
+@lru_cache(maxsize=1 << 14)  # a search asks for the same groups with many sizes of messages
+def _spread_over(
+    levels: tuple[tuple[int, int], ...], members: tuple[int, ...]
+) -> tuple[_Spread, ...]:
+    found = []
+    below = 1
+    for size, shared_by in levels:
+        units: dict[int, list[int]] = {}
+        for place in members:
+            units.setdefault(place // below, []).append(place)
+        parts = {
+            (len(places), len({place // shared_by for place in places}))
+            for places in units.values()
+        }
+        n_units = len({place // size for place in members})
+        found.append(_Spread(len(units), n_units, frozenset(parts)))
+        below = size
+    return tuple(found)
+
+
+def _ring_s(cluster: Cluster, work: MessageWork, spread: Sequence[_Spread]) -> float:
     """Returns the time of a ring, for broadcast and reduce of a pipelined chain."""
-    n = len(work.members)
-    slowest = max(_level_s(cluster, work, index, outermost) for index in range(outermost + 1))
+    n, outermost = len(work.members), _outermost(spread)
+    slowest = max(_level_s(cluster, work, index, spread) for index in range(outermost + 1))
     hops = {"all_reduce": 2 * (n - 1), "send": 1}.get(work.op, n - 1)
     latency = 0.0
     for index in range(outermost, -1, -1):
-        size = cluster.levels[index - 1].size if index else 1
-        units = len({place // size for place in work.members})
+        units = spread[index].below
         # Of the hops of a ring, as many cross this level as it has units there.
         here = min(hops, (units - 1) * (2 if work.op == "all_reduce" else 1))
         if index == 0:
@@ -111,16 +149,14 @@ def _ring_s(cluster: Cluster, work: MessageWork, outermost: int) -> float:
     return slowest + latency
 
 
-def _tree_s(cluster: Cluster, work: MessageWork, outermost: int) -> float:
+def _tree_s(cluster: Cluster, work: MessageWork, spread: Sequence[_Spread]) -> float:
     """Returns the time of a double binary tree over the nodes, which has fewer hops than a ring."""
-    n = len(work.members)
-    nodes = len({place // cluster.node_size for place in work.members})
+    n, outermost = len(work.members), _outermost(spread)
+    nodes = spread[0].units
     if nodes < 2:
         return math.inf
     volume = n / (n - 1)  # a tree moves 2B where a ring moves 2B(n - 1)/n
-    slowest = volume * max(
-        _level_s(cluster, work, index, outermost) for index in range(outermost + 1)
-    )
+    slowest = volume * max(_level_s(cluster, work, index, spread) for index in range(outermost + 1))
     inner = -(-n // nodes) - 1
     outer = math.ceil(math.log2(nodes))
     hops_us = inner * cluster.levels[0].latency_us.value
@@ -128,28 +164,25 @@ def _tree_s(cluster: Cluster, work: MessageWork, outermost: int) -> float:
     return slowest + 2 * hops_us * 1e-6
 
 
-def _level_s(cluster: Cluster, work: MessageWork, index: int, outermost: int) -> float:
+def _level_s(cluster: Cluster, work: MessageWork, index: int, spread: Sequence[_Spread]) -> float:
     """Returns the time that the links of one level need for the message's bytes."""
     level = cluster.levels[index]
     below = cluster.levels[index - 1].size if index else 1
-    units: dict[int, list[int]] = {}
-    for place in work.members:
-        units.setdefault(place // below, []).append(place)
-    if len(units) < 2:
+    n_units, above, parts = spread[index]
+    if n_units < 2:
         return 0.0
-    if len({place // level.size for place in work.members}) == len(units):
+    if above == n_units:
         return 0.0  # no two of its units have a common unit of this level
     rate = level.bandwidth_gbps.value * 1e9 * _efficiency(cluster, index)
-    n, sharers = len(work.members), work.sharers if index == outermost else 1
+    n, sharers = len(work.members), work.sharers if index == _outermost(spread) else 1
     # The unit with the fewest links for what passes through it is the slowest.
     slowest = 0.0
-    for places in units.values():
-        links = len({place // level.shared_by for place in places})
+    for here, links in parts:
         all_links = max(1, below // level.shared_by)
-        volume = _through(work, n, len(places))
+        volume = _through(work, n, here)
         slowest = max(slowest, volume / links, sharers * volume / max(all_links, links))
     if index > 0:
-        slowest *= 1 + cluster.number("slowdown_per_node") * max(0, len(units) - 2)
+        slowest *= 1 + cluster.number("slowdown_per_node") * max(0, n_units - 2)
     return slowest / rate
 
 

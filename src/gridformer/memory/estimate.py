@@ -9,7 +9,6 @@ It covers what torch's CPU kernels hold and, in runs on GPUs, gridformer's own k
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from gridformer.trace.batch import rows_like
 from gridformer.trace.device import gpu_kernels
 from gridformer.train.step import Stepper
 from gridformer.utils.forkserver import warm_up
+from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.hardware import n_cores
 
 DEVICE = torch.device("cpu")
@@ -127,18 +127,6 @@ def _estimate(
             if train.offload == "optimizer" and on_gpu(run):
                 host = [t for state in stepper.updates.state.values() for t in state.values()]
             return take_breakdown(stepper, rank, step, host, once, fake.remembered)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Turns off the search for circular garbage, which takes time and finds none here."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def on_gpu(run: RunConfig) -> bool:

@@ -181,7 +181,7 @@ def _sharers(ranks: tuple[int, ...], cluster: Cluster, n_devices: int) -> int:
     """
     inner = 1
     for level in cluster.levels:
-        if len({rank // level.size for rank in ranks}) == 1:
+        if all(rank // level.size == ranks[0] // level.size for rank in ranks):
             break
         inner = level.size
     if inner == 1:

@@ -9,7 +9,7 @@ from typing import Literal
 from gridformer.check.sample import alike_stages
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.memory.estimate import estimate_ranks, no_garbage_collection
+from gridformer.memory.estimate import estimate_ranks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import mesh_ranks
@@ -27,6 +27,7 @@ from gridformer.trace.events import Trace
 from gridformer.trace.rank import trace_rank
 from gridformer.train.flops import TERA, StepFlops
 from gridformer.utils.errors import UserError
+from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.units import GIB
 
 

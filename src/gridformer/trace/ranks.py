@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -17,8 +17,10 @@ from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
 from gridformer.trace.rank import trace_rank
 from gridformer.utils.forkserver import warm_up
+from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.hardware import n_cores
 
+_START_S = 6.0  # seconds of work for which starting processes takes longer
 WARM = "gridformer.trace.warm"  # imports what takes time
 
 
@@ -30,8 +32,11 @@ def trace_ranks(
     limit_s: float = float("inf"),
     kernels: bool = False,
     backend: Backend = "nccl",
+    here: bool = False,
 ) -> list[Trace]:
     """Traces an optimizer step of some ranks of a checked run.
+
+    A process takes seconds to load torch, in which many ranks are traced.
 
     Args:
         run: The checked run.
@@ -41,18 +46,50 @@ def trace_ranks(
         repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
         limit_s: No list is begun after so many seconds.
         kernels, backend: See `trace_rank`.
+        here: Whether this process may trace, too, in which that registers a device type. Then other
+            processes are started only for what would take longer than they take to start.
 
     Returns:
         The traces by rank. Ranks that were not begun in time are left out.
     """
     until = time.monotonic() + limit_s
     decisions = decisions or decide_run(run)
+    trace = partial(_trace_in_time, run, decisions, repeat, until, kernels, backend)
+    done = _trace_here(trace, lines) if here else []
+    found = [trace for traces in done for trace in traces]
+    lines = lines[len(done) :]
+    if not lines:
+        return sorted(found, key=lambda trace: trace.rank)
     warm_up(WARM)  # has no effect if a fork server is already running
     workers = min(len(lines), n_cores())
-    trace = partial(_trace_in_time, run, decisions, repeat, until, kernels, backend)
     with ProcessPoolExecutor(workers, get_context("forkserver"), _one_thread) as pool:
-        found = [trace for traces in pool.map(trace, lines) for trace in traces]
+        found += [trace for traces in pool.map(trace, lines) for trace in traces]
     return sorted(found, key=lambda trace: trace.rank)
+
+
+def _trace_here(
+    trace: Callable[[Sequence[int]], list[Trace]], lines: Sequence[Sequence[int]]
+) -> list[list[Trace]]:
+    """Traces lists of ranks in this process until the others would take too long.
+
+    The first list shows nothing of how long one takes: it loads what others use, too.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found: list[list[Trace]] = []
+    began = 0.0
+    try:
+        with no_garbage_collection():
+            for line in lines:
+                n = len(found)
+                spent = time.process_time() - began
+                if n > 1 and spent / (n - 1) * (len(lines) - n) > _START_S:
+                    break
+                found.append(trace(line))
+                began = began or time.process_time()
+    finally:
+        torch.set_num_threads(threads)
+    return found
 
 
 def _trace_in_time(
