@@ -247,7 +247,7 @@ def _start_all_gather(x: Tensor, axis: Axis, dim: int, label: str, later: bool) 
         pending = Pending(blocks, work, x).timed(timing)
         return pending.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
     pending = _exchange([x] * (axis.size - 1), axis, later).timed(timing)
-    return pending.then(lambda rest: torch.cat(_around(rest, x, axis), dim))
+    return pending.then(lambda rest: joined(rest, x, axis, dim))
 
 
 def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bool) -> Pending:
@@ -263,8 +263,7 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bo
     blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
     if groups.over_nccl(axis.group):
         return _reduce_scatter_blocks(blocks.contiguous(), axis, later).timed(timing)
-    mine = blocks[axis.index]
-    others = [block for index, block in enumerate(blocks) if index != axis.index]
+    mine, others = blocks[axis.index], without(blocks, axis.index)
     return _exchange(others, axis, later).timed(timing).then(lambda rest: _sum(rest, mine))
 
 
@@ -285,7 +284,7 @@ def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
     """
     n, one = len(blocks), blocks[0]
     # `reshape` alone would give a view with gaps if a column of a wider matrix is sent.
-    sent = (one if n == 1 else torch.stack(blocks)).contiguous().view(-1)
+    sent = (one if n == 1 else stacked(blocks)).contiguous().view(-1)
     shape, copied = one.shape, () if _share_memory(sent, one) else (sent,)
     del one
     blocks.clear()
@@ -296,6 +295,31 @@ def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
         received.view(-1), sent, sizes, sizes, group=axis.group, async_op=later
     )
     return Pending(received, work, sent).own(received, *copied)
+
+
+# An estimate of memory replaces these three (gridformer.memory.blocks_once).
+
+
+def without(blocks: Tensor, index: int) -> list[Tensor]:
+    """Returns all blocks [n, *block] but one."""
+    return [block for number, block in enumerate(blocks) if number != index]
+
+
+def stacked(blocks: list[Tensor]) -> Tensor:
+    """Returns blocks as one new tensor [n, *block]."""
+    return torch.stack(blocks)
+
+
+def joined(rest: Tensor, mine: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Returns the blocks of all ranks as one new tensor, along a dimension of the blocks.
+
+    Args:
+        rest: Those of other ranks [n - 1, *block].
+        mine: That of this rank.
+        axis: The axis of the ranks.
+        dim: The dimension.
+    """
+    return torch.cat(_around(rest, mine, axis), dim)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

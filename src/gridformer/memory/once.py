@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from gridformer.config import RunConfig
+from gridformer.memory.blocks_once import blocks_once
 from gridformer.memory.breakdown import Once
 from gridformer.memory.passes_once import passes_once
 from gridformer.memory.products_once import products_once
@@ -36,6 +37,7 @@ def _repeated(
     stepper: Stepper, tracker: MemoryTracker, by_first: bool, last_runs: bool
 ) -> Iterator[None]:
     with ExitStack() as stack:
+        stack.enter_context(blocks_once())
         stack.enter_context(products_once(stepper.model, tracker))
         if isinstance(stepper.passes, Pipeline):
             executor, n = stepper.passes.executor, stepper.micro_batches

@@ -174,8 +174,6 @@ class MemoryTracker(TorchDispatchMode):
                 self._see_all(x)
 
     def _see(self, tensor: Tensor) -> Entry | None:
-        if tensor.device.type == "meta":  # a placeholder for a tensor that another device has
-            return None
         # Torch keeps the Python object of a storage for as long as the storage lives, so the id
         # identifies the storage and a weak reference reports its end.
         storage = tensor.untyped_storage()
@@ -183,6 +181,8 @@ class MemoryTracker(TorchDispatchMode):
         known = self._known.get(key)
         if known is not None and known[0]() is storage:
             return known[1]
+        if tensor.device.type == "meta":  # a placeholder for a tensor that another device has
+            return None
         entry = self.begin(storage.nbytes())
 
         def ended(_: Any) -> None:

@@ -102,6 +102,10 @@ class FastFakeTensorMode(FakeTensorMode):
     """A `FakeTensorMode` with the same results, in less time."""
 
     def __init__(self) -> None:
+        # Loaded here, as tensors that a module makes when it is loaded are no part of a trace.
+        import torch._decomp
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
         super().__init__()
         self.cache_enabled = False  # torch's own, which costs as much as it saves below this one
         self._recipes: dict[Any, _Recipe | None] = {}

@@ -1,7 +1,8 @@
 """Keeps torch's compiler from being loaded, which takes longer than many a trace.
 
 Every optimizer and torch's own fake tensors import `torch._dynamo`, only to say that they are not
-to be compiled. Inside `without_dynamo` they get a stand-in that agrees.
+to be compiled. Inside `without_dynamo` they get a stand-in that agrees. Whoever needs more of it
+gets the real one.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 _NAME = "torch._dynamo"
+_CONFIG = f"{_NAME}.config"  # its settings, which need nothing else of it
 _NOTE = "__dynamo_disable"  # where torch keeps what `disable` has returned
 
 
 class _StandIn(ModuleType):
-    """Takes the place of `torch._dynamo`. Whatever it does not know loads the real one."""
+    """Takes the place of `torch._dynamo`."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -39,19 +44,43 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "config":  # its settings, which need nothing else of it
-            return import_module(f"{_NAME}.config")
+        if name == "config":
+            return import_module(_CONFIG)
+        return getattr(self.real(_NAME), name)
+
+    def real(self, name: str) -> ModuleType:
+        """Loads the real one, or a part of it. A trace does not see tensors that this makes."""
         self.remove()
-        return getattr(import_module(_NAME), name)
+        with _disable_current_modes():
+            return import_module(name)
 
     def remove(self) -> None:
         """Makes the next import load the real one."""
         if sys.modules.get(_NAME) is self:
-            for name in [name for name in sys.modules if name.startswith(f"{_NAME}.")]:
-                del sys.modules[name]
-            del sys.modules[_NAME]
+            for name in (_NAME, _CONFIG):
+                sys.modules.pop(name, None)
         for fn in self.seen:
             vars(fn).pop(_NOTE, None)
+
+
+class _Parts(MetaPathFinder, Loader):
+    """Loads the real one when a part of it is imported."""
+
+    def __init__(self, stand_in: _StandIn) -> None:
+        self.stand_in = stand_in
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        mine = sys.modules.get(_NAME) is self.stand_in
+        if not mine or not name.startswith(f"{_NAME}.") or name == _CONFIG:
+            return None
+        self.stand_in.real(name)
+        return ModuleSpec(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is executed already."""
 
 
 @contextmanager
@@ -61,7 +90,10 @@ def without_dynamo() -> Iterator[None]:
         yield
         return
     stand_in = sys.modules[_NAME] = _StandIn()
+    parts = _Parts(stand_in)
+    sys.meta_path.insert(0, parts)
     try:
         yield
     finally:
+        sys.meta_path.remove(parts)
         stand_in.remove()
