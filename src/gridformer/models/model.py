@@ -173,9 +173,12 @@ class Model(nn.Module):
 
     @property
     def table(self) -> Tensor:
-        """The table [v, h] that the head multiplies by: its own, or the embedding's if tied."""
-        table: Tensor | None = getattr(self.head, "weight", None)
-        return self.tokens.weight if table is None else table
+        """The table [v, h] that the head multiplies by: its own, or the embedding's if tied.
+
+        It is None where other devices hold it.
+        """
+        table: Any = self.tokens.weight if self.config.tied_head else self.head.weight
+        return table
 
     def hidden(
         self, batch: Batch, caches: Sequence[KVCache] | None = None, start: int = 0

@@ -142,6 +142,8 @@ class NoPositions(nn.Module):
 class Elsewhere(nn.Module):
     """Stands for a head or loss of another sub-grid: a meta scalar to start the backward pass."""
 
+    weight = None
+
     def forward(self, x: Tensor, *_: object) -> Tensor:
         return x.sum()
 
