@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,21 +94,22 @@ def measure(
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     gc.collect()
-    times = []
+    # Steps follow each other as in training. One ends when it does on the slowest rank, whose clock
+    # is that of all the others: they are processes of one machine.
+    if world.size > 1:
+        dist.barrier()
+    ends = [time.perf_counter()]
     for _ in range(n_steps):
-        if world.size > 1:
-            dist.barrier()
-        began = time.perf_counter()
         step()  # it reads its loss back, so the device has finished all but the update
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+        ends.append(time.perf_counter())
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    most = torch.tensor([*times, peak], dtype=torch.float64, device=device)
+    most = torch.tensor([*ends, peak], dtype=torch.float64, device=device)
     if world.size > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    *seconds, peak_bytes = most.tolist()
-    return Measured(seconds, peak_bytes)
+    *last, peak_bytes = most.tolist()
+    return Measured([after - before for before, after in pairwise(last)], peak_bytes)
 
 
 def random_rows(run: RunConfig) -> Callable[[Any], Batch]:

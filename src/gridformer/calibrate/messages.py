@@ -15,7 +15,7 @@ from gridformer.mesh.axes import Axis
 from gridformer.mesh.groups import make_groups
 
 _CHUNKS = 3
-_FEWEST, _MOST = 3, 60  # messages of one kind that are timed
+_FEWEST, _MOST = 5, 60  # messages of one kind that are timed
 _SLOW_S = 0.1  # messages that take longer are sent one at a time
 
 Send = Callable[[int], Callable[[], object]]  # bytes to a function that sends them
