@@ -113,6 +113,15 @@ class Tokenizer:
         found = self._backend.token_to_id(token)
         return None if found is None else int(found)
 
+    def token_of(self, number: int) -> str | None:
+        """Returns the token of an id, or None if it has none."""
+        found = self._backend.id_to_token(number)
+        return None if found is None else str(found)
+
+    def add_special(self, tokens: Sequence[str]) -> None:
+        """Adds special tokens, which get the ids after the vocabulary, in their order."""
+        self._backend.add_special_tokens(list(tokens))
+
     def save(self, path: Path) -> None:
         """Writes a tokenizer.json, which `load` and the library transformers can read."""
         self._backend.save(str(path))

@@ -137,6 +137,12 @@ def test_old_and_new_files_of_rotary_positions() -> None:
             "partial_rotary_factor=0.5: gridformer has only 1.0",
         ),
         (
+            "llama",
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters={'full_attention': {'rope_type': 'default'}}: gridformer has the same "
+            "in all layers",
+        ),
+        (
             "qwen2",
             {"num_key_value_heads": 4, "use_sliding_window": True, "max_window_layers": 2},
             "layers of several kinds (full_attention, sliding_attention): gridformer has only the "

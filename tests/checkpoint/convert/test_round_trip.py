@@ -17,8 +17,10 @@ from gridformer.checkpoint.convert.folder import INDEX
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.checkpoint.convert.kinds import entries_of
 from gridformer.checkpoint.convert.table import to_ours, to_theirs
+from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config.rope import RopeScaling
+from gridformer.data import Tokenizer, special_ids
 from tests.support.marks import full_unless
 from tests.support.reference.folders import (
     KINDS,
@@ -29,6 +31,7 @@ from tests.support.reference.folders import (
     save,
     their_logits,
     their_model,
+    tokenizer,
 )
 from tests.support.reference.shared import assert_close, transformers
 
@@ -186,3 +189,29 @@ def test_llamas_with_other_settings(kind: str, changes: dict[str, Any], tmp_path
     assert export_run(tmp_path / "run", tmp_path / "back").model_type == kind
     again = opened_by_them(tmp_path / "back")
     assert_close(their_logits(again, model), their_logits(theirs, model))
+
+
+@pytest.mark.parametrize(("family", "task"), [("bert", "masked"), ("t5", "spans")])
+def test_special_tokens_of_a_run_are_added_to_its_tokenizer(
+    family: Any, task: Any, tmp_path: Path
+) -> None:
+    """They have the ids that the run gave them: the first ones after the tokenizer's words."""
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    model = their_model(family)
+    save(model, tmp_path / "theirs")
+    made = import_folder(tmp_path / "theirs", tmp_path / "made").run
+    (tmp_path / "out").mkdir()
+    ids = write_tokenizer(tmp_path / "out", tmp_path, made)
+    special = special_ids(made, Tokenizer.load(tmp_path / "tokenizer.json"))
+    assert made.task == task
+    assert special.vocab_size > special.ordinary_size
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(loaded) == special.vocab_size
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (special.eos, special.pad)
+    assert ids["pad_token_id"] == special.pad
+    if family == "bert":
+        assert loaded.mask_token_id == special.mask
+        assert loaded("a [MASK] b").input_ids.count(special.mask) == 1
+    else:
+        assert loaded.convert_tokens_to_ids("<extra_id_7>") == special.sentinels[7]
+        assert ids["decoder_start_token_id"] == special.start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,20 +17,17 @@ from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.checkpoint import KEPT
 from gridformer.checkpoint.convert.files import in_files, row_slices
 from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_json
-from gridformer.checkpoint.convert.importing import KEPT_FILES, DType
+from gridformer.checkpoint.convert.importing import DType
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.stored import StoredParameters
 from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
-from gridformer.config import ModelConfig, any_of
-from gridformer.data.tokenizer import Tokenizer
+from gridformer.config import ModelConfig, RunConfig, any_of
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 from gridformer.utils.units import GIB
-
-# Keys of an imported config.json that name tokens, which our config does not hold.
-_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,7 @@ def export_run(
     folder = checkpoint.newest(run_dir)
     manifest = checkpoint.read_manifest(folder)
     root = folder if (folder / "tokenizer.json").is_file() else folder.parents[1]
-    kept, tokenizer = root / KEPT, root / "tokenizer.json"
-    kind, config = _kind_of(manifest.model, kept)
+    kind, config = _kind_of(manifest.model, root / KEPT)
     tell("verifying the checkpoint")
     checkpoint.verify(folder)
     shapes = shapes_of(manifest.model)
@@ -92,8 +87,11 @@ def export_run(
     with new_folder(out) as writing:
         n_files = write_tensors(streamed, writing, int(shard_gib * GIB), tell)
         stored.close()
-        _write_config(writing, kind, config, kept, tokenizer, streamed)
-        _write_tokenizer(writing, kept, tokenizer, manifest.model)
+        tokens = write_tokenizer(writing, root, RunConfig.model_validate(manifest.run))
+        types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
+        values = {"model_type": kind.model_type, **tokens, **config}
+        values["torch_dtype"] = types.most_common(1)[0][0]
+        write_json(writing / CONFIG, values)
     n_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     architecture = config["architectures"][0]
     return Exported(kind.model_type, architecture, n_parameters, n_files, manifest.step)
@@ -164,51 +162,6 @@ def write_tensors(
         size = sum(tensor.n_bytes for tensor in streamed.values())
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return n
-
-
-def _write_config(
-    writing: Path,
-    kind: Kind,
-    config: dict[str, Any],
-    kept: Path,
-    tokenizer: Path,
-    streamed: dict[str, Streamed],
-) -> None:
-    ids: dict[str, Any] = {}
-    if (kept / CONFIG).is_file():
-        before = read_json(kept / CONFIG)
-        ids = {key: before[key] for key in _TOKEN_KEYS if key in before}
-    elif tokenizer.is_file():
-        eos = Tokenizer.load(tokenizer).eos_id
-        ids = {"bos_token_id": eos, "eos_token_id": eos}
-    types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
-    values = {
-        "model_type": kind.model_type,
-        **config,
-        **{key: value for key, value in ids.items() if key not in config},
-        "torch_dtype": types.most_common(1)[0][0],
-    }
-    write_json(writing / CONFIG, values)
-
-
-def _write_tokenizer(writing: Path, kept: Path, tokenizer: Path, model: ModelConfig) -> None:
-    for name in KEPT_FILES:
-        if name != CONFIG and (kept / name).is_file():
-            shutil.copyfile(kept / name, writing / name)
-    if not tokenizer.is_file() or (kept / "tokenizer.json").is_file():
-        return
-    shutil.copyfile(tokenizer, writing / "tokenizer.json")
-    loaded = Tokenizer.load(tokenizer)
-    write_json(
-        writing / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": loaded.eos_token,
-            "bos_token": loaded.eos_token,
-            "model_max_length": model.max_seq_len,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -23,6 +23,9 @@ _THETA = 10000.0
 def read_rope(keys: ConfigKeys) -> dict[str, Any]:
     """Returns our keys of rotary positions."""
     rope = keys.get("rope_parameters", None) or keys.get("rope_scaling", None) or {}
+    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):
+        keys.problems.append(f"rope_parameters={rope}: gridformer has the same in all layers")
+        rope = {}
     theta = rope.get("rope_theta", keys.get("rope_theta", _THETA))
     kind = rope.get("rope_type", rope.get("type", "default"))
     found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}

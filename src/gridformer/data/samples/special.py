@@ -97,6 +97,17 @@ class SpecialIds:
             | {i for i in (eos, *found.values(), *sentinels) if i < size},
         )
 
+    @property
+    def added(self) -> list[str]:
+        """The usual names of the ids after the tokenizer's own vocabulary, in their order."""
+        named = {
+            number: names[0]
+            for role, names in _NAMES.items()
+            if (number := getattr(self, role)) is not None
+        }
+        named |= {number: _SENTINEL.format(i) for i, number in enumerate(self.sentinels)}
+        return [named[number] for number in range(self.ordinary_size, self.vocab_size)]
+
     def never(self, vocab_size: int) -> list[int]:
         """Returns the ids that generation must not produce: all but words and end of text."""
         others = {*self.not_words, *range(self.ordinary_size, vocab_size)}

@@ -1,0 +1,73 @@
+"""The tokenizer and the special tokens of an exported model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gridformer.checkpoint.checkpoint import KEPT
+from gridformer.checkpoint.convert.folder import CONFIG, read_json
+from gridformer.checkpoint.convert.importing import KEPT_FILES
+from gridformer.config import RunConfig
+from gridformer.data import SpecialIds, Tokenizer, special_ids
+
+# Keys of an imported config.json that name tokens, which our config does not hold.
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_TOKENIZER = "tokenizer.json"
+
+
+def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
+    """Writes the files of a tokenizer, and returns the keys of config.json that name tokens.
+
+    A run that was imported has the files that it came with. Of any other run it is the tokenizer of
+    its data, to which special tokens are added that the run has and the tokenizer does not, such as
+    [MASK] or sentinels: their ids follow the tokenizer's own.
+
+    Args:
+        folder: The folder of the exported model.
+        root: The run directory.
+        run: The run.
+    """
+    kept = root / KEPT
+    for name in KEPT_FILES:
+        if name != CONFIG and (kept / name).is_file():
+            shutil.copyfile(kept / name, folder / name)
+    if (kept / CONFIG).is_file():
+        before = read_json(kept / CONFIG)
+        return {key: before[key] for key in _TOKEN_KEYS if key in before}
+    if not (root / _TOKENIZER).is_file():
+        return {}
+    tokenizer = Tokenizer.load(root / _TOKENIZER)
+    special = special_ids(run, tokenizer)
+    tokenizer.add_special(special.added)
+    tokenizer.save(folder / _TOKENIZER)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": run.model.max_seq_len,
+        "clean_up_tokenization_spaces": False,
+        **_named(special, tokenizer, decoder=run.task == "causal"),
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    ids = {"eos_token_id": special.eos, "pad_token_id": special.pad}
+    if run.task == "causal":
+        ids["bos_token_id"] = special.eos
+    if run.model.two_stacks:
+        ids["decoder_start_token_id"] = special.start
+    return ids
+
+
+def _named(special: SpecialIds, tokenizer: Tokenizer, decoder: bool) -> dict[str, str]:
+    """Returns the special tokens of a tokenizer_config.json."""
+    roles = {
+        "eos_token": special.eos,
+        "bos_token": special.eos if decoder else None,
+        "pad_token": special.pad,
+        "mask_token": special.mask,
+        "cls_token": special.cls,
+        "sep_token": special.sep,
+    }
+    named = {role: tokenizer.token_of(i) for role, i in roles.items() if i is not None}
+    return {role: token for role, token in named.items() if token is not None}
