@@ -83,7 +83,12 @@ def test_srun_is_joined(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("n", "signum", "to_group"),
-    [(2, signal.SIGINT, True), (2, signal.SIGTERM, False), (1, signal.SIGINT, True)],
+    [
+        (2, signal.SIGINT, True),
+        # test_privacy.py ends its run like this
+        pytest.param(2, signal.SIGTERM, False, marks=pytest.mark.full),
+        (1, signal.SIGINT, True),
+    ],
 )
 def test_a_signal_saves_and_stops(
     start: Start, tmp_path: Path, n: int, signum: signal.Signals, to_group: bool
@@ -124,6 +129,7 @@ def test_workers_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -
 # --------------------------------------------------------------------------- failing
 
 
+@pytest.mark.full  # in a training run, which test_failing.py starts, more can go wrong
 def test_an_exception_is_shown_last(start: Start) -> None:
     # ends long before the 600 s that one of the ranks would take
     code, _, err = finish(start("one_raises", 3))
