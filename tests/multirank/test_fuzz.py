@@ -97,6 +97,7 @@ def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]])
         "train.update": TrainConfig,
         "train.offload": TrainConfig,
         "train.clip_by": TrainConfig,
+        "train.compile": TrainConfig,
     }
     for key, schema in words.items():
         section, name = key.split(".")
@@ -121,6 +122,10 @@ def test_every_value_of_every_setting_is_drawn(many: list[RunConfig]) -> None:
     missing = []
     for key, field in Chooser("any").keys.items():
         section, name = key.split(".")
+        if key == "model.rope_scaling":
+            kinds = {run.model.rope_scaling and run.model.rope_scaling.kind for run in many}
+            assert kinds == {None, "linear", "llama3", "yarn"}
+            continue
         seen = {getattr(getattr(run, section), name) for run in many}
         # values that are resolved to something else
         resolved = {0, "auto"} if section == "model" else set()

@@ -34,18 +34,18 @@ SECTIONS: dict[str, type[Config]] = {
 }
 
 # Settings that do not change a step or belong to other tests: where data lies, when what is
-# written, the machine, and compilation, which would take longer than everything else together.
+# written, and the machine.
 FIXED: dict[str, Any] = {
     "model.name": "fuzz",
     "data.path": ".",
     "data.task": "auto",
+    "layout.cluster": "",
     "data.restart": False,
     "train.init_from": None,
     "train.init_embeddings": "exact",
     "train.steps": 4,  # for the learning rate's schedule
     "train.memory_gib": 0.0,
     "train.device": "cpu",
-    "train.compile": False,
     "train.eval_every": 0,
     "train.eval_batches": 1,
     "train.save_every": 0,
@@ -102,10 +102,17 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "train.clip_norm": (0.0, 1e-4, 1e-2, 0.1, 1.0),  # the smaller ones clip
 }
 # Words that are drawn less often than the others, and settings that are neither words nor numbers.
+# Compiling takes longer than the steps of a case.
 WORDS: dict[str, tuple[Any, ...]] = {
-    "model.rope_scaling": (None, None, None, {"kind": "linear", "factor": 2.0}),
     "layout.scheme": ("single", *("megatron",) * 2, *("optimus",) * 3, *("subgraph",) * 3),
     "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
+    "train.compile": (False,) * 15 + (True,),
+    "model.rope_scaling": (
+        *(None,) * 4,
+        {"kind": "linear", "factor": 2.0},
+        {"kind": "llama3", "factor": 4.0, "original_max_position_embeddings": 4},
+        {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 4},
+    ),
 }
 
 

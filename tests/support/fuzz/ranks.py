@@ -17,6 +17,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.copies import assert_copies_equal
+from gridformer.train.compile import compile_model
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.support.fuzz.case import Case
@@ -37,6 +38,8 @@ Found = dict[str, float]
 LIMIT = {"init": 0.0, "loss": 1e-9, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-8}
 LIMIT |= {"eval": 1e-9, "loose": 1.0}
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+# Of torch.compile: the cheapest, since tests/train/test_compile.py runs the others.
+BACKEND = "eager"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ def train(text: str, number: int, folder: str) -> Found:
     model = build_parallel(
         run.model, run.layout, axes, run.train.seed, CPU, run.train.dtype, decisions.choices
     )
+    if run.train.compile:
+        torch._dynamo.reset()  # what earlier cases have compiled
+        compile_model(model, BACKEND)
     stepper = Stepper(model, run.train, axes, run.layout)
     reads = reads_of(case, run)
     if run.train.dtype != "float64":
