@@ -97,10 +97,21 @@ def test_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
     )
 
 
-def test_weights_gathered_once_a_step_equal_one_device_over_nccl(pool: WorkerPool) -> None:
+GATHERED = [cell for cell in CELLS if cell.replicas == "fsdp" and not refusal(cell)]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    full_unless(
+        lambda cell: cell == Cell("GPT-2", "Megatron", 1, "fsdp", True), sorted(GATHERED, key=n_of)
+    ),
+    ids=lambda cell: cell.title,
+)
+def test_weights_gathered_once_a_step_equal_one_device_over_nccl(
+    pool: WorkerPool, cell: Cell
+) -> None:
     """tests/multirank/test_dp_modes.py tests them over gloo."""
-    cell = Cell("GPT-2", "Megatron", 1, "fsdp", True)
-    layout = {**cell.layout, "reshard": "step", "micro_batches": 2}
+    layout = {"micro_batches": 2, **cell.layout, "reshard": "step"}
     worst_of(pool.run(n_of(cell), on_nccl, compare, layout, cell.config, SETTINGS, QUICK_STEPS))
 
 

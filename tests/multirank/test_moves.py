@@ -21,7 +21,7 @@ from gridformer.train.plan import Plan
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, MODELS, Cell
 from tests.support.multirank.pool import WorkerPool
-from tests.support.multirank.runs import STEPS, assert_same_run, start_from, train
+from tests.support.multirank.runs import MIDDLE, STEPS, assert_same_run, start_from, train
 
 SIZE = {"n_layers": 3, "hidden_size": 24, "n_heads": 12, "max_seq_len": 16}
 TRAIN = {
@@ -30,7 +30,7 @@ TRAIN = {
     "lr": 3e-3,
     "eval_every": 0,
     "eval_batches": 1,
-    "save_every": STEPS // 2,
+    "save_every": MIDDLE,
     "dtype": "float64",
     "sanity_checks": True,
 }

@@ -24,7 +24,7 @@ from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from tests.support.multirank.layouts import name_of
 
-STEPS, MIDDLE = 6, 3
+STEPS, MIDDLE = 5, 3
 
 
 def title(layout: dict[str, Any]) -> str:

@@ -1,0 +1,119 @@
+"""What a device holds under zero1 and fsdp: its share, and for a moment two whole layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gridformer.config import LayoutConfig
+from gridformer.models.blocks import Layer
+from gridformer.parallel.data.zero import replica_part
+from gridformer.parallel.sharding import shard_of
+from tests.support.marks import full_unless
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.replicas import (
+    EVEN,
+    FIRST,
+    MEGATRON,
+    ODD,
+    SINGLE,
+    THREE,
+    Layout,
+    in_memory,
+    read_of,
+    settings_of,
+)
+
+
+@dataclass
+class Memory:
+    """Elements that a device holds, of each kind between steps, and the most within one step.
+
+    Attributes:
+        share: This replica's share if every tensor is sharded by rows.
+        layers: Layers that are whole at the same time within a step.
+    """
+
+    whole: int
+    share: int
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    layers: int = 0
+    whole_gradients: int = 0
+
+
+def memory_of(layout: Layout, model: dict[str, Any]) -> Memory:
+    built, axes, stepper = settings_of(layout, 4, **model)
+    parameters = [*built.parameters()]
+    shares = []
+    for p in parameters:
+        axis = axes[shard_of(p).replicas or ""]
+        rows = p.shape[1] if shard_of(p).transposed else p.shape[0]
+        each = -(-rows // axis.size)
+        shares.append(min(each, max(0, rows - each * axis.index)) * (p.numel() // rows))
+    found = Memory(sum(p.numel() for p in parameters), sum(shares))
+    inside = [module for module in built.modules() if isinstance(module, Layer)]
+
+    def look(_: Any) -> None:
+        held = [layer for layer in inside if any(in_memory(p) for p in layer.parameters())]
+        found.layers = max(found.layers, len(held))
+        grads = sum(p.grad.numel() for p in parameters if p.grad is not None)
+        found.whole_gradients = max(found.whole_gradients, grads)
+
+    for layer in inside:
+        layer.norm2.register_forward_pre_hook(lambda *_: look(None))
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(look)
+    for step in range(2):
+        stepper(step, read_of(built, step))
+    stepper.evaluate([read_of(built, 0)])
+    parts = [part for part in map(replica_part, parameters) if part is not None]
+    storages = {t.untyped_storage().data_ptr(): in_memory(t) for t in [*parameters, *parts]}
+    found.parameters = sum(storages.values())
+    found.gradients = sum(t.grad.numel() for t in [*parameters, *parts] if t.grad is not None)
+    state = stepper.updates.state.values()
+    moments = [s[name] for s in state for name in ("exp_avg", "exp_avg_sq")]
+    found.state = sum(in_memory(moment) for moment in moments)
+    return found
+
+
+HELD = {
+    "2": (SINGLE, EVEN),
+    "3-odd": (THREE, ODD),
+    "megatron": (MEGATRON, EVEN),
+    "first-odd": (FIRST, ODD),
+}
+HELD_CASES = [
+    (name, mode, micro_batches)
+    for name in HELD
+    for mode in ("replicate", "zero1", "fsdp")
+    for micro_batches in (1, 3)
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    full_unless(lambda case: case[0] == "3-odd" and case[2] == 1, HELD_CASES),
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> None:
+    """Optimizer state and gradients, or everything, take exactly 1/d of the elements."""
+    name, mode, micro_batches = case
+    layout, model = HELD[name]
+    plan = LayoutConfig(**layout, dp_mode=mode, micro_batches=micro_batches)  # type: ignore[arg-type]
+    held = pool.run(plan.n_processes, memory_of, plan.model_dump(), model)
+    for one in held:
+        cut = mode != "replicate"
+        if "cols" not in layout:  # where copies are not updated
+            assert one.state == 2 * (one.share if cut else one.whole)
+            assert one.gradients == (one.share if cut else one.whole)
+        assert one.parameters == (one.share if mode == "fsdp" else one.whole)
+        if mode == "fsdp":
+            assert one.layers <= 2, "one that computes, and one that is about to"
+        if cut and micro_batches == 1 and "cols" not in layout:
+            assert one.whole_gradients < one.whole / 2, "those that have been sent are let go of"
+    if model is EVEN and mode != "replicate":
+        assert {one.share for one in held} <= {one.whole // 2 for one in held}
