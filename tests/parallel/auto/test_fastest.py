@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,14 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from gridformer.cluster import load_cluster
 from gridformer.config import RunConfig, shipped_model
 from gridformer.config.reading import configs_dir
 from gridformer.parallel.auto import seconds
 from gridformer.parallel.auto.cost import Choices
-from gridformer.parallel.auto.decisions import choices_of, decide_run
+from gridformer.parallel.auto.decisions import choices_of, decide_run, print_decisions
 from gridformer.parallel.auto.fastest import lines_of
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.validation import check
@@ -54,6 +57,19 @@ def test_slow_links_choose_otherwise_than_fast_ones() -> None:
         for timed in choices.timed.values():
             assert timed.seconds <= timed.by_rules_s
             assert timed.by_rules == rules[timed.by_rules.product.name]
+
+
+def test_explain_shows_what_seconds_and_what_volumes_choose() -> None:
+    run = run_of({**GRID, "cluster": SLOW})
+    decisions = decide_run(run)
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_decisions(run, decisions, console)
+    said = console.export_text()
+    assert re.search(r"product +by seconds +ms +by volumes +ms", said)
+    rows = [line for line in said.splitlines() if re.match(r"(qkv|down) .*gather.* \d", line)]
+    assert any("the same" in row or "gather" in row.split("gather", 1)[1] for row in rows)
+    total = sum(timed.seconds for timed in decisions.choices.timed.values())
+    assert f"take {1e3 * total:.4g} ms of a step on {SLOW}" in " ".join(said.split())
 
 
 def test_what_the_layout_sets_is_not_decided() -> None:
