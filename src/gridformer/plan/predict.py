@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gridformer.check.sample import alike_stages
@@ -17,6 +17,7 @@ from gridformer.parallel.registry import spec_of
 from gridformer.plan.blocks import Programs
 from gridformer.plan.costs import Costs, dtypes_without_peak
 from gridformer.plan.fewer_layers import extended, removable, without_layers
+from gridformer.plan.fewer_rounds import removable_rounds, without_rounds
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.program import Spent
 from gridformer.plan.replay import replay
@@ -75,6 +76,8 @@ class Recorded:
         training: Whether it is an optimizer step.
         shorter: Traces with one layer fewer in each stage; empty if `traces` have all layers.
         more: How many layers each stage has besides those of `traces`.
+        earlier: The same with one round of micro-batches fewer; None if there is no such sample.
+        rounds: How many rounds the run has besides those of this record.
     """
 
     run: RunConfig
@@ -83,6 +86,8 @@ class Recorded:
     training: bool
     shorter: list[Trace] = field(default_factory=list)
     more: int = 0
+    earlier: Recorded | None = None
+    rounds: int = 0
 
 
 def record(
@@ -99,7 +104,8 @@ def record(
         kind: The type of device.
         decisions: What `decide_run(run)` returns, or others, such as another block of a node.
         training: See `predict`.
-        whole: Whether all layers are traced; otherwise see `gridformer.plan.fewer_layers`.
+        whole: Whether all layers and micro-batches are traced; otherwise see
+            `gridformer.plan.fewer_layers` and `fewer_rounds`.
 
     Raises:
         UserError: The step of this run fails.
@@ -107,6 +113,24 @@ def record(
     train = run.train.model_copy(update={"device": kind})
     run = run.model_copy(update={"train": train})
     decisions = decisions or decide_run(run)
+    rounds = 0 if whole else removable_rounds(run)
+    if not rounds:
+        return _record(run, kind, decisions, training, whole)
+    later, earlier = (
+        _record(without_rounds(run, fewer), kind, decisions, training, whole)
+        for fewer in (rounds - 1, rounds)
+    )
+    return replace(later, run=run, earlier=earlier, rounds=rounds - 1)
+
+
+def _record(
+    run: RunConfig,
+    kind: Literal["cuda", "cpu"],
+    decisions: Decisions,
+    training: bool,
+    whole: bool,
+) -> Recorded:
+    """Traces all micro-batches of a run, with few layers; see `record`."""
     n = 0 if whole else removable(run, decisions)
     samples = []
     with no_garbage_collection():
@@ -140,18 +164,24 @@ def price(
     weights = _weights(run, [trace.rank for trace in traces], recorded.decisions)
     costs = Costs(run, cluster, recorded.decisions)
 
-    def replayed(traces: Sequence[Trace], timeline: bool) -> list[Spent]:
+    def replayed(traces: Sequence[Trace], timeline: bool = False) -> list[Spent]:
         builder = Programs(costs, traces, host[0], layers_only, timeline or costs.on_cpu)
         programs = [builder.program(trace) for trace in traces]
         if costs.on_cpu:
             return replay_cpu(programs, host[0], n, n_cores, weights, timeline)
         return replay(programs, host[0], timeline=timeline)
 
-    spent = replayed(traces, timeline)
-    if recorded.shorter:
-        before = replayed(recorded.shorter, False)
-        pairs = zip(spent, before)
-        spent = [extended(one, other, recorded.more).at_least(one) for one, other in pairs]
+    def all_layers(recorded: Recorded, timeline: bool = False) -> list[Spent]:
+        spent = replayed(recorded.traces, timeline)
+        if not recorded.shorter:
+            return spent
+        pairs = zip(spent, replayed(recorded.shorter))
+        return [extended(one, other, recorded.more).at_least(one) for one, other in pairs]
+
+    spent = all_layers(recorded, timeline)
+    if recorded.earlier is not None:
+        pairs = zip(spent, all_layers(recorded.earlier))
+        spent = [extended(one, other, recorded.rounds) for one, other in pairs]
     found = _prediction(run, cluster, spent, 0.0 if layers_only else host[1], recorded.training)
     found.warnings = _warnings(run, cluster, traces)
     if timeline:
