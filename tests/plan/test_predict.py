@@ -92,7 +92,7 @@ def both_ways(run: RunConfig) -> list[Prediction]:
 
 
 REPEATED: list[dict[str, Any]] = [
-    {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 12},  # six rounds, five of which count
+    {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 12},
     {"scheme": "optimus", "rows": 2, "cols": 2, "micro_batches": 6},
     {"dp": 2, "micro_batches": 6},
 ]
