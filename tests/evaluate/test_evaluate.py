@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +300,30 @@ def test_bleu_is_that_of_the_texts_that_a_model_generates(
     how = Search(max_tokens=256)
     said = [translate(loaded, loaded.special, [source], how)[0] for source in sources]
     assert found["bleu"] == sacrebleu.corpus_bleu(said, [targets]).score
+
+
+# --------------------------------------------------------------------------- several processes
+
+
+def in_processes(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does; it starts its own processes."""
+    call = [sys.executable, "-m", "gridformer", *words]
+    return subprocess.run(call, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.full
+def test_the_commands_start_processes(run_dir: Path, text_file: Path, tmp_path: Path) -> None:
+    layout = ["layout.scheme=optimus", "layout.rows=2", "layout.pp=2"]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("line 1\nline 22 of\nfile\n")
+    generate = ["generate", str(run_dir), "--prompts", str(prompts), "--max-tokens", "9"]
+    evaluate = ["evaluate", str(run_dir), "--tasks", f"text:{text_file}", "--json"]
+    alone, several = in_processes(*generate), in_processes(*generate, *layout)
+    assert several.stdout == alone.stdout
+    assert several.stdout.count("\n") == 3
+    assert "tokens/s" in several.stderr
+    want = json.loads(in_processes(*evaluate).stdout)
+    found = json.loads(in_processes(*evaluate, *layout).stdout)
+    for task, numbers in want["tasks"].items():
+        assert found["tasks"][task] == pytest.approx(numbers, rel=1e-9)
+    assert found["layout"] == {"scheme": "optimus", "rows": 2, "pp": 2}

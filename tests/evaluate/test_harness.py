@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import yaml
 
@@ -32,15 +32,18 @@ TEXTS = ["line 1 of file 2", "line 22 of a file: 3 and 4", "file " * 30 + "line"
 CHOICES = [("line 3 of", [" file", " and the other"], 0), ("5 and", [" 6", " line"], 1)]
 
 
-@pytest.fixture(scope="module")
-def run_dir(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["plain", "with begin of text"])
+def run_dir(
+    request: pytest.FixtureRequest, token_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run whose tokenizer puts nothing before a text, as GPT-2's, or a token, as Llama's."""
     out = tmp_path_factory.mktemp("run")
     model = {
         "n_layers": 2,
         "hidden_size": 32,
         "n_heads": 4,
         "max_seq_len": LENGTH,
-        "vocab_size": 301,
+        "vocab_size": 302,
         "init_std": 0.2,
     }
     run = parse_run({"model": model, "data": {"path": str(token_folder)}})
@@ -48,7 +51,12 @@ def run_dir(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     updates = Stepper(built, run.train, Axes()).updates
     updates.allocate(0)
     checkpoint.save(out, 0, 0, run, built, updates, Axes())
-    shutil.copy(token_folder / "tokenizer.json", out)
+    tokenizer = tokenizers.Tokenizer.from_file(str(token_folder / "tokenizer.json"))
+    if request.param != "plain":
+        tokenizer.add_special_tokens(["<s>"])
+        template = tokenizers.processors.TemplateProcessing
+        tokenizer.post_processor = template(single="<s> $A", special_tokens=[("<s>", 301)])
+    tokenizer.save(str(out / "tokenizer.json"))
     return out
 
 
@@ -132,6 +140,10 @@ def theirs(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The harness's own model for the exported folder."""
     folder = tmp_path_factory.mktemp("exported") / "model"
     export_run(run_dir, folder)
+    names = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if "<s>" in (folder / "tokenizer.json").read_text():
+        names["bos_token"] = "<s>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -121,6 +122,18 @@ class Tokenizer:
     def add_special(self, tokens: Sequence[str]) -> None:
         """Adds special tokens, which get the ids after the vocabulary, in their order."""
         self._backend.add_special_tokens(list(tokens))
+
+    @cached_property
+    def begin_ids(self) -> list[int]:
+        """The ids that the tokenizer itself puts before a text, such as a begin-of-text token.
+
+        `encode` leaves them out, because texts of a corpus follow one another.
+        """
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a", add_special_tokens=True).ids
+        places = range(len(whole) - len(bare) + 1)
+        found = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
+        return [int(i) for i in whole[:found]]
 
     def save(self, path: Path) -> None:
         """Writes a tokenizer.json, which `load` and the library transformers can read."""

@@ -118,7 +118,8 @@ def stream(
     """
     tokenizer = trained.tokenizer
     shown, done = "", []
-    for token in sample(trained, tokenizer.encode(prompt), max_tokens, sampling, speed):
+    ids = [*tokenizer.begin_ids, *tokenizer.encode(prompt)]
+    for token in sample(trained, ids, max_tokens, sampling, speed):
         if token == tokenizer.eos_id:
             break
         done.append(token)
@@ -185,8 +186,9 @@ def continue_prompts(
         batch_size: prompts at a time.
         speed: counts tokens and seconds.
     """
+    begin = trained.tokenizer.begin_ids
     work = [
-        Prompt(ids, max_tokens, (sampling.seed + number) % MOST_SEED)
+        Prompt([*begin, *ids], max_tokens, (sampling.seed + number) % MOST_SEED)
         for number, ids in enumerate(trained.tokenizer.encode_batch(prompts))
     ]
     said = continued_ids(trained, work, sampling, batch_size, speed)

@@ -70,7 +70,11 @@ class GridformerLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        return self.tokenizer_of_run.encode(string)
+        tokenizer = self.tokenizer_of_run
+        if add_special_tokens is None:  # as the tokenizer does, unless the text has it already
+            add_special_tokens = not string.startswith(tokenizer.decode([self.prefix_token_id]))
+        begin = tokenizer.begin_ids if add_special_tokens else []
+        return [*begin, *tokenizer.encode(string)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any

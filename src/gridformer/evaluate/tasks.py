@@ -89,14 +89,20 @@ class Document:
 
 
 def likelihood(
-    trained: Trained, documents: Sequence[Document], options: Options
+    trained: Trained, documents: Sequence[Document], options: Options, begin: Sequence[int] = ()
 ) -> tuple[float, int]:
-    """Returns the log-likelihood of all documents, and their number of tokens."""
+    """Returns the log-likelihood of all documents, and their number of tokens.
+
+    Args:
+        trained, options: the model, and the settings.
+        documents: the documents.
+        begin: tokens of each document before those of its text.
+    """
     length = options.length_for(trained.model.config)
     windows: list[Window] = []
     prefix = prefix_id(trained.tokenizer)
     for ids in trained.tokenizer.encode_batch([document.text for document in documents]):
-        windows += sliding(ids, prefix, length, options.stride or length)
+        windows += sliding([*begin, *ids], prefix, length, options.stride or length)
     found = score(trained, windows, options.batch_size)
     n_tokens = sum(window.n_targets for window in windows)
     return sum(one.log_likelihood for one in found), n_tokens
@@ -127,7 +133,8 @@ def wikitext(trained: Trained, file: str, options: Options) -> Numbers:
     """Measures perplexity on pages of WikiText, per word of the original."""
     pages = _first(read_pages(Path(file)), options)
     documents = [Document(restored(p), n_words(p), len(p.encode())) for p in pages]
-    total, n_tokens = likelihood(trained, documents, options)
+    # As in lm-evaluation-harness, a begin-of-text token of the tokenizer is predicted, too.
+    total, n_tokens = likelihood(trained, documents, options, trained.tokenizer.begin_ids)
     return perplexities(total, n_tokens, documents) | {"documents": len(pages)}
 
 

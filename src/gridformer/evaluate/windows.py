@@ -49,7 +49,9 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int) -> 
     """
     bare = context.rstrip()
     text = context[len(bare) :] + text
-    whole, before = tokenizer.encode_batch([bare + text, bare])
+    whole, before = (
+        [*tokenizer.begin_ids, *ids] for ids in tokenizer.encode_batch([bare + text, bare])
+    )
     return after(before or [prefix_id(tokenizer)], whole[len(before) :], length)
 
 
