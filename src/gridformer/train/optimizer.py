@@ -40,6 +40,7 @@ from gridformer.parallel.data.gradients import (
     clipping,
     clippings,
     counted_square,
+    reduce_gradients,
     scale_gradients,
 )
 from gridformer.parallel.data.zero import replica_part
@@ -110,9 +111,14 @@ class Updates:
             for layer in layers:
                 mine = [p for p in layer.parameters() if p in held and p.dim() > 1]
                 for parameter in mine:
-                    assert not shard_of(parameter).partial, "a layer's matrix has partial gradients"
                     del held[parameter]
                 self.units.append(UpdateUnit.of(mine, train))
+        # Copies of heads that several columns hold; all ranks sum the gradients of a layer's copies
+        # together, whether they own them or not.
+        self._copied = [
+            [p for p in layer.parameters() if p.dim() > 1 and shard_of(p).partial]
+            for layer in layers
+        ]
         self.units.append(UpdateUnit.of([*held], train))
         self.sums = GradientSums.of(
             model, axes, [unit.parameters for unit in self.units] if self.in_backward else None
@@ -138,8 +144,10 @@ class Updates:
     @property
     def done(self) -> set[nn.Parameter]:
         """The parameters that the backward pass updates."""
-        layers = self.units[:-1] if self.in_backward else []
-        return {parameter for unit in layers for parameter in unit.parameters}
+        if not self.in_backward:
+            return set()
+        layers = [unit.parameters for unit in self.units[:-1]]
+        return {parameter for unit in (*layers, *self._copied) for parameter in unit}
 
     # ------------------------------------------------------------------ for checkpoints
 
@@ -274,13 +282,14 @@ class Updates:
             unit = self.units[number]
             self._updated.add(number)
             self.sums.finish_of(unit.parameters)
+            reduce_gradients(self._copied[number], self.axes)
             square = counted_square(unit.updated, self.axes)
             self._squares.append(square)
             if self.train.clip_by == "layer":
                 self._update_if_finite(unit, self._over_stage(square.clone()))
             else:
                 self._update(unit, 1.0)
-            for parameter in (*unit.parameters, *unit.updated):
+            for parameter in (*unit.parameters, *unit.updated, *self._copied[number]):
                 parameter.grad = None
 
     def _update_if_finite(self, unit: UpdateUnit, square: Tensor) -> None:

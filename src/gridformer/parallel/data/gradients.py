@@ -69,13 +69,13 @@ def reduce_gradients(
         parameters: All parameters of this rank's model, in the model's order.
         axes: The axes of the mesh.
         sums: Sums over replicas that were started in the backward pass; they are finished here.
-        updated: Parameters that the backward pass has updated. They are left out.
+        updated: Parameters that the backward pass has updated, and their copies. They are left out.
     """
     parameters = [*parameters]
     shards = [shard_of(parameter) for parameter in parameters]
     partial: dict[str, list[Tensor]] = defaultdict(list)
     for parameter, shard in zip(parameters, shards):
-        if shard.partial and shard.copies:
+        if shard.partial and shard.copies and parameter not in updated:
             partial[shard.copies].append(_grad(parameter))
     for name, grads in partial.items():
         axis = axes[name]
