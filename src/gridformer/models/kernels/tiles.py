@@ -86,7 +86,10 @@ def scores(
         place = row[:, None].to(tl.int64) * n_columns + column[None, :]
         found += tl.load(bias + place, (row < n_rows)[:, None] & seen, 0.0).to(found.dtype)
     if VALID:
-        seen = seen & (tl.load(valid + column, column < n_columns, 0) != 0)[None, :]
+        kept = (tl.load(valid + column, column < n_columns, 0) != 0)[None, :]
+        if WINDOW > 0:  # a padded query, whose window may hold only padding, sees itself
+            kept = kept | (column[None, :] == row[:, None] + (n_columns - n_rows))
+        seen = seen & kept
     if CAUSAL:  # the last query is at the position of the last key
         seen = seen & (column[None, :] <= row[:, None] + (n_columns - n_rows))
         if WINDOW > 0:
