@@ -4,6 +4,7 @@
     python -m benchmarks.planner frontera-rtx5000 dgx-h100
     python -m benchmarks.planner held-out
     python -m benchmarks.planner map --plot docs/results/planner-map.png
+    python -m benchmarks.planner speed          # docs/results/planner-speed.md
 
 The numbers of the shipped cluster files are used; python -m benchmarks.planner.fit fits them.
 """
@@ -19,11 +20,15 @@ from benchmarks.planner.held_out import held_out, predict_held_out
 from benchmarks.planner.map import main as draw_map
 from benchmarks.planner.pricing import cluster_of, error, predicted, record
 from benchmarks.planner.rows import FITS, calibration_rows
+from benchmarks.planner.speed import main as measure_speed
 
 
 def main(names: Sequence[str]) -> None:
     if names and names[0] == "map":
         draw_map(names[1:])
+        return
+    if names and names[0] == "speed":
+        measure_speed(names[1:])
         return
     for name in names or [*FITS, "held-out"]:
         print(f"## {name}\n")

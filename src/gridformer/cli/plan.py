@@ -46,8 +46,8 @@ def plan(
         typer.Option(
             "--seconds",
             min=0.0,
-            help="Trace no further layouts after so many seconds; 0 means 8, and 45 for more than "
-            "64 devices.",
+            help="Trace no layouts that would take longer than so many seconds; 0 means 8, and 45 "
+            "for more than 64 devices.",
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

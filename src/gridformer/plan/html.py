@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +73,15 @@ def write_page(
         path: The file, whose folder is created if needed.
     """
     n, batch = result.layouts[0].run.layout.n_processes, run.train.global_batch
-    batches = outlook(FACTORS, batch, lambda b: Search(_with_batch(run, b), cluster, n))
+    costs = Search(run, cluster, n).costs  # all of them remember the same messages
+
+    @cache
+    def best_of(b: int, k: int) -> Found | None:
+        return fastest(Search(_with_batch(run, b), cluster, k, costs))
+
+    batches = outlook(FACTORS, batch, lambda b: best_of(b, n))
     devices = [k for k in (round(n * f) for f in FACTORS) if k <= cluster.size]
-    counts = outlook([k / n for k in devices], n, lambda k: Search(run, cluster, k))
+    counts = outlook([k / n for k in devices], n, lambda k: best_of(batch, k))
     best = result.layouts[0]
     assert best.prediction is not None, "only traced layouts are listed"
     title = f"{run.model.name} on {n} devices of {cluster.name}"
@@ -123,22 +130,24 @@ def write_page(
     path.write_text(text, encoding="utf-8")
 
 
-def outlook(factors: Sequence[float], base: int, search: Callable[[int], Search]) -> list[Outlook]:
+def outlook(
+    factors: Sequence[float], base: int, best: Callable[[int], Found | None]
+) -> list[Outlook]:
     """Returns the fastest layouts by estimate for multiples of a number.
 
     Args:
         factors: The multiples.
         base: The number.
-        search: Returns the search for a number.
+        best: Returns the fastest for a number.
     """
-    found = []
-    for at in dict.fromkeys(round(base * factor) for factor in factors):
-        if at < 1:
-            continue
-        ranked, _ = search(at).ranked(improved=8)
-        fitting = (one for one in ranked if one.estimate.fits)
-        found.append(Outlook(at, next(fitting, None)))
-    return found
+    numbers = dict.fromkeys(round(base * factor) for factor in factors)
+    return [Outlook(at, best(at)) for at in numbers if at >= 1]
+
+
+def fastest(search: Search) -> Found | None:
+    """Returns the fastest layout of a search that fits by estimate."""
+    ranked, _ = search.ranked(improved=8)
+    return next((one for one in ranked if one.estimate.fits), None)
 
 
 def _with_batch(run: RunConfig, batch: int) -> RunConfig:

@@ -90,11 +90,14 @@ class Search:
             replaced; its global batch is kept.
         cluster: The machine.
         n_devices: The number of devices.
+        costs: The costs of another search on this cluster, which remember what it asked.
     """
 
-    def __init__(self, run: RunConfig, cluster: Cluster, n_devices: int) -> None:
+    def __init__(
+        self, run: RunConfig, cluster: Cluster, n_devices: int, costs: Costs | None = None
+    ) -> None:
         self.run, self.cluster, self.n_devices = run, cluster, n_devices
-        self.costs = Costs(cluster)
+        self.costs = costs or Costs(cluster)
         self.n_estimates = 0
 
     def arrangements(self) -> Iterator[RunConfig]:
@@ -217,7 +220,8 @@ def search(
         cluster: The machine.
         n_devices: The number of devices.
         top: How many layouts to trace and list.
-        limit_s: No trace is begun after so many seconds, if a few layouts have been found.
+        limit_s: If a few layouts have been found, no trace is begun that would end after so many
+            seconds if it takes as long as the one before it.
         predictor: Traces a run; tests replace it.
         tell: Is told what happens.
     """
@@ -225,15 +229,18 @@ def search(
     tell("estimating layouts")
     asked = Search(run, cluster, n_devices)
     found, result = asked.ranked()
+    last_s = 0.0
     queue = [(one.step_s, number, one) for number, one in enumerate(found)]
     for traces in range(top * SPARE):
         if not queue or len(result.layouts) == top:
             break
-        if len(result.layouts) >= min(top, FEWEST) and time.monotonic() - began > limit_s:
+        here = time.monotonic()
+        if len(result.layouts) >= min(top, FEWEST) and here - began + last_s > limit_s:
             break
         _, _, one = heapq.heappop(queue)
         tell(f"tracing {one.name}: {len(result.layouts) + 1} of {top}")
         prediction = predictor(one.run, cluster)
+        last_s = time.monotonic() - here
         traced = Found(one.run, one.estimate, prediction)
         assert prediction.peak_gib is not None, "predict estimates memory, too"
         if prediction.fits:
