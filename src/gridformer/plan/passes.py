@@ -21,16 +21,16 @@ from gridformer.plan.load import Costs, Load, Place
 # tests/plan/test_analytic.py compares.
 RESIDUAL = (3, 3)  # the sum of two tensors, and of two gradients
 ACTIVATION = (2, 3)
-GATE = (2.5, 6.5)  # of both halves: SiLU and product, whose gradients are joined
+GATE = (2.5, 7.5)  # of both halves: SiLU and product, whose gradients are joined
 DROPOUT = (2, 2)
 BIAS = (2, 1)  # added in place where a product is sharded; backward a sum over tokens
 GRADIENT_OF_HEADS = 4  # of queries, keys and values: stacked, then copied to their order
 GRADIENT_OF_PARTS = 2  # the same of a joined product
-ROTARY = (7, 7)  # of queries and keys
+ROTARY = (7, 9)  # of queries and keys
 ROTARY_LAUNCHES = 6
 NORM = (2, 3)  # in float32: reads and writes; backward it reads one more
-RMS_NORM = (7, 23)  # the same of an RMSNorm, which is made of many kernels
-RMS_LAUNCHES = (8, 18)
+RMS_NORM = (7, 17.5)  # the same of an RMSNorm, which is made of many kernels
+RMS_LAUNCHES = (6, 9)
 NORM_INSIDE = 5  # backward of a norm inside a product, which normalizes again
 RMS_NORM_INSIDE = (7, 26)
 RMS_INSIDE_LAUNCHES = (6, 22)
