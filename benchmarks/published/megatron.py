@@ -181,9 +181,8 @@ def scale_lines(results: Sequence[Result]) -> list[str]:
             f"| {one.case.name} | {published:g} | {one.tflops:.0f} | {errors[-1]:+.0%} | "
             f"{one.found.bubble_s / step:.0%} | {one.found.exposed_communication_s / step:.0%} |"
         )
-    kinds: dict[str, list[float]] = {
-        name: [] for name in ("tensor and pipeline parallelism", "ZeRO-3")
-    }
+    three_d = "tensor and pipeline parallelism"
+    kinds: dict[str, list[float]] = {three_d: [], "ZeRO-3": []}
     for one, off in zip(results, errors):
         kinds["ZeRO-3" if "ZeRO-3" in one.case.name else three_d].append(abs(off))
     means = ", ".join(f"{sum(some) / len(some):.0%} of {kind}" for kind, some in kinds.items())
