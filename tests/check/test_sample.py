@@ -65,7 +65,12 @@ def test_ranks_that_are_not_traced_are_left_out() -> None:
 
 
 def traced_here(
-    run: RunConfig, found: list[list[int]], decisions: Decisions, repeat: bool, limit_s: float
+    run: RunConfig,
+    found: list[list[int]],
+    decisions: Decisions,
+    repeat: bool,
+    limit_s: float,
+    here: bool,
 ) -> list[Trace]:
     """Take the place of `trace_ranks`, in this process."""
     torch.set_num_threads(1)

@@ -66,6 +66,18 @@ SIZES = {  # published N, h and n, and parameters where a paper counts them
     "t5-large-mod": (24, 1024, 32, 737_669_120),  # bias tables for 16 more heads
     "transformer-base": (6, 512, 8, 65e6),
     "transformer-big": (6, 1024, 16, 213e6),
+    "smollm2-135m": (30, 576, 9, 135e6),
+    "smollm2-360m": (32, 960, 15, 362e6),
+    "smollm2-1.7b": (24, 2048, 32, 1.71e9),
+    "llama-3.2-1b": (16, 2048, 32, 1.24e9),
+    "llama-3.2-3b": (28, 3072, 24, 3.21e9),
+    "llama-3.1-8b": (32, 4096, 32, 8.03e9),
+    "llama-3.1-70b": (80, 8192, 64, 70.6e9),
+    "llama-3.1-405b": (126, 16384, 128, 406e9),
+    "mistral-7b": (32, 4096, 32, 7.24e9),
+    "qwen3-0.6b": (28, 1024, 16, 0.6e9),
+    "qwen3-8b": (36, 4096, 32, 8.2e9),
+    "qwen3-32b": (64, 5120, 64, 32.8e9),
 }
 
 
