@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common.machine import command_line, describe_machine
-from benchmarks.planner.pricing import price, record
+from benchmarks.common.page import write_page
+from benchmarks.planner.pricing import cluster_of, price, record
 from benchmarks.planner.rows import SELENE, Row, gpt
 from gridformer.plan.prediction import Prediction
 
@@ -24,7 +25,6 @@ PAPER = "Narayanan et al. 2021 (Megatron-LM), arXiv 2104.04473, as public summar
 SEQ, VOCAB = 2048, 51200
 GPT3, GPT_530B, GPT_1T = (96, 12288, 96), (105, 20480, 128), (128, 25600, 160)
 GPT_162B = (32, 20480, 128)
-LEAST_BUBBLE = 0.01
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,7 @@ def run(case: Case) -> Result:
     """Predicts a case."""
     row = case.row()
     recorded = record(row)
-    cluster = _cluster(row)
-    return Result(case, price(recorded, cluster), row.run.layout.n_processes)
-
-
-def _cluster(row: Row) -> Any:
-    from benchmarks.planner.pricing import cluster_of
-
-    return cluster_of(row)
+    return Result(case, price(recorded, cluster_of(row)), row.run.layout.n_processes)
 
 
 # --------------------------------------------------------------------------- the experiments
@@ -336,13 +329,9 @@ def main(
 ) -> None:
     """Predict the experiments and compare them with what was published."""
     parts, sweep, pipelines = page(plot_to.name if plot_to else "")
-    text = "\n\n".join(parts) + "\n"
     if plot_to is not None:
         plot(sweep, pipelines, plot_to)
-    if out is None:
-        typer.echo(text)
-    else:
-        out.write_text(text, encoding="utf-8")
+    write_page(parts, out)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks.common.machine import command_line, describe_machine
+from benchmarks.common.page import write_page
 from benchmarks.planner.pricing import cluster_of, predicted, record
 from benchmarks.planner.rows import FRONTERA, TRACED_LAYERS, calibration_rows, gpt
 from gridformer.cluster import Cluster, load_cluster
@@ -304,11 +305,7 @@ def main(
         parts += [f"Efficiency {target:.0%}:", "\n".join(iso_lines(found))]
     if plot_to is not None:
         plot(points, iso[EFFICIENCIES[0]], plot_to)
-    text = "\n\n".join(parts) + "\n"
-    if out is None:
-        typer.echo(text)
-    else:
-        out.write_text(text, encoding="utf-8")
+    write_page(parts, out)
 
 
 _WEAK = """\

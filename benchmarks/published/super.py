@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common.machine import command_line, describe_machine
+from benchmarks.common.page import write_page
 from gridformer.cluster import Cluster, Figure, Level, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.validation import check
@@ -251,11 +252,7 @@ def main(
         _STRONG,
         "\n".join(strong_lines(strong())),
     ]
-    text = "\n\n".join(parts) + "\n"
-    if out is None:
-        typer.echo(text)
-    else:
-        out.write_text(text, encoding="utf-8")
+    write_page(parts, out)
 
 
 _SPEEDS = """\
