@@ -7,6 +7,7 @@ reports all problems at once in a `ConfigError`, each with a value that works.
 """
 
 from gridformer.config.base import Config, any_of, divisors
+from gridformer.config.data import TASKS, DataConfig, Task
 from gridformer.config.layout import SCHEMES, LayoutConfig, PipelineOrder, Scheme
 from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig
 from gridformer.config.reading import (
@@ -18,15 +19,8 @@ from gridformer.config.reading import (
     shipped_model,
 )
 from gridformer.config.rope import RopeScaling
-from gridformer.config.run import (
-    TASKS,
-    DataConfig,
-    DecayShape,
-    LRSchedule,
-    RunConfig,
-    Task,
-    TrainConfig,
-)
+from gridformer.config.run import RunConfig
+from gridformer.config.train import DecayShape, LRSchedule, TrainConfig
 
 __all__ = [
     "ENCODER_DECODER",

@@ -1,0 +1,27 @@
+"""The keys of the `train` section that say how a run saves its work and meets faults."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from gridformer.config.base import Config
+
+
+class FaultsConfig(Config):
+    """When a run saves checkpoints, and what it does when something fails."""
+
+    save_every: int = Field(
+        default=500,
+        ge=0,
+        description="A checkpoint is saved each time after this number of steps; 0 saves only at "
+        "the end.",
+    )
+    keep_checkpoints: int = Field(
+        default=3, ge=1, description="This number of the most recent checkpoints is kept."
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0.0,
+        description="A collective that waits longer than this number of seconds ends the run "
+        "with an error.",
+    )

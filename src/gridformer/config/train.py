@@ -1,0 +1,250 @@
+"""The `train` section of a run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from gridformer.config.faults import FaultsConfig
+
+LRSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+DecayShape = Literal["linear", "cosine", "1-sqrt"]
+
+
+class TrainConfig(FaultsConfig):
+    """Optimizer, schedule and precision of training, when it evaluates and saves, and faults."""
+
+    steps: int = Field(
+        default=1000, ge=1, description="Training takes this number of optimizer steps."
+    )
+    seed: int = Field(
+        default=1234,
+        ge=0,
+        lt=2**63,
+        description="Initial parameters, dropout and the order of samples depend on this seed.",
+    )
+    init_from: Path | None = Field(
+        default=None,
+        description="A new run begins with the weights in this run directory, or in one of its "
+        "checkpoints. Heads that those weights do not have get their initial values. A run that "
+        "resumes does not read them again.",
+    )
+    init_embeddings: Literal["exact", "resize"] = Field(
+        default="exact",
+        description="With init_from, the tables of tokens and positions must have as many rows as "
+        "there (exact), or rows that both have are taken and further ones get their initial "
+        "values (resize).",
+    )
+    global_batch: int = Field(
+        default=8,
+        ge=1,
+        description="All devices together process this number of samples in a step.",
+    )
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="The computation uses this data type. bfloat16 and float16 keep parameters "
+        "and statistics in float32, and float16 scales the loss.",
+    )
+    cast: Literal["auto", "step", "use"] = Field(
+        default="auto",
+        description="With bfloat16 and float16, each weight is cast once a step and the copy is "
+        "kept for all products that read it, which takes 2 bytes for each parameter of a device "
+        "(step), or it is cast for each product (use). auto means step if the copies take at most "
+        "a quarter of what a device holds.",
+    )
+    tf32: bool = Field(
+        default=False,
+        description="true lets float32 products on GPUs round their operands to TF32, which has "
+        "10 bits after the leading one instead of 23.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="true uses deterministic kernels only, so that the same run on the same GPUs "
+        "gives the same bits. Steps are slower.",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="These activations are recomputed in the backward pass instead of kept: "
+        "none, the attention scores (selective), or everything in a block except its input "
+        "(full).",
+    )
+    update: Literal["after_backward", "in_backward"] = Field(
+        default="after_backward",
+        description="Parameters are updated after the backward pass or in it. in_backward "
+        "updates a layer's matrices as soon as their gradients are complete and then frees those "
+        "gradients, so the gradients of only one layer exist at a time (of two layers with "
+        "replicas). With several micro-batches the gradients of all layers exist, because they "
+        "are accumulated. in_backward needs clip_by=layer or clip_norm=0.",
+    )
+    offload: Literal["none", "optimizer"] = Field(
+        default="none",
+        description="optimizer keeps the moments of Adam in host memory and copies those of one "
+        "layer at a time to the device while the layer is updated. none keeps them on the device.",
+    )
+    loss_chunk_tokens: int = Field(
+        default=1024,
+        ge=0,
+        description="The logits of this number of tokens of a micro-batch exist at the same time "
+        "on a device; 0 means all of them.",
+    )
+    memory_gib: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="The tensors of one process may take this number of GiB; 0 means the memory "
+        "of its device. A run that needs more does not start, and the error lists settings that "
+        "fit.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="The run uses this type of device. auto means cuda if every machine has a "
+        "GPU for each process, and cpu otherwise.",
+    )
+    kernels: Literal["fused", "torch"] = Field(
+        default="fused",
+        description="On GPUs, dropout, and attention with dropout, padding or a learned bias, are "
+        "computed by gridformer's own kernels (fused) or by operators of PyTorch (torch), which "
+        "are slower and take more memory. On CPUs both values mean the operators of PyTorch.",
+    )
+    compile: bool = Field(
+        default=False,
+        description="true compiles each block with torch.compile. What communicates in a block "
+        "runs uncompiled between compiled regions.",
+    )
+    lr: float = Field(
+        default=3e-4,
+        gt=0.0,
+        description="The learning rate rises to this value during the warm-up and then follows "
+        "lr_schedule.",
+    )
+    lr_schedule: LRSchedule = Field(
+        default="cosine",
+        description="After the warm-up the learning rate falls until the last step along a cosine "
+        "(cosine) or a line (linear), stays (constant), stays and then falls over the last steps "
+        "(wsd: warm-up, stable, decay), or falls as 1 / sqrt(step) (inverse_sqrt).",
+    )
+    min_lr_ratio: float = Field(
+        default=0.1,
+        ge=0.0,
+        le=1.0,
+        description="With cosine, linear and wsd, the learning rate falls to this fraction of lr "
+        "at the last step.",
+    )
+    decay_fraction: float = Field(
+        default=0.1,
+        gt=0.0,
+        le=1.0,
+        description="With wsd, the learning rate falls during this fraction of all steps, at the "
+        "end.",
+    )
+    decay_shape: DecayShape = Field(
+        default="linear",
+        description="With wsd, the learning rate falls along a line (linear), a cosine (cosine), "
+        "or 1 minus the square root of the part of the decay that is done (1-sqrt).",
+    )
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="The learning rate rises linearly to lr over this number of steps.",
+    )
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0.0,
+        description="AdamW decays matrices, but never vectors, with this coefficient.",
+    )
+    beta1: float = Field(
+        default=0.9, ge=0.0, lt=1.0, description="The first moment of Adam decays at this rate."
+    )
+    beta2: float = Field(
+        default=0.95, ge=0.0, lt=1.0, description="The second moment of Adam decays at this rate."
+    )
+    adam_eps: float = Field(
+        default=1e-8, gt=0.0, description="Adam adds this constant to the denominator of an update."
+    )
+    clip_norm: float = Field(
+        default=1.0,
+        ge=0.0,
+        description="Gradients with a norm above this value are scaled down to it; 0 turns "
+        "clipping off.",
+    )
+    clip_by: Literal["global", "layer"] = Field(
+        default="global",
+        description="Clipping uses the norm of all gradients (global), or separate norms of each "
+        "layer's matrices and of all other parameters (layer).",
+    )
+    eval_every: int = Field(
+        default=100,
+        ge=0,
+        description="The model is evaluated each time after this number of steps; 0 evaluates "
+        "only at the end.",
+    )
+    eval_batches: int = Field(
+        default=8, ge=1, description="An evaluation takes this number of global batches."
+    )
+    trace_step: int = Field(
+        default=0,
+        ge=0,
+        description="The timeline of this step N is written to trace-step-N.json, which makes "
+        "the step slower; 0 means no step.",
+    )
+    peak_tflops: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Metrics state utilizations (mfu and hfu) relative to this peak of one device "
+        "in TFLOP/s. 0 means the peak of the data sheet for dtype if the device is a known GPU, "
+        "and otherwise metrics have no utilizations.",
+    )
+    sanity_checks: bool = Field(
+        default=False,
+        description="true lets every evaluation first check that all ranks hold equal copies of "
+        "replicated parameters.",
+    )
+
+    @property
+    def decay_steps(self) -> int:
+        """How many of the last steps `lr_schedule: wsd` lets the learning rate fall over."""
+        return max(1, round(self.decay_fraction * self.steps))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = [*self._update_problems(), *self._schedule_problems()]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _update_problems(self) -> list[str]:
+        if self.update != "in_backward":
+            return []
+        problems = []
+        if self.clip_by == "global" and self.clip_norm:
+            problems.append(
+                "update=in_backward: layers are updated before the norm of all gradients is known; "
+                "use clip_by=layer or clip_norm=0"
+            )
+        if self.dtype == "float16":
+            problems.append(
+                "update=in_backward: a step whose float16 gradients overflow could not be skipped; "
+                "use dtype=bfloat16 or update=after_backward"
+            )
+        return problems
+
+    def _schedule_problems(self) -> list[str]:
+        if self.lr_schedule == "inverse_sqrt" and not self.warmup_steps:
+            return [
+                "lr_schedule=inverse_sqrt falls as sqrt(warmup_steps / step), so it cannot use "
+                "warmup_steps=0; use warmup_steps=1 or a larger number"
+            ]
+        if self.lr_schedule != "wsd":
+            return []
+        stable = self.steps - self.decay_steps
+        if self.warmup_steps <= stable:
+            return []
+        fits = math.floor(100 * (self.steps - self.warmup_steps) / self.steps) / 100
+        fraction = f", or decay_fraction={fits:g}" if fits > 0 else ""
+        return [
+            f"lr_schedule=wsd: warmup_steps={self.warmup_steps} and the decay of "
+            f"{self.decay_steps} steps (decay_fraction={self.decay_fraction:g}) take more than "
+            f"steps={self.steps}; use warmup_steps={stable}{fraction}"
+        ]
