@@ -8,7 +8,9 @@ docs/results/exactness.md.
 
 from __future__ import annotations
 
+import fcntl
 import platform
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,10 +59,13 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
             "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all."
         )
         refused = {cell: why for cell in CELLS if (why := refusal(cell))}
-        known = remember(Path(path).with_suffix(".json"), worst)
-        cells = {cell: value for cell, value in known.items() if isinstance(cell, Cell)}
-        others = {name: value for name, value in known.items() if isinstance(name, str)}
-        write(Path(path), cells, refused, others, how)
+        # Test processes of pytest-xdist each add what they have found.
+        with open(Path(tempfile.gettempdir()) / "gridformer-exactness.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known = remember(Path(path).with_suffix(".json"), worst)
+            cells = {cell: value for cell, value in known.items() if isinstance(cell, Cell)}
+            others = {name: value for name, value in known.items() if isinstance(name, str)}
+            write(Path(path), cells, refused, others, how)
 
 
 @pytest.mark.parametrize(
