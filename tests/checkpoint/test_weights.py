@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint, weights
+from gridformer.checkpoint import checkpoint, find, weights
+from gridformer.checkpoint.manifest import read_manifest
+from gridformer.checkpoint.same_run import check_same_run
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.models import Model
@@ -125,8 +127,8 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_resumes_only_with_what_it_began_with(tmp_path: Path) -> None:
     saved(tmp_path)
-    folder = checkpoint.newest(tmp_path)
-    manifest = checkpoint.read_manifest(folder)
-    checkpoint.check_same_run(manifest, a_run({}), folder)
+    folder = find.newest(tmp_path)
+    manifest = read_manifest(folder)
+    check_same_run(manifest, a_run({}), folder)
     with pytest.raises(CheckpointError, match=r"train.init_from is other, there None"):
-        checkpoint.check_same_run(manifest, a_run({}, init_from="other"), folder)
+        check_same_run(manifest, a_run({}, init_from="other"), folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import find
 from gridformer.cli import demo_run as demo
 from gridformer.config import load_run
 from gridformer.data import TokenFolder
@@ -40,7 +40,7 @@ def test_from_nothing_to_a_summary(
     demo.run_demo(out, run_file)
     text = capsys.readouterr().out
     assert TokenFolder.open(tmp_path / "text").vocab_size <= demo.VOCABULARY
-    folder = checkpoint.latest(out)
+    folder = find.latest(out)
     assert folder is not None
     shown = "".join(text.split())
     for part in (folder, out / "loss.png", out / "tensorboard"):

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import find
+from gridformer.checkpoint.manifest import verify
 from gridformer.train.metrics import read_metrics
 from tests.support.commands import gridformer_here
 from tests.support.marks import full_unless
@@ -87,9 +88,9 @@ def test_a_run_writes_all_promised_files(run_file: Path, tmp_path: Path) -> None
     assert config["model"]["vocab_size"] == 301, "resolved from the data"
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "tensorboard").glob("events.out.tfevents.*"))
-    folder = checkpoint.latest(out)
+    folder = find.latest(out)
     assert folder is not None
-    assert checkpoint.verify(folder).step == 6
+    assert verify(folder).step == 6
 
     again = gridformer_here("train", run_file, "--out", out)
     assert again.returncode == 0
@@ -150,9 +151,9 @@ def test_a_stopped_run_resumes_exactly(
         output, _ = process.communicate(timeout=120)
     assert process.returncode == code, output
     assert "Traceback" not in output
-    folder = checkpoint.latest(stopped)
+    folder = find.latest(stopped)
     assert folder is not None
-    assert 3 <= checkpoint.verify(folder).step < 30
+    assert 3 <= verify(folder).step < 30
     wait_until_nobody_is_left(process.pid)
     resumed = gridformer_here("train", *words, "--out", stopped)
     assert resumed.returncode == 0, resumed.stderr
@@ -178,9 +179,9 @@ def test_a_killed_worker_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     assert process.returncode == 1, output
     last = output.strip().splitlines()[-1]
     assert "was killed by signal 9 (SIGKILL)" in last
-    folder = checkpoint.latest(out)
+    folder = find.latest(out)
     assert folder is not None
-    checkpoint.verify(folder)
+    verify(folder)
 
 
 def worker_of(session: int) -> int:

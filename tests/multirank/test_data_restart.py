@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.manifest import read_manifest
+from gridformer.checkpoint.same_run import check_same_run, data_start_of
 from gridformer.data import Restarted, TokenFolder, open_batches
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
@@ -28,9 +29,9 @@ def changed_plan(data: Path, out: Path, layout: dict[str, Any], restart: bool = 
     values = plan.run.data.model_copy(update={"seq_len": 8, "restart": restart})
     run = plan.run.model_copy(update={"data": values})
     assert plan.resume is not None
-    manifest = checkpoint.read_manifest(plan.resume)
-    checkpoint.check_same_run(manifest, run, plan.resume)
-    return replace(plan, run=run, data_start=checkpoint.data_start_of(manifest, run))
+    manifest = read_manifest(plan.resume)
+    check_same_run(manifest, run, plan.resume)
+    return replace(plan, run=run, data_start=data_start_of(manifest, run))
 
 
 def resume_at(finished: Path, step: int, out: Path) -> Path:
@@ -63,9 +64,9 @@ def test_what_resumes_with_other_data_is_exact(
 
     plan = plan_of(token_folder, first, {}, global_batch=12)
     assert plan.resume is not None
-    manifest = checkpoint.read_manifest(plan.resume)
+    manifest = read_manifest(plan.resume)
     with pytest.raises(CheckpointError, match=r"global_batch is 12, there 24.*data\.restart=true"):
-        checkpoint.check_same_run(manifest, plan.run, plan.resume)
+        check_same_run(manifest, plan.run, plan.resume)
 
 
 def test_the_first_batch_is_that_of_a_new_run(token_folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import find
+from gridformer.checkpoint.manifest import read_manifest
 from gridformer.comm import record
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.models import Model
@@ -261,13 +262,13 @@ def test_a_skipped_step_is_reported_and_survives_a_checkpoint(
         start_from(whole, out)
         plan = plan_of(token_folder, out, how, dtype="float16")
         assert plan.resume is not None
-        saved = checkpoint.read_manifest(plan.resume)
+        saved = read_manifest(plan.resume)
         assert (saved.step, saved.skipped) == (MIDDLE, 1)
         assert (saved.loss_scale, saved.good_steps) == (FIRST_SCALE / 2, MIDDLE - 2)
         pool.run(2, train, plan)
-        found = checkpoint.latest(out)
+        found = find.latest(out)
         assert found is not None
-        last = checkpoint.read_manifest(found)
+        last = read_manifest(found)
         assert (last.step, last.skipped) == (STEPS, 1)
         assert (last.loss_scale, last.good_steps) == (FIRST_SCALE / 2, STEPS - 2)
     assert told(resumed) == told(whole)
@@ -293,8 +294,8 @@ def test_another_type_resumes_from_float16(
     plan = plan_of(token_folder, tmp_path, {"dp": 2}, dtype="float16", save_every=0, steps=MIDDLE)
     pool.run(2, train_with_overflow, plan, 1)
     pool.run(2, train, plan_of(token_folder, tmp_path, {"dp": 2}, dtype="float32"))
-    found = checkpoint.latest(tmp_path)
+    found = find.latest(tmp_path)
     assert found is not None
-    last = checkpoint.read_manifest(found)
+    last = read_manifest(found)
     assert (last.skipped, last.loss_scale, last.good_steps) == (1, 1.0, 0)
     assert [*told(tmp_path)] == [1, *range(3, STEPS + 1)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import checkpoint, find
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
 from gridformer.parallel.registry import describe
@@ -81,7 +81,7 @@ def moved_through(layouts: list[Layout], name: Any, out: Path) -> float:
         axes = axes_of(plan)
         stepper = stepper_of(config, plan, axes)
         if step:
-            found = checkpoint.latest(out)
+            found = find.latest(out)
             assert found is not None
             checkpoint.load(found, stepper.model, stepper.updates, axes)
         else:

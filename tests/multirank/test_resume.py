@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gridformer.checkpoint import blocks_io, checkpoint
+from gridformer.checkpoint import blocks_io, checkpoint, find
+from gridformer.checkpoint.manifest import read_manifest, verify
+from gridformer.checkpoint.same_run import check_same_run
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError
@@ -154,10 +156,10 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(
     pool.run(4, train, plan_of(token_folder, whole, layout))
     with pytest.raises(RankFailed, match="no space left"):
         pool.run(4, train_and_crash, plan_of(token_folder, crashed, layout))
-    found = checkpoint.latest(crashed)
+    found = find.latest(crashed)
     assert found is not None
     assert found.name == f"step-{MIDDLE:08d}"
-    checkpoint.verify(found)
+    verify(found)
     pool.run(4, train, plan_of(token_folder, crashed, layout))
     assert losses(crashed) == losses(whole)
     left = sorted(path.name for path in (crashed / "checkpoints").iterdir())
@@ -237,8 +239,8 @@ def test_another_models_checkpoint_is_refused(
     other = plan.run.model_copy(
         update={"model": plan.run.model.model_copy(update={"hidden_size": 36, "ffn_size": 144})}
     )
-    manifest = checkpoint.read_manifest(plan.resume)
+    manifest = read_manifest(plan.resume)
     with pytest.raises(CheckpointError, match=r"model.hidden_size is 36, there 24.*--out"):
-        checkpoint.check_same_run(manifest, other, plan.resume)
+        check_same_run(manifest, other, plan.resume)
     with pytest.raises(RankFailed, match="is of another model"):
         pool.run(1, train, Plan(other, tmp_path, plan.resume, MIDDLE, decide_run(other)))

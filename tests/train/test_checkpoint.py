@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import checkpoint, find
+from gridformer.checkpoint import manifest as manifest_module
+from gridformer.checkpoint.manifest import MANIFEST, read_manifest, verify
+from gridformer.checkpoint.same_run import check_same_run
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.rope import RopeScaling
 from gridformer.mesh import Axes
@@ -71,14 +74,14 @@ def test_a_save_does_not_read_what_it_has_written(
     model, stepper = a_model(run, seed=1)
     stepper.updates.allocate(1)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_crc32", reads)
+        patch.setattr(manifest_module, "crc32_of", reads)
         folder = checkpoint.save(tmp_path, 1, 8, run, model, stepper.updates, Axes())
-    checkpoint.verify(folder)
+    verify(folder)
 
 
 def test_a_manifest_without_an_index_is_enough(saved: Path) -> None:
     """Checkpoints of earlier versions have none: the files say which blocks they hold."""
-    manifest, path = checkpoint.read_manifest(saved), saved / checkpoint.MANIFEST
+    manifest, path = read_manifest(saved), saved / MANIFEST
     assert manifest.index is not None
     content = json.loads(path.read_text())
     del content["index"]
@@ -122,19 +125,19 @@ def add_a_foreign_file(folder: Path) -> Path:
 
 
 def cut_the_manifest(folder: Path) -> Path:
-    path = folder / checkpoint.MANIFEST
+    path = folder / MANIFEST
     os.truncate(path, path.stat().st_size // 2)
     return path
 
 
 def another_programs_manifest(folder: Path) -> Path:
-    path = folder / checkpoint.MANIFEST
+    path = folder / MANIFEST
     path.write_text(json.dumps({"format": "something-else"}))
     return path
 
 
 def a_file_outside(folder: Path) -> Path:
-    path = folder / checkpoint.MANIFEST
+    path = folder / MANIFEST
     content = json.loads(path.read_text())
     content["files"]["../../other.safetensors"] = {"bytes": 1, "crc32": 1}
     path.write_text(json.dumps(content))
@@ -166,7 +169,7 @@ def test_damage_is_refused_by_name(saved: Path, damage: Callable[[Path], Path]) 
 
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a gridformer checkpoint"):
-        checkpoint.verify(tmp_path)
+        verify(tmp_path)
 
 
 class Payload:
@@ -198,8 +201,8 @@ def test_a_pickled_payload_is_not_executed(saved: Path, tmp_path: Path) -> None:
 def test_latest_ignores_what_is_not_complete(saved: Path) -> None:
     (saved.parent / ".writing-step-00000009").mkdir()
     (saved.parent / ".deleting-step-00000008").mkdir()
-    assert checkpoint.latest(saved.parents[1]) == saved
-    assert checkpoint.latest(saved) is None
+    assert find.latest(saved.parents[1]) == saved
+    assert find.latest(saved) is None
 
 
 def test_latest_is_of_the_most_steps_whenever_it_was_written(saved: Path) -> None:
@@ -212,7 +215,7 @@ def test_latest_is_of_the_most_steps_whenever_it_was_written(saved: Path) -> Non
             for path in (parent / f"step-{number:08d}").iterdir():
                 os.utime(path, (10**9 + at, 10**9 + at))
             os.utime(parent / f"step-{number:08d}", (10**9 + at, 10**9 + at))
-        assert checkpoint.latest(parent.parent) == parent / "step-00000010"
+        assert find.latest(parent.parent) == parent / "step-00000010"
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
@@ -285,21 +288,21 @@ def changed(run: RunConfig, key: str, value: Any) -> RunConfig:
 @pytest.mark.parametrize("key", SAME)
 def test_another_run_is_refused(saved: Path, key: str) -> None:
     """Each setting is refused by itself, and the message has both values and a remedy."""
-    run, manifest = a_run(), checkpoint.read_manifest(saved)
-    checkpoint.check_same_run(manifest, run, saved)
+    run, manifest = a_run(), read_manifest(saved)
+    check_same_run(manifest, run, saved)
     section, name = key.split(".")
     before, value = getattr(getattr(run, section), name), SAME[key]
     told = value.model_dump() if isinstance(value, RopeScaling) else value
     with pytest.raises(CheckpointError) as error:
-        checkpoint.check_same_run(manifest, changed(run, key, value), saved)
+        check_same_run(manifest, changed(run, key, value), saved)
     assert f"({key} is {told}, there {before})" in str(error.value)
     assert "use another --out" in str(error.value)
 
 
 @pytest.mark.parametrize("key", OTHER)
 def test_a_run_may_resume_with_another(saved: Path, key: str) -> None:
-    manifest = checkpoint.read_manifest(saved)
-    checkpoint.check_same_run(manifest, changed(a_run(), key, OTHER[key]), saved)
+    manifest = read_manifest(saved)
+    check_same_run(manifest, changed(a_run(), key, OTHER[key]), saved)
 
 
 def test_every_setting_of_a_model_is_one_or_the_other() -> None:

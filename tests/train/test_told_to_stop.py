@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.manifest import verify
 from gridformer.config import parse_run
 from gridformer.data import TokenFolder, resolve
 from gridformer.mesh.process_group import World
@@ -64,4 +64,4 @@ def test_all_stop_when_one_is_told_to(
     results = pool.run(2, train, token_folder, tmp_path, told)
     assert results == [(3, told == 0), (3, told == 1)]
     (folder,) = (tmp_path / "checkpoints").iterdir()
-    assert checkpoint.verify(folder).step == 3
+    assert verify(folder).step == 3

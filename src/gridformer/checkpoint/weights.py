@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import find
 from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.manifest import KEPT, verify
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import ModelConfig, RunConfig
 from gridformer.data import Tokenizer
@@ -84,8 +85,8 @@ def start_of(run: RunConfig) -> Start | None:
     """
     if run.train.init_from is None:
         return None
-    folder = checkpoint.newest(run.train.init_from)
-    there = checkpoint.verify(folder, contents=False).model
+    folder = find.newest(run.train.init_from)
+    there = verify(folder, contents=False).model
     problems = _differences(there, run.model)
     if not problems:
         theirs, ours = shapes_of(there), shapes_of(run.model)
@@ -126,7 +127,7 @@ def load(start: Start, model: Model, axes: Axes) -> None:
     from gridformer.checkpoint.index import index_of_files
 
     folder = start.folder
-    manifest = checkpoint.verify(folder, part=axes.world.index, n_parts=axes.world.size)
+    manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
     wanted = {}
     for name, parameter in model.named_parameters():
         if name in start.fresh:
@@ -148,12 +149,12 @@ def keep_files(start: Start, out: Path) -> None:
         start: The weights with which the run begins.
         out: The run directory, which has its tokenizer.json.
     """
-    there = start.folder.parents[1] / checkpoint.KEPT
+    there = start.folder.parents[1] / KEPT
     name = "tokenizer.json"
-    if not (there / name).is_file() or (out / checkpoint.KEPT).exists():
+    if not (there / name).is_file() or (out / KEPT).exists():
         return
     if Tokenizer.load(there / name).vocabulary == Tokenizer.load(out / name).vocabulary:
-        shutil.copytree(there, out / checkpoint.KEPT)
+        shutil.copytree(there, out / KEPT)
 
 
 def _with_rows(block: Block, n_rows: int) -> Block:

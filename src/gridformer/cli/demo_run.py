@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import find
 from gridformer.config import load_run
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
@@ -85,7 +85,7 @@ def show_summary(out: Path, console: Console) -> None:
         ),
         ("speed", _speed(steps)),
         ("loss curve", str(out / PLOT)),
-        ("checkpoint", str(checkpoint.latest(out))),
+        ("checkpoint", str(find.latest(out))),
         ("TensorBoard", f"{_command('tensorboard')} --logdir {out / EVENTS}"),
     ):
         table.add_row(name, value)

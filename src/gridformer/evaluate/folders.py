@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.manifest import MANIFEST
 
 
 @contextmanager
@@ -36,5 +36,5 @@ def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path
 
 def is_hugging_face(path: Path) -> bool:
     """Returns whether a path looks like a folder of Hugging Face rather than a run directory."""
-    ours = (path / checkpoint.MANIFEST).is_file() or (path / "checkpoints").is_dir()
+    ours = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
     return (path / "config.json").is_file() and not ours

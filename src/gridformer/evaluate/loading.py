@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import checkpoint, find
+from gridformer.checkpoint.manifest import verify
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.mesh import Axes
@@ -78,8 +79,8 @@ def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig,
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    folder = checkpoint.newest(run_dir)
-    manifest = checkpoint.verify(folder, contents=contents)
+    folder = find.newest(run_dir)
+    manifest = verify(folder, contents=contents)
     return RunConfig.model_validate(manifest.run), folder
 
 

@@ -88,7 +88,9 @@ def plan_checked(
         out, tell: see `plan_run`.
         room: the budget of each process; None means that of the processes on this machine.
     """
-    from gridformer.checkpoint import checkpoint, weights
+    from gridformer.checkpoint import find, weights
+    from gridformer.checkpoint.manifest import verify
+    from gridformer.checkpoint.same_run import check_same_run, data_start_of
     from gridformer.memory.budget import fit_problems, silent
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.train.plan import Plan
@@ -101,12 +103,12 @@ def plan_checked(
     out = out or Path("runs") / run.name
     if out.exists() and not out.is_dir():
         raise ConfigError([f"--out {out} is a file: use the path of a folder"])
-    resume = checkpoint.latest(out)
+    resume = find.latest(out)
     if resume is None:
         return Plan(run, out, None, 0, decisions, weights.start_of(run))
-    manifest = checkpoint.verify(resume, contents=False)
-    checkpoint.check_same_run(manifest, run, resume)
-    data_start = checkpoint.data_start_of(manifest, run)
+    manifest = verify(resume, contents=False)
+    check_same_run(manifest, run, resume)
+    data_start = data_start_of(manifest, run)
     return Plan(run, out, resume, manifest.step, decisions, data_start=data_start)
 
 

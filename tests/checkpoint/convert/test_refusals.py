@@ -178,9 +178,11 @@ def test_existing_folders_are_not_replaced(folder: Path, tmp_path: Path) -> None
 
 
 def test_no_run_resumes_from_imported_weights(folder: Path, tmp_path: Path) -> None:
-    from gridformer.checkpoint import checkpoint
+    from gridformer.checkpoint import find
+    from gridformer.checkpoint.manifest import read_manifest
+    from gridformer.checkpoint.same_run import check_same_run
 
     done = import_folder(folder, tmp_path / "run")
-    newest = checkpoint.newest(tmp_path / "run")
+    newest = find.newest(tmp_path / "run")
     with pytest.raises(UserError, match="imported weights without the state of an optimizer"):
-        checkpoint.check_same_run(checkpoint.read_manifest(newest), done.run, newest)
+        check_same_run(read_manifest(newest), done.run, newest)

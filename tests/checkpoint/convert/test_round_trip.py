@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.folder import INDEX
 from gridformer.checkpoint.convert.importing import import_folder
@@ -46,7 +46,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def stored(run_dir: Path) -> dict[str, bytes]:
-    folder = checkpoint.newest(run_dir)
+    folder = find.newest(run_dir)
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 

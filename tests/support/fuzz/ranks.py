@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import checkpoint, find
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
@@ -126,7 +126,7 @@ def _only_train(
 
 
 def _only_checkpoint(folder: Path) -> Path:
-    found = checkpoint.latest(folder)
+    found = find.latest(folder)
     assert found is not None
     return found
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint import find
+from gridformer.checkpoint.manifest import read_manifest
 from gridformer.config import parse_run
 from gridformer.mesh.process_group import World
 from gridformer.parallel.auto.decisions import decide_run
@@ -57,8 +58,8 @@ def plan_of(data: Path, out: Path, layout: dict[str, Any], **train: Any) -> Plan
     sections = {"model": model, "layout": layout, "data": {"path": str(data), "seq_len": 12}}
     run = parse_run({"name": "test", "train": settings, **sections})
     check(run)
-    resume = checkpoint.latest(out)
-    step = checkpoint.read_manifest(resume).step if resume else 0
+    resume = find.latest(out)
+    step = read_manifest(resume).step if resume else 0
     return Plan(run, out, resume, step, decide_run(run))
 
 
@@ -78,9 +79,9 @@ def losses(out: Path) -> dict[int, tuple[float, float]]:
 
 def tokens(out: Path) -> list[int]:
     """Return the tokens read since the run began, at each step and in the last checkpoint."""
-    last = checkpoint.latest(out)
+    last = find.latest(out)
     assert last is not None
-    return [*(m["tokens"] for m in read_metrics(out)), checkpoint.read_manifest(last).tokens]
+    return [*(m["tokens"] for m in read_metrics(out)), read_manifest(last).tokens]
 
 
 def assert_same_run(whole: Path, moved: Path) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint import checkpoint
-from gridformer.checkpoint.checkpoint import KEPT
+from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.files import in_files, row_slices
 from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_json
 from gridformer.checkpoint.convert.importing import DType
@@ -22,6 +21,7 @@ from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.stored import StoredParameters
 from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
+from gridformer.checkpoint.manifest import KEPT, read_manifest, verify
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import ModelConfig, RunConfig, any_of
@@ -73,12 +73,12 @@ def export_run(
     refuse_existing(out)
     if shard_gib <= 0:
         raise ConfigError([f"--shard-gib {shard_gib:g} is not above 0: use 5, for example"])
-    folder = checkpoint.newest(run_dir)
-    manifest = checkpoint.read_manifest(folder)
+    folder = find.newest(run_dir)
+    manifest = read_manifest(folder)
     root = folder if (folder / "tokenizer.json").is_file() else folder.parents[1]
     kind, config = _kind_of(manifest.model, root / KEPT)
     tell("verifying the checkpoint")
-    checkpoint.verify(folder)
+    verify(folder)
     shapes = shapes_of(manifest.model)
     stored = StoredParameters(folder, manifest, shapes)
     streamed: dict[str, Streamed] = {}

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gridformer.checkpoint.block import Block
-from gridformer.checkpoint.checkpoint import KEPT, FileEntry, Manifest, write_manifest
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.files import in_files, row_slices
 from gridformer.checkpoint.convert.folder import (
@@ -33,6 +32,7 @@ from gridformer.checkpoint.convert.forms import Shape
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.checkpoint.index import joined, part_of
+from gridformer.checkpoint.manifest import KEPT, FileEntry, Manifest, write_manifest
 from gridformer.checkpoint.safetensors_file import Streamed, offsets_info, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import DataConfig, ModelConfig, RunConfig, any_of

@@ -9,11 +9,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gridformer.checkpoint.block import Block
-from gridformer.checkpoint.checkpoint import Manifest
 from gridformer.checkpoint.convert.files import row_slices
 from gridformer.checkpoint.convert.folder import DTYPES
 from gridformer.checkpoint.convert.forms import Shape
 from gridformer.checkpoint.index import Stored, blocks_for, index_of_files
+from gridformer.checkpoint.manifest import Manifest
 from gridformer.utils.errors import CheckpointError
 
 

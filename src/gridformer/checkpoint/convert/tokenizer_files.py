@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gridformer.checkpoint.checkpoint import KEPT
 from gridformer.checkpoint.convert.folder import CONFIG, read_json
 from gridformer.checkpoint.convert.importing import KEPT_FILES
+from gridformer.checkpoint.manifest import KEPT
 from gridformer.config import RunConfig
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 

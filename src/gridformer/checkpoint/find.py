@@ -1,0 +1,52 @@
+"""Finds the checkpoints of a run directory, and removes those that are no longer kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gridformer.checkpoint.manifest import MANIFEST
+from gridformer.utils.errors import CheckpointError
+from gridformer.utils.folders import remove_folder, remove_leftovers
+
+
+def latest(run_dir: Path) -> Path | None:
+    """Returns the newest complete checkpoint of a run directory, or None."""
+    found = complete(run_dir)
+    return found[-1] if found else None
+
+
+def newest(run_dir: Path) -> Path:
+    """Returns a checkpoint itself, or the newest complete one of a run directory.
+
+    Args:
+        run_dir: A run directory, or one of its checkpoints.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+    """
+    if (run_dir / MANIFEST).is_file():
+        return run_dir
+    found = latest(run_dir)
+    if found is None:
+        remedy = (
+            f"it is a folder of Hugging Face's, so first run `gridformer import {run_dir} --out "
+            "RUNDIR`"
+            if (run_dir / "config.json").is_file()
+            else "train first, for example with `gridformer train configs/runs/demo.yaml --out "
+            f"{run_dir}`"
+        )
+        raise CheckpointError(f"{run_dir} has no checkpoint: {remedy}")
+    return found
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """Returns the complete checkpoints of a run directory, the one of fewest steps first."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return sorted(folder for folder in folders if folder.is_dir())
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints, and what crashed saves left."""
+    for folder in complete(run_dir)[:-keep]:
+        remove_folder(folder)
+    remove_leftovers(run_dir / "checkpoints")
