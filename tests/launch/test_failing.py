@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from gridformer.launch import worker_process as working
-from gridformer.launch.local import Failure
+from gridformer.launch.failures import Failure
 from gridformer.mesh.process_group import abandon_world
 from gridformer.utils.signals import StopRequest
 from tests.support.launch.programs import TORCHRUN, Start, assert_gone, finish, wait_for
