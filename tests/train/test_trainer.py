@@ -13,6 +13,7 @@ import pytest
 from gridformer.data.samples.batches import CausalBatches
 from gridformer.data.samples.order import Rows
 from gridformer.data.samples.samples import Arrays
+from gridformer.train.heartbeat import health_of
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import DataError
@@ -51,6 +52,7 @@ def test_a_run_reads_its_batches_and_no_others(
     ((trained, validated, _),) = pool.run(1, reading, plan)
     assert trained == [*range(5)], "each once, and none after the last step"
     assert validated == [0, 1] * 3
+    assert ": done, step 5, loss" in health_of(tmp_path).why
 
 
 def test_a_damaged_batch_ends_the_run_at_its_step(
@@ -63,6 +65,7 @@ def test_a_damaged_batch_ends_the_run_at_its_step(
     assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2, 3]
     assert frames[-1] == "batch"
     assert "fit" in frames
+    assert ": failed, step 3, loss" in health_of(tmp_path).why
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ from gridformer.cli.demo import demo
 from gridformer.cli.doctor import doctor
 from gridformer.cli.evaluate import evaluate
 from gridformer.cli.generate import generate
+from gridformer.cli.health import health
 from gridformer.cli.layouts import layouts
 from gridformer.cli.memory import memory
 from gridformer.cli.plan import plan
@@ -59,6 +60,7 @@ app.command()(predict)
 app.command()(plan)
 app.command()(calibrate)
 app.command()(doctor)
+app.command()(health)
 
 
 def _show_version(wanted: bool) -> None:

@@ -21,6 +21,7 @@ from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.compile import compile_model
 from gridformer.train.console import Reporter, title_of
 from gridformer.train.flops import Utilization
+from gridformer.train.heartbeat import Heartbeat, State
 from gridformer.train.loader import BatchLoader
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
@@ -42,6 +43,8 @@ class Trainer:
         run = plan.run
         self.plan, self.run, self.world = plan, run, world
         self.stop = install()
+        self.heart = Heartbeat(plan.out, run.train.timeout_s) if world.rank == 0 else None
+        self._beat("starting", plan.resume_step)
         decisions = plan.decisions
         self.axes = build_axes(run.layout, world.device.type, decisions.block)
         folder = TokenFolder.open(run.data.path)
@@ -85,6 +88,7 @@ class Trainer:
         train, step = self.run.train, self.plan.resume_step
         saved = step
         with ExitStack() as at_end:
+            at_end.push(self._on_error)
             for opened in (self.log, self.report):
                 if opened:
                     at_end.callback(opened.close)
@@ -98,11 +102,13 @@ class Trainer:
                 if not flagged and (last or _due(step, train.eval_every)):
                     metrics |= self._evaluate() | self._peak_memory()
                 self._write(metrics)
+                self._beat("training", step, metrics["loss"])
                 if last or flagged or _due(step, train.save_every):
                     self._save(step)
                     saved = step
                 if flagged:
                     break
+            self._beat("stopped" if step < train.steps else "done", step)
             if self.report:
                 plot_loss(self.plan.out, title_of(self.run))
                 self.report.end(step, saved, stopped=step < train.steps)
@@ -152,6 +158,7 @@ class Trainer:
         """Returns `val_loss`, and its parts if there are several losses."""
         if self.run.train.sanity_checks:
             assert_copies_equal(self.model, self.axes)
+        self._beat("evaluating")
         if self.report:
             self.report.say("evaluating")
         numbers = range(self.run.train.eval_batches)
@@ -169,6 +176,7 @@ class Trainer:
         return {"peak_memory_gib": int(largest) / GIB}
 
     def _save(self, step: int) -> None:
+        self._beat("saving")
         if self.report:
             self.report.say("saving")
         checkpoint.save(
@@ -182,6 +190,14 @@ class Trainer:
             self.stepper.scale,
             self.plan.data_start,
         )
+
+    def _beat(self, state: State, step: int | None = None, loss: float | None = None) -> None:
+        if self.heart:
+            self.heart.tell(state, step, loss)
+
+    def _on_error(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._beat("failed")
 
     def _write(self, metrics: dict[str, Any]) -> None:
         if self.log and self.report:
