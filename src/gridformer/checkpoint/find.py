@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gridformer.checkpoint.manifest import MANIFEST
+from gridformer.checkpoint.manifest import MANIFEST, STEP_FOLDER
 from gridformer.utils.errors import CheckpointError
 from gridformer.utils.folders import remove_folder, remove_leftovers
 
@@ -40,9 +40,16 @@ def newest(run_dir: Path) -> Path:
 
 
 def complete(run_dir: Path) -> list[Path]:
-    """Returns the complete checkpoints of a run directory, the one of fewest steps first."""
-    folders = (run_dir / "checkpoints").glob("step-*")
-    return sorted(folder for folder in folders if folder.is_dir())
+    """Returns the complete checkpoints of a run directory, the one of fewest steps first.
+
+    Folders with other names than those that `save` gives are not among them.
+    """
+    found = {}
+    for folder in (run_dir / "checkpoints").glob("step-*"):
+        named = STEP_FOLDER.fullmatch(folder.name)
+        if named and folder.name == f"step-{int(named[1]):08d}" and folder.is_dir():
+            found[int(named[1])] = folder
+    return [found[step] for step in sorted(found)]
 
 
 def prune(run_dir: Path, keep: int) -> None:

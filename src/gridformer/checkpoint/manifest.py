@@ -1,31 +1,42 @@
-"""checkpoint.json: what a checkpoint holds, and whether its files are those that were written."""
+"""checkpoint.json: what a checkpoint holds, and whether its files are those that were written.
+
+The file ends with the CRC-32 of its own content, so an edited or damaged one is noticed. Everything
+in it is checked before any of it is used, and nothing in it is executed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from gridformer.checkpoint.index import Index
-from gridformer.config import Config, ModelConfig
+from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.config.renamed import with_new_names
 from gridformer.utils.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
 # The folder in a run directory for files of the imported model: its config, tokenizer, generation.
 KEPT = "hugging_face"
+# The name of a checkpoint's folder, with its step.
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+# How the file ends: with the checksum of what comes before. Older versions wrote none.
+_CHECKSUM = re.compile(rb',"checksum":(\d{1,10})\}\s*$')
+_LARGEST_SCALE = 2.0**24  # of gridformer.train.loss_scale
 
 
 class FileEntry(Config):
     """Size and CRC-32 of one file."""
 
-    bytes: int
-    crc32: int
+    bytes: int = Field(ge=0)
+    crc32: int = Field(ge=0, lt=1 << 32)
 
 
 class Manifest(Config):
@@ -50,44 +61,64 @@ class Manifest(Config):
 
     format: Literal["gridformer-checkpoint"]
     version: Literal[1]
-    step: int
-    tokens: int
-    skipped: int = 0
-    loss_scale: float = 1.0
-    good_steps: int = 0
+    step: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    skipped: int = Field(default=0, ge=0)
+    loss_scale: float = Field(default=1.0, gt=0.0, le=_LARGEST_SCALE)
+    good_steps: int = Field(default=0, ge=0)
     model: ModelConfig
     run: dict[str, Any]
     files: dict[str, FileEntry]
     index: Index | None = None
-    data_start: int = 0
+    data_start: int = Field(default=0, ge=0)
     weights_only: bool = False
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads checkpoint.json from the folder of a checkpoint.
+    """Reads checkpoint.json from the folder of a checkpoint, and checks it as a whole.
 
     Raises:
-        CheckpointError: The file is missing, damaged, or not a checkpoint's. The message names it.
+        CheckpointError: The file is missing, damaged, edited, or not a checkpoint's, or contradicts
+            itself or the name of its folder. The message names it.
     """
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
+        found = json.loads(_with_right_checksum(raw, path).decode("utf-8"))
+        if isinstance(found, dict) and "checksum" in found:  # not where it was written
+            raise _edited(path, "its checksum is wrong")
         if isinstance(found, dict) and isinstance(found.get("run"), dict):
             found["run"] = with_new_names(found["run"])
-        return Manifest.model_validate(found)
+        manifest = Manifest.model_validate(found)
+        RunConfig.model_validate(manifest.run)
     except FileNotFoundError:
+        if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir():
+            raise CheckpointError(f"{path} is missing: {remedy(folder)}") from None
         raise CheckpointError(
-            f"{folder} is not a gridformer checkpoint: it has no {MANIFEST}"
+            f"{folder} is not a gridformer checkpoint, because it has no {MANIFEST}: name a run "
+            "directory or a folder in its checkpoints"
         ) from None
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg'].lower()}"
+            where = ".".join(str(part) for part in first["loc"])
+            why = f"{where}: {first['msg']}" if where else first["msg"]
+            why = " ".join(why.split())
         else:
-            why = str(error)
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(
-            f"{path} is damaged or not a gridformer checkpoint's ({why})"
+            f"{path} is damaged or not a gridformer checkpoint's ({why}): {remedy(folder)}"
         ) from None
+    problem = _contradiction(manifest)
+    if problem:
+        raise _edited(path, problem)
+    named = STEP_FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(
+            f"{folder} holds step {manifest.step}, which its name does not say: rename it to "
+            f"step-{manifest.step:08d}, or move it away"
+        )
+    return manifest
 
 
 def verify(folder: Path, contents: bool = True, part: int = 0, n_parts: int = 1) -> Manifest:
@@ -104,36 +135,123 @@ def verify(folder: Path, contents: bool = True, part: int = 0, n_parts: int = 1)
         CheckpointError: A file is missing, truncated, damaged or foreign. The message names it.
     """
     manifest = read_manifest(folder)
-    remedy = (
-        f"remove {folder} to resume from the checkpoint before it"
-        if folder.name.startswith("step-")
-        else "use another checkpoint"
-    )
-    for number, (name, entry) in enumerate(sorted(manifest.files.items())):
-        path = folder / name
-        if path.parent != folder:
-            raise CheckpointError(
-                f"{folder / MANIFEST} names a file outside its folder, {name}: {remedy}"
-            )
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing: {remedy}")
-        size = path.stat().st_size
-        if size != entry.bytes:
-            raise CheckpointError(
-                f"{path} is truncated or was changed: it has {size} bytes, but {entry.bytes} were "
-                f"written; {remedy}"
-            )
-        if contents and number % n_parts == part and crc32_of(path) != entry.crc32:
-            raise CheckpointError(f"{path} is damaged (its checksum is wrong): {remedy}")
+    for number, name in enumerate(sorted(manifest.files)):
+        verify_file(folder, manifest, name, contents and number % n_parts == part)
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
             raise CheckpointError(f"{path} does not belong to this checkpoint: remove that file")
     return manifest
 
 
+def verify_file(folder: Path, manifest: Manifest, name: str, contents: bool = True) -> None:
+    """Compares one file of a checkpoint with its manifest.
+
+    Args:
+        folder: The folder of the checkpoint.
+        manifest: Its manifest.
+        name: The name of the file.
+        contents: Whether to verify its checksum and header besides its size.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or damaged. The message names it.
+    """
+    path, entry = folder / name, manifest.files[name]
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link, but a checkpoint has files of its own: put a copy of the "
+            "file it points to in its place"
+        )
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: {remedy(folder)}")
+    size = path.stat().st_size
+    if size != entry.bytes:
+        raise CheckpointError(
+            f"{path} is truncated or was changed: it has {size} bytes, but {entry.bytes} were "
+            f"written; {remedy(folder)}"
+        )
+    if not contents:
+        return
+    if crc32_of(path) != entry.crc32:
+        raise CheckpointError(f"{path} is damaged (its checksum is wrong): {remedy(folder)}")
+    if manifest.index is not None and not _has_blocks(path, manifest.index):
+        raise CheckpointError(f"{path} has other blocks than {MANIFEST} says: {remedy(folder)}")
+
+
+def remedy(folder: Path) -> str:
+    """Returns what to do about a damaged checkpoint, as the end of a sentence."""
+    if not STEP_FOLDER.fullmatch(folder.name):
+        return "use another checkpoint"
+    others = [path.name for path in folder.parent.iterdir() if STEP_FOLDER.fullmatch(path.name)]
+    if min(others, default=folder.name) < folder.name:
+        return (
+            f"train.fallback=true resumes from the checkpoint before it and keeps this one aside, "
+            f"as does moving {folder} elsewhere"
+        )
+    return "no checkpoint is before it, so restore it from a copy, or begin with another --out"
+
+
+def _edited(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged or was edited ({why}): {remedy(path.parent)}")
+
+
+def _with_right_checksum(raw: bytes, path: Path) -> bytes:
+    """Returns the content of a manifest without its checksum, once that is found to be right."""
+    written = _CHECKSUM.search(raw[-40:])
+    if not written:
+        return raw
+    content = raw[: len(raw) - len(written[0])] + b"}"
+    if zlib.crc32(content) != int(written[1]):
+        raise _edited(path, "its checksum is wrong")
+    return content
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """Returns what cannot be true of a manifest whose values are each possible, if anything is."""
+    for key in ("skipped", "data_start"):
+        if getattr(manifest, key) > manifest.step:
+            return f"{key} is {getattr(manifest, key)}, and step only {manifest.step}"
+    if RunConfig.model_validate(manifest.run).model != manifest.model:
+        return "model and run.model are different models"
+    for name in manifest.files:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+            return f"files: {json.dumps(name)} is not the plain name of a file in its folder"
+    if not manifest.files:
+        return "files: there are none"
+    index = manifest.index
+    if index is None:
+        return None
+    if set(index.files) != set(manifest.files):
+        odd = sorted(set(index.files) ^ set(manifest.files))
+        return f"files and index do not name the same files, see {odd[0]}"
+    for file, positions in index.files.items():
+        for number, offset, size in positions:
+            if not 0 <= number < len(index.names):
+                return f"index: {file} has list {number} of {len(index.names)}"
+            if len(offset) != len(size) or min((*offset, *size), default=0) < 0:
+                return f"index: {file} has a block at {offset} of size {size}"
+    return None
+
+
+def _has_blocks(path: Path, index: Index) -> bool:
+    """Returns whether the header of a file has the blocks that the index says."""
+    from gridformer.checkpoint.safetensors_file import positions_in
+
+    wanted = {
+        (name, tuple(offset), tuple(size))
+        for number, offset, size in index.files[path.name]
+        for name in index.names[number]
+    }
+    try:
+        return set(positions_in(path)) == wanted
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return False
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes checkpoint.json, which makes a folder a checkpoint."""
-    _write_synced(folder / MANIFEST, manifest.model_dump_json())
+    """Writes checkpoint.json with its checksum, which makes a folder a checkpoint."""
+    text = manifest.model_dump_json()
+    checksum = zlib.crc32(text.encode("utf-8"))
+    _write_synced(folder / MANIFEST, f'{text[:-1]},"checksum":{checksum}}}')
 
 
 def crc32_of(path: Path) -> int:
