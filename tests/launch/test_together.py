@@ -70,7 +70,9 @@ class Ranks:
     def check_run(self, *_: Any) -> RunConfig:
         return self.run
 
-    def plan_checked(self, run: RunConfig, out: Path, tell: None, room: Room | None) -> Plan:
+    def plan_checked(
+        self, run: RunConfig, out: Path, tell: None, room: Room | None, lock: None
+    ) -> Plan:
         self.rooms.append(room)
         return Plan(run, out, out / "checkpoints" / "step-3", 3, decide_run(run))
 

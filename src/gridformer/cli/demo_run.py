@@ -26,6 +26,7 @@ from gridformer.evaluate.loading import load_model
 from gridformer.evaluate.sampling import Sampling
 from gridformer.launch.plan import plan_run
 from gridformer.launch.run import execute
+from gridformer.launch.run_lock import RunLock
 from gridformer.train.console import perplexity
 from gridformer.train.metrics import EVENTS, PLOT, read_metrics
 from gridformer.utils.errors import DataError
@@ -55,8 +56,8 @@ def run_demo(out: Path, run_file: Path | str = RUN_FILE) -> None:
     console.rule("1. text", align="left")
     _prepare(data, console)
     console.rule("2. training", align="left")
-    plan = plan_run(run_file, out=out)
-    execute(plan)
+    with RunLock() as lock:
+        execute(plan_run(run_file, out=out, lock=lock))
     console.rule("3. result", align="left")
     show_summary(out, console)
 

@@ -59,6 +59,7 @@ def train(
     """
     from gridformer.cli.waiting import waiting
     from gridformer.launch.plan import check_run, plan_checked
+    from gridformer.launch.run_lock import RunLock
     from gridformer.mesh.launch_env import joined
     from gridformer.utils.forkserver import warm_up
 
@@ -73,18 +74,19 @@ def train(
         print_decisions(checked, decide_run(checked), Console())
         return
     place = joined()
-    if place and place.size > 1:
-        from gridformer.launch.together import plan_together
+    with RunLock() as lock:
+        if place and place.size > 1:
+            from gridformer.launch.together import plan_together
 
-        with waiting() as tell:
-            plan = plan_together(place, run, overrides, nproc, out, tell)
-    else:
-        ready = check_run(run, overrides, nproc)  # a refusal does not wait until torch is loaded
-        if ready.layout.n_processes > 1:
-            warm_up("gridformer.launch.run")  # runs at the same time as the imports below
-        with waiting() as tell:
-            plan = plan_checked(ready, out, tell)
+            with waiting() as tell:
+                plan = plan_together(place, run, overrides, nproc, out, tell, lock)
+        else:
+            ready = check_run(run, overrides, nproc)  # a refusal does not wait for torch to load
+            if ready.layout.n_processes > 1:
+                warm_up("gridformer.launch.run")  # runs at the same time as the imports below
+            with waiting() as tell:
+                plan = plan_checked(ready, out, tell, lock=lock)
 
-    from gridformer.launch.run import execute
+        from gridformer.launch.run import execute
 
-    execute(plan)
+        execute(plan)

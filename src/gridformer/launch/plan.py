@@ -13,6 +13,7 @@ from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from gridformer.launch.run_lock import RunLock
     from gridformer.memory.budget import Room, Tell
     from gridformer.train.plan import Plan
 
@@ -23,6 +24,7 @@ def plan_run(
     nproc: int | None = None,
     out: Path | None = None,
     tell: Tell | None = None,
+    lock: RunLock | None = None,
 ) -> Plan:
     """Reads a run file and checks its values, layout, devices, data, memory and last checkpoint.
 
@@ -33,6 +35,8 @@ def plan_run(
         out: run directory; None means `runs/NAME`.
         tell: receives progress messages, see gridformer.memory.budget.fit_problems; None discards
             them.
+        lock: takes the run directory for this run before its checkpoints are looked at; None
+            does not, for a plan that is not executed.
 
     Returns:
         The plan. Its config is resolved: vocabulary size and sequence lengths are those of the run.
@@ -42,8 +46,9 @@ def plan_run(
             at once; memory and run directory are checked only when there are none.
         CheckpointError: the last checkpoint in `out` is damaged or belongs to a different run, or
             train.init_from is no run directory or is of another model.
+        UserError: another run holds the lock of `out`.
     """
-    return plan_checked(check_run(path, overrides, nproc), out, tell)
+    return plan_checked(check_run(path, overrides, nproc), out, tell, lock=lock)
 
 
 def check_run(
@@ -80,12 +85,13 @@ def plan_checked(
     out: Path | None = None,
     tell: Tell | None = None,
     room: Room | None = None,
+    lock: RunLock | None = None,
 ) -> Plan:
     """Plans a run that `check_run` has returned. Errors are those of `plan_run`.
 
     Args:
         run: the checked run.
-        out, tell: see `plan_run`.
+        out, tell, lock: see `plan_run`.
         room: the budget of each process; None means that of the processes on this machine.
     """
     from gridformer.checkpoint import find, weights
@@ -103,6 +109,8 @@ def plan_checked(
     out = out or Path("runs") / run.name
     if out.exists() and not out.is_dir():
         raise ConfigError([f"--out {out} is a file: use the path of a folder"])
+    if lock is not None:
+        lock.take(out, lambda doing: (tell or silent)("", doing))
     resume = find.latest(out)
     if resume is None:
         return Plan(run, out, None, 0, decisions, weights.start_of(run))

@@ -25,6 +25,7 @@ from gridformer.utils.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
+    from gridformer.launch.run_lock import RunLock
     from gridformer.memory.budget import Room, Tell
     from gridformer.train.plan import Plan
 
@@ -44,13 +45,14 @@ def plan_together(
     nproc: int | None = None,
     out: Path | None = None,
     tell: Tell | None = None,
+    lock: RunLock | None = None,
 ) -> Plan:
     """Returns the plan of a run. All of its processes call this before they form a group.
 
     Args:
         place: the place of this process in the run.
-        path, overrides, nproc, out, tell: see `gridformer.launch.plan.plan_run`. Only those of
-            rank 0 count.
+        path, overrides, nproc, out, tell, lock: see `gridformer.launch.plan.plan_run`. Only those
+            of rank 0 count.
 
     Raises:
         UserError: on rank 0, the run cannot start; see `plan_run`.
@@ -67,7 +69,7 @@ def plan_together(
         share(place, name, json.dumps({"is": run.model_dump(mode="json")}))
         name = _PLAN
         room = _room([json.loads(text) for text in collect(place, _MACHINES, _machine(run, place))])
-        plan = plan_checked(run, out, tell, room)
+        plan = plan_checked(run, out, tell, room, lock)
         share(place, name, json.dumps({"is": _plans().dump_python(plan, mode="json")}))
     except Exception as error:
         code = 2 if isinstance(error, UserError) else 1

@@ -35,6 +35,8 @@ SIGNALS = tuple(
 )
 
 _installed: StopRequest | None = None
+# What `end_process` does before it ends the process, such as giving back a lock.
+at_end: list[Callable[[], None]] = []
 
 
 def install(grace_s: float = GRACE_S) -> StopRequest:
@@ -144,11 +146,11 @@ class StopRequest:
 
 def end_process(code: int) -> NoReturn:
     """Ends this process at once, whatever its threads do, after it flushes what was printed."""
-    for stream in (sys.stdout, sys.stderr):
+    for last in (sys.stdout.flush, sys.stderr.flush, *at_end):
         # In a separate thread, because a stuck main thread may hold the lock of the stream.
-        flusher = threading.Thread(target=stream.flush, daemon=True)
-        flusher.start()
-        flusher.join(0.1)
+        thread = threading.Thread(target=last, daemon=True)
+        thread.start()
+        thread.join(0.1)
     os._exit(code)
 
 

@@ -1,0 +1,218 @@
+"""RUNDIR/lock: one run at a time, its holder named, and a dead one's lock taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridformer.launch import run_lock
+from gridformer.launch.run_lock import LOCK, RunLock, holder_of, is_held
+from gridformer.utils.errors import UserError
+
+
+def written(run_dir: Path, age_s: float = 0.0, **other: Any) -> Path:
+    """Write a lock like this process's, except for some values."""
+    holder = replace(run_lock._this_process(), token="theirs", **other)
+    path = run_dir / LOCK
+    path.write_text(json.dumps(asdict(holder)))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def left(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in run_dir.iterdir())
+
+
+def test_a_second_run_is_refused_and_the_holder_named(tmp_path: Path) -> None:
+    with RunLock() as first:
+        first.take(tmp_path)
+        first.take(tmp_path)  # it may plan again
+        assert is_held(tmp_path)
+        with RunLock() as second, pytest.raises(UserError) as error:
+            second.take(tmp_path)
+        for part in (f"process {os.getpid()} on ", "since 2", "gridformer ", "another --out"):
+            assert part in str(error.value)
+        assert left(tmp_path) == [LOCK], "the refused one has removed nothing and left nothing"
+    assert left(tmp_path) == []
+    with RunLock() as later:
+        later.take(tmp_path)
+
+
+def fail(run_dir: Path, file: str = "") -> None:
+    with RunLock() as lock:
+        lock.take(run_dir)
+        assert left(run_dir) == [LOCK]
+        if file:
+            (run_dir / file).touch()
+        raise ZeroDivisionError
+
+
+def test_it_is_given_back_on_an_error_with_the_folders_that_it_made(tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "mine"
+    with pytest.raises(ZeroDivisionError):
+        fail(out)
+    assert left(tmp_path) == []
+    with pytest.raises(ZeroDivisionError):
+        fail(out, "config.yaml")
+    assert left(out) == ["config.yaml"]
+
+
+def test_the_lock_of_an_ended_process_is_stale_at_once(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    number_used_again = {"began": 1}
+    for other in ({"pid": ended.pid}, number_used_again):
+        written(tmp_path, **other)
+        assert not is_held(tmp_path)
+        began = time.monotonic()
+        with RunLock() as lock:
+            lock.take(tmp_path)
+            holder = holder_of(tmp_path)
+            assert holder is not None
+            assert holder.token != "theirs"
+        assert time.monotonic() - began < run_lock.REFRESH_S
+        assert left(tmp_path) == []
+
+
+def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    written(tmp_path, pid=zombie.pid, began=run_lock._process(zombie.pid)[1])
+    assert not is_held(tmp_path)
+    zombie.wait()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_POLL_S", 0.02)
+    monkeypatch.setattr(run_lock, "REFRESH_S", 0.02)
+
+
+@pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"machine": "another container"}])
+def test_another_hosts_lock_is_stale_once_it_is_old(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    written(tmp_path, run_lock.STALE_S + 9, **other)
+    with RunLock() as lock:
+        lock.take(tmp_path)
+    monkeypatch.setattr(run_lock, "STALE_S", 0.2)
+    written(tmp_path, **other)
+    told: list[str] = []
+    with RunLock() as lock:
+        lock.take(tmp_path, told.append)
+    assert told
+    assert all("waiting until it is refreshed" in text for text in told)
+
+
+def test_another_hosts_lock_that_is_refreshed_is_respected(tmp_path: Path, quick: None) -> None:
+    path = written(tmp_path, 20.0, host="elsewhere")
+    threading.Timer(0.2, os.utime, [path]).start()
+    with RunLock() as lock, pytest.raises(UserError, match="on elsewhere since"):
+        lock.take(tmp_path)
+    assert left(tmp_path) == [LOCK]
+
+
+def test_a_torn_lock_is_waited_for(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LOCK).write_text("{")
+    monkeypatch.setattr(run_lock, "STALE_S", 0.2)
+    with RunLock() as lock:
+        lock.take(tmp_path)
+
+
+def test_one_of_many_takes_a_stale_lock(tmp_path: Path) -> None:
+    locks = [RunLock() for _ in range(8)]
+    for _ in range(20):
+        written(tmp_path, began=1)
+        start = threading.Barrier(len(locks))
+
+        def take(lock: RunLock, start: threading.Barrier = start) -> bool:
+            start.wait()
+            try:
+                lock.take(tmp_path)
+            except UserError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(len(locks)) as threads:
+            assert sum(threads.map(take, locks)) == 1
+        for lock in locks:
+            lock.release()
+        assert left(tmp_path) == []
+
+
+def test_a_stale_lock_is_not_confused_with_the_next_one(tmp_path: Path) -> None:
+    """Between finding a lock stale and removing it, another host may have taken its place."""
+    path = written(tmp_path, host="elsewhere")
+    content = path.read_text()
+    run_lock._displace(path, "of the one before")
+    assert path.read_text() == content
+    run_lock._displace(path, "theirs")
+    assert left(tmp_path) == []
+
+
+def test_a_holder_refreshes_its_lock_and_restores_a_removed_one(
+    tmp_path: Path, quick: None
+) -> None:
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        for change in (lambda path: os.utime(path, (1, 1)), Path.unlink):
+            change(tmp_path / LOCK)
+            deadline = time.monotonic() + 60
+            while not is_held(tmp_path) or (tmp_path / LOCK).stat().st_mtime < 9:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+    assert left(tmp_path) == []
+
+
+LOSES = """
+import sys, time
+from pathlib import Path
+from typing import Any
+from gridformer.launch import run_lock
+run_lock.REFRESH_S = 0.05
+with run_lock.RunLock() as lock:
+    lock.take(Path(sys.argv[1]))
+    print("taken", flush=True)
+    time.sleep(60)
+"""
+ENDS = """
+import sys
+from pathlib import Path
+from typing import Any
+from gridformer.launch.run_lock import RunLock
+from gridformer.utils.signals import end_process
+RunLock().take(Path(sys.argv[1]))
+end_process(3)
+"""
+
+
+@pytest.mark.full
+def test_a_process_that_has_lost_its_lock_ends(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", LOSES, str(tmp_path)]
+    with subprocess.Popen(words, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        theirs = written(tmp_path, host="elsewhere").read_text()
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "lock was taken by process" in told
+    assert (tmp_path / LOCK).read_text() == theirs
+
+
+@pytest.mark.full
+def test_it_is_given_back_when_a_process_is_ended_by_force(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == 3
+    assert left(tmp_path) == []
