@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.mesh.launch_env import expand_counts, expand_nodes, joined
+from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import check_devices, init_world
+from gridformer.mesh.slurm_notation import expand_counts, expand_nodes
 from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import n_cores
 from tests.support.launch.programs import Start, assert_gone, finish, wait_for

@@ -131,7 +131,7 @@ def test_a_machine_with_too_few_gpus_is_refused(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def machine(run: RunConfig, place: Joined) -> str:
-        return json.dumps({"problems": ["no GPU"] * (place.rank > 3)})
+        return json.dumps({"problems": ["no GPU"] * (place.rank > 3), "gpu": "[]"})
 
     monkeypatch.setattr(together, "_machine", machine)
     first, *rest = ranks.plan()

@@ -100,7 +100,8 @@ class TrainConfig(FaultsConfig):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="The run uses this type of device. auto means cuda if every machine has a "
-        "GPU for each process, and cpu otherwise.",
+        "GPU for each process, and otherwise cpu; processes of torchrun, srun or mpirun that have "
+        "fewer GPUs than processes are refused.",
     )
     kernels: Literal["fused", "torch"] = Field(
         default="fused",

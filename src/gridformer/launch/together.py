@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gridformer.config import RunConfig
 from gridformer.launch.plan import check_run, plan_checked
+from gridformer.mesh.gpus import CPU, GPU, identity, own_gpu, verdict
 from gridformer.mesh.launch_env import Joined
 from gridformer.mesh.process_group import check_devices
 from gridformer.mesh.rendezvous import collect, receive, share, wait_until_heard
@@ -82,12 +83,16 @@ def plan_together(
 def _machine(run: RunConfig, place: Joined) -> str:
     """Returns what rank 0 needs to know of this process's machine, as JSON."""
     problems = check_devices(run.train.device, run.layout.n_processes)
-    if problems or place.local_rank:
+    if problems:
         return json.dumps({"problems": problems})
+    gpu = None if run.train.device == "cpu" else own_gpu(place)
+    told: dict[str, Any] = {"problems": [], "gpu": identity(gpu, place.rank)}
+    if place.local_rank:
+        return json.dumps(told)
     from gridformer.memory.budget import room_of
 
     room = room_of(run)
-    return json.dumps({"problems": [], **({"room": [room.n_bytes, room.why]} if room else {})})
+    return json.dumps({**told, **({"room": [room.n_bytes, room.why]} if room else {})})
 
 
 def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
@@ -101,6 +106,9 @@ def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
     problems = [problem for machine in machines for problem in machine["problems"]]
     if problems:
         raise ConfigError([*dict.fromkeys(problems)])
+    found = verdict([machine["gpu"] for machine in machines])
+    if found not in (CPU, GPU):
+        raise ConfigError([found])
     rooms = [Room(*machine["room"]) for machine in machines if "room" in machine]
     return min(rooms, key=lambda room: room.n_bytes, default=None)
 

@@ -16,6 +16,7 @@ from gridformer.memory.analytic import quick_estimate, states_of, total_states
 from gridformer.memory.breakdown import STATES, MemoryBreakdown
 from gridformer.memory.estimate import estimate_ranks, on_gpu
 from gridformer.memory.ranks import largest_ranks
+from gridformer.mesh.gpus import gpus_here
 from gridformer.mesh.launch_env import joined
 from gridformer.models import build_model
 from gridformer.parallel.auto.decisions import Decisions, decide_run, work_of
@@ -60,9 +61,9 @@ def room_of(run: RunConfig) -> Room | None:
         return Room(round(gib * GIB), f"train.memory_gib={gib:g}")
     place = joined()
     n_here = place.local_size if place else run.layout.n_processes
-    gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
-    if gpus >= n_here:
-        least = min(torch.cuda.get_device_properties(i).total_memory for i in range(n_here))
+    gpus = gpus_here(place, run.layout.n_processes) if run.train.device != "cpu" else []
+    if gpus:
+        least = min(torch.cuda.get_device_properties(i).total_memory for i in gpus)
         usable = round(least * USABLE) - OWN_CUDA
         return Room(
             usable,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-from gridformer.mesh.launch_env import Joined, joined
-from gridformer.mesh.rendezvous import all_agree, store_of
+from gridformer.mesh.gpus import CPU, GPU, identity, own_gpu, too_few_gpus, verdict
+from gridformer.mesh.launch_env import joined
+from gridformer.mesh.rendezvous import share_result, store_of, wait_until_heard
 from gridformer.utils.errors import UserError
 
 if TYPE_CHECKING:  # torch takes a second to import, and the command line imports this file
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and the command line import
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 _PRODUCT = "rows x cols x branches x dp x pp"
+_HEARD_S = 60.0  # how long rank 0, which may serve the store, waits for the others before it ends
 _ABORT_S = 2.0  # an abort that takes longer is considered hung
 
 
@@ -60,16 +61,16 @@ def check_devices(device: DeviceChoice, n_processes: int, nproc: int | None = No
             f"{place.by} started {place.size} processes, but the layout needs {n_processes} "
             f"({_PRODUCT}): start {n_processes}, or change the layout"
         )
-    if device == "cuda" and not problems:
-        problems += _too_few_gpus(place, place.local_size if place else n_processes)
+    if not problems and (device == "cuda" or (device == "auto" and place and _has_gpus())):
+        problems += too_few_gpus(place, place.local_size if place else n_processes)
     return problems
 
 
 def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> World:
     """Joins the process group of the run from inside a worker and chooses this process's device.
 
-    `auto` uses CUDA with NCCL if every machine has a GPU for each of its processes, and otherwise
-    the CPU with gloo. A run of one process gets a device but no process group.
+    `auto` uses CUDA with NCCL if every machine has a GPU for each of its processes, and the CPU
+    with gloo if none has. A run of one process gets a device but no process group.
 
     Args:
         device: train.device of the run.
@@ -77,13 +78,13 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
         timeout_s: seconds after which a collective that still waits raises.
 
     Raises:
-        UserError: the number of processes is wrong, or `cuda` was requested and there are too few
-            GPUs.
+        UserError: the number of processes is wrong, `cuda` was requested and there are too few
+            GPUs, or only some of the processes have a GPU of their own.
     """
     import torch.distributed as dist
 
     place = joined()
-    gpu = None if device == "cpu" else _gpu_of(place)
+    gpu = None if device == "cpu" else own_gpu(place)
     if (place.size if place else 1) != n_processes or (device == "cuda" and gpu is None):
         problems = check_devices(device, n_processes) or [
             f"the layout needs {n_processes} processes: start them with gridformer.launch.launch, "
@@ -96,8 +97,11 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
     timeout = timedelta(seconds=timeout_s)
     store = store_of(place)
     store.set_timeout(timeout)
-    if not all_agree(place, "gpu", gpu is not None):  # unequal backends would make the run hang
-        gpu = None
+    found = share_result(place, "gpu", identity(gpu, place.rank), verdict)
+    if found not in (CPU, GPU):  # unequal backends would make the run hang
+        if place.rank == 0:
+            wait_until_heard(place, "gpu", _HEARD_S)
+        raise UserError(found)
     backend = "gloo" if gpu is None else "nccl"
     chosen = _take(gpu)
     dist.init_process_group(
@@ -108,7 +112,7 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
         timeout=timeout,
         device_id=None if gpu is None else chosen,
     )
-    why = f"{place.size} processes over {backend} on {_why(gpu, device)}"
+    why = f"{place.size} processes over {backend} on {_why(gpu, device, place.local_size)}"
     return World(place.rank, place.local_rank, place.size, chosen, backend, why)
 
 
@@ -145,24 +149,6 @@ def abandon_world() -> None:
     thread.join(_ABORT_S)
 
 
-def _gpu_of(place: Joined | None) -> int | None:
-    """Returns the GPU of this process, or None if this machine has fewer GPUs than processes."""
-    import torch
-    import torch.distributed as dist
-
-    local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
-    if not torch.cuda.is_available() or (place and place.size > 1 and not dist.is_nccl_available()):
-        return None
-    if local_size <= torch.cuda.device_count():
-        return local_rank
-    return 0 if _bound_by_slurm(place) else None
-
-
-def _bound_by_slurm(place: Joined | None) -> bool:
-    """Whether srun --gpus-per-task makes only its own GPU visible to each process, as number 0."""
-    return place is not None and place.by == "srun" and "SLURM_GPUS_PER_TASK" in os.environ
-
-
 def _take(gpu: int | None) -> torch.device:
     import torch
 
@@ -172,31 +158,13 @@ def _take(gpu: int | None) -> torch.device:
     return torch.device("cuda", gpu)
 
 
-def _too_few_gpus(place: Joined | None, n_local: int) -> list[str]:
-    """Returns why `n_local` processes on this machine cannot each have a GPU; empty if they can."""
+def _has_gpus() -> bool:
     import torch
-    import torch.distributed as dist
 
-    if not torch.cuda.is_available():
-        return [
-            "train.device=cuda, but torch finds no GPU on this machine: use train.device=auto or "
-            "cpu; `gridformer doctor` shows what torch finds"
-        ]
-    n_gpus = torch.cuda.device_count()
-    if n_local > n_gpus and not _bound_by_slurm(place):
-        return [
-            f"more processes than devices: {n_local} processes on this machine and {n_gpus} "
-            f"GPU{'s' * (n_gpus > 1)}: use a layout of at most {n_gpus}, or train.device=cpu"
-        ]
-    if n_local > 1 and not dist.is_nccl_available():
-        return [
-            "train.device=cuda with several processes needs NCCL, which this build of torch lacks: "
-            "use train.device=cpu, or install a CUDA build of torch for Linux"
-        ]
-    return []
+    return torch.cuda.is_available()
 
 
-def _why(gpu: int | None, device: DeviceChoice) -> str:
+def _why(gpu: int | None, device: DeviceChoice, n_local: int = 1) -> str:
     import torch
 
     if gpu is not None:
@@ -205,4 +173,8 @@ def _why(gpu: int | None, device: DeviceChoice) -> str:
         return "CPU (train.device=cpu)"
     if not torch.cuda.is_available():
         return "CPU (torch finds no GPU)"
-    return f"CPU ({torch.cuda.device_count()} GPUs are too few for one per process)"
+    n = torch.cuda.device_count()
+    return (
+        f"CPU ({n} GPU{'s' * (n > 1)} for {n_local} processes are too few: a layout of at most {n} "
+        "would run on GPUs)"
+    )

@@ -1,7 +1,7 @@
 """The key-value store in which the processes of a run meet before they form a process group.
 
-Through it they also agree on things that must be known before there is a group: whether each has a
-GPU, and what rank 0 has planned. Values are plain text, so nothing that is read from the store is
+Through it they also agree on things that must be known before there is a group: which GPU each has,
+and what rank 0 has planned. Values are plain text, so nothing that is read from the store is
 unpickled.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -60,13 +61,24 @@ def store_of(place: Joined) -> dist.Store:
     return dist.PrefixStore(f"gridformer/{attempt}", store)
 
 
-def all_agree(place: Joined, name: str, vote: bool) -> bool:
-    """Returns whether every rank votes yes. All ranks call it with the same name, once."""
-    votes = collect(place, name, "yes" if vote else "no")
+def share_result(place: Joined, name: str, text: str, judge: Callable[[Sequence[str]], str]) -> str:
+    """Lets rank 0 judge what all ranks say, and returns its judgment on every rank.
+
+    All ranks call it with the same name, once. Each sends and receives one text, whatever the
+    number of ranks.
+
+    Args:
+        place: the place of this process in the run.
+        name: a name in the store.
+        text: what this rank says.
+        judge: makes the result from the texts of all ranks.
+    """
+    texts = collect(place, name, text)
     if place.rank == 0:
-        share(place, name, "yes" if all(vote == "yes" for vote in votes) else "no")
-        return all(vote == "yes" for vote in votes)
-    return receive(place, name) == "yes"
+        result = judge(texts)
+        share(place, name, result)
+        return result
+    return receive(place, name)
 
 
 def collect(place: Joined, name: str, text: str) -> list[str]:

@@ -26,6 +26,7 @@ from torch import nn
 
 from gridformer import parallel
 from gridformer.config import RunConfig
+from gridformer.mesh.gpus import gpus_here
 from gridformer.mesh.launch_env import joined
 from gridformer.models import Model
 from gridformer.models.blocks import (
@@ -134,13 +135,9 @@ def _uncompiled(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _takes_cuda(run: RunConfig) -> bool:
     """Returns whether the run will use GPUs, as `gridformer.launch.init_world` decides it."""
-    import torch
-
     if run.train.device != "auto":
         return run.train.device == "cuda"
-    place = joined()
-    n_local = place.local_size if place else run.layout.n_processes
-    return torch.cuda.is_available() and n_local <= torch.cuda.device_count()
+    return bool(gpus_here(joined(), run.layout.n_processes))
 
 
 def _problems_on_cpu() -> list[str]:
