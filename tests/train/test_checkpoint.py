@@ -265,6 +265,7 @@ SAME: dict[str, Any] = {
     "data.task": "masked",
     "data.seq_len": 3,
     "data.source_len": 2,
+    "data.path": Path("elsewhere"),
 }
 OTHER: dict[str, Any] = {
     "model.name": "another",
@@ -275,7 +276,6 @@ OTHER: dict[str, Any] = {
     "train.lr": 1e-5,
     "train.dtype": "float64",
     "train.recompute": "full",
-    "data.path": Path("elsewhere"),
     "layout.dp": 2,
 }
 

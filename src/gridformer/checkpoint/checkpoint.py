@@ -24,6 +24,7 @@ from gridformer.checkpoint.find import prune
 from gridformer.checkpoint.index import index_of_files
 from gridformer.checkpoint.manifest import FileEntry, Manifest, verify, write_manifest
 from gridformer.config import RunConfig
+from gridformer.data.fingerprint import Fingerprint
 from gridformer.mesh import Axes
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
@@ -62,6 +63,7 @@ def save(
     axes: Axes,
     scale: Scale | None = None,
     data_start: int = 0,
+    data: Fingerprint | None = None,
 ) -> Path:
     """Writes a checkpoint. All ranks call it together.
 
@@ -75,6 +77,7 @@ def save(
         axes: The axes of the mesh.
         scale: The loss scale; None means that there is none.
         data_start: The step at which the present order of samples began.
+        data: The fingerprint of the run's data.
 
     Returns:
         The folder of the checkpoint.
@@ -106,6 +109,7 @@ def save(
             },
             index=written.index,
             data_start=data_start,
+            data=data,
         )
         write_manifest(writing, manifest)
         finish_folder(writing, final)  # replaces a checkpoint of the same step
@@ -114,7 +118,13 @@ def save(
     return final
 
 
-def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, axes: Axes) -> Manifest:
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    axes: Axes,
+    verified: Manifest | None = None,
+) -> Manifest:
     """Loads a checkpoint, written under any layout, into a model and optimizer under any layout.
 
     All ranks call it together.
@@ -125,6 +135,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, axes: Axes
         optimizer: This rank's optimizer, whose state is allocated and filled; None loads only the
             model.
         axes: The axes of the mesh.
+        verified: The checkpoint's manifest if all ranks have verified it already.
 
     Returns:
         The checkpoint's manifest.
@@ -134,7 +145,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, axes: Axes
     """
     from gridformer.checkpoint.blocks_io import read_blocks
 
-    manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
+    manifest = verified or verify(folder, part=axes.world.index, n_parts=axes.world.size)
     shards: dict[str, tuple[Tensor, ParamShard]] = {
         f"model.{name}": (stored(parameter), shard_of(stored(parameter)))
         for name, parameter in model.named_parameters()

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 from gridformer.checkpoint.index import Index
 from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.config.renamed import with_new_names
+from gridformer.data.fingerprint import Fingerprint
 from gridformer.utils.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
@@ -55,6 +56,7 @@ class Manifest(Config):
         files: Size and checksum of each file by name.
         index: Where the blocks are; None in checkpoints of earlier versions, whose files say it.
         data_start: The step at which the present order of samples began, see `data.restart`.
+        data: The fingerprint of the data; None in checkpoints of earlier versions.
         weights_only: Whether there is no state of an optimizer, as in what
             `gridformer import` writes, so that no run can resume from it.
     """
@@ -71,6 +73,7 @@ class Manifest(Config):
     files: dict[str, FileEntry]
     index: Index | None = None
     data_start: int = Field(default=0, ge=0)
+    data: Fingerprint | None = None
     weights_only: bool = False
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.config import RunConfig
+from gridformer.data.fingerprint import Fingerprint
 from gridformer.utils.errors import CheckpointError
 
 # Keys of `model` that may differ between a checkpoint and the run that resumes from it.
@@ -21,11 +23,19 @@ _OF_DATA = (
 )
 
 
-def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
+def check_same_run(
+    manifest: Manifest, run: RunConfig, folder: Path, data: Fingerprint | None = None
+) -> None:
     """Checks that `run` continues the run that wrote a checkpoint.
 
     The layout, the schedule and what is reported may differ; settings on which the model depends
-    may not, and those on which the order of its data depends may if `data.restart` says so.
+    may not, and the data and what its order depends on may if `data.restart` says so.
+
+    Args:
+        manifest: The checkpoint's manifest.
+        run: The run.
+        folder: The folder of the checkpoint.
+        data: The fingerprint of the run's data; None compares only its path.
 
     Raises:
         CheckpointError: Such settings differ, and the message lists all of them; or no run can
@@ -44,7 +54,7 @@ def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
     begun, wanted_from = there["train"].get("init_from"), here["train"]["init_from"]
     if begun != wanted_from:
         differences.append(f"train.init_from is {wanted_from}, there {begun}")
-    of_data = [] if run.data.restart else _differences(there, here, _OF_DATA)
+    of_data = [] if run.data.restart else _of_data(manifest, run, data)
     if not differences and of_data:
         raise CheckpointError(
             f"{folder} belongs to a run with other data ({'; '.join(of_data)}): use another --out "
@@ -58,16 +68,32 @@ def check_same_run(manifest: Manifest, run: RunConfig, folder: Path) -> None:
         )
 
 
-def data_start_of(manifest: Manifest, run: RunConfig) -> int:
+def data_start_of(manifest: Manifest, run: RunConfig, data: Fingerprint | None = None) -> int:
     """Returns the step at which the order of samples began for a run that resumes.
 
-    That is the step of the checkpoint if `data.restart` is set and settings of the data differ from
-    those there. A run that resumes once more, with the same settings, goes on in the same order.
+    That is the step of the checkpoint if `data.restart` is set and the data or settings of it
+    differ from those there. A run that resumes once more, with the same data and settings, goes on
+    in the same order.
     """
-    keys = [*_OF_DATA, ("data", "path")]
-    if run.data.restart and _differences(manifest.run, run.model_dump(mode="json"), keys):
+    if run.data.restart and _of_data(manifest, run, data):
         return manifest.step
     return manifest.data_start
+
+
+def _of_data(manifest: Manifest, run: RunConfig, data: Fingerprint | None) -> list[str]:
+    """Returns what differs in the data and in the settings on which its order depends.
+
+    The same data may have moved to another path.
+    """
+    found = _differences(manifest.run, run.model_dump(mode="json"), _OF_DATA)
+    path, there = str(run.data.path), manifest.run["data"]["path"]
+    if data is not None and manifest.data is not None:
+        changed = data.differences(manifest.data)
+        if changed:
+            found.append(f"data.path={path} has other data: {', '.join(changed)}")
+    elif os.path.abspath(path) != os.path.abspath(there):
+        found.append(f"data.path is {path}, there {there}")
+    return found
 
 
 def _differences(

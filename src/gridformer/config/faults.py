@@ -19,6 +19,11 @@ class FaultsConfig(Config):
     keep_checkpoints: int = Field(
         default=3, ge=1, description="This number of the most recent checkpoints is kept."
     )
+    fallback: bool = Field(
+        default=False,
+        description="true lets a run whose newest checkpoint is damaged resume from the newest one "
+        "that is not; the damaged one is kept under another name. false refuses to resume.",
+    )
     timeout_s: float = Field(
         default=600.0,
         gt=0.0,

@@ -94,9 +94,10 @@ def plan_checked(
         out, tell, lock: see `plan_run`.
         room: the budget of each process; None means that of the processes on this machine.
     """
-    from gridformer.checkpoint import find, weights
-    from gridformer.checkpoint.manifest import verify
+    from gridformer.checkpoint import weights
+    from gridformer.checkpoint.fallback import choose
     from gridformer.checkpoint.same_run import check_same_run, data_start_of
+    from gridformer.data.fingerprint import fingerprint
     from gridformer.memory.budget import fit_problems, silent
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.train.plan import Plan
@@ -111,13 +112,22 @@ def plan_checked(
         raise ConfigError([f"--out {out} is a file: use the path of a folder"])
     if lock is not None:
         lock.take(out, lambda doing: (tell or silent)("", doing))
-    resume = find.latest(out)
-    if resume is None:
-        return Plan(run, out, None, 0, decisions, weights.start_of(run))
-    manifest = verify(resume, contents=False)
-    check_same_run(manifest, run, resume)
-    data_start = data_start_of(manifest, run)
-    return Plan(run, out, resume, manifest.step, decisions, data_start=data_start)
+    data = fingerprint(TokenFolder.open(run.data.path))
+    found = choose(out, run.train.fallback)
+    if found is None:
+        return Plan(run, out, None, 0, decisions, weights.start_of(run), data=data)
+    check_same_run(found.manifest, run, found.folder, data)
+    return Plan(
+        run,
+        out,
+        found.folder,
+        found.manifest.step,
+        decisions,
+        data_start=data_start_of(found.manifest, run, data),
+        data=data,
+        older=found.older,
+        damaged=found.damaged,
+    )
 
 
 def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:

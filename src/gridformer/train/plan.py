@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gridformer.checkpoint.fallback import Damaged
 from gridformer.checkpoint.weights import Start
 from gridformer.config import RunConfig
+from gridformer.data.fingerprint import Fingerprint
 from gridformer.parallel.auto.decisions import Decisions
 
 
@@ -23,6 +25,9 @@ class Plan:
         start: The weights with which a new run begins; None if they are random, and for a run that
             resumes.
         data_start: The step at which the order of samples began, see `data.restart`.
+        data: The fingerprint of the data; None leaves it out of checkpoints.
+        older: Checkpoints to try if `resume` is damaged, newest first; see `train.fallback`.
+        damaged: Checkpoints after `resume` that were found damaged.
     """
 
     run: RunConfig
@@ -32,6 +37,9 @@ class Plan:
     decisions: Decisions
     start: Start | None = None
     data_start: int = 0
+    data: Fingerprint | None = None
+    older: tuple[Path, ...] = ()
+    damaged: tuple[Damaged, ...] = ()
 
     @property
     def n_processes(self) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 
 from gridformer import comm
 from gridformer.checkpoint import checkpoint, weights
+from gridformer.checkpoint.fallback import choose_together, set_aside
+from gridformer.checkpoint.manifest import Manifest
+from gridformer.checkpoint.same_run import check_same_run, data_start_of
 from gridformer.data import Batches, Restarted, TokenFolder, open_batches
 from gridformer.mesh.process_group import World
 from gridformer.parallel import build_parallel
@@ -47,6 +52,7 @@ class Trainer:
         self._beat("starting", plan.resume_step)
         decisions = plan.decisions
         self.axes = build_axes(run.layout, world.device.type, decisions.block)
+        plan, verified = self._intact()
         folder = TokenFolder.open(run.data.path)
         self.batches = Restarted(open_batches(run, folder, "train"), plan.data_start)
         self.held_out = open_batches(run, folder, "val")
@@ -67,7 +73,9 @@ class Trainer:
         if plan.start is not None:
             weights.load(plan.start, self.model, self.axes)
         if plan.resume is not None:
-            loaded = checkpoint.load(plan.resume, self.model, self.stepper.updates, self.axes)
+            loaded = checkpoint.load(
+                plan.resume, self.model, self.stepper.updates, self.axes, verified
+            )
             self.tokens = loaded.tokens
             self.stepper.scale.skipped = loaded.skipped
             if loaded.run["train"]["dtype"] == "float16":
@@ -78,6 +86,36 @@ class Trainer:
             self._prepare_folder()
             self.log = MetricsLog(plan.out, plan.resume_step)
             self.report = Reporter(plan, world, folder.train.n_tokens, self.batches)
+
+    def _intact(self) -> tuple[Plan, Manifest | None]:
+        """Replaces a damaged checkpoint by the newest one that is not, if the run says so.
+
+        Returns:
+            The plan with the checkpoint, and its manifest if its checksums are verified by now.
+        """
+        plan, verified = self.plan, None
+        if self.run.train.fallback and plan.resume is not None:
+            found = choose_together([plan.resume, *plan.older], self.axes)
+            verified = found.manifest
+            if found.folder != plan.resume:
+                check_same_run(verified, self.run, found.folder, plan.data)
+            self.plan = plan = replace(
+                plan,
+                resume=found.folder,
+                resume_step=verified.step,
+                data_start=data_start_of(verified, self.run, plan.data),
+                damaged=(*plan.damaged, *found.damaged),
+            )
+        if self.world.rank == 0:
+            for damaged in plan.damaged:
+                kept = set_aside(damaged)
+                print(
+                    f"gridformer: {damaged.reason}; resuming from {plan.resume}, as "
+                    f"train.fallback=true says, and keeping the damaged one as {kept}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return plan, verified
 
     def fit(self) -> None:
         """Runs the remaining steps. When told to stop, it saves a checkpoint and returns early.
@@ -189,6 +227,7 @@ class Trainer:
             self.axes,
             self.stepper.scale,
             self.plan.data_start,
+            self.plan.data,
         )
 
     def _beat(self, state: State, step: int | None = None, loss: float | None = None) -> None:

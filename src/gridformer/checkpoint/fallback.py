@@ -1,0 +1,144 @@
+"""Which checkpoint a run resumes from, if the newest one may be damaged: `train.fallback`.
+
+Before processes start, one of them looks at manifests and sizes. All checksums are verified by all
+ranks together, which then choose the same checkpoint. A damaged one is renamed, never removed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gridformer import comm
+from gridformer.checkpoint import find
+from gridformer.checkpoint.manifest import Manifest, verify
+from gridformer.mesh import Axes
+from gridformer.mesh.groups import objects_group
+from gridformer.utils.errors import CheckpointError
+
+LABEL = "checkpoint"
+_TEXT_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that is not used, and a sentence that says why."""
+
+    folder: Path
+    why: str
+
+    @property
+    def reason(self) -> str:
+        """The sentence without the advice to set what is set."""
+        return re.split(r"[:;] train\.fallback", self.why)[0]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The newest checkpoint of a run directory that is not known to be damaged.
+
+    Attributes:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        older: The checkpoints before it, newest first; none if the run must not use them.
+        damaged: The checkpoints after it.
+    """
+
+    folder: Path
+    manifest: Manifest
+    older: tuple[Path, ...] = ()
+    damaged: tuple[Damaged, ...] = ()
+
+
+def choose(run_dir: Path, fallback: bool) -> Choice | None:
+    """Finds the checkpoint to resume from by manifests and sizes; None if there is none at all.
+
+    Args:
+        run_dir: The run directory.
+        fallback: Whether an older checkpoint may replace a damaged one.
+
+    Raises:
+        CheckpointError: The newest checkpoint is damaged, or with `fallback` all are.
+    """
+    folders = find.complete(run_dir)[::-1]
+    damaged: list[Damaged] = []
+    for number, folder in enumerate(folders):
+        try:
+            manifest = verify(folder, contents=False)
+        except (CheckpointError, OSError) as error:
+            if not fallback:
+                raise
+            damaged.append(Damaged(folder, str(error)))
+            continue
+        older = tuple(folders[number + 1 :]) if fallback else ()
+        return Choice(folder, manifest, older, tuple(damaged))
+    if damaged:
+        raise _none_left(run_dir, damaged)
+    return None
+
+
+def choose_together(folders: Sequence[Path], axes: Axes) -> Choice:
+    """Finds the first checkpoint of several whose checksums are right.
+
+    All ranks call it together, share the reading, and get the same result.
+
+    Args:
+        folders: The checkpoints, the preferred one first.
+        axes: The axes of the mesh.
+
+    Raises:
+        CheckpointError: All of them are damaged.
+    """
+    damaged: list[Damaged] = []
+    for number, folder in enumerate(folders):
+        manifest, mine = None, ""
+        try:
+            manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
+        except (CheckpointError, OSError) as error:
+            mine = str(error)
+        why = _first_text(mine, axes)
+        if not why:
+            assert manifest is not None
+            return Choice(folder, manifest, tuple(folders[number + 1 :]), tuple(damaged))
+        damaged.append(Damaged(folder, why))
+    raise _none_left(folders[0].parents[1], damaged)
+
+
+def set_aside(damaged: Damaged) -> Path:
+    """Renames a damaged checkpoint so that no run finds it, and returns its new path."""
+    number, name = 1, f"damaged-{damaged.folder.name}"
+    target = damaged.folder.with_name(name)
+    while target.exists():
+        number += 1
+        target = damaged.folder.with_name(f"{name}-{number}")
+    damaged.folder.rename(target)
+    return target
+
+
+def _none_left(run_dir: Path, damaged: Sequence[Damaged]) -> CheckpointError:
+    why = damaged[0].why.split(": ")[0]
+    return CheckpointError(
+        f"all {len(damaged)} checkpoints of {run_dir} are damaged ({why}): restore one from a "
+        "copy, or begin with another --out"
+        if len(damaged) > 1
+        else damaged[0].why
+    )
+
+
+def _first_text(mine: str, axes: Axes) -> str:
+    """Returns the text of the first rank that has one, on all ranks."""
+    world = replace(axes.world, group=objects_group())
+    first = torch.tensor(world.index if mine else world.size)
+    first = comm.all_reduce(first, world, "min", label=LABEL)
+    if int(first) == world.size:
+        return ""
+    text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    if int(first) == world.index:
+        content = mine.encode()[:_TEXT_BYTES]
+        text[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    text = comm.broadcast(text, world, int(first), label=LABEL)
+    return bytes(text.numpy().tobytes()).rstrip(b"\0").decode(errors="ignore")

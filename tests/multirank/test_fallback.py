@@ -1,0 +1,78 @@
+"""train.fallback: all ranks leave a damaged checkpoint aside and resume from the same older one."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gridformer.checkpoint.fallback import choose
+from gridformer.checkpoint.manifest import MANIFEST
+from gridformer.train.plan import Plan
+from gridformer.utils.errors import CheckpointError
+from tests.support.multirank.pool import RankFailed, WorkerPool
+from tests.support.multirank.runs import STEPS, assert_same_run, plan_of, train
+
+GRID = {"scheme": "megatron", "cols": 2}
+
+
+def flip(folder: Path) -> None:
+    """Flip a bit in the file that the last rank wrote."""
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+def resumed(data: Path, out: Path, fallback: bool) -> Plan:
+    found = choose(out, fallback)
+    assert found is not None
+    nothing = out.with_name("no such run")
+    plan = plan_of(data, nothing, GRID, fallback=fallback, save_every=1, keep_checkpoints=9)
+    return replace(
+        plan,
+        out=out,
+        resume=found.folder,
+        resume_step=found.manifest.step,
+        older=found.older,
+        damaged=found.damaged,
+    )
+
+
+def test_ranks_agree_on_the_newest_intact_checkpoint(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    """One is found damaged by its manifest, one by a checksum, and losses stay exact."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    pool.run(2, train, plan_of(token_folder, whole, GRID, save_every=1, keep_checkpoints=9))
+    shutil.copytree(whole, out)
+    names = [f"step-{step:08d}" for step in range(1, STEPS + 1)]
+    newest, before = (out / "checkpoints" / name for name in (names[-1], names[-2]))
+    (newest / MANIFEST).unlink()
+    flip(before)
+    with pytest.raises(CheckpointError, match=r"is missing: train\.fallback=true resumes"):
+        choose(out, fallback=False)
+    plan = resumed(token_folder, out, fallback=True)
+    assert (plan.resume, plan.resume_step) == (before, STEPS - 1)
+    pool.run(2, train, plan)
+    assert_same_run(whole, out)
+    kept = [f"damaged-{name}" for name in names[-2:]]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == sorted(kept + names)
+    assert not (out / "checkpoints" / kept[1] / MANIFEST).exists()
+
+
+def test_if_all_are_damaged_nothing_is_trained(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    pool.run(2, train, plan_of(token_folder, tmp_path, GRID, steps=2, save_every=1))
+    for folder in (tmp_path / "checkpoints").iterdir():
+        flip(folder)
+    plan = resumed(token_folder, tmp_path, fallback=True)
+    with pytest.raises(RankFailed, match=r"all 2 checkpoints of .* are damaged"):
+        pool.run(2, train, plan)
+    for folder in (tmp_path / "checkpoints").iterdir():
+        (folder / MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints of .* are damaged"):
+        choose(tmp_path, fallback=True)
