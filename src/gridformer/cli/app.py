@@ -5,7 +5,6 @@ Neither this module nor those of the subcommands import torch at the top, so `--
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -16,6 +15,7 @@ from gridformer.cli.check import check
 from gridformer.cli.convert import export, import_
 from gridformer.cli.demo import demo
 from gridformer.cli.doctor import doctor
+from gridformer.cli.door import checked, door
 from gridformer.cli.evaluate import evaluate
 from gridformer.cli.generate import generate
 from gridformer.cli.health import health
@@ -26,7 +26,6 @@ from gridformer.cli.predict import predict
 from gridformer.cli.prepare import prepare
 from gridformer.cli.train import train
 from gridformer.utils.allocator import use_expandable_segments
-from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.threads import let_threads_sleep
 
 _EPILOG = (
@@ -63,6 +62,11 @@ app.command()(doctor)
 app.command()(health)
 
 
+for command in app.registered_commands:
+    assert command.callback is not None
+    command.callback = checked(command.callback)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"gridformer {__version__}")
@@ -82,24 +86,12 @@ def _options(
 
 
 def main() -> None:
-    """Runs the command. A UserError is printed without a traceback and exits with code 2."""
+    """Runs the command. See `gridformer.cli.door` for what becomes of errors."""
     # Both work only before torch is imported or initializes CUDA, and no command has done so yet.
     let_threads_sleep()
     use_expandable_segments()
-    try:
+    with door():
         app()
-    except UserError as error:
-        sys.stdout.flush()
-        typer.echo(_text(error), err=True)
-        sys.exit(2)
-
-
-def _text(error: UserError) -> str:
-    title = typer.style("error:", fg=typer.colors.RED, bold=True)
-    problems = error.problems if isinstance(error, ConfigError) else []
-    if len(problems) > 1:
-        return "\n".join([f"{title} {len(problems)} problems", *(f"  - {p}" for p in problems)])
-    return f"{title} {error}"
 
 
 if __name__ == "__main__":

@@ -3,17 +3,102 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Final, get_args
 
-from pydantic import BaseModel, ConfigDict
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+# Numbers of keys with no bound of their own. Up to 2^53 an integer is exact as a float, too, which
+# schedules compute with; a float of up to 1e30 can be squared and added up.
+LARGEST_INTEGER: Final = 2**53
+LARGEST_FLOAT: Final = 1e30
+
+# Sizes of a model. Each is far above any model, and with them every size of a tensor is computed in
+# 64 bits and everything that grows with layers or processes takes seconds.
+MOST_LAYERS: Final = 4096
+WIDEST: Final = 2**24  # features of a layer
+MOST_TOKENS: Final = 2**31 - 1  # of a vocabulary or a sequence: what a 32-bit index can count
+MOST_PROCESSES: Final = 2**20
+
+LONGEST_NAME: Final = 200  # of a file: most file systems allow 255 bytes, and prefixes are added
+LONGEST_PATH: Final = 4095
 
 
-class Config(BaseModel):
+class Bounded(BaseModel):
+    """Base class of models that are read from files: every number in them has two bounds.
+
+    Fields without a bound of their own get LARGEST_INTEGER or LARGEST_FLOAT.
+    """
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        added = False
+        for field in cls.model_fields.values():
+            kinds = {field.annotation, *get_args(field.annotation)}
+            if not kinds & {int, float}:
+                continue
+            most = LARGEST_FLOAT if float in kinds else LARGEST_INTEGER
+            has = {type(bound) for bound in field.metadata}
+            missing: list[Any] = [] if has & {Le, Lt} else [Le(most)]
+            missing += [] if has & {Ge, Gt} else [Ge(-most)]
+            field.metadata += missing
+            added = added or bool(missing)
+        if added:
+            cls.model_rebuild(force=True)
+
+
+class Config(Bounded):
     """Base class of every section: instances are immutable and unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
+
+
+def shortened(value: object, at_most: int = 80) -> str:
+    """Returns a value as text for a message, without its middle if it is long."""
+    try:
+        text = str(value)
+    except ValueError:  # Python does not write integers of thousands of digits
+        return "a number of thousands of digits"
+    half = at_most // 2
+    return text if len(text) <= at_most else f"{text[:half]}...{text[-half:]}"
+
+
+def _invisible(text: str) -> bool:
+    """Returns whether a text has control characters, such as NUL, or halves of surrogates."""
+    return any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
+
+
+def _file_name(name: str) -> str:
+    if not name.strip():
+        raise ValueError("is empty: use a word, such as run")
+    if name in (".", "..") or _invisible(name) or {*"/\\"} & {*name}:
+        raise ValueError(
+            f"{shortened(ascii(name))} is no name of a folder: use letters, digits, - and _"
+        )
+    if len(name.encode("utf-8", "replace")) > LONGEST_NAME:
+        raise ValueError(f"{shortened(name)} is longer than {LONGEST_NAME} bytes: use a short word")
+    return name
+
+
+def _path(path: Path) -> Path:
+    text = str(path)
+    if _invisible(text):
+        raise ValueError(f"{shortened(ascii(text))} contains control characters")
+    longest = max((len(part.encode("utf-8", "replace")) for part in path.parts), default=0)
+    if longest > 255 or len(text.encode("utf-8", "replace")) > LONGEST_PATH:
+        raise ValueError(f"{shortened(text)} is longer than a path can be")
+    return path
+
+
+# A text that becomes a part of a path, so it must be a name and no path of its own.
+FileName = Annotated[str, AfterValidator(_file_name)]
+# A path as some file system could have it.
+AnyPath = Annotated[Path, AfterValidator(_path)]
 
 
 def divisors(value: int) -> list[int]:

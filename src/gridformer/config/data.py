@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from gridformer.config.base import Config
+from gridformer.config.base import MOST_TOKENS, AnyPath, Config
 from gridformer.config.model import Family
 
 Task = Literal["auto", "causal", "masked", "spans", "pairs"]
@@ -24,7 +23,7 @@ TASKS: dict[Family, tuple[Task, ...]] = {
 class DataConfig(Config):
     """A folder written by `gridformer prepare`, and how samples are made from it."""
 
-    path: Path = Field(description="This is the token folder that `gridformer prepare` wrote.")
+    path: AnyPath = Field(description="This is the token folder that `gridformer prepare` wrote.")
     task: Task = Field(
         default="auto",
         description="The model learns to predict next tokens (causal, for gpt2 and llama), masked "
@@ -34,12 +33,14 @@ class DataConfig(Config):
     seq_len: int = Field(
         default=0,
         ge=0,
+        le=MOST_TOKENS,
         description="A sample, or its target if it has a source, has this number of tokens. 0 "
         "means model.max_seq_len, or for spans as many tokens as the masked spans take.",
     )
     source_len: int = Field(
         default=0,
         ge=0,
+        le=MOST_TOKENS,
         description="For t5 and transformer, a source has this number of tokens; 0 means "
         "model.max_seq_len.",
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from gridformer.config.base import Config
+from gridformer.config.base import MOST_LAYERS, MOST_PROCESSES, Config
 
 Scheme = Literal["single", "megatron", "megatron_2d", "optimus", "subgraph"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)  # described in gridformer.parallel.registry
@@ -28,19 +28,29 @@ class LayoutConfig(Config):
         description="The parallel scheme determines how weights and activations are sharded over "
         "the grid.",
     )
-    rows: int = Field(default=1, ge=1, description="The device grid has this number of rows (r).")
+    rows: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_PROCESSES,
+        description="The device grid has this number of rows (r).",
+    )
     cols: int = Field(
-        default=1, ge=1, description="The device grid has this number of columns (c)."
+        default=1,
+        ge=1,
+        le=MOST_PROCESSES,
+        description="The device grid has this number of columns (c).",
     )
     branches: int = Field(
         default=1,
         ge=1,
+        le=MOST_PROCESSES,
         description="For subgraph, attention heads and feed-forward columns are divided among "
         "this number of sub-grids (g).",
     )
     dp: int = Field(
         default=1,
         ge=1,
+        le=MOST_PROCESSES,
         description="The run has this number of data-parallel replicas, or for subgraph this "
         "number of processes in each sub-grid.",
     )
@@ -59,11 +69,13 @@ class LayoutConfig(Config):
     pp: int = Field(
         default=1,
         ge=1,
+        le=MOST_PROCESSES,
         description="The model is divided over this number of pipeline-parallel ranks.",
     )
     stages_per_rank: int = Field(
         default=1,
         ge=1,
+        le=MOST_LAYERS,
         description="Each pipeline rank holds this number of stages. More than 1 interleaves them.",
     )
     pipeline: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
@@ -75,6 +87,7 @@ class LayoutConfig(Config):
     micro_batches: int = Field(
         default=1,
         ge=1,
+        le=MOST_PROCESSES,
         description="The batch of each replica is divided into this number of micro-batches (m). "
         "They go through the model one after the other, and their gradients are accumulated.",
     )
@@ -128,12 +141,14 @@ class LayoutConfig(Config):
     devices_per_node: int = Field(
         default=0,
         ge=0,
+        le=MOST_PROCESSES,
         description="Each node has this number of devices, and blocks of the grid are placed on "
         "nodes. 0 means that ranks are placed in order, row by row.",
     )
     nodes_per_rack: int = Field(
         default=0,
         ge=0,
+        le=MOST_PROCESSES,
         description="Each rack has this number of nodes, and blocks of nodes are placed in racks. "
         "0 means that nodes are placed in order. It needs devices_per_node.",
     )
@@ -144,6 +159,16 @@ class LayoutConfig(Config):
         "The file must be the same on all machines of a run. Empty means that they are decided by "
         "volumes and thresholds.",
     )
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if self.n_processes > MOST_PROCESSES:
+            axes = ("rows", "cols", "branches", "dp", "pp")
+            sizes = " x ".join(f"{axis}={n}" for axis in axes if (n := getattr(self, axis)) > 1)
+            raise ValueError(
+                f"{sizes} are {self.n_processes:,} processes: use at most {MOST_PROCESSES:,}"
+            )
+        return self
 
     @property
     def n_processes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gridformer.config.base import Config, any_of, divisors
+from gridformer.config.base import MOST_LAYERS, MOST_TOKENS, WIDEST, Config, any_of, divisors
 from gridformer.config.rope import RopeScaling
 
 Family = Literal["gpt2", "bert", "t5", "transformer", "llama"]
@@ -48,42 +48,51 @@ class ModelConfig(Config):
     )
     n_layers: int = Field(
         ge=1,
+        le=MOST_LAYERS,
         description="The model has this number of layers, or for t5 and transformer this number "
         "of encoder layers.",
     )
     n_decoder_layers: int = Field(
         default=0,
         ge=0,
+        le=MOST_LAYERS,
         description="t5 and transformer have this number of decoder layers; 0 means n_layers.",
     )
-    hidden_size: int = Field(ge=1, description="The residual stream has this width (h).")
-    n_heads: int = Field(ge=1, description="Each layer has this number of attention heads (n).")
+    hidden_size: int = Field(ge=1, le=WIDEST, description="The residual stream has this width (h).")
+    n_heads: int = Field(
+        ge=1, le=WIDEST, description="Each layer has this number of attention heads (n)."
+    )
     n_kv_heads: int = Field(
         default=0,
         ge=0,
+        le=WIDEST,
         description="For llama, each layer has this number of key/value heads (m), which n / m "
         "attention heads share; 0 means n_heads.",
     )
     head_dim: int = Field(
         default=0,
         ge=0,
+        le=WIDEST,
         description="Each attention head has this width; 0 means hidden_size / n_heads.",
     )
     ffn_size: int = Field(
         default=0,
         ge=0,
+        le=WIDEST,
         description="The feed-forward layers have this inner width (f); 0 means 4 times "
         "hidden_size.",
     )
     vocab_size: int = Field(
         default=0,
         ge=0,
+        le=MOST_TOKENS,
         description="The vocabulary has this number of tokens (v); 0 means the vocabulary of the "
         "data.",
     )
     max_seq_len: int = Field(
         default=1024,
         ge=1,
+        le=MOST_TOKENS,
         description="The model reads sequences of at most this number of tokens.",
     )
     norm_position: Literal["auto", "pre", "post"] = Field(
@@ -100,17 +109,20 @@ class ModelConfig(Config):
     n_labels: int = Field(
         default=0,
         ge=0,
+        le=WIDEST,
         description="gpt2 and bert get a classification head with this number of labels; 0 means "
         "that there is no such head.",
     )
     relative_buckets: int = Field(
         default=32,
         ge=4,
+        le=WIDEST,
         description="For t5, the distances between tokens are grouped into this number of buckets.",
     )
     relative_max_distance: int = Field(
         default=128,
         ge=2,
+        le=MOST_TOKENS,
         description="For t5, all distances from this one on share the last bucket.",
     )
     rope_theta: float = Field(
@@ -134,6 +146,7 @@ class ModelConfig(Config):
     window: int = Field(
         default=0,
         ge=0,
+        le=MOST_TOKENS,
         description="For llama, a token attends to this number of tokens at most, itself included "
         "(Mistral's sliding window); 0 means all tokens before it.",
     )
@@ -218,6 +231,11 @@ class ModelConfig(Config):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of n_heads={self.n_heads}: use "
                 f"n_heads {any_of(divisors(self.hidden_size))}, or set head_dim"
+            )
+        if self.n_heads * self.head_width > WIDEST:
+            raise ValueError(
+                f"n_heads={self.n_heads} of head_dim={self.head_width} are wider than {WIDEST} "
+                f"together: use head_dim={WIDEST // self.n_heads} or less"
             )
         if self.n_kv_heads and self.n_heads % self.n_kv_heads:
             raise ValueError(

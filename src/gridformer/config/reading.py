@@ -7,13 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from gridformer.config.base import shortened
 from gridformer.config.renamed import RENAMED
 from gridformer.config.run import RunConfig
+from gridformer.config.yaml_text import parse_yaml
 from gridformer.utils.errors import ConfigError
+from gridformer.utils.files import UnreadableError, exists, read_text
+from gridformer.utils.units import MIB
+
+# A run file has a few hundred bytes, a cluster file with everything that was measured some 100 KB.
+_MOST_BYTES = 4 * MIB
 
 
 def configs_dir() -> Path:
@@ -65,9 +71,9 @@ def load_run(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
             values are invalid; it lists every invalid value.
     """
     path = Path(path)
-    if not path.exists():
+    if not exists(path):
         shipped = configs_dir() / "runs" / f"{path.stem}.yaml"
-        if not shipped.exists():
+        if not exists(shipped):
             names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
             meant = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.5)
             raise ConfigError(
@@ -136,7 +142,7 @@ def _with_origin(
         else:  # a combination of values that is invalid
             from_here = error["type"] == "value_error" and f"{inside}=" in error["msg"]
         if from_here:
-            return f"argument {override}: {sentence.removeprefix(f'{override}: ')}"
+            return f"argument {shortened(override)}: {sentence.removeprefix(f'{override}: ')}"
     return f"{file}: {sentence}"
 
 
@@ -158,8 +164,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
             [f"'{override}' is not an override: write section.key=value, such as train.steps=100"]
         )
     try:
-        value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError:
+        value = parse_yaml(text) if text else ""
+    except ValueError as error:
+        if text[:1] in ("[", "{", "&"):  # what begins like YAML and is none is no text either
+            raise ConfigError([f"'{shortened(override)}': is not valid YAML ({error})"]) from None
         value = text
     *sections, last = key.split(".")
     here = values
@@ -188,11 +196,11 @@ def read_yaml(path: Path, keys: str = "model, data, layout, train") -> dict[str,
         ConfigError: It cannot be read, or is no mapping.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: is not valid YAML ({' '.join(str(error).split())})"]) from None
+        raw = parse_yaml(read_text(path, _MOST_BYTES))
+    except UnreadableError as error:
+        raise ConfigError([str(error)]) from None
+    except ValueError as error:
+        raise ConfigError([f"{path}: is not valid YAML ({error})"]) from None
     if not isinstance(raw, dict):
         raise ConfigError([f"{path}: must be a mapping with the keys {keys}"])
     return raw
@@ -207,7 +215,7 @@ def _describe(error: ErrorDetails) -> str:
     where = ".".join(keys) or "run"
     if error["type"] == "extra_forbidden":
         if where in RENAMED:
-            return f"{where} was renamed: use {RENAMED[where]}={error['input']}"
+            return f"{where} was renamed: use {RENAMED[where]}={shortened(error['input'])}"
         section = _section(keys[:-1])
         known = list(section.model_fields) if section else []
         return f"unknown key {where}{closest(keys[-1], known)}"
@@ -221,7 +229,7 @@ def _describe(error: ErrorDetails) -> str:
     if isinstance(got, str) and error["type"] == "literal_error":
         message += closest(got, [w.strip("'") for w in message.replace(" or ", ", ").split(", ")])
     if isinstance(got, str | int | float | bool):
-        return f"{where}={got}: {message}"
+        return f"{where}={shortened(got)}: {message}"
     return f"{where}: {message}"
 
 

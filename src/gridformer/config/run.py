@@ -7,17 +7,19 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, model_validator
 
-from gridformer.config.base import Config, any_of
+from gridformer.config.base import Config, FileName, any_of
 from gridformer.config.data import TASKS, DataConfig, Task
 from gridformer.config.layout import LayoutConfig
 from gridformer.config.model import ModelConfig
 from gridformer.config.train import TrainConfig
 
+_MOST_NUMBERS = 2**58
+
 
 class RunConfig(Config):
     """Everything that a run needs. Its resolved form is written to the run directory."""
 
-    name: str = Field(
+    name: FileName = Field(
         default="run", description="The run directory is runs/NAME unless --out sets another."
     )
     model: ModelConfig
@@ -53,6 +55,21 @@ class RunConfig(Config):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        """No tensor of a step may have more numbers than can be counted in bytes with 64 bits."""
+        model, batch = self.model, self.train.global_batch
+        length = max(self.seq_len, self.source_len)
+        widest = max(model.vocab_size, model.ffn_size, model.hidden_size, model.n_heads * length)
+        if batch * length * widest <= _MOST_NUMBERS:
+            return self
+        most = _MOST_NUMBERS // (length * widest)
+        remedy = f"train.global_batch={most} or less" if most else "data.seq_len=1024"
+        raise ValueError(
+            f"train.global_batch={batch} samples of {length} tokens are tensors of more than 2^58 "
+            f"numbers, which no machine holds: use {remedy}"
+        )
 
     @property
     def seq_len(self) -> int:

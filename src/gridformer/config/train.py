@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from gridformer.config.base import MOST_TOKENS, AnyPath
 from gridformer.config.faults import FaultsConfig
 
 LRSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
@@ -26,7 +26,7 @@ class TrainConfig(FaultsConfig):
         lt=2**63,
         description="Initial parameters, dropout and the order of samples depend on this seed.",
     )
-    init_from: Path | None = Field(
+    init_from: AnyPath | None = Field(
         default=None,
         description="A new run begins with the weights in this run directory, or in one of its "
         "checkpoints. Heads that those weights do not have get their initial values. A run that "
@@ -41,6 +41,7 @@ class TrainConfig(FaultsConfig):
     global_batch: int = Field(
         default=8,
         ge=1,
+        le=MOST_TOKENS,
         description="All devices together process this number of samples in a step.",
     )
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(

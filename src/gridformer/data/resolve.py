@@ -18,6 +18,10 @@ def resolve(run: RunConfig, folder: TokenFolder) -> RunConfig:
         ConfigError: The run and the folder do not fit together: the folder's kind or labels, the
             vocabulary, the lengths, or too little data. It lists all problems at once.
     """
+    try:
+        folder.check()
+    except DataError as error:
+        raise ConfigError([str(error)]) from None
     problems = [*_kind_problems(run, folder), *_label_problems(run, folder)]
     needed = folder.vocab_size
     if run.task != "causal" or run.model.n_labels:

@@ -14,11 +14,10 @@ token. In a folder of pairs, documents 2i and 2i + 1 of a split are the two text
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from pydantic import Field, ValidationError
 from gridformer.config import Config
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.utils.errors import DataError
+from gridformer.utils.files import UnreadableError, exists, read_json
 
 FORMAT: Final = "gridformer-tokens"
 VERSION: Final = 2
@@ -34,6 +34,7 @@ INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 OFFSET_DTYPE = np.dtype("<i8")
 LABEL_DTYPE = np.dtype("<i4")
+_AT_A_TIME = 1 << 20  # documents that are compared at a time
 Kind = Literal["text", "pairs", "labeled"]
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
@@ -266,12 +267,25 @@ class TokenFolder:
         train, val = (_open_split(path, name, index, dtype) for name in SPLITS)
         return cls(path, index, train, val)
 
+    def check(self) -> None:
+        """Reads what `open` does not: the tokenizer, and where every document begins.
+
+        A launcher calls this before it starts processes, so that none of them finds it out.
+
+        Raises:
+            DataError: The tokenizer is damaged, or the documents of a split do not follow one
+                another.
+        """
+        for split in (self.train, self.val):
+            _check_offsets(self.path, split)
+        self.tokenizer  # noqa: B018 (reading it is the check)
+
 
 def is_token_folder(path: Path) -> bool:
     """Returns whether a folder has a token folder's index, in any version and even if damaged."""
     try:
-        raw = json.loads((path / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        raw = read_json(path / INDEX)
+    except UnreadableError:
         return False
     return isinstance(raw, dict) and raw.get("format") == FORMAT
 
@@ -282,21 +296,21 @@ def read_index(path: Path) -> Index:
     Raises:
         DataError: The folder or its index is missing, damaged, or of another format or version.
     """
-    if not path.exists():
+    if not exists(path):
         raise DataError(
             f"{path}: no such token folder; write one, for instance from Python's own sources: "
             f"gridformer prepare python-stdlib --out {path}"
         )
     file = path / INDEX
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    if not exists(file):
         raise DataError(
             f"{path}: is not a token folder, because it has no {INDEX}; write one with "
             f"gridformer prepare SOURCE --out FOLDER"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read ({error}): {_again(path)}") from None
+        )
+    try:
+        raw = read_json(file)
+    except UnreadableError as error:
+        raise DataError(f"{error}: {_again(path)}") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise DataError(
             f'{file}: is not the index of a token folder ("format" is not "{FORMAT}"); write one '
@@ -359,6 +373,20 @@ def _open_labels(path: Path, name: SplitName, index: Index, entry: SplitEntry) -
             f"{_again(path)}"
         )
     return labels
+
+
+def _check_offsets(path: Path, split: TokenSplit) -> None:
+    """Every document has at least its end-of-text token, so each starts after the one before."""
+    for begin in range(0, split.n_documents, _AT_A_TIME):
+        some = np.asarray(split.offsets[begin : begin + _AT_A_TIME + 1])
+        wrong = some[1:] <= some[:-1]
+        if wrong.any():
+            number = begin + int(wrong.argmax())
+            raise DataError(
+                f"{path / offsets_name(cast(SplitName, split.name))}: document {number} runs from "
+                f"token {split.offsets[number]} to {split.offsets[number + 1]}, so the file is "
+                f"damaged: {_again(path)}"
+            )
 
 
 def _check_size(file: Path, expected: int, why: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from gridformer.utils import files
 from gridformer.utils.errors import DataError
+from gridformer.utils.units import GIB
 
 JSON_LINES = (".jsonl", ".ndjson")
+_MOST_BYTES = 4 * GIB  # of a text that is measured, which is read whole
 
 
 def read_text(path: Path) -> str:
@@ -18,11 +20,9 @@ def read_text(path: Path) -> str:
         DataError: it cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        return files.read_text(path, _MOST_BYTES)
+    except files.UnreadableError as error:
+        raise DataError(str(error)) from None
 
 
 def read_records(path: Path) -> list[Any]:
@@ -35,9 +35,9 @@ def read_records(path: Path) -> list[Any]:
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():
             try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number}: is not JSON ({error.msg})") from None
+                found.append(files.parse_json(line))
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: is not JSON ({error})") from None
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,8 @@ from torch import Tensor
 
 from gridformer.checkpoint.safetensors_file import TYPES
 from gridformer.utils.errors import CheckpointError
+from gridformer.utils.files import UnreadableError, exists
+from gridformer.utils.files import read_json as parse_file
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -46,12 +47,12 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It is missing, damaged or something else.
     """
+    if not exists(path):
+        raise CheckpointError(f"{path} is missing")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from None
+        found = parse_file(path)
+    except UnreadableError as error:
+        raise CheckpointError(f"{path} is damaged: {error.reason}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is damaged: it is not a mapping")
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import BinaryIO, cast
 from gridformer.data.prepare.records import Fields, record_pieces
 from gridformer.data.prepare.text_chunks import Piece, pieces
 from gridformer.utils.errors import DataError
+from gridformer.utils.files import parse_json
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 TABLES = (".parquet", ".arrow")
@@ -96,7 +96,7 @@ def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[P
                 continue
             where = f"{path}, line {number}"
             try:
-                record = json.loads(line.decode("utf-8", "replace"))
+                record = parse_json(line.decode("utf-8", "replace"))
             except ValueError as error:
                 raise DataError(f"{where}: is not JSON ({error})") from None
             if not isinstance(record, dict):

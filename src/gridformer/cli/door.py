@@ -1,0 +1,165 @@
+"""What stands between the commands and a user: checks of their arguments, and errors as sentences.
+
+A `UserError` is a sentence and exit code 2. So is what else an input may cause and the user can
+change: errors of the system that name a path, values that are nested too deep, text in no encoding.
+Everything else is a mistake of gridformer's: it keeps its traceback, and a line asks for a report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import inspect
+import io
+import math
+import sys
+import traceback
+import unicodedata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+
+from gridformer.utils.errors import ConfigError, UserError
+
+FAILED: Final = 1
+BAD_INPUT: Final = 2
+_LARGEST: Final = 2**53  # Above it, floats are no longer exact integers.
+_MOST_PROBLEMS: Final = 20
+_LONGEST: Final = 1500  # characters of a problem, which may quote what was given
+
+# What fails because of the state of the machine, whatever was asked for.
+_MACHINE: Final = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
+}
+
+
+def checked(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command that refuses numbers and paths which no command can take.
+
+    Python's numbers have no limits, and `--budget nan` passes every comparison.
+    """
+
+    @functools.wraps(command)
+    def checking(*args: Any, **options: Any) -> None:
+        for name, value in inspect.signature(command).bind(*args, **options).arguments.items():
+            for one in value if isinstance(value, list) else [value]:
+                _check(f"--{name.replace('_', '-')}", one)
+        command(*args, **options)
+
+    return checking
+
+
+def _check(name: str, value: object) -> None:
+    if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:  # NaN is neither
+        shown = value if isinstance(value, float) else f"a number of {len(f'{value:x}')} digits"
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError([f"{name}: nan is not a number"])
+        raise ConfigError([f"{name}: {shown} is too large: use at most {_LARGEST}"])
+    if isinstance(value, Path):
+        long = any(len(part.encode("utf-8", "replace")) > 255 for part in value.parts)
+        if long or len(str(value)) > 4095:
+            raise ConfigError([f"{_shortened(str(value), 80)}: is longer than a path can be"])
+
+
+@contextlib.contextmanager
+def door() -> Iterator[None]:
+    """Turns errors of the block into sentences on standard error, and exits.
+
+    Raises:
+        SystemExit: The block has failed.
+    """
+    _never_fail_to_print()
+    try:
+        yield
+    except UserError as error:
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        _end(problems, BAD_INPUT)
+    except BrokenPipeError:  # typer ends silently where it sees one; others come from other threads
+        sys.exit(FAILED)
+    except OSError as error:
+        if sentence := _of_system(error):
+            _end([sentence], FAILED if error.errno in _MACHINE else BAD_INPUT)
+        _bug(error)
+    except RecursionError as error:
+        _end([f"what was given is nested too deep to be read ({_where(error)})"], BAD_INPUT)
+    except UnicodeError as error:
+        _end([f"a text is in no encoding that can be read: {error} ({_where(error)})"], BAD_INPUT)
+    except MemoryError as error:
+        _end([f"this process has no memory left for what was asked ({_where(error)})"], FAILED)
+    except Exception as error:
+        _bug(error)
+
+
+def _never_fail_to_print() -> None:
+    """Prints `?` for what the terminal's encoding lacks, instead of failing in the middle."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
+def _of_system(error: OSError) -> str:
+    """Returns a sentence about an error of the operating system; empty if nothing explains it."""
+    reason = error.strerror or str(error)
+    if error.filename is not None:
+        return f"{error.filename!s}: {reason[:1].lower()}{reason[1:]}"
+    return f"{reason[:1].lower()}{reason[1:]}" if error.errno in _MACHINE else ""
+
+
+def _where(error: BaseException) -> str:
+    """Returns where in gridformer's code an error was, so that a mistake there can be found."""
+    frames = traceback.extract_tb(error.__traceback__, limit=500)
+    ours = [frame for frame in frames if "gridformer" in Path(frame.filename).parts]
+    frame = ours[-1] if ours else frames[-1]
+    return f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}"
+
+
+def _bug(error: Exception) -> None:
+    _flush()
+    traceback.print_exception(error)
+    sentence = (
+        "this is a mistake in gridformer, not in what was given to it: please report it with the "
+        "command and the lines above"
+    )
+    _end([sentence], FAILED)
+
+
+def _end(problems: list[str], code: int) -> None:
+    _flush()
+    with contextlib.suppress(OSError, ValueError):  # standard error may be closed
+        typer.echo(text_of(problems), err=True)
+    sys.exit(code)
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+
+
+def text_of(problems: list[str]) -> str:
+    """Returns the text that is printed about some problems."""
+    title = typer.style("error:", fg=typer.colors.RED, bold=True)
+    shown = [_shortened(_visible(problem), _LONGEST) for problem in problems]
+    if len(shown) == 1:
+        return f"{title} {shown[0]}"
+    if len(shown) > _MOST_PROBLEMS:
+        shown = [*shown[:_MOST_PROBLEMS], f"and {len(problems) - _MOST_PROBLEMS} more"]
+    return "\n".join([f"{title} {len(problems)} problems", *(f"  - {p}" for p in shown)])
+
+
+def _visible(text: str) -> str:
+    """Writes control characters as escapes, so that no quoted value can steer the terminal."""
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in ("Cc", "Cs", "Cf") and letter != "\n"
+        else letter
+        for letter in text
+    )
+
+
+def _shortened(text: str, at_most: int) -> str:
+    half = at_most // 2
+    return text if len(text) <= at_most else f"{text[:half]} ... {text[-half:]}"

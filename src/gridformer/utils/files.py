@@ -1,0 +1,130 @@
+"""Reads small text files that a user names: settings, indexes, prompts.
+
+What is named may be missing, a folder, a pipe that nobody writes, a device without an end, or a
+file that is far larger than anything meant here. Each is refused in a sentence, before a byte that
+does not count is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from gridformer.utils.errors import UserError
+from gridformer.utils.units import MIB, format_bytes
+
+
+class UnreadableError(UserError):
+    """A file that cannot be read.
+
+    Args:
+        path: the file.
+        reason: why, as a part of a sentence.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"{path}: cannot be read ({reason})")
+
+    def __reduce__(self) -> tuple[type[UnreadableError], tuple[Path, str]]:
+        return UnreadableError, (self.path, self.reason)
+
+
+def exists(path: Path) -> bool:
+    """Returns whether there is something at a path; False also if no path can be like that."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that is too long, a folder that is closed, or NUL
+        return False
+
+
+def read_bytes(path: Path, at_most: int = 64 * MIB) -> bytes:
+    """Returns the content of a file that is meant to be small.
+
+    Args:
+        path: The file.
+        at_most: The most bytes that it may have.
+
+    Raises:
+        UnreadableError: It is missing, no file, too large, or the system refuses to read it.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for someone who writes into it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnreadableError(path, error.strerror or str(error)) from None
+    except ValueError:  # NUL in the path
+        raise UnreadableError(path, "a path cannot contain NUL") from None
+    with os.fdopen(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise UnreadableError(path, f"it is {_kind(mode)}, not a file")
+        try:
+            content = file.read(at_most + 1)
+        except OSError as error:
+            raise UnreadableError(path, error.strerror or str(error)) from None
+    if len(content) > at_most:
+        reason = f"it has more than {format_bytes(at_most)}, the most that is read of such a file"
+        raise UnreadableError(path, reason)
+    return content
+
+
+def read_text(path: Path, at_most: int = 64 * MIB) -> str:
+    """Returns the text of a file in UTF-8; see `read_bytes`.
+
+    Raises:
+        UnreadableError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        return read_bytes(path, at_most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableError(path, f"it is not UTF-8 text (byte {error.start})") from None
+
+
+def read_json(path: Path, at_most: int = 64 * MIB) -> Any:
+    """Returns the value of a file of JSON; see `read_bytes`.
+
+    Raises:
+        UnreadableError: It cannot be read, or is not JSON.
+    """
+    text = read_text(path, at_most)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UnreadableError(path, f"it is not JSON: {error}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON.
+
+    Raises:
+        ValueError: It is not JSON, nests too deep, repeats a key, or has a number of thousands of
+            digits. The message is a part of a sentence.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("its values are nested too deep") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:40]!r} occurs twice")
+    return found
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "something else")
