@@ -6,7 +6,8 @@ import math
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args
+from types import UnionType
+from typing import Annotated, Any, Final, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -37,8 +38,10 @@ class Bounded(BaseModel):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         added = False
         for field in cls.model_fields.values():
-            kinds = {field.annotation, *get_args(field.annotation)}
-            if not kinds & {int, float}:
+            kind = field.annotation
+            optional = get_origin(kind) in (Union, UnionType)
+            kinds = {*get_args(kind)} if optional else {kind}
+            if not kinds <= {int, float, type(None)} or kinds == {type(None)}:
                 continue
             most = LARGEST_FLOAT if float in kinds else LARGEST_INTEGER
             has = {type(bound) for bound in field.metadata}
