@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm.recorder import Targets, Timing, note
+from gridformer.comm import progress
+from gridformer.comm.recorder import Noted, Targets, note
 from gridformer.mesh import groups
 from gridformer.mesh.axes import Axis
 
@@ -48,7 +49,7 @@ class Pending:
         self._result, self._work, self._held = result, work, held
         self._steps: list[Callable[[Tensor], Tensor]] = []
         self._meanwhile: Callable[[], None] | None = None
-        self._timing: Timing | None = None
+        self._timing: Noted = None
         self._own: Sequence[Tensor] = ()
 
     def meanwhile(self, task: Callable[[], None]) -> Pending:
@@ -56,9 +57,11 @@ class Pending:
         self._meanwhile = task
         return self
 
-    def timed(self, timing: Timing | None) -> Pending:
+    def timed(self, timing: Noted) -> Pending:
         """Lets `wait` note in `timing` when it begins to wait and when the message is done."""
         self._timing = timing
+        if timing is not None:
+            timing.started()
         return self
 
     def own(self, *buffers: Tensor) -> Pending:
@@ -182,7 +185,7 @@ def start_sum_of_parts(part: Callable[[int], Tensor], axis: Axis, label: str = "
         return Pending(part(0))
     others = [part(index) for index in range(axis.size) if index != axis.index]
     one = others[0]
-    timing = _note("reduce_scatter", axis, (axis.size - 1) * one.numel(), one, label)
+    timing = _note("reduce_scatter", axis, (axis.size - 1) * one.numel(), one, label, n=axis.size)
     if groups.over_nccl(axis.group):
         terms = torch.stack(_around(others, part(axis.index), axis)).contiguous()
         return _reduce_scatter_blocks(terms, axis, later=True).timed(timing)
@@ -198,7 +201,11 @@ def barrier(axes: tuple[Axis, ...]) -> None:
     """Returns when every rank of every given axis has called this function."""
     for axis in axes:
         if axis.size > 1:
+            watched = progress.active
+            noted = watched and watched.posted("barrier", axis, "", -1, -1, None)
             dist.barrier(group=axis.group)
+            if noted:
+                noted.end()
 
 
 # --------------------------------------------------------------------------- implementations
@@ -342,6 +349,7 @@ def _share(axis: Axis) -> float:
 
 
 def _note(
-    op: str, axis: Axis, moved: float, x: Tensor, label: str, targets: Targets = "all"
-) -> Timing | None:
-    return note(op, axis, moved, x.element_size(), label, targets)
+    op: str, axis: Axis, moved: float, x: Tensor, label: str, targets: Targets = "all", n: int = 1
+) -> Noted:
+    """Notes a message of n tensors like x."""
+    return note(op, axis, moved, x.element_size(), label, targets, n * x.numel())

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridformer.comm.recorder import Targets, Timing, note
+from gridformer.comm.recorder import Noted, Targets, note
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.groups import through_host
 
@@ -150,10 +150,10 @@ def _post(
 
 def _note(
     op: str, axis: Axis, moved: float, x: Tensor, label: str, targets: Targets = "all"
-) -> Timing | None:
+) -> Noted:
     return note(op, axis, moved, x.element_size(), label, targets)
 
 
-def _ended(timing: Timing | None) -> None:
+def _ended(timing: Noted) -> None:
     if timing is not None:
         timing.end()

@@ -55,7 +55,8 @@ class P2PChannel:
 
     def send(self, x: Tensor, to: int, label: str = "") -> Pending:
         """Starts sending x to the rank with index `to`. x must not change until that is done."""
-        timing = note("send", self.axis, x.numel(), x.element_size(), label, (to,))
+        n = x.numel()
+        timing = note("send", self.axis, n, x.element_size(), label, (to,), n, to)
         group = self._group(self.axis.index, to)
         x = x.cpu() if groups.through_host(x, group) else x.contiguous()
         work = dist.isend(x, self._ranks[to], group=group)
@@ -67,7 +68,8 @@ class P2PChannel:
         Args:
             out: contiguous tensor, which is also the result of the Pending.
         """
-        timing = note("recv", self.axis, out.numel(), out.element_size(), label, ())
+        n = out.numel()
+        timing = note("recv", self.axis, n, out.element_size(), label, (), n, source)
         group = self._group(source, self.axis.index)
         room = out
         if groups.through_host(out, group):

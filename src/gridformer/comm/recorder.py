@@ -1,4 +1,7 @@
-"""Counts messages: while a recorder is open, every collective of the package is recorded here."""
+"""Counts messages: while a recorder is open, every collective of the package is recorded here.
+
+The same call tells `gridformer.comm.progress` where a process is, which its watch reads.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
+from gridformer.comm import progress
 from gridformer.mesh.axes import Axis
 
 Targets = Literal["all"] | Iterable[int]
@@ -26,6 +30,9 @@ class Timing:
     began: float
     waited: float = 0.0
     ended: float = 0.0
+
+    def started(self) -> None:
+        """Does nothing; see `gridformer.comm.progress.Posted`."""
 
     def wait(self) -> None:
         """Notes the time when the caller begins to wait."""
@@ -118,6 +125,9 @@ class Recorder:
         )
 
 
+# What the sender of a message tells when it waits and when the message ends.
+Noted = Timing | progress.Posted | None
+
 _open: list[Recorder] = []
 
 
@@ -133,25 +143,36 @@ def record() -> Iterator[Recorder]:
 
 
 def note(
-    op: str, axis: Axis, moved: float, itemsize: int, label: str, targets: Targets = "all"
-) -> Timing | None:
-    """Adds a collective to all open recorders. It costs next to nothing if there are none.
+    op: str,
+    axis: Axis,
+    moved: float,
+    itemsize: int,
+    label: str,
+    targets: Targets = "all",
+    size: int = -1,
+    peer: int = -1,
+) -> Noted:
+    """Adds a collective to all open recorders, and notes that this process starts it.
+
+    It costs next to nothing if there is no recorder and the process is not watched.
 
     Args:
         op, axis, moved, itemsize, label: see `Record`.
         targets: indices along the axis of the ranks that receive something from this rank.
+        size: number of elements, if all ranks of the axis must agree on it.
+        peer: index along the axis of the only other rank, for a message between two.
 
     Returns:
-        The timing on which the caller notes when it waits and when the collective ends, or None if
-        no recorder is open.
+        What the caller tells when it waits and when the collective ends, or None.
     """
-    if not _open:
-        return None
-    ranks = axis.ranks
-    to = ranks if targets == "all" else tuple(ranks[i] for i in targets)
-    timing = Timing(perf_counter())
-    for recorder in _open:
-        recorder.records.append(
-            Record(op, axis.name, axis.size, moved, itemsize, label, to, timing)
-        )
-    return timing
+    timing = None
+    if _open:
+        ranks = axis.ranks
+        to = ranks if targets == "all" else tuple(ranks[i] for i in targets)
+        timing = Timing(perf_counter())
+        for recorder in _open:
+            recorder.records.append(
+                Record(op, axis.name, axis.size, moved, itemsize, label, to, timing)
+            )
+    watched = progress.active
+    return timing if watched is None else watched.posted(op, axis, label, size, peer, timing)

@@ -26,6 +26,11 @@ class Failure:
         return bool(self.message.get("caused_by_peer"))
 
     @property
+    def ends_all(self) -> bool:
+        """Whether the run hangs, so that no rank can do anything anymore."""
+        return "report" in self.message
+
+    @property
     def told_to_stop(self) -> bool:
         return not self.message and self.exitcode - 128 in stopping.SIGNALS
 
@@ -55,6 +60,9 @@ def report(failure: Failure) -> NoReturn:
         if message.get("problems"):
             raise ConfigError(message["problems"])
         raise UserError(message["user_error"])
+    if failure.ends_all:
+        print_last(message["report"])
+        raise SystemExit(1)
     if message:
         print_last(f"rank {rank} failed:\n\n{message['extraInfo']['py_callstack'].rstrip()}")
         raise SystemExit(1)

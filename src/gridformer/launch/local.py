@@ -141,6 +141,9 @@ class _Workers:
             if self._stopping or signals.first:
                 continue  # from here on workers end because they were stopped
             found += [failure for rank in ended if (failure := self._failure(rank))]
+            if any(failure.ends_all for failure in found):
+                self.kill()  # it takes those, too, that were stopped and hear no signal
+                break
             if found:
                 stop_at = min(stop_at, time.monotonic() + self._time_left(found))
         return min(found, key=Failure.order, default=None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from gridformer.launch import launch
+from gridformer.launch.watch import MARGIN_S, Watch
+from gridformer.launch.worker_process import end_with_report
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import close_world, init_world
 from gridformer.train.numerics import set_numerics
@@ -36,7 +38,17 @@ def worker(plan: Plan) -> None:
     anything that waits for its peers, which may be inside a collective: `launch` reports the
     failure and ends the process.
     """
-    set_numerics(plan.run.train)
-    world = init_world(plan.run.train.device, plan.n_processes, plan.run.train.timeout_s)
-    Trainer(plan, world).fit()
+    train = plan.run.train
+    set_numerics(train)
+    world = init_world(train.device, plan.n_processes, train.timeout_s + MARGIN_S)
+    place, watch = joined(), None
+    if place and world.size > 1:
+        nccl = world.backend == "nccl"
+        watch = Watch(place, train.timeout_s, plan.out, end_with_report, nccl)
+    trainer = Trainer(plan, world)
+    if watch:
+        watch.where.model = trainer.model
+    trainer.fit()
+    if watch:
+        watch.end()
     close_world()

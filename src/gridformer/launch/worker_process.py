@@ -148,6 +148,33 @@ def work_here(entrypoint: Callable[..., None], args: tuple[Any, ...], place: Joi
         raise SystemExit(stop.exit_code)
 
 
+def end_with_report(text: str) -> NoReturn:
+    """Reports a failure of the run that is not an error of this rank, and ends this process.
+
+    The watch of the run calls it, while the main thread waits for a message.
+
+    Args:
+        text: what the run ends with.
+    """
+    folder = Path(os.environ[STORE_FILE]).parent if os.environ.get(STORE_FILE) else None
+    path = Meeting(folder).error_file(os.environ["RANK"]) if folder else _error_file_of_torchrun()
+    if path:
+        reason = next(line for line in text.splitlines() if line.startswith("The run hangs"))
+        _write(
+            path,
+            {
+                "message": reason,
+                "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
+                "time": time.time(),
+                "report": text,
+            },
+        )
+    if not folder:
+        print_last(text)
+    abandon_world()
+    stopping.end_process(1)
+
+
 def _fail(
     error: Exception,
     stop: stopping.StopRequest,
@@ -207,6 +234,10 @@ def _write_failure(error: Exception, path: Path) -> None:
     if isinstance(error, UserError):
         message["user_error"] = str(error)
         message["problems"] = getattr(error, "problems", [])
+    _write(path, message)
+
+
+def _write(path: Path, message: dict[str, Any]) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
     unfinished.rename(path)

@@ -18,6 +18,7 @@ from gridformer.checkpoint import checkpoint, weights
 from gridformer.checkpoint.fallback import choose_together, set_aside
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.same_run import check_same_run, data_start_of
+from gridformer.comm import progress
 from gridformer.data import Batches, Restarted, TokenFolder, open_batches
 from gridformer.mesh.process_group import World
 from gridformer.parallel import build_parallel
@@ -153,6 +154,7 @@ class Trainer:
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         began = time.perf_counter()
+        progress.at_step(step + 1)
         read = partial(self.ahead.read, step)
         if step + 1 == self.run.train.trace_step:
             result = self._traced(step, read)

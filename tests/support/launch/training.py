@@ -29,7 +29,7 @@ def one_fails_in_training(folder: Path, n: int) -> None:
 
     class Failing:
         def __init__(self, plan: Plan, world: World) -> None:
-            self.rank = world.rank
+            self.rank, self.model = world.rank, None
             note(folder, "pid", str(os.getpid()))
 
         def fit(self) -> None:

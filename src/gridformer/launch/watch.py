@@ -1,0 +1,290 @@
+"""The watch of a run: a thread in each rank that notices a hang, and names it.
+
+When a rank has waited longer than train.timeout_s for a message, it says so on the run's board, and
+every rank that can tells there where it is: for which message it waits, its stack, and whether it
+computes. For the processes of its machine that cannot tell, because they are stopped or dead, it
+tells what their progress files and the system say. The rank that was first then collects all this,
+says why the run hangs (`gridformer.launch.hang`), writes it to the run directory, and ends the run.
+
+All of this is over within MARGIN_S, and only then do torch's own timeouts end what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from gridformer.comm import progress
+from gridformer.launch import seen as telling
+from gridformer.launch.boards import Board, FolderBoard, Report, board_of, process_state
+from gridformer.launch.hang import Seen, Verdict, describe, diagnose, lane_name, listed
+from gridformer.launch.where import Where
+from gridformer.mesh.launch_env import Joined
+
+MARGIN_S = 9.0  # torch's own timeouts come so much later than the watch
+_LOOKS_S = 1.0  # between two looks, or an eighth of the timeout if that is less
+_SAMPLES, _APART_S = 6, 0.15  # of the stack of a rank, once the run hangs
+_ANSWERS_S = 3.0  # how long the first rank waits for what others see
+_LEAVES_S = 25.0  # a rank ends by itself so long after it told what it saw
+_CALLS = 8  # shown of a stack; the file has them all
+_QUIET_S = 2.5  # a watch that has not looked for so long does not run
+
+
+class Watch:
+    """Watches this process from a thread of its own.
+
+    Args:
+        place: the place of this process in the run.
+        timeout_s: seconds after which a message that still waits is a hang.
+        out: the run directory, in which the report is written.
+        fail: called with the report on the rank that noticed first; it ends the process.
+        nccl: whether messages run on GPUs, where the host waits elsewhere than in messages.
+    """
+
+    def __init__(
+        self,
+        place: Joined,
+        timeout_s: float,
+        out: Path,
+        fail: Callable[[str], None],
+        nccl: bool = False,
+    ) -> None:
+        self.place, self.timeout_s, self.out, self.nccl = place, timeout_s, out, nccl
+        self._fail = fail
+        self._board: Board = board_of(place)
+        own = None
+        if isinstance(self._board, FolderBoard):
+            own = self._board.progress_file(place.rank)
+        self._progress = progress.start(own)
+        with suppress(TimeoutError):
+            self._board.register(self._progress.path)
+        self.where = Where()
+        self._main = threading.main_thread().ident or 0
+        self._ended = threading.Event()
+        self._still_since, self._still = time.monotonic(), (0, 0)
+        threading.Thread(target=self._run, name="hang watch", daemon=True).start()
+
+    def end(self) -> None:
+        """Ends the watch; the run has ended."""
+        self._ended.set()
+        progress.stop()
+
+    def _run(self) -> None:
+        look_s = min(_LOOKS_S, self.timeout_s / 8)
+        # The store of a large run answers about a thousand questions a second.
+        ask_s = 0.0 if self.place.store_file else max(2.0, self.place.size / 500)
+        asked = time.monotonic()
+        while not self._ended.wait(look_s):
+            self._progress.beat()
+            frame = sys._current_frames().get(self._main)
+            if frame is not None:
+                self._progress.put_stack("".join(self.where.stack(frame)))
+            hangs, now = self._hangs(frame), time.monotonic()
+            if not hangs and now - asked >= ask_s:
+                asked = now
+                with suppress(TimeoutError):
+                    if self._board.is_claimed():
+                        self._tell(False)
+                        return
+            if hangs:
+                self._tell(True)
+                return
+
+    def _hangs(self, frame: FrameType | None) -> bool:
+        """Returns whether this process has waited for too long.
+
+        Over NCCL the host waits wherever it reads from the GPU, which may wait for a message. There
+        a process hangs whose main thread has been in one place for so long in the middle of a step.
+        """
+        if self._progress.waited_s() > self.timeout_s:
+            return True
+        if not self.nccl or frame is None:
+            return False
+        still, now = (id(frame), frame.f_lasti), time.monotonic()
+        if still != self._still:
+            self._still, self._still_since = still, now
+        return now - self._still_since > self.timeout_s and self._progress.read().step > 0
+
+    def _tell(self, noticed: bool) -> None:
+        """Tells what this rank sees; the first rank that noticed the hang ends the run."""
+        first, lost = False, False
+        at_claim = self._progress.read()
+        try:
+            first = self._board.claim() if noticed else False
+        except TimeoutError:
+            first = lost = True
+        report = self._look()
+        if first and at_claim.wait is not None:  # even if it has ended by now
+            report["state"] = telling.to_json(at_claim)
+        reports = {self.place.rank: report}
+        with suppress(TimeoutError):
+            report["neighbors"] = self._neighbors()
+            self._board.publish(report)
+        if first:
+            if not lost:
+                with suppress(TimeoutError):
+                    reports |= self._collect()
+            self._conclude(reports, lost)
+        elif not self._ended.wait(_LEAVES_S):
+            os._exit(1)  # the first rank has ended, and this one only waits for it
+
+    def _look(self) -> Report:
+        """Samples the stack of the main thread and its processor time."""
+        began, cpu = time.monotonic(), time.process_time()
+        moved, last, stack, module = 0, None, [], ""
+        for number in range(_SAMPLES):
+            frame = sys._current_frames().get(self._main)
+            if frame is not None:
+                at = tuple((id(f.f_code), f.f_lasti) for f, _ in traceback.walk_stack(frame))
+                moved += last is not None and at != last
+                last, stack, module = at, self.where.stack(frame), self.where.module(frame)
+            if number + 1 < _SAMPLES:
+                time.sleep(_APART_S)
+        used = (time.process_time() - cpu) / max(1e-9, time.monotonic() - began)
+        frames = sys._current_frames()
+        threads = {
+            thread.name: self.where.stack(frames[thread.ident])
+            for thread in threading.enumerate()
+            if thread.ident in frames and thread.ident not in (self._main, threading.get_ident())
+        }
+        return {
+            "rank": self.place.rank,
+            "host": socket.gethostname(),
+            "state": telling.to_json(self._progress.read()),
+            "module": module,
+            "moved": moved,
+            "cpu": round(used, 3),
+            "stack": stack,
+            "threads": threads,
+            **({"nccl": _flight_records()} if self.nccl else {}),
+        }
+
+    def _neighbors(self) -> dict[str, Any]:
+        """Returns what is known of the processes of this machine that cannot tell themselves."""
+        found: dict[str, Any] = {}
+        for rank, path in self._board.neighbors().items():
+            if rank == self.place.rank:
+                continue
+            state = progress.read(path)
+            if state is None:
+                found[str(rank)] = {"status": "dead", "state": None}
+                continue
+            letter = process_state(state.pid)
+            if letter in ("", "Z", "X"):
+                status = "dead"
+            elif letter in ("T", "t"):
+                status = "stopped"
+            elif state.beat_s > _QUIET_S:
+                status = "silent"
+            else:
+                continue
+            found[str(rank)] = {"status": status, "state": telling.to_json(state)}
+        return found
+
+    def _collect(self) -> dict[int, Report]:
+        """Returns what the other ranks see, as far as they tell within seconds."""
+        until = time.monotonic() + _ANSWERS_S
+        others = {*range(self.place.size)} - {self.place.rank}
+        found: dict[int, Report] = {}
+        while others and time.monotonic() < until:
+            found |= self._board.published(others)
+            others -= {*found}
+            gone = {int(rank) for report in found.values() for rank in report.get("neighbors", {})}
+            if others <= gone:
+                break
+            time.sleep(0.1)
+        return found
+
+    def _conclude(self, reports: Mapping[int, Report], lost: bool) -> None:
+        ranks = telling.ranks_of(reports, self.place.size)
+        verdict = diagnose(ranks, self.place.rank)
+        text = self._text(ranks, verdict, lost)
+        path = self.out / f"hang-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+        content = {
+            "reason": verdict.reason,
+            "kind": verdict.kind,
+            "culprits": verdict.culprits,
+            "noticed_by": self.place.rank,
+            "arrived": verdict.arrived,
+            "missing": verdict.missing,
+            "report": text.splitlines(),
+            "ranks": {str(rank): report for rank, report in sorted(reports.items())},
+        }
+        try:
+            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            text += f"\nAll ranks' messages and stacks are in {path}."
+        except OSError as error:
+            text += f"\nThe report of all ranks could not be written: {error}."
+        self._fail(text)
+
+    def _text(self, ranks: Mapping[int, Seen], verdict: Verdict, lost: bool) -> str:
+        """Returns what a user reads last."""
+        first, lines = ranks[verdict.witness], []
+        for rank in dict.fromkeys([first.rank, *verdict.culprits[:3]]):
+            lines += _stack_text(ranks[rank])
+        lines.append(f"The run hangs: {verdict.reason}.")
+        if (wait := first.wait) is not None:
+            step = f", in step {first.state.step}" if first.state and first.state.step else ""
+            module = f", in {first.module}" if first.module else ""
+            arrived = listed(verdict.arrived)
+            if not verdict.missing and verdict.kind != "late":
+                arrived += ", which does not mean that each could finish it"
+            missing = f" Missing: {listed(verdict.missing)}." if verdict.missing else ""
+            lines += [
+                f"Rank {first.rank} has waited {wait.seconds:.1f} s (train.timeout_s="
+                f"{self.timeout_s:g}) in {wait.message}, message {wait.number} of "
+                f"{lane_name(wait.lane)}{step}{module}.",
+                f"Arrived: {arrived}.{missing}",
+            ]
+        else:
+            lines.append(
+                f"Rank {self.place.rank} has been in one place for {self.timeout_s:g} s "
+                "(train.timeout_s). Over NCCL a process does not wait in a message but where it "
+                "reads from the GPU, and the messages below may have been started, not finished."
+            )
+        if lost:
+            lines.append(
+                "The store of the run, which torchrun or, with srun, rank 0 serves, does not "
+                "answer, so nothing is known of other machines."
+            )
+        others = [rank for rank in sorted(ranks) if rank != first.rank]
+        shown = sorted({*others[:8], *verdict.culprits[:8]} - {first.rank})
+        lines += [describe(ranks[rank]) for rank in shown]
+        if len(others) > len(shown):
+            lines.append(f"and {len(others) - len(shown)} other ranks")
+        return "\n".join(lines)
+
+
+def _stack_text(seen: Seen) -> list[str]:
+    """Returns the innermost calls of a rank as lines."""
+    if not seen.stack:
+        return []
+    age = ""
+    if seen.status != "answers" and seen.state:
+        age = f", as it was {seen.state.stack_s:.0f} s ago"
+    calls = [number for number, line in enumerate(seen.stack) if line.startswith("  File ")]
+    lines = seen.stack[calls[-_CALLS] :] if len(calls) > _CALLS else seen.stack
+    return [f"Stack of rank {seen.rank}{age}:", *(line.rstrip() for line in lines)]
+
+
+def _flight_records() -> Any:
+    """Returns torch's records of messages that NCCL has not finished, if it keeps them."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return None
+    with suppress(Exception):
+        return json.loads(dump(includeCollectives=True, onlyActive=True))
+    return None
