@@ -19,10 +19,13 @@ from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.cli.app import app
 from gridformer.config import Family, LayoutConfig, parse_run
+from gridformer.config.data import Task
 from gridformer.data import Tokenizer
 from gridformer.evaluate.beams import Search
-from gridformer.evaluate.generate import translate
+from gridformer.evaluate.generate import answer, answer_prompts, translate
+from gridformer.evaluate.job import plan_job
 from gridformer.evaluate.loading import Trained, load_model
+from gridformer.evaluate.sampling import Sampling
 from gridformer.evaluate.tasks import Options, check_tasks, measure, parse_tasks
 from gridformer.evaluate.wikitext import restored
 from gridformer.mesh import Axes
@@ -300,6 +303,39 @@ def test_bleu_is_that_of_the_texts_that_a_model_generates(
     how = Search(max_tokens=256)
     said = [translate(loaded, loaded.special, [source], how)[0] for source in sources]
     assert found["bleu"] == sacrebleu.corpus_bleu(said, [targets]).score
+
+
+@pytest.mark.parametrize("task", ["pairs", "spans"])
+def test_prompts_of_a_file_have_the_texts_that_each_has_alone(
+    token_folder: Path, task: Task
+) -> None:
+    model = {**MODEL, "family": "t5", "vocab_size": 302 + 32 * (task == "spans")}
+    del model["init_std"]
+    data = {"path": str(token_folder), "task": task}
+    run = parse_run({"model": model, "data": data, "train": {"dtype": "float64"}})
+    built = build_parallel(run.model, LayoutConfig(), Axes(), 3, CPU, "float64").eval()
+    for parameter in built.parameters():
+        parameter.data.mul_(6)  # so that texts depend on prompts
+    loaded = Trained(run, built, Tokenizer.load(token_folder / "tokenizer.json"))
+    blank = "___" * (task == "spans")
+    prompts = [f"line 1{blank}", f"a file and 2{blank} lines", f"of{blank}"]
+    how = Search(2, max_tokens=6)
+    alone = ["".join(answer(loaded, prompt, Sampling(), how)) for prompt in prompts]
+    assert len({*alone}) == 3, "the test must tell prompts apart"
+    assert answer_prompts(loaded, prompts, how, 2) == alone
+
+
+def test_a_model_is_evaluated_in_another_type(run_dir: Path) -> None:
+    """It was trained in float64, and its weights are read as they are."""
+    job = plan_job(run_dir, dtype="bfloat16")
+    assert job.run.train.dtype == "bfloat16"
+    wide, narrow = load_model(run_dir, CPU), load_model(run_dir, CPU, dtype="bfloat16")
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        want, found = wide.model(tokens), narrow.model(tokens)
+    assert (want.dtype, found.dtype) == (torch.float64, torch.bfloat16)
+    assert {p.dtype for p in narrow.model.parameters()} == {torch.float32}
+    assert 0 < float((found - want).abs().max()) < 0.05 * float(want.abs().max())
 
 
 # --------------------------------------------------------------------------- several processes

@@ -177,7 +177,7 @@ def test_t5s_blanks_hold_words_and_each_its_own(how: Search) -> None:
     bad = [special.pad, special.vocab_size, special.vocab_size + SPACE - 1]
     model = ScriptedDecoder(special, bad, script)
     text = "the quick___ jumps___ the lazy dogs"
-    found = fill_spans(trained(model), special, text, how)
+    (found,) = fill_spans(trained(model), special, [text], how)
     assert found == [TOKENIZER.decode([FOX, DOGS]), TOKENIZER.decode([OVER])]
     a, b, c = (TOKENIZER.encode(part) for part in text.split("___"))
     assert model.source == [*a, first, *b, second, *c, special.eos]
@@ -199,5 +199,5 @@ def test_a_translation_holds_words_alone(family: str, how: Search) -> None:
 def test_a_blank_of_which_nothing_is_said_is_empty() -> None:
     special = t5("spans")
     model = ScriptedDecoder(special, [], [special.sentinels[1], OVER])
-    found = fill_spans(trained(model), special, "a___b___c", GREEDY)
+    (found,) = fill_spans(trained(model), special, ["a___b___c"], GREEDY)
     assert found == ["", TOKENIZER.decode([OVER])]

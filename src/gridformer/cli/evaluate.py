@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gridformer.cli.run_argument import device_of
+from gridformer.cli.run_argument import DTypeName, device_of, dtype_of
 
 
 def evaluate(
@@ -68,6 +68,7 @@ def evaluate(
         ),
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    dtype: DTypeName = "",
     device: Annotated[
         str, typer.Option("--device", help="The device: cpu, cuda or auto.")
     ] = "auto",
@@ -97,7 +98,7 @@ def evaluate(
     with ExitStack() as at_end:
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
-            job = plan_job(found, overrides or [], device_of(device), length)
+            job = plan_job(found, overrides or [], device_of(device), length, dtype_of(dtype))
             check_tasks(job.run, asked, options)
         job = replace(job, name=str(run_dir), timeout_s=timeout_of(asked))
         launch(evaluate_worker, (job, asked, options, as_json), job.n_processes)

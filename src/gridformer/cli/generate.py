@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gridformer.cli.run_argument import device_of
+from gridformer.cli.run_argument import DTypeName, device_of, dtype_of
 
 
 def generate(
@@ -48,7 +48,7 @@ def generate(
         typer.Option(
             "--batch-size",
             min=1,
-            help="For decoders: this number of prompts of a file go through the model together.",
+            help="This number of prompts of a file go through the model together; not for bert.",
         ),
     ] = 16,
     max_tokens: Annotated[
@@ -99,6 +99,7 @@ def generate(
         int | None,
         typer.Option("--seed", help="For decoders: the seed of sampling. The default is 0."),
     ] = None,
+    dtype: DTypeName = "",
     device: Annotated[
         str, typer.Option("--device", help="The device: cpu, cuda or auto.")
     ] = "auto",
@@ -145,7 +146,7 @@ def generate(
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
             overrides = overrides or []
-            job = plan_job(found, overrides, device_of(device))
+            job = plan_job(found, overrides, device_of(device), dtype=dtype_of(dtype))
             check_options(job.run.model, given)
         wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
         launch(generate_worker, (job, wanted), job.n_processes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from gridformer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gridformer.config.train import DType
     from gridformer.mesh.process_group import DeviceChoice
 
 RunFile = Annotated[
@@ -22,6 +23,30 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
 ]
+
+
+DTypeName = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="The type of the computation: float32, bfloat16, float16 or float64. The default is "
+        "that of training. Weights are read as they are and cast.",
+    ),
+]
+
+
+def dtype_of(name: str) -> DType | None:
+    """Returns the value of --dtype, or None if there is none.
+
+    Raises:
+        ConfigError: it is no type of a computation.
+    """
+    from gridformer.config.train import DType
+
+    known: dict[str, DType] = {one: one for one in get_args(DType)}
+    if name and name not in known:
+        raise ConfigError([f"--dtype {name} must be one of {', '.join(known)}"])
+    return known.get(name)
 
 
 def device_of(name: str) -> DeviceChoice:

@@ -11,6 +11,7 @@ from gridformer.config.base import MOST_TOKENS, AnyPath
 from gridformer.config.faults import FaultsConfig
 
 LRSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+DType = Literal["float32", "float64", "bfloat16", "float16"]
 DecayShape = Literal["linear", "cosine", "1-sqrt"]
 
 
@@ -44,7 +45,7 @@ class TrainConfig(FaultsConfig):
         le=MOST_TOKENS,
         description="All devices together process this number of samples in a step.",
     )
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
+    dtype: DType = Field(
         default="float32",
         description="The computation uses this data type. bfloat16 and float16 keep parameters "
         "and statistics in float32, and float16 scales the loss.",

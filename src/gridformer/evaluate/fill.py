@@ -84,24 +84,39 @@ def fill_words(trained: Trained, special: SpecialIds, text: str) -> list[str]:
     return [tokenizer.decode([int(word)]) for word in found.tolist()]
 
 
-def fill_spans(trained: Trained, special: SpecialIds, text: str, how: Search) -> list[str]:
-    """Predicts the text of each blank with beam search.
+def fill_spans(
+    trained: Trained, special: SpecialIds, texts: Sequence[str], how: Search
+) -> list[list[str]]:
+    """Predicts the text of each blank of some prompts with beam search.
 
-    All processes call it together and get the same texts.
+    The prompts go through the model together. All processes call it together and get the same
+    texts.
 
     Args:
         trained: T5 model that was trained on spans.
         special: ids of its special tokens.
-        text: prompt with blanks.
+        texts: prompts with blanks.
         how: settings of the search.
 
     Returns:
-        One text per blank, empty for blanks that the output of the model does not mention.
+        For each prompt one text per blank, empty for blanks that the output of the model does not
+        mention.
 
     Raises:
-        UserError: the text has no blank, or more blanks than the model has sentinels.
+        UserError: a prompt has no blank, or more blanks than the model has sentinels.
     """
-    parts, tokenizer = parts_of(text), trained.tokenizer
+    sources = [_source(trained, special, parts_of(text)) for text in texts]
+    never = sorted(set(special.never(trained.model.config.vocab_size)) - set(special.sentinels))
+    with trained.in_use():
+        found = search(trained, sources, special.start, special.eos, how, never)
+    return [
+        [trained.tokenizer.decode(span) for span in spans_of(ids, special, len(parts_of(text)) - 1)]
+        for ids, text in zip(found, texts)
+    ]
+
+
+def _source(trained: Trained, special: SpecialIds, parts: Sequence[str]) -> list[int]:
+    """Returns the tokens of a prompt, with a sentinel for each blank between its parts."""
     if len(parts) - 1 > len(special.sentinels):
         raise UserError(
             f"the prompt has {len(parts) - 1} blanks, and the model knows "
@@ -109,11 +124,8 @@ def fill_spans(trained: Trained, special: SpecialIds, text: str, how: Search) ->
         )
     source: list[int] = []
     for number, part in enumerate(parts):
-        source += [special.sentinels[number - 1]] * (number > 0) + tokenizer.encode(part)
-    never = sorted(set(special.never(trained.model.config.vocab_size)) - set(special.sentinels))
-    with trained.in_use():
-        (found,) = search(trained, [[*source, special.eos]], special.start, special.eos, how, never)
-    return [tokenizer.decode(span) for span in spans_of(found, special, len(parts) - 1)]
+        source += [special.sentinels[number - 1]] * (number > 0) + trained.tokenizer.encode(part)
+    return [*source, special.eos]
 
 
 def spans_of(found: Sequence[int], special: SpecialIds, n_blanks: int) -> list[list[int]]:

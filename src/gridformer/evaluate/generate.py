@@ -77,12 +77,40 @@ def answer(
     if isinstance(model, BERT):
         yield _filled(prompt, fill_words(trained, trained.special, prompt))
     elif isinstance(model, EncoderDecoder) and trained.run.task == "spans":
-        yield _filled(prompt, fill_spans(trained, trained.special, prompt, how))
+        yield _filled(prompt, fill_spans(trained, trained.special, [prompt], how)[0])
     elif isinstance(model, EncoderDecoder):
         yield from translate(trained, trained.special, [prompt], how)
     else:
         yield prompt
         yield from stream(trained, prompt, how.max_tokens, sampling, speed)
+
+
+def answer_prompts(
+    trained: Trained, prompts: Sequence[str], how: Search, batch_size: int
+) -> list[str]:
+    """Returns what an encoder-decoder generates for each prompt, the same as `answer`.
+
+    All processes call it together.
+
+    Args:
+        trained: a t5 or transformer.
+        prompts: the prompts.
+        how: settings.
+        batch_size: so many prompts of about equal length go through the model together.
+    """
+    special, said = trained.special, [""] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        texts = [prompts[i] for i in batch]
+        if trained.run.task == "spans":
+            spans = fill_spans(trained, special, texts, how)
+            found = [_filled(text, words) for text, words in zip(texts, spans)]
+        else:
+            found = translate(trained, special, texts, how)
+        for i, text in zip(batch, found):
+            said[i] = text
+    return said
 
 
 def translate(

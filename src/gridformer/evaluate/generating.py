@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from gridformer.evaluate.beams import Search
 from gridformer.evaluate.continuing import Speed
-from gridformer.evaluate.generate import answer, continue_prompts, continues
+from gridformer.evaluate.generate import answer, answer_prompts, continue_prompts, continues
 from gridformer.evaluate.job import Job
 from gridformer.evaluate.sampling import Sampling
 
@@ -47,8 +47,13 @@ def generate_worker(job: Job, asked: Generation) -> None:
             )
             for one in found:
                 _write(rank, json.dumps(asdict(one), ensure_ascii=False) + "\n")
+        elif asked.many and job.run.model.two_stacks:
+            texts = answer_prompts(trained, asked.prompts, asked.how, asked.batch_size)
+            for prompt, text in zip(asked.prompts, texts):
+                line = {"prompt": prompt, "text": text}
+                _write(rank, json.dumps(line, ensure_ascii=False) + "\n")
         else:
-            for prompt in asked.prompts:  # of other families one after the other
+            for prompt in asked.prompts:  # of bert one after the other
                 pieces = answer(trained, prompt, asked.sampling, asked.how, speed)
                 if asked.many:
                     line = {"prompt": prompt, "text": "".join(pieces)}

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from gridformer.config import RunConfig, parse_run
+from gridformer.config.train import DType
 from gridformer.evaluate.loading import Trained, load_for_inference, load_model, tokenizer_file
 from gridformer.mesh.process_group import DeviceChoice, check_devices, close_world, init_world
 from gridformer.parallel.axes import build_axes
@@ -24,7 +25,8 @@ class Job:
 
     Attributes:
         folder: the checkpoint.
-        run: the config of the run that trained it, with the layout of the job.
+        run: the config of the run that trained it, with the layout of the job and the type of its
+            computation.
         device: `cpu`, `cuda` or `auto`.
         name: what the results call the model; empty means the checkpoint.
         timeout_s: seconds after which a collective that still waits ends the job.
@@ -56,7 +58,8 @@ class Job:
         set_numerics(self.run.train)
         world = init_world(self.device, self.n_processes, self.timeout_s)
         axes = build_axes(self.run.layout, world.device.type)
-        yield load_model(self.folder, world.device, self.run.layout, axes), world.rank
+        dtype = self.run.train.dtype
+        yield load_model(self.folder, world.device, self.run.layout, axes, dtype), world.rank
         close_world()
 
 
@@ -65,6 +68,7 @@ def plan_job(
     overrides: Sequence[str] = (),
     device: DeviceChoice = "auto",
     length: int | None = None,
+    dtype: DType | None = None,
 ) -> Job:
     """Finds the checkpoint of a run and checks whether its model can be used on a layout.
 
@@ -75,6 +79,7 @@ def plan_job(
         device: where to compute.
         length: how many tokens the model will read at once, so that a layout which shards them
             must divide that number; 0 means as many as it can, and None that any number will do.
+        dtype: type of the computation; None is that of training.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -94,7 +99,8 @@ def plan_job(
         )
     values = run.model_dump(mode="json")
     chosen = parse_run({**values, "layout": {}}, overrides).layout
-    run = run.model_copy(update={"layout": chosen})
+    train = run.train.model_copy(update={"dtype": dtype or run.train.dtype})
+    run = run.model_copy(update={"layout": chosen, "train": train})
     if run.model.family == "bert":
         length = length or 0  # padding takes part in its texts
     check = partial(_broken_rules, length=length)

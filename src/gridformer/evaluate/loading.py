@@ -13,6 +13,7 @@ import torch
 from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint.manifest import verify
 from gridformer.config import LayoutConfig, RunConfig
+from gridformer.config.train import DType
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.mesh import Axes
 from gridformer.models import Model
@@ -104,6 +105,7 @@ def load_model(
     device: torch.device,
     layout: LayoutConfig | None = None,
     axes: Axes | None = None,
+    dtype: DType | None = None,
 ) -> Trained:
     """Loads the model of the newest checkpoint of a run. All processes call it together.
 
@@ -112,15 +114,15 @@ def load_model(
         device: device for the model.
         layout: the layout; None is one process.
         axes: its axes.
+        dtype: type of the computation; None is that of training.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
     layout, axes = layout or LayoutConfig(), axes or Axes(device_type=device.type)
     run, folder = load_for_inference(run_dir, contents=False)  # `checkpoint.load` verifies them
-    model = build_parallel(
-        run.model, layout, axes, run.train.seed, device, run.train.dtype, filled=False
-    )
+    dtype = dtype or run.train.dtype
+    model = build_parallel(run.model, layout, axes, run.train.seed, device, dtype, filled=False)
     checkpoint.load(folder, model, None, axes)
     model.uses_kernels(run.train.kernels == "fused")
     return Trained(run, model.eval(), Tokenizer.load(tokenizer_file(folder)), layout, axes)
