@@ -116,7 +116,7 @@ def test_a_rank_told_to_stop_leaves_the_report_to_the_peer_that_failed(
         requested=True,
         exit_code=143,
         is_hopeless=meeting.is_hopeless,
-        signal_name="SIGTERM",
+        cause="SIGTERM",
     )
     stop.tell_nothing_was_saved = lambda why: StopRequest.tell_nothing_was_saved(stop, why)
     monkeypatch.setenv("RANK", "0")

@@ -33,7 +33,7 @@ def train(folder: Path, out: Path, told: int) -> tuple[int, bool]:
     }
     run = resolve(parse_run(sections), TokenFolder.open(folder))
     rank, done = dist.get_rank(), 0
-    stop = stopping.install(grace_s=600.0)
+    stop = stopping.install(stopping.StopPolicy(grace_s=600.0))
     try:
         trainer = Trainer(
             Plan(run, out, None, 0, decide_run(run)),

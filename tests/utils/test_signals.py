@@ -7,7 +7,7 @@ STUCK = """
 import os, signal, threading, time
 from gridformer.utils import signals as stopping
 
-stopping.install(grace_s=1.0)
+stopping.install(stopping.StopPolicy(grace_s=1.0))
 
 def signal_again_and_again():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import signal
 
-from gridformer.config.base import Config
+from pydantic import Field, field_validator
+
+from gridformer.config.base import Config, any_of
+
+# Signals that clusters send before they end a job. SIGINT is Ctrl-C, the user.
+STOP_SIGNALS = tuple(
+    name
+    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGQUIT")
+    if hasattr(signal, name)
+)
 
 
 class FaultsConfig(Config):
@@ -30,3 +39,36 @@ class FaultsConfig(Config):
         description="A collective that waits longer than this number of seconds ends the run "
         "with an error.",
     )
+    stop_signals: tuple[str, ...] = Field(
+        default=tuple(name for name in ("SIGTERM", "SIGUSR1") if name in STOP_SIGNALS),
+        description="After one of these signals the run saves a checkpoint and exits with code "
+        "75, which asks to be started again. Ctrl-C (SIGINT), SIGTERM and SIGHUP always save and "
+        "stop, and those of them that are not listed here exit with 128 + their number.",
+    )
+    stop_grace_s: float = Field(
+        default=30.0,
+        gt=0.0,
+        le=86_400.0,
+        description="A run that is told to stop has this number of seconds until it is ended by "
+        "force. A step that is not expected to end in time is dropped before its next "
+        "micro-batch, and the state before it is saved. A save that has begun is never cut off.",
+    )
+    max_hours: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="The run saves a checkpoint and exits with code 75 so that this number of "
+        "hours after its start it has ended. None means no limit.",
+    )
+
+    @field_validator("stop_signals")
+    @classmethod
+    def _known_signals(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name == "SIGINT":
+                raise ValueError(
+                    "SIGINT is Ctrl-C, after which a run exits with code 130 and is not started "
+                    f"again: name {any_of(STOP_SIGNALS)}"
+                )
+            if name not in STOP_SIGNALS:
+                raise ValueError(f"'{name}' cannot be caught here: name {any_of(STOP_SIGNALS)}")
+        return tuple(dict.fromkeys(names))

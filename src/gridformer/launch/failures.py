@@ -32,7 +32,8 @@ class Failure:
 
     @property
     def told_to_stop(self) -> bool:
-        return not self.message and self.exitcode - 128 in stopping.SIGNALS
+        codes = (stopping.REQUEUE, *(128 + signum for signum in stopping.SIGNALS))
+        return not self.message and self.exitcode in codes
 
     def order(self) -> tuple[int, float]:
         """Sort key that puts the failure that explains the end of the run first.
@@ -67,6 +68,9 @@ def report(failure: Failure) -> NoReturn:
         print_last(f"rank {rank} failed:\n\n{message['extraInfo']['py_callstack'].rstrip()}")
         raise SystemExit(1)
     who = f"rank {rank} (pid {failure.pid})"
+    if exitcode == stopping.REQUEUE:
+        print_stopped(f"a signal to rank {rank} or {stopping.MAX_HOURS}", exitcode)
+        raise SystemExit(exitcode)
     if failure.told_to_stop:
         print_stopped(f"{signal.Signals(exitcode - 128).name} sent to rank {rank}")
         raise SystemExit(exitcode)

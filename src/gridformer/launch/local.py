@@ -14,7 +14,8 @@ rendezvous and the stores of both listen on all interfaces without authenticatio
 agent unpickles what it receives. Use them only on a trusted network of this job's machines.
 
 Exit codes: 0 success; 1 a worker failed (its traceback is the last thing printed); 2 a UserError;
-130, 143 and 129 stopped by SIGINT, SIGTERM and SIGHUP.
+75 the run was stopped from outside, has saved its work and asks to be started again; 130, 143 and
+129 stopped by SIGINT, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -39,15 +40,22 @@ from gridformer.launch.worker_process import Meeting, print_stopped, work, work_
 from gridformer.mesh.launch_env import joined
 from gridformer.utils import signals as stopping
 from gridformer.utils.forkserver import warm_up
+from gridformer.utils.signals import StopPolicy
 from gridformer.utils.threads import threads_of
 
-# Workers end by themselves stopping.GRACE_S after a stop signal. After this time they are killed.
-_PATIENCE_S = stopping.GRACE_S + 0.5
+# Workers end by themselves at the end of their grace period, unless one of them saves. Those that
+# still run after so many more seconds are killed.
+_MORE_PATIENCE_S = 0.5
 # How long the launcher waits for the rank that broke a connection after its peers have failed.
 _LINGER_S = 3.0
 
 
-def launch(entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: int) -> None:
+def launch(
+    entrypoint: Callable[..., None],
+    args: tuple[Any, ...],
+    n_processes: int,
+    policy: StopPolicy | None = None,
+) -> None:
     """Runs `entrypoint(*args)` in every process of the run and returns when all are done.
 
     If the entrypoint raises in a process that torchrun or srun started and that is in a process
@@ -59,31 +67,71 @@ def launch(entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: 
         args: picklable arguments of the entrypoint.
         n_processes: number of processes of the whole run. `check_devices` checks beforehand whether
             they can start.
+        policy: how the processes answer stop signals; None means StopPolicy().
 
     Raises:
         UserError: a worker raised it.
-        SystemExit: a worker failed (code 1; its traceback has been printed), or a signal stopped
-            the run (code 128 + its number; one line has been printed).
+        SystemExit: a worker failed (code 1; its traceback has been printed), or the run was stopped
+            (code 75, or 128 + the signal's number; one line has been printed).
     """
-    place = joined()
+    place, policy = joined(), policy or StopPolicy()
     if n_processes == 1 or place:
-        work_here(entrypoint, args, place)
+        work_here(entrypoint, args, place, policy)
         return
+    ended = attempt(entrypoint, args, n_processes, policy)
+    if ended.failure:
+        report(ended.failure)
+    if ended.code:
+        print_stopped(ended.stopped_by, ended.code)
+        raise SystemExit(ended.code)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes of a run have ended.
+
+    Attributes:
+        code: the exit code of a run that was stopped, otherwise 0.
+        stopped_by: what stopped it.
+        failure: what explains why it failed, if it did.
+    """
+
+    code: int = 0
+    stopped_by: str = ""
+    failure: Failure | None = None
+
+
+def attempt(
+    entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: int, policy: StopPolicy
+) -> Ended:
+    """Starts worker processes, in a private folder of their own, and waits for their end.
+
+    Args:
+        entrypoint, args, n_processes, policy: see `launch`.
+    """
     with (
-        _signals() as signals,
+        _signals(policy) as signals,
         tempfile.TemporaryDirectory(prefix="gridformer-") as folder,  # mode 0700
     ):
-        workers = _Workers(n_processes, Meeting(Path(folder)))
+        meeting = Meeting(Path(folder))
+        workers = _Workers(n_processes, meeting, policy)
         try:
             workers.start(entrypoint, args, signals)
             failure = workers.watch(signals)
         finally:
             workers.kill()
+        codes = workers.exit_codes()
+        # All ranks have saved before any of them exits with this code.
+        saved = stopping.REQUEUE in codes and (failure is None or failure.told_to_stop)
+        if saved and meeting.stopped.exists():
+            return Ended(stopping.REQUEUE, meeting.stopped.read_text(encoding="utf-8"))
     if failure and not (failure.told_to_stop and signals.first):
-        report(failure)
-    if signals.first:
-        print_stopped(signal.Signals(signals.first).name)
-        raise SystemExit(128 + signals.first)
+        return Ended(failure=failure)
+    if signals.first and codes != {0}:
+        by = signal.Signals(signals.first).name
+        again = ", twice: ended at once, no new checkpoint" if signals.again else ""
+        return Ended(128 + signals.first, by + again)
+    return Ended()
 
 
 # --------------------------------------------------------------------------- the workers
@@ -92,8 +140,9 @@ def launch(entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: 
 class _Workers:
     """The worker processes of a run, as the launcher sees them."""
 
-    def __init__(self, size: int, meeting: Meeting) -> None:
-        self.size, self.meeting = size, meeting
+    def __init__(self, size: int, meeting: Meeting, policy: StopPolicy) -> None:
+        self.size, self.meeting, self.policy = size, meeting, policy
+        self._patience_s = policy.grace_s + _MORE_PATIENCE_S
         self._started: list[ForkServerProcess] = []
         self._kill_at = float("inf")  # finite once a stop signal was sent to the workers
 
@@ -107,7 +156,7 @@ class _Workers:
         for rank in range(self.size):
             process = context.Process(
                 target=work,
-                args=(entrypoint, args, rank, self.size, self.meeting, threads),
+                args=(entrypoint, args, rank, self.size, self.meeting, threads, self.policy),
                 name=f"rank {rank}",
             )
             process.start()
@@ -129,9 +178,11 @@ class _Workers:
         running = {process.sentinel: rank for rank, process in enumerate(self._started)}
         while running:
             now = time.monotonic()
-            if now >= self._kill_at:
+            if signals.again or (now >= self._kill_at and not self.meeting.is_saving):
                 self.kill()
                 break
+            if now >= self._kill_at:
+                self._kill_at = now + _MORE_PATIENCE_S
             if signals.first or now >= stop_at:
                 self._send_stop(signals.first or signal.SIGTERM)
             until = min(self._kill_at, stop_at if not self._stopping else float("inf"))
@@ -156,15 +207,19 @@ class _Workers:
         for process in self._started:
             process.join(1.0)
 
+    def exit_codes(self) -> set[int | None]:
+        """Returns the exit codes of all workers, once they have ended."""
+        codes = {process.exitcode for process in self._started}
+        return codes | ({None} if len(self._started) < self.size else set())
+
     def _time_left(self, found: list[Failure]) -> float:
         """Returns for how many seconds the others may continue.
 
         Adds to `found` the workers that have reported a failure but have not ended yet.
         """
         if all(failure.told_to_stop for failure in found):
-            return (
-                _PATIENCE_S  # the others have agreed to stop and may still be writing a checkpoint
-            )
+            # The others have agreed to stop and may still be writing a checkpoint.
+            return self._patience_s
         known = {failure.rank for failure in found}
         for rank, process in enumerate(self._started):
             if rank not in known and self.meeting.error_file(rank).exists():
@@ -193,10 +248,10 @@ class _Workers:
         return self._kill_at < float("inf")
 
     def _send_stop(self, signum: int) -> None:
-        """Sends a stop signal, only once; workers that still run after _PATIENCE_S are killed."""
+        """Sends a stop signal, only once; workers that still run some time later are killed."""
         if self._stopping:
             return
-        self._kill_at = time.monotonic() + _PATIENCE_S
+        self._kill_at = time.monotonic() + self._patience_s
         for process in self._started:
             if process.pid and process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
@@ -208,25 +263,30 @@ class _Workers:
 
 @dataclass
 class _Signals:
-    """The first stop signal that the launcher received; `reader` is readable once one arrived."""
+    """The first stop signal that the launcher received; `reader` is readable once one arrived.
+
+    `again` says whether that was Ctrl-C, and a second Ctrl-C came.
+    """
 
     reader: int
     writer: int
     first: int | None = None
+    again: bool = False
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self.reader, 64)
 
     def note(self, signum: int, frame: FrameType | None) -> None:
-        """Handler for Python's `signal` module. Only the first signal is kept."""
+        """Handler for Python's `signal` module."""
+        self.again = self.again or self.first == signum == signal.SIGINT
         self.first = self.first or signum
         with contextlib.suppress(BlockingIOError):
             os.write(self.writer, b"\0")
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
+def _signals(policy: StopPolicy) -> Iterator[_Signals]:
     """Catches stop signals inside the block. A SIGHUP that nohup ignores stays ignored."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -234,9 +294,9 @@ def _signals() -> Iterator[_Signals]:
     signals = _Signals(reader, writer)
     before: dict[int, Any] = {}
     try:
-        for signum in stopping.SIGNALS:
-            if signal.getsignal(signum) is not signal.SIG_IGN:
-                before[signum] = signal.signal(signum, signals.note)
+        for caught in policy.signals:
+            if signal.getsignal(caught) is not signal.SIG_IGN:
+                before[caught] = signal.signal(caught, signals.note)
         yield signals
     finally:
         for signum, handler in before.items():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
+from gridformer.config import TrainConfig
 from gridformer.launch import launch
 from gridformer.launch.watch import MARGIN_S, Watch
 from gridformer.launch.worker_process import end_with_report
@@ -10,6 +15,7 @@ from gridformer.mesh.process_group import close_world, init_world
 from gridformer.train.numerics import set_numerics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
+from gridformer.utils.signals import StopPolicy
 
 
 def execute(plan: Plan) -> None:
@@ -28,7 +34,28 @@ def execute(plan: Plan) -> None:
             "train.steps to continue, or choose another --out"
         )
         return
-    launch(worker, (plan,), plan.n_processes)
+    launch(worker, (plan,), plan.n_processes, policy_of(plan.run.train))
+
+
+def policy_of(train: TrainConfig) -> StopPolicy:
+    """Returns how the processes of a run answer stop signals."""
+    ends_at = None if train.max_hours is None else began() + 3600 * train.max_hours
+    return StopPolicy(train.stop_grace_s, train.stop_signals, ends_at=ends_at)
+
+
+def began() -> float:
+    """Returns when this run began (`time.time`): when its first process was started.
+
+    Under torchrun that is torchrun itself, whose workers may be restarted.
+    """
+    place = joined()
+    pid = os.getppid() if place and place.by == "torchrun" else os.getpid()
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        up_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+        return time.time() - up_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):  # not Linux
+        return time.time()
 
 
 def worker(plan: Plan) -> None:

@@ -16,7 +16,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,6 +51,20 @@ class Meeting:
         """The file that the launcher creates as soon as it knows that the run has failed."""
         return self.folder / "failed"
 
+    @property
+    def stopped(self) -> Path:
+        """The file in which a worker writes what stopped the run, after it has saved."""
+        return self.folder / "stopped"
+
+    def saving(self, rank: int) -> Path:
+        """The file that exists as long as a rank saves and must not be killed."""
+        return self.folder / f"saving-{rank}"
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether any rank saves."""
+        return any(self.folder.glob("saving-*"))
+
     def error_file(self, rank: int | str) -> Path:
         """The file in which a rank reports its failure."""
         return self.folder / f"error-{rank}.json"
@@ -66,6 +81,7 @@ def work(
     size: int,
     meeting: Meeting,
     threads: int | None,
+    policy: stopping.StopPolicy,
 ) -> None:
     """The main function of a process that `launch` started.
 
@@ -76,12 +92,14 @@ def work(
         size: number of processes of the run.
         meeting: folder of the run.
         threads: number of threads for torch's CPU operations; None does not change it.
+        policy: how to answer stop signals; a second Ctrl-C is the launcher's matter.
 
     Raises:
         SystemExit: a signal asked to stop. If the entrypoint fails, the process ends here.
     """
-    stop = stopping.install()
+    stop = stopping.install(replace(policy, again_after_s=float("inf")))
     stop.is_hopeless = meeting.is_hopeless
+    stop.on_hold = partial(_mark, meeting.saving(rank))
     threading.Thread(target=_die_with_launcher, name="launcher watch", daemon=True).start()
     faulthandler.enable(all_threads=True)  # a crash in native code prints where it happened
     use_expandable_segments()
@@ -108,10 +126,25 @@ def work(
         _fail(error, stop, meeting.error_file(rank))
     stop.nothing_left_to_save()
     if stop.requested:
+        if stop.exit_code == stopping.REQUEUE:
+            meeting.stopped.write_text(stop.cause, encoding="utf-8")
         raise SystemExit(stop.exit_code)
 
 
-def work_here(entrypoint: Callable[..., None], args: tuple[Any, ...], place: Joined | None) -> None:
+def _mark(path: Path, exists: bool) -> None:
+    """Creates or removes a file that says something by its existence."""
+    if exists:
+        path.touch()
+    else:
+        path.unlink(missing_ok=True)
+
+
+def work_here(
+    entrypoint: Callable[..., None],
+    args: tuple[Any, ...],
+    place: Joined | None,
+    policy: stopping.StopPolicy | None = None,
+) -> None:
     """Runs the entrypoint in this process: the whole run, or a rank that torchrun or srun started.
 
     Args:
@@ -119,6 +152,7 @@ def work_here(entrypoint: Callable[..., None], args: tuple[Any, ...], place: Joi
         args: its arguments.
         place: this process's rank in a run that torchrun or srun started; None if it is the only
             process of the run.
+        policy: how to answer stop signals; None means StopPolicy().
 
     Raises:
         Exception: whatever the entrypoint raises while this process is in no process group. In a
@@ -126,7 +160,9 @@ def work_here(entrypoint: Callable[..., None], args: tuple[Any, ...], place: Joi
             would wait for peers that wait for this rank.
         SystemExit: a signal asked to stop.
     """
-    stop = stopping.install()
+    again_after_s = stopping.TWICE_BY_TORCHRUN_S if place and place.by == "torchrun" else 0.0
+    policy = policy or stopping.StopPolicy()
+    stop = stopping.install(replace(policy, again_after_s=again_after_s))
     use_expandable_segments()
     error_file = _error_file_of_torchrun()
     if error_file:
@@ -142,9 +178,9 @@ def work_here(entrypoint: Callable[..., None], args: tuple[Any, ...], place: Joi
         raise
     finally:
         stop.uninstall()
-    if stop.requested:
+    if stop.exit_code:
         if os.environ.get("RANK", "0") == "0":
-            print_stopped(stop.signal_name)
+            print_stopped(stop.cause, stop.exit_code)
         raise SystemExit(stop.exit_code)
 
 
@@ -267,13 +303,15 @@ def _in_a_group() -> bool:
     return bool(dist.is_initialized())
 
 
-def print_stopped(by: str) -> None:
+def print_stopped(by: str, code: int = 0) -> None:
     """Prints the one line with which a run ends that was stopped.
 
     Args:
         by: what stopped it, for example the name of a signal.
+        code: the exit code.
     """
-    print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}")
+    requeue = f"; exit code {code}: start it again to go on" if code == stopping.REQUEUE else ""
+    print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}{requeue}")
 
 
 def print_last(text: str) -> None:

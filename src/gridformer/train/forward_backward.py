@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gridformer.models import Model
 from gridformer.parallel.data.gradients import GradientSums
-from gridformer.parallel.pipeline import Executor, OnAction, timed
+from gridformer.parallel.pipeline import AtBorder, Executor, OnAction, timed
+from gridformer.train.ending import StepDropped
 from gridformer.utils.batch import Batch, MicroBatch
 
 Losses = dict[str, Tensor]
@@ -27,9 +28,12 @@ class Passes(Protocol):
 
     Attributes:
         on_action: Called with each pass and each message between stages, and their times.
+        at_border: Called in training before each micro-batch but the first, with its number; True
+            means that this micro-batch and all later ones are left out, on all ranks.
     """
 
     on_action: OnAction | None
+    at_border: AtBorder | None
 
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
@@ -40,6 +44,10 @@ class Passes(Protocol):
             work: This process's micro-batches.
             counts: How many targets each loss has in the global batch.
             scale: The loss scale.
+
+        Raises:
+            StepDropped: Micro-batches were left out. No gradient was summed over replicas, and no
+                parameter was updated.
         """
 
     def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
@@ -63,12 +71,15 @@ class WholeModel:
     def __init__(self, model: Model, sums: GradientSums) -> None:
         self.model, self.sums = model, sums
         self.on_action: OnAction | None = None
+        self.at_border: AtBorder | None = None
 
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
     ) -> Losses:
         totals = zeros(counts)
         for number, micro in enumerate(work):
+            if number and self.at_border and self.at_border(number):
+                raise StepDropped
             self.model.clock.at(micro.rows)
             with self._timed("forward", number):
                 losses = self.model.losses(micro.batch)
@@ -107,6 +118,14 @@ class Pipeline:
     def on_action(self, told: OnAction | None) -> None:
         self.executor.on_action = told
 
+    @property
+    def at_border(self) -> AtBorder | None:
+        return self.executor.at_border
+
+    @at_border.setter
+    def at_border(self, told: AtBorder | None) -> None:
+        self.executor.at_border = told
+
     def train(
         self, work: Sequence[MicroBatch], counts: Mapping[str, Tensor], scale: float = 1.0
     ) -> Losses:
@@ -117,7 +136,8 @@ class Pipeline:
             add(totals, losses)
             return weighted(losses, counts, scale)
 
-        self.executor.train(work, finish)
+        if not self.executor.train(work, finish):
+            raise StepDropped
         return totals
 
     def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:

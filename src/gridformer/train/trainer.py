@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,12 +20,16 @@ from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.same_run import check_same_run, data_start_of
 from gridformer.comm import progress
 from gridformer.data import Batches, Restarted, TokenFolder, open_batches
+from gridformer.data.samples.order import Rows
+from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import World
+from gridformer.mesh.rendezvous import store_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.compile import compile_model
 from gridformer.train.console import Reporter, title_of
+from gridformer.train.ending import Ending, StepDropped
 from gridformer.train.flops import Utilization
 from gridformer.train.heartbeat import Heartbeat, State
 from gridformer.train.loader import BatchLoader
@@ -33,8 +37,11 @@ from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
 from gridformer.train.step import ReadRows, Stepper, StepResult
 from gridformer.train.trace import StepTrace
+from gridformer.utils.batch import Batch
 from gridformer.utils.signals import install
 from gridformer.utils.units import GIB
+
+_SAVED_PER_S = 200e6  # bytes that a rank is expected to write in a second before it has written any
 
 
 class Trainer:
@@ -125,32 +132,63 @@ class Trainer:
             DivergedError: The loss or the gradient norm of a step is not finite.
         """
         train, step = self.run.train, self.plan.resume_step
-        saved = step
+        saved, told = step, False
         with ExitStack() as at_end:
             at_end.push(self._on_error)
+            self.ending = self._ending()
+            at_end.callback(self.ending.close)
+            self.stepper.passes.at_border = self.ending.at
             for opened in (self.log, self.report):
                 if opened:
                     at_end.callback(opened.close)
             self.ahead = at_end.enter_context(self._loader(self.batches, range(step, train.steps)))
             if step == 0:
-                self._write({"step": 0, "tokens": 0, **self._evaluate()})
-            while step < train.steps:
-                metrics, flagged = self._step(step)
+                with suppress(StepDropped):
+                    self._write({"step": 0, "tokens": 0, **self._evaluate()})
+            while step < train.steps and not told:
+                if self.ending.begins("step", self.stepper.micro_batches):
+                    break
+                try:
+                    metrics, told = self._step(step)
+                except StepDropped:
+                    break
+                self.ending.ended()
                 step += 1
                 last = step == train.steps
-                if not flagged and (last or _due(step, train.eval_every)):
-                    metrics |= self._evaluate() | self._peak_memory()
+                if not told and (last or _due(step, train.eval_every)):
+                    with suppress(StepDropped):  # the next border ends the run
+                        metrics |= self._evaluate() | self._peak_memory()
                 self._write(metrics)
                 self._beat("training", step, metrics["loss"])
-                if last or flagged or _due(step, train.save_every):
+                if last or _due(step, train.save_every):
                     self._save(step)
                     saved = step
-                if flagged:
-                    break
-            self._beat("stopped" if step < train.steps else "done", step)
+            if saved < step:
+                self._save(step)
+                saved = step
+            self._end(step)
             if self.report:
                 plot_loss(self.plan.out, title_of(self.run))
                 self.report.end(step, saved, stopped=step < train.steps)
+
+    def _ending(self) -> Ending:
+        """Returns what decides where this run ends if it is told to stop."""
+        place = joined()
+        store = store_of(place) if place and self.world.size > 1 else None
+        ends_at = self.stop.policy.ends_at
+        n_bytes = sum(3 * p.numel() * p.element_size() for p in self.model.parameters())
+        first_save_s = n_bytes / _SAVED_PER_S
+        return Ending(self.stop, self.world.rank, self.world.size, store, ends_at, first_save_s)
+
+    def _end(self, step: int) -> None:
+        """Says how the run has ended. Its work is saved."""
+        if step == self.run.train.steps:
+            self._beat("done", step)
+            self.stop.done()
+        else:
+            self._beat("stopped", step)
+            self.ending.adopt()
+            self.stop.saved()
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         began = time.perf_counter()
@@ -202,8 +240,17 @@ class Trainer:
         if self.report:
             self.report.say("evaluating")
         numbers = range(self.run.train.eval_batches)
+        if self.ending.begins("evaluation", len(numbers)):
+            raise StepDropped
         with self._loader(self.held_out, numbers) as ahead:
-            found = self.stepper.evaluate([partial(ahead.read, number) for number in numbers])
+
+            def read(number: int, rows: Rows) -> Batch:
+                if number:
+                    self.ending.drop_at(number)
+                return ahead.read(number, rows)
+
+            found = self.stepper.evaluate([partial(read, number) for number in numbers])
+        self.ending.ended()
         return {"val_loss": found.loss, **_parts("val_loss", found.losses)}
 
     def _peak_memory(self) -> dict[str, float]:
@@ -219,6 +266,12 @@ class Trainer:
         self._beat("saving")
         if self.report:
             self.report.say("saving")
+        began = time.monotonic()
+        with self.stop.held():
+            self._write_checkpoint(step)
+        self.ending.save_s = time.monotonic() - began
+
+    def _write_checkpoint(self, step: int) -> None:
         checkpoint.save(
             self.plan.out,
             step,

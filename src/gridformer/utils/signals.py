@@ -1,10 +1,12 @@
-"""Stop requests: SIGINT (Ctrl-C), SIGTERM and SIGHUP, as a flag that a training loop polls.
+"""Stop requests: signals such as Ctrl-C and SIGTERM, as a flag that a training loop polls.
 
-    stop = stopping.install()
+    stop = stopping.install(StopPolicy(grace_s=30.0, requeue=("SIGTERM",)))
     for step in ...:
         train(step)
         if agree_on_all_ranks(stop.requested):
-            save_checkpoint()
+            with stop.held():           # a save that has begun is not cut off
+                save_checkpoint()
+            stop.saved()
             return                      # the launcher exits with stop.exit_code
 
 A process that does not end within the grace period is ended by force, because it may be blocked in
@@ -25,25 +27,56 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-GRACE_S = 3.5  # with the time that the launcher needs to exit, the run ends within 5 s
+GRACE_S = 3.5  # of commands that do not train
+REQUEUE = 75  # the exit code of a run that was stopped from outside and saved: start it again
+MAX_HOURS = "train.max_hours"  # what stopped a run whose time was over
+# Always caught. They mean that the user stopped the run, unless a policy says otherwise.
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
+# One Ctrl-C reaches a worker of torchrun twice: from the terminal, and from torchrun.
+TWICE_BY_TORCHRUN_S = 2.0
 
 _installed: StopRequest | None = None
 # What `end_process` does before it ends the process, such as giving back a lock.
 at_end: list[Callable[[], None]] = []
 
 
-def install(grace_s: float = GRACE_S) -> StopRequest:
+@dataclass(frozen=True)
+class StopPolicy:
+    """How a process answers stop signals.
+
+    Attributes:
+        grace_s: Seconds from the first signal after which a process is ended by force, except while
+            it saves.
+        requeue: Names of the signals after which a run that has saved exits with `REQUEUE`.
+        again_after_s: A second Ctrl-C ends the process at once if it comes more than so many
+            seconds after the first. Infinity leaves that to the launcher.
+        ends_at: The time (`time.time`) at which a run must have saved and ended, or None.
+    """
+
+    grace_s: float = GRACE_S
+    requeue: tuple[str, ...] = ()
+    again_after_s: float = 0.0
+    ends_at: float | None = None
+
+    @property
+    def signals(self) -> tuple[signal.Signals, ...]:
+        """All signals that are caught."""
+        return tuple(dict.fromkeys((*SIGNALS, *(signal.Signals[name] for name in self.requeue))))
+
+
+def install(policy: StopPolicy | None = None) -> StopRequest:
     """Starts to listen for stop signals in this process; later calls return the same listener.
 
     Args:
-        grace_s: seconds from the first signal after which the process is ended by force.
+        policy: How to answer them; None means the default.
 
     Raises:
         RuntimeError: the first call is not from the main thread.
@@ -52,27 +85,34 @@ def install(grace_s: float = GRACE_S) -> StopRequest:
     if _installed is None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("stopping.install() must first be called in the main thread")
-        _installed = StopRequest(grace_s)
+        _installed = StopRequest(policy or StopPolicy())
     return _installed
 
 
 class StopRequest:
-    """Holds whether a signal asked this process to stop, and which one. `install` creates it.
+    """Holds whether this process was asked to stop, and by what. `install` creates it.
 
     `is_hopeless` may be set to a function that is called when a signal arrives. If it returns True,
-    the process ends at once, because nothing can be saved anymore.
+    the process ends at once, because nothing can be saved anymore. `on_hold` may be set to a
+    function that is told when `held` begins and ends.
     """
 
-    def __init__(self, grace_s: float) -> None:
-        self.grace_s = grace_s
+    def __init__(self, policy: StopPolicy) -> None:
+        self.policy = policy
+        self.grace_s = policy.grace_s
         self.is_hopeless: Callable[[], bool] = lambda: False
-        self._signum: int | None = None
+        self.on_hold: Callable[[bool], None] = lambda begins: None
+        self._told: list[Callable[[], None]] = []
+        self._cause = ""
+        self._outcome = ""
         self._since = 0.0
+        self._holds = 0
+        self._lock = threading.Lock()
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._old_handlers: dict[int, Any] = {}
-        for signum in SIGNALS:
+        for signum in policy.signals:
             if signum == getattr(signal, "SIGHUP", None) and (
                 signal.getsignal(signum) is signal.SIG_IGN
             ):
@@ -83,18 +123,85 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a stop signal has arrived."""
-        return self._signum is not None
+        """Whether this process was asked to stop."""
+        return bool(self._cause)
+
+    @property
+    def cause(self) -> str:
+        """The name of the signal, such as `SIGINT`, or `MAX_HOURS`; empty without a request."""
+        return self._cause
 
     @property
     def exit_code(self) -> int:
-        """The exit code that shells expect after this signal: 130, 143 or 129; 0 for no signal."""
-        return 0 if self._signum is None else 128 + self._signum
+        """The exit code of this process after the request; 0 for no request.
+
+        It is 0 if the run was done all the same, `REQUEUE` if it saved its work and wants to be
+        started again, and otherwise what shells expect after a signal: 130, 143 or 129.
+        """
+        if not self._cause or self._outcome == "done":
+            return 0
+        if self._outcome == "saved" and self.requeues:
+            return REQUEUE
+        return 1 if self._cause == MAX_HOURS else 128 + signal.Signals[self._cause]
 
     @property
-    def signal_name(self) -> str:
-        """The name of the signal, such as `SIGINT`, or an empty string without a signal."""
-        return "" if self._signum is None else signal.Signals(self._signum).name
+    def requeues(self) -> bool:
+        """Whether the run should be started again after this request."""
+        return self._cause == MAX_HOURS or self._cause in self.policy.requeue
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until this process is ended by force; infinity without a signal."""
+        if not self._since:
+            return float("inf")
+        return self._since + self.grace_s - time.monotonic()
+
+    def ask(self, cause: str) -> None:
+        """Asks this process to stop without a signal to it, and without a limit to its time.
+
+        Args:
+            cause: `MAX_HOURS`, or the name of the signal that a peer has received.
+        """
+        if not self._cause:
+            self._cause = cause
+            self._tell_of_request()
+
+    def tell(self, told: Callable[[], None]) -> None:
+        """Calls a function as soon as this process is asked to stop, in any thread."""
+        self._told.append(told)
+        if self._cause:
+            told()
+
+    def saved(self) -> None:
+        """Notes that no work of this run is lost if it ends now."""
+        self._outcome = "saved"
+
+    def done(self) -> None:
+        """Notes that the run has reached its end, whether or not it was asked to stop."""
+        self._outcome = "done"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside this block, which saves, the process is not ended when the grace period ends."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def hold(self) -> None:
+        """Begins a save that must not be cut off; `release` ends it. Any thread may call both."""
+        with self._lock:
+            self._holds += 1
+            if self._holds == 1:
+                self.on_hold(True)
+
+    def release(self) -> None:
+        """Ends what `hold` began."""
+        with self._lock:
+            self._holds -= 1
+            if self._holds == 0:
+                self.on_hold(False)
 
     def uninstall(self) -> None:
         """Restores the previous signal handlers; `requested` keeps its value."""
@@ -115,22 +222,40 @@ class StopRequest:
 
     def _listen(self) -> None:
         while True:
-            timeout = (
-                None if self._signum is None else self._since + self.grace_s - time.monotonic()
-            )
-            if timeout is not None and timeout <= 0:
-                self._give_up()
-            ready, _, _ = select.select([self._read_fd], [], [], timeout)
+            timeout = self.seconds_left
+            if timeout <= 0:
+                if not self._holds:
+                    self._give_up()
+                timeout = 0.1
+            waits = None if timeout == float("inf") else timeout
+            ready, _, _ = select.select([self._read_fd], [], [], waits)
             if not ready:
                 continue
             for signum in os.read(self._read_fd, 64):
                 if signum == 0:
                     return
-                if signum in self._old_handlers and self._signum is None:
-                    self._since = time.monotonic()
-                    self._signum = signum
-                    if self.is_hopeless():
-                        self.nothing_left_to_save()
+                if signum in self._old_handlers:
+                    self._arrived(signal.Signals(signum))
+
+    def _arrived(self, signum: signal.Signals) -> None:
+        now = time.monotonic()
+        if not self._since:
+            self._since = now
+            self._cause = self._cause or signum.name
+            self._tell_of_request()
+            if self.is_hopeless():
+                self.nothing_left_to_save()
+        elif (
+            signum == signal.SIGINT
+            and self._cause == "SIGINT"
+            and now - self._since > self.policy.again_after_s
+        ):
+            self._print("twice: ended at once, no new checkpoint")
+            end_process(128 + signal.SIGINT)
+
+    def _tell_of_request(self) -> None:
+        for told in self._told:
+            told()
 
     def _give_up(self) -> None:
         if self.grace_s:
@@ -139,8 +264,11 @@ class StopRequest:
 
     def tell_nothing_was_saved(self, why: str) -> None:
         """Prints, on rank 0 only, that the work since the last checkpoint is lost and why."""
+        self._print(f"but {why}: no new checkpoint")
+
+    def _print(self, what: str) -> None:
         if os.environ.get("RANK", "0") == "0":
-            message = f"gridformer: {self.signal_name}, but {why}: no new checkpoint\n"
+            message = f"gridformer: {self._cause}, {what}\n"
             os.write(2, message.encode())  # sys.stderr's lock may be held by the main thread
 
 

@@ -8,12 +8,13 @@ executor      runs a schedule
 timeline      measures it
 """
 
-from gridformer.parallel.pipeline.executor import Executor
+from gridformer.parallel.pipeline.executor import AtBorder, Executor
 from gridformer.parallel.pipeline.partition import stages_of
 from gridformer.parallel.pipeline.stage_params import keep_stages, mark_shared
 from gridformer.parallel.pipeline.timeline import Event, OnAction, idle_fraction, timed
 
 __all__ = [
+    "AtBorder",
     "Event",
     "Executor",
     "OnAction",

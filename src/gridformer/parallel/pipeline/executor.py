@@ -8,6 +8,9 @@ kept: the sent outputs are freed after the forward pass unless a layer saves the
 Sends start as soon as a tensor is computed, and are waited for once their reader is known to have
 read them. The next receive from each rank is posted before it is needed, so that it overlaps with
 computation.
+
+A run that is told to stop leaves out the last micro-batches of a step, the same on all ranks. Their
+messages are sent all the same, without having been computed, because their receives may be posted.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ Completed = dict[Action, set[nn.Parameter]]
 # Called by the last stage with the final hidden states of a micro-batch. In training it returns the
 # loss.
 Finish = Callable[[Tensor, Batch], Tensor | None]
+# Called in training before a micro-batch other than the first; returns whether it is left out.
+AtBorder = Callable[[int], bool]
 
 
 class Executor:
@@ -64,6 +69,7 @@ class Executor:
         assert len(model.stages) == layout.n_stages, "the model was not cut for this layout"
         self.model, self.layout, self.pp = model, layout, axes.pp
         self.sums, self.on_action = sums, on_action
+        self.at_border: AtBorder | None = None
         self.links = model.links()
         self._on_gpu = axes.device_type == "cuda"
         self.stage_io = StageIO(model, layout, axes)
@@ -80,15 +86,20 @@ class Executor:
             for stage in range(axes.pp.index, layout.n_stages, axes.pp.size)
         }
 
-    def train(self, work: Sequence[MicroBatch], finish: Finish) -> None:
+    def train(self, work: Sequence[MicroBatch], finish: Finish) -> bool:
         """Runs the forward and backward passes of a step; gradients accumulate in `.grad`.
 
         Args:
             work: The micro-batches of the step, the same on all ranks of the pipeline.
             finish: Computes the loss of a micro-batch from the final hidden states; it is called on
                 the last stage.
+
+        Returns:
+            Whether it has run all micro-batches, and `at_border` has left out none.
         """
-        _Run(self, work, finish, training=True).go()
+        run = _Run(self, work, finish, training=True)
+        run.go()
+        return run.left_out == len(work)
 
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         """Runs forward passes only; arguments as in `train`."""
@@ -173,6 +184,7 @@ class _Run:
         itinerary, complete = executor.itinerary(len(work), training)
         self.executor, self.itinerary, self.work = executor, itinerary, work
         self.finish, self.training = finish, training
+        self.left_out = len(work)  # micro-batches from this number on are left out
         self.model, self.stage_io = executor.model, executor.stage_io
         self.complete = complete
         self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], list[Any]]] = {}
@@ -193,9 +205,25 @@ class _Run:
         for message in [*self._sent]:
             self._finish_send(message)
 
+    def _leaves_out(self, micro: int) -> bool:
+        """Returns whether a micro-batch is left out, at the border before its forward pass."""
+        at_border = self.executor.at_border
+        if micro < self.left_out and self.training and micro and at_border and at_border(micro):
+            self.left_out = micro
+        return micro >= self.left_out
+
+    def _send_empty(self, action: Action, stage: int) -> None:
+        """Sends what would enter a stage, or its gradients, without having computed them."""
+        inputs = self.stage_io.entering(stage, self.work[action.micro].batch)
+        self._send(action, [x.zero_() for x in inputs.values()])
+
     def _forward(self, action: Action) -> None:
         stage, micro = action.stage, self.work[action.micro]
         entered = self._receive(action) if stage else {}
+        if self._leaves_out(action.micro):
+            if stage < len(self.model.stages) - 1:
+                self._send_empty(action, stage + 1)
+            return
         leaves: dict[str, Tensor] = {}
         if self.training:
             leaves = {name: _leaf(x) for name, x in entered.items()}
@@ -212,9 +240,13 @@ class _Run:
             self._kept[stage, action.micro] = leaves, roots
 
     def _backward(self, action: Action) -> None:
-        leaves, roots = self._kept.pop((action.stage, action.micro))
         last = action.stage == len(self.model.stages) - 1
         grads = None if last else [*self._receive(action).values()]
+        if action.micro >= self.left_out:
+            if action.stage:
+                self._send_empty(action, action.stage)
+            return
+        leaves, roots = self._kept.pop((action.stage, action.micro))
         with self.executor.timed("backward", action):
             self.model.clock.at(self.work[action.micro].rows)  # recomputed blocks read the clock
             with self._summing(action):

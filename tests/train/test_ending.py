@@ -1,0 +1,163 @@
+"""Where a run ends that is told to stop: all ranks stop at one border, and in time."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gridformer.train import ending
+from gridformer.train.ending import Ending
+from gridformer.utils.signals import MAX_HOURS, StopPolicy, StopRequest
+
+BORDERS = 7  # of a step
+
+
+class Stop:
+    """A stop request without signals."""
+
+    def __init__(self, grace_s: float = 600.0) -> None:
+        self.grace_s, self.cause = grace_s, ""
+        self.told: list[Any] = []
+
+    @property
+    def requested(self) -> bool:
+        return bool(self.cause)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.grace_s
+
+    def ask(self, cause: str) -> None:
+        self.cause = self.cause or cause
+        for told in self.told:
+            told()
+
+    def tell(self, told: Any) -> None:
+        self.told.append(told)
+
+
+def run_of(one: Ending, meet: threading.Barrier, pause: float) -> tuple[int, int]:
+    """Take steps until the run ends; return the steps done and the borders passed in the last."""
+    for step in range(10_000):
+        if one.begins("step", BORDERS):
+            return step, 0
+        for number in range(BORDERS):
+            if number and one.at(number):
+                return step, number
+            meet.wait(60.0)  # a collective: no rank passes it without the others
+            time.sleep(pause)
+        one.ended()
+    raise AssertionError("the run was not told to stop")
+
+
+@pytest.mark.parametrize("fits", [False, True])
+@pytest.mark.parametrize("told", [[1], [0, 2], [0, 1, 2]])
+def test_all_ranks_stop_at_one_border(
+    told: list[int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the rest of the step fits in the grace period, it is the border after the step."""
+    monkeypatch.setattr(ending, "_LOOK_S", 0.01)
+    monkeypatch.setattr(Ending, "_rest_s", lambda self: 0.0 if fits else float("inf"))
+    draw = random.Random(str(told))
+    for _ in range(3):
+        store, meet = dist.HashStore(), threading.Barrier(3)
+        stops: list[Any] = [Stop() for _ in range(3)]
+        endings = [Ending(stop, rank, 3, store) for rank, stop in enumerate(stops)]
+        found: dict[int, tuple[int, int]] = {}
+        pauses = [draw.uniform(0, 0.003) for _ in range(3)]
+
+        def work(rank: int, endings: Any, meet: Any, pauses: Any, found: Any) -> None:
+            found[rank] = run_of(endings[rank], meet, pauses[rank])
+            endings[rank].adopt()
+
+        threads = [
+            threading.Thread(target=work, args=(rank, endings, meet, pauses, found))
+            for rank in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(draw.uniform(0.02, 0.1))
+        for rank in told:
+            stops[rank].ask("SIGUSR1")
+        for thread in threads:
+            thread.join(60.0)
+        for one in endings:
+            one.close()
+        assert len(found) == 3, "a rank waits for ever"
+        assert len({*found.values()}) == 1, found
+        assert [stop.cause for stop in stops] == ["SIGUSR1"] * 3
+        if fits:
+            assert found[0][1] == 0, "the step was not finished"
+
+
+def test_a_rank_that_makes_no_promise_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 is dead. Rank 0 goes on, and would find its connection broken."""
+    monkeypatch.setattr(ending, "_WAIT_S", 0.2)
+    stop: Any = Stop()
+    one = Ending(stop, 0, 2, dist.HashStore())
+    stop.ask("SIGTERM")
+    assert not one.begins("step", BORDERS)
+    assert not any(one.at(number) for number in range(1, BORDERS))
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("left_s", "after"),
+    [(600.0, 0), (30.0, 3)],  # the step takes 100 s, of which 50 s are over at border 3
+)
+def test_a_step_is_finished_if_it_fits(
+    left_s: float, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
+    stop: Any = Stop(left_s)
+    one = Ending(stop, 0, 1, None)
+    for step in range(2):
+        assert not one.begins("step", BORDERS)
+        for number in range(1, BORDERS):
+            now[0] += 100.0 / (BORDERS - 1)
+            if step and number == 3:
+                stop.ask("SIGTERM")
+            if one.at(number):
+                assert number == after
+                return
+        one.ended()
+    assert after == 0
+    assert one.begins("step", BORDERS)
+
+
+def test_time_is_left_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 100 s end before 1,000 s are over, with 20 s for the save, and at least one does."""
+    now = [0.0]
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ending.time, "time", lambda: now[0])
+    for ends_at, least, most in ((1000.0, 700.0, 970.0), (1.0, 100.0, 100.0)):
+        now[0] = 0.0
+        stop: Any = Stop()
+        one = Ending(stop, 0, 1, None, ends_at, save_s=20.0)
+        while not one.begins("step", 1):
+            now[0] += 100.0
+            one.ended()
+        assert least <= now[0] <= most
+        assert stop.cause == MAX_HOURS
+
+
+def test_exit_codes() -> None:
+    def code(cause: str, outcome: str, requeue: tuple[str, ...] = ("SIGTERM", "SIGUSR1")) -> int:
+        stop = StopRequest.__new__(StopRequest)  # without handlers of signals
+        stop.policy, stop._cause, stop._outcome = StopPolicy(requeue=requeue), cause, outcome
+        return stop.exit_code
+
+    assert code("", "done") == 0
+    assert code("SIGTERM", "done") == 0
+    assert [code(name, "saved") for name in ("SIGTERM", "SIGUSR1", MAX_HOURS)] == [75] * 3
+    assert code("SIGINT", "saved") == 130
+    assert code("SIGTERM", "saved", ()) == 143
+    assert code("SIGTERM", "") == 143
