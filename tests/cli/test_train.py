@@ -125,7 +125,7 @@ def not_stopped(run_file: Path) -> list[float]:
     ("signum", "to_group", "code"),
     full_unless(
         lambda case: case[0] == signal.SIGINT,
-        [(signal.SIGTERM, False, 143), (signal.SIGINT, True, 130)],
+        [(signal.SIGTERM, False, 75), (signal.SIGINT, True, 130)],
         unpack=True,
     ),
     ids=["SIGTERM-to-the-command", "Ctrl-C"],

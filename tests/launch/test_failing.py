@@ -11,7 +11,6 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from gridformer.launch import worker_process as working
 from gridformer.launch.failures import Failure
 from gridformer.mesh.process_group import abandon_world
-from gridformer.utils.signals import StopRequest
+from gridformer.utils.signals import StopPolicy, StopRequest
 from tests.support.launch.programs import TORCHRUN, Start, assert_gone, finish, wait_for
 
 FAILING = "training:one_fails_in_training"
@@ -111,14 +110,9 @@ def test_a_rank_told_to_stop_leaves_the_report_to_the_peer_that_failed(
     meeting = working.Meeting(tmp_path)
     if a_peer_has_failed:
         meeting.failed.touch()
-    stop = Mock(
-        spec=StopRequest,
-        requested=True,
-        exit_code=143,
-        is_hopeless=meeting.is_hopeless,
-        cause="SIGTERM",
-    )
-    stop.tell_nothing_was_saved = lambda why: StopRequest.tell_nothing_was_saved(stop, why)
+    stop = StopRequest.__new__(StopRequest)  # without handlers of signals
+    stop.policy, stop._cause, stop._outcome = StopPolicy(), "SIGTERM", ""
+    stop.is_hopeless = meeting.is_hopeless
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(working.stopping, "end_process", sys.exit)
     with pytest.raises(SystemExit) as ended:

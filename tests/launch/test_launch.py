@@ -105,19 +105,36 @@ def test_a_signal_saves_and_stops(
     assert_gone(pids)
 
 
-def test_a_step_longer_than_the_grace_is_cut(start: Start, tmp_path: Path) -> None:
-    process = start("one_long_step", 2)
+@pytest.mark.parametrize("twice", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_step_longer_than_the_grace_is_cut(start: Start, tmp_path: Path, twice: bool) -> None:
+    """The second Ctrl-C of an impatient user cuts it at once, without a traceback."""
+    process = start("one_step_that_no_grace_ends" if twice else "one_long_step", 2)
     pids = wait_for(tmp_path, ["pid0", "pid1"], process)
     os.killpg(process.pid, signal.SIGINT)
-    time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)  # an impatient user must not cause a traceback
+    if twice:
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
     assert_gone(pids)
     code, _, err = finish(process)
     assert code == 130
     assert "no new checkpoint" in err
     # the line may also name a rank
-    assert "stopped by Ctrl-C (SIGINT)" in err.rstrip().splitlines()[-1]
+    last = err.rstrip().splitlines()[-1]
+    assert "stopped by Ctrl-C (SIGINT)" in last
+    assert ("twice" in last) == twice
     assert "Traceback" not in err
+
+
+def test_a_save_is_not_cut_when_the_grace_ends(start: Start, tmp_path: Path) -> None:
+    """The save ends only when the grace is over; then the run asks to be started again."""
+    process = start("one_long_save", 2)
+    pids = wait_for(tmp_path, ["pid0", "pid1"], process)
+    os.kill(process.pid, signal.SIGUSR1)
+    code, _, err = finish(process)
+    assert code == 75
+    assert err == "gridformer: stopped by SIGUSR1; exit code 75: start it again to go on\n"
+    assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
+    assert_gone(pids)
 
 
 def test_workers_end_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:

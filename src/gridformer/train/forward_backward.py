@@ -136,7 +136,8 @@ class Pipeline:
             add(totals, losses)
             return weighted(losses, counts, scale)
 
-        if not self.executor.train(work, finish):
+        self.executor.train(work, finish)
+        if self.executor.dropped:
             raise StepDropped
         return totals
 

@@ -258,7 +258,7 @@ class StopRequest:
             told()
 
     def _give_up(self) -> None:
-        if self.grace_s:
+        if self.grace_s and not self._outcome:
             self.tell_nothing_was_saved(f"the step did not end within {self.grace_s:g} s")
         end_process(self.exit_code)
 

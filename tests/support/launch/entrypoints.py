@@ -62,6 +62,27 @@ def one_long_step(folder: Path, n: int) -> None:
     dist.barrier()
 
 
+def one_step_that_no_grace_ends(folder: Path, n: int) -> None:
+    """The same, with a grace period as long as the step; see main.py."""
+    one_long_step(folder, n)
+
+
+def one_long_save(folder: Path, n: int) -> None:
+    """Be told to stop in a save that takes longer than the grace period of 0.5 s."""
+    stop = stopping.install()
+    init_world("cpu", n, 600.0)
+    with stop.held():
+        note(folder, "pid", str(os.getpid()))
+        while not stop.requested:
+            time.sleep(0.01)
+        while stop.seconds_left > -2.0:  # longer than the launcher's patience, too
+            time.sleep(0.01)
+        note(folder, "saved")
+        dist.barrier()
+    stop.saved()
+    close_world()
+
+
 def one_raises(folder: Path, n: int) -> None:
     """One rank raises; of the others, one is in a collective and one notices nothing."""
     init_world("cpu", n, 600.0)

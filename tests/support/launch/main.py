@@ -13,7 +13,13 @@ from gridformer.mesh.launch_env import joined
 from gridformer.utils import forkserver
 from gridformer.utils.errors import UserError
 from gridformer.utils.forkserver import warm_up
+from gridformer.utils.signals import StopPolicy
 from tests.support.launch.named import run_named
+
+POLICIES = {
+    "one_long_save": StopPolicy(0.5, ("SIGUSR1",)),
+    "one_step_that_no_grace_ends": StopPolicy(600.0),
+}
 
 forkserver.PRELOAD.remove("torch._dynamo")  # its import takes seconds, and nothing is trained here
 
@@ -25,7 +31,7 @@ def main() -> None:
     if n > 1 and not joined():
         warm_up(module)
     try:
-        launch(run_named, (module, name, folder, n), n)
+        launch(run_named, (module, name, folder, n), n, POLICIES.get(name))
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

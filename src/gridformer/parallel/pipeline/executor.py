@@ -56,6 +56,10 @@ class Executor:
         sums: Sums gradients over replicas, starting in the last backward pass of each stage.
         on_action: Called with an `Event` after each action. It makes every action synchronize the
             GPU, so that times are those of the work.
+
+    Attributes:
+        at_border: See AtBorder; None leaves out nothing.
+        dropped: Whether the last training step left out micro-batches.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Executor:
         self.model, self.layout, self.pp = model, layout, axes.pp
         self.sums, self.on_action = sums, on_action
         self.at_border: AtBorder | None = None
+        self.dropped = False
         self.links = model.links()
         self._on_gpu = axes.device_type == "cuda"
         self.stage_io = StageIO(model, layout, axes)
@@ -86,20 +91,17 @@ class Executor:
             for stage in range(axes.pp.index, layout.n_stages, axes.pp.size)
         }
 
-    def train(self, work: Sequence[MicroBatch], finish: Finish) -> bool:
+    def train(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         """Runs the forward and backward passes of a step; gradients accumulate in `.grad`.
 
         Args:
             work: The micro-batches of the step, the same on all ranks of the pipeline.
             finish: Computes the loss of a micro-batch from the final hidden states; it is called on
                 the last stage.
-
-        Returns:
-            Whether it has run all micro-batches, and `at_border` has left out none.
         """
         run = _Run(self, work, finish, training=True)
         run.go()
-        return run.left_out == len(work)
+        self.dropped = run.left_out < len(work)
 
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         """Runs forward passes only; arguments as in `train`."""
