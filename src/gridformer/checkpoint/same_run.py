@@ -48,8 +48,7 @@ def check_same_run(
             "begin with these weights"
         )
     there, here = manifest.run, run.model_dump(mode="json")
-    keys = [("model", key) for key in here["model"] if key not in _MAY_CHANGE]
-    differences = _differences(there, here, [*keys, ("train", "seed")])
+    differences = other_model(manifest, run)
     # Older checkpoints do not have the key, because their runs began with random weights.
     begun, wanted_from = there["train"].get("init_from"), here["train"]["init_from"]
     if begun != wanted_from:
@@ -66,6 +65,13 @@ def check_same_run(
             f"{folder} belongs to another run ({'; '.join(differences + of_data)}): use another "
             "--out for this run"
         )
+
+
+def other_model(manifest: Manifest, run: RunConfig) -> list[str]:
+    """Returns the settings by which a run has another model than a checkpoint."""
+    here = run.model_dump(mode="json")
+    keys = [("model", key) for key in here["model"] if key not in _MAY_CHANGE]
+    return _differences(manifest.run, here, [*keys, ("train", "seed")])
 
 
 def data_start_of(manifest: Manifest, run: RunConfig, data: Fingerprint | None = None) -> int:

@@ -25,6 +25,7 @@ from gridformer.cli.plan import plan
 from gridformer.cli.predict import predict
 from gridformer.cli.prepare import prepare
 from gridformer.cli.train import train
+from gridformer.cli.verify import verify
 from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.threads import let_threads_sleep
 
@@ -60,6 +61,7 @@ app.command()(plan)
 app.command()(calibrate)
 app.command()(doctor)
 app.command()(health)
+app.command()(verify)
 
 
 for command in app.registered_commands:

@@ -1,0 +1,48 @@
+"""`gridformer verify`: whether a run directory is intact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def verify(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUNDIR", help="A run directory, or one of its checkpoints.")
+    ],
+    finite: Annotated[
+        bool,
+        typer.Option("--finite", help="Check besides that all numbers in checkpoints are finite."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check every file of a run directory; exit with 0 if all is well and with 1 if not.
+
+    It verifies the manifests, files and checksums of all checkpoints, and that the
+    config, metrics, tokenizer and data belong to them. It changes nothing, and works
+    while a run trains.
+
+    [bold]Example:[/bold]
+
+    gridformer verify runs/demo
+    """
+    import json
+    from dataclasses import asdict
+
+    from gridformer.cli.waiting import waiting
+    from gridformer.launch.verify_run import verify_run
+
+    with waiting() as tell:
+        findings = verify_run(run_dir, finite, lambda doing: tell("", doing))
+    ok = all(finding.ok for finding in findings)
+    if as_json:
+        found = [asdict(finding) for finding in findings]
+        typer.echo(json.dumps({"run_dir": str(run_dir), "ok": ok, "findings": found}, indent=2))
+    else:
+        width = max(len(finding.what) for finding in findings)
+        for finding in findings:
+            typer.echo(f"{finding.what:{width}}  {'ok ' if finding.ok else 'BAD'}  {finding.note}")
+    if not ok:
+        raise typer.Exit(1)

@@ -1,0 +1,248 @@
+"""`gridformer verify`: whether everything in a run directory is what a run wrote there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from gridformer.checkpoint import find
+from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify
+from gridformer.checkpoint.same_run import other_model
+from gridformer.config import RunConfig
+from gridformer.data import TokenFolder, Tokenizer
+from gridformer.data.fingerprint import fingerprint
+from gridformer.launch.run_lock import LOCK, holder_of, is_held
+from gridformer.train.metrics import METRICS
+from gridformer.utils.errors import CheckpointError, DataError, UserError
+from gridformer.utils.units import format_bytes
+
+CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
+# What killed runs leave, which the next run removes or replaces.
+_LEFTOVERS = (".writing-*", ".deleting-*", ".lock-*", "*.tmp")
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one thing in a run directory.
+
+    Attributes:
+        what: The thing, such as `step-00000100`.
+        ok: Whether it is as it should be.
+        note: A phrase about it, or a sentence with a remedy.
+    """
+
+    what: str
+    ok: bool
+    note: str
+
+
+def verify_run(
+    run_dir: Path, finite: bool = False, tell: Tell = lambda doing: None
+) -> list[Finding]:
+    """Checks a run directory as a whole, or one checkpoint. Nothing in it is changed.
+
+    Args:
+        run_dir: A run directory, or one of its checkpoints.
+        finite: Whether to check besides that all tensors are finite.
+        tell: Receives progress messages.
+
+    Raises:
+        UserError: It is neither of both.
+    """
+    if (run_dir / MANIFEST).is_file():
+        return [_checkpoint(run_dir, finite)[0]]
+    parts = (CONFIG, METRICS, "checkpoints")
+    if not any((run_dir / name).exists() for name in parts):
+        raise UserError(
+            f"{run_dir} is not a run directory, because it has no {', '.join(parts[:-1])} or "
+            f"{parts[-1]}: name one that `gridformer train` wrote, such as runs/demo"
+        )
+    held = is_held(run_dir)
+    findings = [*_lock(run_dir, held), (configured := _config(run_dir))[0]]
+    manifests: list[Manifest] = []
+    folders = find.complete(run_dir)
+    for number, folder in enumerate(folders, start=1):
+        tell(f"verifying checkpoint {number} of {len(folders)}, {_size(folder)}")
+        found, manifest = _checkpoint(folder, finite)
+        if held and not folder.exists():
+            continue  # the run has removed it meanwhile, because it keeps only some
+        if manifest is not None:
+            manifests.append(manifest)
+        findings.append(found)
+    if not folders:
+        findings.append(Finding("checkpoints", True, "there are none"))
+    run, last = configured[1], manifests[-1] if manifests else None
+    if run and last:
+        findings += _agree(run, last)
+    findings += [*_metrics(run_dir, last, held), *_tokenizer(run_dir, last)]
+    findings += [*_data(run, last), *_others(run_dir, held)]
+    return findings
+
+
+def _lock(run_dir: Path, held: bool) -> Iterator[Finding]:
+    if not (run_dir / LOCK).exists():
+        return
+    holder = holder_of(run_dir)
+    if held:
+        yield Finding(LOCK, True, f"in use by {holder}")
+    else:
+        yield Finding(LOCK, True, f"left by {holder or 'a run'}; the next run replaces it")
+
+
+def _config(run_dir: Path) -> tuple[Finding, RunConfig | None]:
+    path = run_dir / CONFIG
+    try:
+        run = RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return Finding(CONFIG, False, f"{path} is missing: the next run writes it"), None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        why = " ".join(f"{where}: {first['msg']}".split())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+    else:
+        return Finding(CONFIG, True, "readable"), run
+    return Finding(CONFIG, False, f"{path} is damaged ({why}): the next run writes it anew"), None
+
+
+def _checkpoint(folder: Path, finite: bool) -> tuple[Finding, Manifest | None]:
+    try:
+        manifest = verify(folder)
+        if finite:
+            _check_finite(folder, manifest)
+    except (CheckpointError, OSError) as error:
+        return Finding(folder.name, False, str(error)), None
+    numbers = ", all finite" * finite
+    n_files = len(manifest.files)
+    note = f"{n_files} file{'s' * (n_files > 1)}, {_size(folder)}{numbers}"
+    return Finding(folder.name, True, note), manifest
+
+
+def _check_finite(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError that names the first tensor with a NaN or an infinity."""
+    import torch
+    from safetensors import safe_open
+
+    for name in sorted(manifest.files):
+        with safe_open(folder / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dictionary
+                tensor = file.get_tensor(key)
+                if not bool(torch.isfinite(tensor).all()):
+                    raise CheckpointError(
+                        f"{folder / name}: '{key}' has values that are not finite: resume from a "
+                        "checkpoint before it, with a lower train.lr"
+                    )
+
+
+def _agree(run: RunConfig, last: Manifest) -> Iterator[Finding]:
+    different = other_model(last, run)
+    if different:
+        told = "; ".join(different)
+        yield Finding(
+            CONFIG, False, f"it belongs to another run than step {last.step} does ({told})"
+        )
+
+
+def _metrics(run_dir: Path, last: Manifest | None, held: bool) -> Iterator[Finding]:
+    path = run_dir / METRICS
+    if last is not None and last.weights_only:
+        return
+    if not path.is_file():
+        if last is not None:
+            yield Finding(METRICS, False, f"{path} is missing: losses so far are lost")
+        return
+    steps: list[int] = []
+    lines = path.read_bytes().split(b"\n")
+    torn = lines.pop() != b""
+    for number, line in enumerate(lines, start=1):
+        try:
+            steps.append(int(json.loads(line)["step"]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            yield Finding(METRICS, False, f"line {number} cannot be read: remove that line")
+            return
+    for before, after in pairwise(steps):
+        if after != before + 1:
+            yield Finding(METRICS, False, f"after step {before} comes step {after}")
+            return
+    end = steps[-1] if steps else 0
+    if last is not None and end < last.step:
+        yield Finding(
+            METRICS, False, f"it ends at step {end}, but a checkpoint is of step {last.step}"
+        )
+        return
+    if last is not None and steps and steps[0] > 1:
+        yield Finding(METRICS, False, f"it begins at step {steps[0]}")
+        return
+    note = f"{len(lines)} lines, up to step {end}"
+    if torn and not held:
+        note += "; a killed run left half a line, which the next run removes"
+    yield Finding(METRICS, True, note)
+
+
+def _tokenizer(run_dir: Path, last: Manifest | None) -> Iterator[Finding]:
+    path = run_dir / TOKENIZER
+    if not path.is_file():
+        if last is not None and not last.weights_only:
+            yield Finding(TOKENIZER, False, f"{path} is missing: copy that of data.path there")
+        return
+    try:
+        found = Tokenizer.load(path)
+    except DataError as error:
+        yield Finding(TOKENIZER, False, str(error))
+        return
+    ours = last if last is not None and not last.weights_only else None
+    if ours and found.vocab_size > ours.model.vocab_size:
+        yield Finding(
+            TOKENIZER,
+            False,
+            f"it has {found.vocab_size} words, but the model only {ours.model.vocab_size}: it is "
+            "another one, so copy that of data.path there",
+        )
+    else:
+        yield Finding(TOKENIZER, True, f"{found.vocab_size} words")
+
+
+def _data(run: RunConfig | None, last: Manifest | None) -> Iterator[Finding]:
+    """Compares the data with that of the last checkpoint, if both are there."""
+    if run is None or last is None or last.data is None or not run.data.path.exists():
+        return
+    try:
+        changed = fingerprint(TokenFolder.open(run.data.path)).differences(last.data)
+    except (DataError, OSError) as error:
+        yield Finding("data", False, str(error))
+        return
+    if changed:
+        told = ", ".join(changed)
+        yield Finding("data", False, f"{run.data.path} has changed since the checkpoint ({told})")
+    else:
+        yield Finding("data", True, f"{run.data.path} is that of the checkpoint")
+
+
+def _others(run_dir: Path, held: bool) -> Iterator[Finding]:
+    """Names what is left of killed runs, and what no run has written."""
+    checkpoints = run_dir / "checkpoints"
+    known = {folder.name for folder in find.complete(run_dir)}
+    left = {path for at in (run_dir, checkpoints) for name in _LEFTOVERS for path in at.glob(name)}
+    if left and not held:
+        names = ", ".join(sorted(path.name for path in left))
+        yield Finding("leftovers", True, f"{names}: the next run removes them")
+    for path in sorted(checkpoints.glob("*")):
+        if path in left or path.name in known:
+            continue
+        if path.name.startswith("damaged-"):
+            note = "left aside by train.fallback; remove it when you have seen to it"
+            yield Finding(path.name, True, note)
+        else:
+            yield Finding(path.name, False, f"{path} is no checkpoint's folder: move it away")
+
+
+def _size(folder: Path) -> str:
+    return format_bytes(sum(path.stat().st_size for path in folder.glob("*") if path.is_file()))
