@@ -111,6 +111,11 @@ def swapped_manifests(out: Path) -> None:
     b.write_bytes(content)
 
 
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def directory_as_manifest(out: Path) -> None:
     (newest(out) / MANIFEST).unlink()
     (newest(out) / MANIFEST).mkdir()
@@ -143,6 +148,9 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "swapped manifests": (swapped_manifests, "holds step 2, which its name does not say"),
     "a removed manifest": (lambda out: (newest(out) / MANIFEST).unlink(), "is missing"),
     "a directory as manifest": (directory_as_manifest, "Is a directory"),
+    "a pipe as manifest": (lambda out: piped(newest(out) / MANIFEST), "it is a pipe, not a file"),
+    "a pipe": (lambda out: piped(shard(out)), "shard-00001.safetensors is missing"),
+    "a key twice": (manifest_is(b'{"step": 4, "step": 5}'), "the key 'step' occurs twice"),
     "a truncated manifest": (
         lambda out: os.truncate(newest(out) / MANIFEST, 200),
         "is damaged or not a gridformer checkpoint's",
@@ -154,7 +162,7 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty manifest": (manifest_is(b""), "is damaged"),
     "a list": (manifest_is(b"[]"), "is damaged"),
     "binary": (manifest_is(b"\xff\x00\xfe" * 9), "is damaged"),
-    "nested": (manifest_is(b"[" * 100_000), "nested too deeply"),
+    "nested": (manifest_is(b"[" * 100_000), "nested too deep"),
     "an edited step": (edit(set_to(999, "step"), checked=True), "its checksum is wrong"),
     "step 999 of an older version": (
         edit(set_to(999, "step")),

@@ -22,6 +22,7 @@ from gridformer.config import Config, ModelConfig, RunConfig
 from gridformer.config.renamed import with_new_names
 from gridformer.data.fingerprint import Fingerprint
 from gridformer.utils.errors import CheckpointError
+from gridformer.utils.files import UnreadableError, parse_json, read_bytes
 
 MANIFEST = "checkpoint.json"
 # The folder in a run directory for files of the imported model: its config, tokenizer, generation.
@@ -30,6 +31,7 @@ KEPT = "hugging_face"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 # How the file ends: with the checksum of what comes before. Older versions wrote none.
 _CHECKSUM = re.compile(rb',"checksum":(\d{1,10})\}\s*$')
+_LARGEST_BYTES = 4 << 30  # the index of very many ranks is large
 _LARGEST_SCALE = 2.0**24  # of gridformer.train.loss_scale
 
 
@@ -85,30 +87,30 @@ def read_manifest(folder: Path) -> Manifest:
             itself or the name of its folder. The message names it.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir():
+            raise CheckpointError(f"{path} is missing: {remedy(folder)}")
+        raise CheckpointError(
+            f"{folder} is not a gridformer checkpoint, because it has no {MANIFEST}: name a run "
+            "directory or a folder in its checkpoints"
+        )
     try:
-        raw = path.read_bytes()
-        found = json.loads(_with_right_checksum(raw, path).decode("utf-8"))
+        raw = read_bytes(path, _LARGEST_BYTES)
+        found = parse_json(_with_right_checksum(raw, path))
         if isinstance(found, dict) and "checksum" in found:  # not where it was written
             raise _edited(path, "its checksum is wrong")
         if isinstance(found, dict) and isinstance(found.get("run"), dict):
             found["run"] = with_new_names(found["run"])
         manifest = Manifest.model_validate(found)
         RunConfig.model_validate(manifest.run)
-    except FileNotFoundError:
-        if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir():
-            raise CheckpointError(f"{path} is missing: {remedy(folder)}") from None
-        raise CheckpointError(
-            f"{folder} is not a gridformer checkpoint, because it has no {MANIFEST}: name a run "
-            "directory or a folder in its checkpoints"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (UnreadableError, ValueError) as error:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             why = f"{where}: {first['msg']}" if where else first["msg"]
             why = " ".join(why.split())
         else:
-            why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            why = error.reason if isinstance(error, UnreadableError) else str(error)
         raise CheckpointError(
             f"{path} is damaged or not a gridformer checkpoint's ({why}): {remedy(folder)}"
         ) from None

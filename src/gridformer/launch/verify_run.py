@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify
 from gridformer.checkpoint.same_run import other_model
 from gridformer.config import RunConfig
+from gridformer.config.yaml_text import parse_yaml
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.fingerprint import fingerprint
 from gridformer.launch.run_lock import LOCK, holder_of, is_held
 from gridformer.train.metrics import METRICS
 from gridformer.utils.errors import CheckpointError, DataError, UserError
+from gridformer.utils.files import read_text
 from gridformer.utils.units import format_bytes
 
 CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
@@ -98,15 +99,15 @@ def _lock(run_dir: Path, held: bool) -> Iterator[Finding]:
 
 def _config(run_dir: Path) -> tuple[Finding, RunConfig | None]:
     path = run_dir / CONFIG
-    try:
-        run = RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    if not path.exists():
         return Finding(CONFIG, False, f"{path} is missing: the next run writes it"), None
+    try:
+        run = RunConfig.model_validate(parse_yaml(read_text(path)))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         why = " ".join(f"{where}: {first['msg']}".split())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (UserError, ValueError) as error:
         why = " ".join(str(error).split())
     else:
         return Finding(CONFIG, True, "readable"), run
