@@ -59,6 +59,9 @@ class _TorchsFakes(FakeTensorMode):
 
 def complete(run: Any, rank: int) -> MemoryBreakdown:
     """Estimate a rank from the complete step, on torch's own fake tensors."""
+    # What they load of it in the middle of an operation would keep tensors of it alive.
+    import torch._dynamo  # noqa: F401
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_fake, "fast_fakes", _TorchsFakes)
         return estimate_rank(run, rank, once=False)

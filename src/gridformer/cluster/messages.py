@@ -7,6 +7,7 @@ slowest level needs for its share, plus the latency of its hops.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -63,9 +64,12 @@ def like_messages(cluster: Cluster, members: Sequence[int], groups: Iterable[Seq
     if below == 0:
         return 1  # inside a node devices have links of their own, see Level.shared_by
     size = cluster.levels[below - 1].size
-    units = {place // size for place in members}
-    crossing = [g for g in groups if len({place // size for place in g}) > 1]
-    return max([1, *(sum(any(p // size == unit for p in g) for g in crossing) for unit in units)])
+    crossing: Counter[int] = Counter()  # how many groups that cross have members in each unit
+    for group in groups:
+        units = {place // size for place in group}
+        if len(units) > 1:
+            crossing.update(units)
+    return max([1, *(crossing[place // size] for place in members)])
 
 
 def message_s(cluster: Cluster, work: MessageWork) -> float:

@@ -1,9 +1,10 @@
 """Repeats the passes of a pipeline in the log of memory, without running them again.
 
 All micro-batches of a step do the same in a stage, except that the first one keeps the gradients
-that it makes, where the others free them when they are added, and that sums over replicas begin in
-the last one, in hooks of parameters. So the first one runs, and its log is played again for the
-others. Messages between stages are real for all.
+that it makes, where the others free them when they are added, and the copies of weights in the type
+of the computation, and that sums over replicas begin in the last one, in hooks of parameters. So
+the first one runs, and its log is played again for the others. Messages between stages are real for
+all.
 
 If the first one also allocates what stays, such as workspaces, the second one is the model of the
 others. The last one runs as well if more than the hooks of parameters makes it differ.
@@ -21,9 +22,18 @@ from unittest.mock import patch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gridformer.memory.tape import NotRepeatableError, Numbers, Player, Shape, Step, steps_of
+from gridformer.memory.tape import (
+    NotRepeatableError,
+    Numbers,
+    Player,
+    Shape,
+    Step,
+    steps_of,
+    without_entries,
+)
 from gridformer.memory.tracker import Change, Entry, MemoryTracker
 from gridformer.models import Activations
+from gridformer.models.blocks.cast import CastCopy
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.pipeline.executor import Finish
 from gridformer.parallel.pipeline.schedules import Action
@@ -46,6 +56,7 @@ class _Recorded:
         backward: The log of the backward pass, once it has run.
         grads: The gradients of what entered, by number.
         grads_of: Their numbers, by name.
+        copies: The numbers of what is made in order to copy weights that other micro-batches find.
     """
 
     entering: list[str]
@@ -57,6 +68,7 @@ class _Recorded:
     backward: list[Step] | None = None
     grads: dict[int, Shape] = field(default_factory=dict)
     grads_of: dict[str, int] = field(default_factory=dict)
+    copies: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -92,6 +104,7 @@ class _Passes:
         self._parameters = [*executor.model.parameters()]
         self._recorded: dict[int, _Recorded] = {}
         self._recording = False
+        self._made: list[tuple[int, int]] = []
         self._arriving: Entry | None = None
         self._model: dict[int, int] = {}
         self._last: dict[int, int] = {}
@@ -155,8 +168,28 @@ class _Passes:
         out += [root for root in roots if isinstance(root, Tensor)]
         found = _Recorded(names, left, numbers, steps, {}, [])
         found.numbers_of = self._shapes(out, found.made, numbers, len(given))
+        if self.by_first:  # the copies of weights that it makes are there for the others
+            made = [change for a, b in self._made for change in self.tracker.changes[a:b]]
+            entries = [one.entry for one in made if one.what == "begin" and one.entry is not None]
+            found.copies = {n for entry in entries if (n := numbers[entry]) is not None}
+            found.forward = without_entries(steps, found.copies)
         self._recorded[action.stage] = found
         return leaving, roots
+
+    @contextmanager
+    def watching_copies(self) -> Iterator[None]:
+        """Notes which part of the log makes copies of weights that stay."""
+        real, changes = CastCopy.of, self.tracker.changes
+
+        def of(copy: CastCopy, parameter: Tensor) -> Tensor:
+            before, begin = copy.value, len(changes)
+            found = real(copy, parameter)
+            if before is None and copy.value is not None:
+                self._made.append((begin, len(changes)))
+            return found
+
+        with patch.object(CastCopy, "of", of):
+            yield
 
     def backward(
         self,
@@ -204,10 +237,14 @@ class _Passes:
         """Checks that a stage has freed all that it has made and not handed out."""
         assert recorded.backward is not None
         steps = (*recorded.forward, *recorded.backward)
+        freed = {step.number for step in recorded.backward if step.what == "end"}
         ended = {step.number for step in steps if step.what in ("end", "accumulated")}
         for number, entry in enumerate(recorded.numbers.entries):
             handed_out = number in recorded.made or number in recorded.grads
-            if number not in ended and not handed_out and entry is not None and entry.n_bytes:
+            if number in recorded.copies:
+                if number in freed:
+                    raise NotRepeatableError(f"{entry} does not stay")
+            elif number not in ended and not handed_out and entry is not None and entry.n_bytes:
                 raise NotRepeatableError(f"{entry} stays")
 
     # ------------------------------------------------------------------ playing
@@ -282,5 +319,5 @@ def passes_once(
         return
     passes = _Passes(executor, tracker, n_micro, by_first, last_runs)
     replaced = patch.multiple(executor, forward=passes.forward, backward=passes.backward)
-    with replaced, passes.watching_gradients():
+    with replaced, passes.watching_gradients(), passes.watching_copies():
         yield

@@ -6,7 +6,7 @@ made before, or was handed in, and what it makes and does not free it hands out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
     Attributes:
         what: `begin`, `end`, `kind`, `at` or `accumulated`, see `Change`; `tick` for a storage
-            without bytes that other code owns.
+            without bytes that other code owns, and `skip` for a number without a storage.
         number: The number of the storage.
         n_bytes: Its size.
         text: The kind or the place.
@@ -135,6 +135,17 @@ def steps_of(changes: Sequence[Change], numbers: Numbers) -> list[Step]:
     return found
 
 
+def without_entries(steps: Sequence[Step], numbers: Collection[int]) -> list[Step]:
+    """Returns steps without what they do to some of the storages, whose numbers remain."""
+    found = []
+    for step in steps:
+        if step.what not in ("begin", "end", "kind") or step.number not in numbers:
+            found.append(step)
+        elif step.what == "begin":
+            found.append(Step("skip", step.number))
+    return found
+
+
 class Player:
     """Plays parts of the log again.
 
@@ -162,7 +173,6 @@ class Player:
             shapes: The storages for which tensors are made, because they are handed out. They are
                 put into `held`.
             complete: Called with the number of each parameter whose gradient is complete.
-            complete: Called with the number of each parameter whose gradient is complete.
 
         Raises:
             NotRepeatableError: A tensor that the log frees here is held by other code.
@@ -179,6 +189,8 @@ class Player:
                 else:
                     entry = tracker.begin(n_bytes, text, flag)
                 self._entries.append(entry)
+            elif what == "skip":
+                self._entries.append(None)
             elif what == "at":
                 tracker.at(text)
             elif what == "tick":

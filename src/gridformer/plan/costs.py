@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,13 +130,13 @@ class Costs:
         """Returns groups like this one that lie differently, and `MessageWork.sharers` of each."""
         if ranks not in self._groups:
             like = self.like_groups(ranks)
-            different: dict[Any, tuple[int, ...]] = {}
-            for group in like:
-                lies = tuple(
-                    tuple(place // level.size - group[0] // level.size for place in group)
-                    for level in self.cluster.levels
-                )
-                different.setdefault(lies, tuple(group))
+            places = np.array(like)
+            sizes = [level.size for level in self.cluster.levels]
+            units = np.stack([places // size for size in sizes], 1)
+            lies = units - units[:, :, :1]
+            different: dict[bytes, tuple[int, ...]] = {}
+            for group, how in zip(like, lies):
+                different.setdefault(how.tobytes(), tuple(group))
             self._groups[ranks] = [
                 (group, like_messages(self.cluster, group, like)) for group in different.values()
             ]

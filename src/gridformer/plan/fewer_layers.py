@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
-from gridformer.parallel.pipeline import partition
-from gridformer.parallel.pipeline.partition import link_names, stages_of
+from gridformer.parallel.pipeline.partition import link_names, stages_of, with_stages
 
 KEPT = 2  # layers of the shortest stage of the shorter model; the other one has one more
 _LEAST = 2 * KEPT + 2  # with fewer layers in the shortest stage the whole model is traced
@@ -65,12 +63,8 @@ def without_layers(run: RunConfig, decisions: Decisions, n: int) -> Iterator[Run
     for stage in stages:
         cuts.append(range(begin, begin + len(stage) - n))
         begin += len(stage) - n
-    stages_of.cache_clear()  # it would remember these cuts for later, too
-    try:
-        with patch.object(partition, "partition", lambda costs, n_stages: tuple(cuts)):
-            yield shorter
-    finally:
-        stages_of.cache_clear()
+    with with_stages(shorter.model, cuts):
+        yield shorter
 
 
 def _is_layer(name: str) -> bool:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from gridformer.config import ModelConfig, RunConfig
-from gridformer.models import Model, build_model
+from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import build_axes, split_heads
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, stages_of
+from gridformer.parallel.pipeline.partition import plain_model
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Event, Member, Start, Trace
@@ -71,7 +70,7 @@ def _following(
         axes = build_axes(layout, log.device.type, decisions.block)
         split_heads(run.model, layout, axes)  # in the order in which a model's building makes them
         with fake_tensors(log) as watch:
-            model = copy.copy(_plain(run.model))
+            model = copy.copy(plain_model(run.model))
             model.stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
             model.compute_dtype = getattr(torch, train.dtype)
             executor = Executor(model, layout, axes, GradientSums([], []))
@@ -105,12 +104,6 @@ def _following(
     log.trace.reads, log.trace.troubles = first.trace.reads, first.trace.troubles
     log.trace.complete = True
     return log.trace
-
-
-@lru_cache(maxsize=1)
-def _plain(config: ModelConfig) -> Model:
-    with torch.device("meta"):
-        return build_model(config)
 
 
 def _translation(one: Trace, other: Trace, events: Sequence[Event]) -> Translation | None:

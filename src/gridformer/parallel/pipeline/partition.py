@@ -10,7 +10,8 @@ vocabulary, so its stage gets fewer layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -21,7 +22,9 @@ from gridformer.models import Model, blocks, build_model
 from gridformer.parallel.auto.cost import Work
 
 
-@lru_cache(maxsize=32)
+_given: dict[tuple[ModelConfig, int], tuple[range, ...]] = {}  # see `with_stages`
+
+
 def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ...]:
     """Returns the range of links of each stage; the same on every rank.
 
@@ -33,16 +36,40 @@ def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ..
     Raises:
         ValueError: The model has fewer links than stages.
     """
-    with torch.device("meta"):
-        model = build_model(config)
-    return partition(link_costs(model, work), n_stages)
+    return _given.get((config, n_stages)) or _stages_of(config, n_stages, work)
+
+
+@lru_cache(maxsize=32)
+def _stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ...]:
+    return partition(link_costs(plain_model(config), work), n_stages)
+
+
+@contextmanager
+def with_stages(config: ModelConfig, stages: Sequence[range]) -> Iterator[None]:
+    """Cuts a model into these stages wherever it is cut into so many, inside the context.
+
+    Args:
+        config: The model.
+        stages: The links of each stage.
+    """
+    _given[config, len(stages)] = tuple(stages)
+    try:
+        yield
+    finally:
+        del _given[config, len(stages)]
 
 
 @lru_cache(maxsize=32)
 def link_names(config: ModelConfig) -> tuple[str, ...]:
     """Returns the names of a model's links, in order."""
+    return tuple(link.name for link in plain_model(config).links())
+
+
+@lru_cache(maxsize=2)
+def plain_model(config: ModelConfig) -> Model:
+    """Returns a whole model on the meta device, which must not be changed."""
     with torch.device("meta"):
-        return tuple(link.name for link in build_model(config).links())
+        return build_model(config)
 
 
 def link_costs(model: Model, work: Work) -> list[float]:
@@ -82,14 +109,19 @@ def _best(
     for stage in range(1, n_stages + 1):
         found: list[tuple[float, tuple[int, ...]] | None] = [None] * (n + 1)
         for stop in range(stage, n - (n_stages - stage) + 1):
-            for start in range(stage - 1, stop):
+            here: tuple[float, int] | None = None
+            for start in range(stop - 1, stage - 2, -1):  # among equals the first start counts
                 before, cost = best[start], total[stop] - total[start]
-                if before is None or cost > bound:
-                    continue
-                value = join(before[0], cost)
-                here = found[stop]
-                if here is None or value < here[0]:
-                    found[stop] = (value, (*before[1], stop))
+                if cost > bound or (here is not None and join(0.0, cost) > here[0]):
+                    break  # earlier starts cost more
+                if before is not None:
+                    value = join(before[0], cost)
+                    if here is None or value <= here[0]:
+                        here = value, start
+            if here is not None:
+                cuts = best[here[1]]
+                assert cuts is not None
+                found[stop] = here[0], (*cuts[1], stop)
         best = found
     last = best[n]
     assert last is not None
