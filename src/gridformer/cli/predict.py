@@ -70,12 +70,19 @@ def predict(
     machine = load_cluster(cluster)
     checked = read_run_without_data(run, overrides or [])
 
+    from gridformer.plan.predict import peak_beside
     from gridformer.plan.predict import predict as predicted
     from gridformer.plan.show import print_prediction
 
+    peak_gib = peak_beside(checked, machine)  # before the console starts a thread
     with Console(stderr=True).status("tracing and replaying a step"):
         found = predicted(
-            checked, machine, layers_only, not forward_only, timeline=trace is not None
+            checked,
+            machine,
+            layers_only,
+            not forward_only,
+            timeline=trace is not None,
+            peak_gib=peak_gib,
         )
     if trace is not None:
         trace.write_text(json.dumps(found.chrome_trace()), encoding="utf-8")

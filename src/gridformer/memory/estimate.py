@@ -10,12 +10,9 @@ It covers what torch's CPU kernels hold and, in runs on GPUs, gridformer's own k
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
@@ -32,14 +29,10 @@ from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import gpu_kernels
 from gridformer.train.step import Stepper
-from gridformer.utils.forkserver import warm_up
+from gridformer.utils.beside import on_all_cores
 from gridformer.utils.garbage import no_garbage_collection
-from gridformer.utils.hardware import n_cores
 
 DEVICE = torch.device("cpu")
-_START_S = 6.0  # seconds of work for which starting processes takes longer
-# Modules that take time to import and that only estimates need.
-_FAKES = ("torch._subclasses.fake_tensor", "torch.testing._internal.distributed.fake_pg")
 
 
 def estimate_ranks(
@@ -47,27 +40,28 @@ def estimate_ranks(
 ) -> list[MemoryBreakdown]:
     """Estimates the breakdowns of some ranks of a checked run.
 
-    The first rank shows how long one takes. If the others would take longer here than processes
-    take to start, they are estimated in several processes at a time.
-
     Args:
         run: The checked run.
         ranks: The ranks.
         decisions: The result of `decide_run(run)`; None calls it.
     """
+    return estimates_beside(run, ranks, decisions)()
+
+
+def estimates_beside(
+    run: RunConfig, ranks: Sequence[int], decisions: Decisions | None = None
+) -> Callable[[], list[MemoryBreakdown]]:
+    """Begins what `estimate_ranks` does, on other cores where that is possible.
+
+    Returns:
+        What estimates this core's share and waits for the others.
+    """
     decisions = decisions or decide_run(run)
-    if not ranks:
-        return []
-    with fake_tensors():  # imports what takes time
-        began = time.process_time()
-    first = estimate_rank(run, ranks[0], decisions)
-    others = ranks[1:]
-    if (time.process_time() - began) * len(others) < _START_S:
-        return [first, *(estimate_rank(run, rank, decisions) for rank in others)]
-    warm_up(__name__, *_FAKES)  # has no effect if a fork server is already running
-    workers = min(len(others), n_cores())
-    with ProcessPoolExecutor(workers, get_context("forkserver")) as pool:
-        return [first, *pool.map(partial(estimate_rank, run, decisions=decisions), others)]
+
+    def estimated(some: Sequence[int]) -> list[MemoryBreakdown]:
+        return [estimate_rank(run, rank, decisions) for rank in some]
+
+    return on_all_cores(estimated, ranks)
 
 
 def estimate_rank(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from gridformer.check.sample import alike_stages
@@ -27,6 +28,7 @@ from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
 from gridformer.trace.rank import trace_rank
 from gridformer.train.flops import TERA, StepFlops
+from gridformer.utils.beside import beside
 from gridformer.utils.errors import UserError
 from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.units import GIB
@@ -39,6 +41,7 @@ def predict(
     training: bool = True,
     memory: bool = True,
     timeline: bool = False,
+    peak_gib: Callable[[], float] | None = None,
 ) -> Prediction:
     """Predicts one optimizer step of a checked run on a cluster.
 
@@ -51,6 +54,7 @@ def predict(
         training: Whether it is an optimizer step; otherwise the forward passes of a batch.
         memory: Whether the memory is estimated, too.
         timeline: Whether the prediction keeps what each rank does when.
+        peak_gib: Waits for the memory, if it is being estimated; see `peak_beside`.
 
     Raises:
         UserError: The step of this run fails, which `gridformer check` explains.
@@ -58,11 +62,30 @@ def predict(
     recorded = record(run, cluster.device.kind, training=training, whole=timeline)
     found = price(recorded, cluster, layers_only, timeline)
     if memory:
-        run, decisions = unfused(recorded.run, cluster), recorded.decisions
-        breakdowns = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
-        found.peak_gib = max(breakdown.peak for breakdown in breakdowns) / GIB
+        wait = peak_gib or partial(_peak_gib, recorded.run, cluster, recorded.decisions)
+        found.peak_gib = wait()
         found.fits = found.peak_gib <= found.limit_gib
     return found
+
+
+def peak_beside(run: RunConfig, cluster: Cluster) -> Callable[[], float]:
+    """Begins to estimate the memory of a run, on another core if there is one.
+
+    Returns:
+        What waits for the peak of the fullest rank, in GiB.
+    """
+    run = _on_device(run, cluster.device.kind)
+    return beside(partial(_peak_gib, run, cluster, decide_run(run)))
+
+
+def _peak_gib(run: RunConfig, cluster: Cluster, decisions: Decisions) -> float:
+    run = unfused(run, cluster)
+    breakdowns = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
+    return max(breakdown.peak for breakdown in breakdowns) / GIB
+
+
+def _on_device(run: RunConfig, kind: Literal["cuda", "cpu"]) -> RunConfig:
+    return run.model_copy(update={"train": run.train.model_copy(update={"device": kind})})
 
 
 @dataclass(frozen=True)
@@ -110,8 +133,7 @@ def record(
     Raises:
         UserError: The step of this run fails.
     """
-    train = run.train.model_copy(update={"device": kind})
-    run = run.model_copy(update={"train": train})
+    run = _on_device(run, kind)
     decisions = decisions or decide_run(run)
     rounds = 0 if whole else removable_rounds(run)
     if not rounds:

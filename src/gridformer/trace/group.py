@@ -7,6 +7,7 @@ torch numbers them with are the same on all ranks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -301,11 +302,13 @@ def recording(log: Log, n_processes: int) -> Iterator[None]:
         _playing = log
         world, rank = n_processes, log.trace.rank
         log.trace.own.append(Member("0", "world", tuple(range(world))))
+        hook = sys.excepthook  # torch replaces it by one that prints the rank
         dist.init_process_group(BACKEND, rank=rank, world_size=world, store=FakeStore())
         try:
             yield
         finally:
             dist.destroy_process_group()
+            sys.excepthook = hook
             _playing = None
 
 

@@ -21,7 +21,6 @@ from gridformer.config import ModelConfig
 from gridformer.models import Model, blocks, build_model
 from gridformer.parallel.auto.cost import Work
 
-
 _given: dict[tuple[ModelConfig, int], tuple[range, ...]] = {}  # see `with_stages`
 
 

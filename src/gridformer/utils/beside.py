@@ -1,0 +1,123 @@
+"""Work that a copy of this process does at the same time, on another core.
+
+A copy of a process that has loaded torch starts in some milliseconds, a new one in seconds. But a
+copy has only one thread, and whatever the other threads held stays held in it. So nothing is copied
+unless this thread is the only one that runs Python, and nothing is copied that has computed
+gradients: torch's threads for these are missing in copies, in which it then raises an error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from signal import SIGKILL
+from typing import Generic, TypeVar
+
+from gridformer.utils.hardware import n_cores
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_is_copy = False
+
+
+class _Child(Generic[T]):
+    """A copy of this process, which computes something."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function = function
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.reader, writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self.reader)
+            _compute(function, writer)
+        os.close(writer)
+        atexit.register(self.stop)
+
+    def result(self) -> T:
+        """Returns what it has computed. If it failed, this process computes it."""
+        with open(self.reader, "rb") as stream:
+            text = stream.read()
+        self.wait()
+        if not text:
+            return self.function()
+        found: T = pickle.loads(text)  # written by a copy of this process
+        return found
+
+    def wait(self) -> None:
+        """Waits for its end."""
+        atexit.unregister(self.stop)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def stop(self) -> None:
+        """Ends it, because nobody will ask for its result."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, SIGKILL)
+        self.wait()
+
+
+def _compute(function: Callable[[], T], writer: int) -> None:
+    """Writes what a function returns, or nothing if it fails, and ends this process."""
+    global _is_copy
+    _is_copy = True
+    try:
+        text = pickle.dumps(function())
+        with open(writer, "wb") as stream:
+            stream.write(text)
+    except BaseException:  # the other process will find the same, and say so
+        os._exit(1)
+    os._exit(0)
+
+
+def can_copy() -> bool:
+    """Whether work can be done beside this process."""
+    alone = threading.active_count() == 1 and not _is_copy
+    return alone and sys.platform == "linux" and n_cores() > 1
+
+
+def beside(function: Callable[[], T]) -> Callable[[], T]:
+    """Begins to compute something in a copy of this process.
+
+    Args:
+        function: What to compute; its result can be pickled.
+
+    Returns:
+        What waits for the result. Where nothing can be copied, it computes it.
+    """
+    if not can_copy():
+        return function
+    return _Child(function).result
+
+
+def on_all_cores(
+    function: Callable[[Sequence[T]], list[R]], work: Sequence[T]
+) -> Callable[[], list[R]]:
+    """Begins to do some work, divided among copies of this process, one on each other core.
+
+    Args:
+        function: Does some of the work, and returns a result for each piece of it.
+        work: The pieces.
+
+    Returns:
+        What does this core's share, waits for the others, and returns the results in order.
+    """
+    n = max(1, min(n_cores(), len(work))) if can_copy() else 1
+    others = [beside(partial(function, work[start::n])) for start in range(1, n)]
+
+    def wait() -> list[R]:
+        found: list[R | None] = [None] * len(work)
+        found[::n] = function(work[::n])
+        for start, share in enumerate(others, 1):
+            found[start::n] = share()
+        return [one for one in found if one is not None]
+
+    return wait

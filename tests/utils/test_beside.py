@@ -1,0 +1,53 @@
+"""Work in copies of this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from gridformer.utils import beside
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets this process be copied, whatever its threads and cores."""
+    monkeypatch.setattr(beside, "can_copy", lambda: True)
+    monkeypatch.setattr(beside, "n_cores", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_copy_computes_every_second_piece_and_order_remains() -> None:
+    def squares(some: Sequence[int]) -> list[tuple[int, int]]:
+        return [(one * one, os.getpid()) for one in some]
+
+    found = beside.on_all_cores(squares, [1, 2, 3, 4, 5])()
+    assert [square for square, _ in found] == [1, 4, 9, 16, 25]
+    assert [pid == os.getpid() for _, pid in found] == [True, False, True, False, True]
+    assert beside.on_all_cores(squares, [])() == []
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_what_fails_in_a_copy_is_computed_here() -> None:
+    here = os.getpid()
+
+    def only_here() -> int:
+        if os.getpid() != here:
+            raise RuntimeError("a copy")
+        return 7
+
+    assert beside.beside(only_here)() == 7
+
+
+def test_nothing_is_copied_beside_other_threads() -> None:
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        assert not beside.can_copy()
+        assert beside.beside(os.getpid)() == os.getpid()
+    finally:
+        done.set()
+        other.join()
