@@ -19,6 +19,7 @@ from gridformer.cli.door import checked, door
 from gridformer.cli.evaluate import evaluate
 from gridformer.cli.generate import generate
 from gridformer.cli.health import health
+from gridformer.cli.launch import launch
 from gridformer.cli.layouts import layouts
 from gridformer.cli.memory import memory
 from gridformer.cli.plan import plan
@@ -58,6 +59,7 @@ app.command()(memory)
 app.command()(check)
 app.command()(predict)
 app.command()(plan)
+app.command()(launch)
 app.command()(calibrate)
 app.command()(doctor)
 app.command()(health)

@@ -1,0 +1,182 @@
+"""`gridformer launch`: scripts and manifests that start a run on many machines."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Kind(StrEnum):
+    """What starts the processes."""
+
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    TORCHRUN = "torchrun"
+
+
+class Tasks(StrEnum):
+    """What one task of Slurm starts."""
+
+    DEVICE = "device"
+    NODE = "node"
+
+
+class Rendezvous(StrEnum):
+    """How the machines of torchrun find each other."""
+
+    C10D = "c10d"
+    STATIC = "static"
+
+
+def launch(
+    kind: Annotated[Kind, typer.Argument(help="What shall start the processes.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN.yaml", help="A run file, or the name of a shipped one such as demo."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
+    ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            help="The name of a shipped cluster, or a cluster file, which says how many devices a "
+            "node has. The default is the run's layout.cluster.",
+        ),
+    ] = "",
+    devices_per_node: Annotated[
+        int | None,
+        typer.Option("--devices-per-node", min=1, help="The same without a cluster file."),
+    ] = None,
+    print_: Annotated[
+        bool, typer.Option("--print", help="Print the script, which is the default.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the script to this file instead.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="The run directory. The default is runs/NAME."),
+    ] = None,
+    hours: Annotated[
+        float,
+        typer.Option(
+            "--hours",
+            min=0.0,
+            max=87_600.0,
+            help="The time limit of the job. A run without train.max_hours gets one a little "
+            "below it.",
+        ),
+    ] = 0.0,
+    interface: Annotated[
+        str,
+        typer.Option(
+            "--interface",
+            help="The network interface for NCCL and gloo, where they choose a wrong one.",
+        ),
+    ] = "",
+    tasks: Annotated[
+        Tasks,
+        typer.Option("--tasks", help="slurm: one task for each device, or for each node."),
+    ] = Tasks.DEVICE,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", help="slurm: a further option, such as --partition=long."),
+    ] = None,
+    before: Annotated[
+        str,
+        typer.Option(
+            "--before",
+            help="slurm: a line of shell that runs first, such as '. .venv/bin/activate'.",
+        ),
+    ] = "",
+    image: Annotated[str, typer.Option("--image", help="kubernetes: the container image.")] = "",
+    claim: Annotated[
+        str,
+        typer.Option(
+            "--claim",
+            help="kubernetes: the PersistentVolumeClaim with data and runs, which all pods share.",
+        ),
+    ] = "gridformer",
+    memory_gib: Annotated[
+        float, typer.Option("--memory-gib", min=0.0, help="kubernetes: memory of a pod.")
+    ] = 0.0,
+    rendezvous: Annotated[
+        Rendezvous,
+        typer.Option(
+            "--rendezvous",
+            help="torchrun: the same command on each machine (c10d), or one for each (static).",
+        ),
+    ] = Rendezvous.C10D,
+    master: Annotated[
+        str,
+        typer.Option(
+            "--master",
+            help="torchrun: the host of the first machine. Without it, the script reads it from "
+            "MASTER_ADDR.",
+        ),
+    ] = "",
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts",
+            min=0,
+            help="kubernetes, torchrun: after a failure, start all processes again so many times.",
+        ),
+    ] = 3,
+) -> None:
+    """Print what starts a run on many machines: a script, a manifest or a command.
+
+    The number of nodes follows from the layout and from the devices of a node.
+    Nothing is started or submitted. docs/how-to/clusters.md shows each kind.
+
+    [bold]Examples:[/bold]
+
+    gridformer launch slurm mine.yaml layout.dp=16 --cluster dgx-h100 --hours 24 | sbatch
+
+    gridformer launch kubernetes mine.yaml --devices-per-node 8 --image registry/gridformer:0.1.0
+
+    gridformer launch torchrun mine.yaml --devices-per-node 4 --master node01
+    """
+    from gridformer import __version__
+    from gridformer.config import load_run
+    from gridformer.launch.cluster_jobs.job import make_job
+    from gridformer.parallel.validation import check
+    from gridformer.utils.errors import ConfigError
+
+    if print_ and out is not None:
+        raise ConfigError(["--print and --out exclude each other: use one of them"])
+    loaded = load_run(run, overrides or [])
+    check(loaded)
+    job = make_job(
+        loaded, run, overrides or [], cluster, devices_per_node or 0, run_dir, hours, interface
+    )
+    if kind is Kind.SLURM:
+        from gridformer.launch.cluster_jobs.slurm import sbatch_script
+
+        text = sbatch_script(job, tasks.value, sbatch or [], before)
+    elif kind is Kind.KUBERNETES:
+        from gridformer.launch.cluster_jobs.kubernetes import Place, manifest
+
+        place = Place(
+            image or f"gridformer:{__version__}",
+            claim,
+            memory_gib=memory_gib,
+            max_restarts=max_restarts,
+        )
+        text = manifest(job, place)
+    else:
+        from gridformer.launch.cluster_jobs.torchrun import torchrun_lines
+
+        text = torchrun_lines(job, rendezvous.value, master, max_restarts)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")

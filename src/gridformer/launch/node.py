@@ -1,0 +1,203 @@
+"""Starts the processes of one node, where the cluster starts a single task or container there.
+
+    python -m gridformer.launch.node --processes 8 -- train mine.yaml
+
+torchrun does this, too, but ends with exit code 1 whatever its processes end with, and then nobody
+learns that a run wants to be started again (75) or was given bad input (2). Here the exit code is
+that of the processes. Nothing listens on a port but the store of rank 0, as under srun.
+
+Number and address come from what started the tasks: SLURM_PROCID and the nodes of the step under
+srun, JOB_COMPLETION_INDEX and MASTER_ADDR in Kubernetes, otherwise NODE_RANK and MASTER_ADDR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NamedTuple
+
+from gridformer.mesh.launch_env import joined
+from gridformer.utils.errors import UserError
+from gridformer.utils.signals import REQUEUE
+
+# Signals that are passed on to the processes. Not SIGINT: a terminal sends it to all of them, and a
+# second one means that the user has lost patience.
+_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT")
+    if hasattr(signal, name)
+]
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# After the first process has failed, the others get so long to notice it and to say why they end,
+# and then so long after SIGTERM.
+_NOTICE_S, _END_S = 60.0, 15.0
+_POLL_S = 0.1
+
+
+class Node(NamedTuple):
+    """One of several nodes: its number, and where the processes of all of them meet."""
+
+    number: int
+    nodes: int
+    master_addr: str
+    master_port: str
+
+
+def node_of(nodes: int | None, environ: Mapping[str, str]) -> Node:
+    """Returns which node this is.
+
+    Args:
+        nodes: number of nodes; None means the number of tasks of srun.
+        environ: environment variables.
+
+    Raises:
+        UserError: the environment does not say it.
+    """
+    ranked = {k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    task = joined(ranked)
+    if task and task.by == "srun":
+        if nodes not in (None, task.size):
+            raise UserError(f"--nodes={nodes}, but srun started {task.size} tasks: leave it out")
+        return Node(task.rank, task.size, task.master_addr, str(task.master_port))
+    number = environ.get("NODE_RANK") or environ.get("JOB_COMPLETION_INDEX") or ""
+    if nodes is None or not number.isdecimal() or not environ.get("MASTER_ADDR"):
+        raise UserError(
+            "which of the nodes this is is not known: start one task on each node with srun, or "
+            "set --nodes, NODE_RANK (or JOB_COMPLETION_INDEX) and MASTER_ADDR"
+        )
+    if int(number) >= nodes:
+        raise UserError(f"node {number} of {nodes} is impossible: nodes are numbered from 0")
+    return Node(int(number), nodes, environ["MASTER_ADDR"], environ.get("MASTER_PORT") or "29500")
+
+
+def environments(
+    node: Node, processes: int, environ: Mapping[str, str]
+) -> Iterator[dict[str, str]]:
+    """Yields the environment of each process of a node, as torchrun would set it."""
+    for local in range(processes):
+        yield {
+            **environ,
+            "RANK": str(node.number * processes + local),
+            "WORLD_SIZE": str(node.nodes * processes),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": node.master_addr,
+            "MASTER_PORT": node.master_port,
+        }
+
+
+def run_node(command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> int:
+    """Runs a command once in each environment and returns the exit code for all.
+
+    When one of the processes has failed, the others are left to notice it, and are then stopped.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    with _passing_on(started):
+        try:
+            for environ in environs:
+                started.append(
+                    subprocess.Popen(command, env=dict(environ), preexec_fn=_end_with_parent)
+                )
+            _wait(started)
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+    return exit_code([process.returncode for process in started])
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """Returns the exit code of a node from those of its processes; -N means killed by signal N.
+
+    0 if all are 0. 75 if all that failed ask for it, since a single failure may mean that nothing
+    was saved. Otherwise the code of the first process that failed by itself: 2 and 1 come before
+    the signals with which the others were ended.
+    """
+    failed = [code for code in codes if code]
+    if not failed:
+        return 0
+    if all(code == REQUEUE for code in failed):
+        return REQUEUE
+    for code in (2, 1):
+        if code in failed:
+            return code
+    first = next(code for code in failed if code != REQUEUE)
+    return first if first > 0 else 128 - first
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    notice_until = end_until = float("inf")
+    while None in (codes := {process.poll() for process in started}):
+        now = time.monotonic()
+        if notice_until == float("inf") and codes - {None, 0, REQUEUE}:
+            notice_until = now + _NOTICE_S
+        if now >= end_until:
+            return
+        if now >= notice_until and end_until == float("inf"):
+            end_until = now + _END_S
+            _send(started, signal.SIGTERM)
+        time.sleep(_POLL_S)
+
+
+def _end_with_parent() -> None:
+    """Lets the system kill this process when the one that started it was killed (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _send(started: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
+    for process in started:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                process.send_signal(signum)
+
+
+@contextmanager
+def _passing_on(started: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        _send(started, signum)
+
+    before: dict[int, Any] = {
+        signum: signal.signal(signum, pass_on)
+        for signum in _SIGNALS
+        if signal.getsignal(signum) is not signal.SIG_IGN
+    }
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, _stay)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+def _stay(signum: int, frame: FrameType | None) -> None:
+    """Lets this process outlive a signal that its processes have got, too."""
+
+
+def main() -> None:
+    """Parses the command line and runs this node's processes."""
+    parser = argparse.ArgumentParser(prog="python -m gridformer.launch.node", description=__doc__)
+    parser.add_argument("--processes", type=int, required=True, help="processes on this node")
+    parser.add_argument("--nodes", type=int, help="nodes of the run; not needed under srun")
+    parser.add_argument("words", nargs="+", help="arguments of gridformer, such as train mine.yaml")
+    options = parser.parse_args()
+    try:
+        node = node_of(options.nodes, os.environ)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    command = [sys.executable, "-m", "gridformer", *options.words]
+    sys.exit(run_node(command, [*environments(node, options.processes, os.environ)]))
+
+
+if __name__ == "__main__":
+    main()
