@@ -60,6 +60,14 @@ class FaultsConfig(Config):
         "hours after its start it has ended. None means no limit.",
     )
 
+    max_restarts: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="If a process of a local run fails, the run goes on from its newest checkpoint "
+        "in new processes, up to this number of times. Under torchrun its --max-restarts says it.",
+    )
+
     @field_validator("stop_signals")
     @classmethod
     def _known_signals(cls, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -26,6 +26,11 @@ class Failure:
         return bool(self.message.get("caused_by_peer"))
 
     @property
+    def is_user_error(self) -> bool:
+        """Whether a user can change what went wrong, so that it would go wrong again."""
+        return "user_error" in self.message
+
+    @property
     def ends_all(self) -> bool:
         """Whether the run hangs, so that no rank can do anything anymore."""
         return "report" in self.message
@@ -56,36 +61,49 @@ def report(failure: Failure) -> NoReturn:
         UserError: the worker raised it.
         SystemExit: in all other cases.
     """
-    rank, message, exitcode = failure.rank, failure.message, failure.exitcode
-    if "user_error" in message:
+    message, exitcode = failure.message, failure.exitcode
+    if failure.is_user_error:
         if message.get("problems"):
             raise ConfigError(message["problems"])
         raise UserError(message["user_error"])
-    if failure.ends_all:
-        print_last(message["report"])
-        raise SystemExit(1)
-    if message:
-        print_last(f"rank {rank} failed:\n\n{message['extraInfo']['py_callstack'].rstrip()}")
-        raise SystemExit(1)
-    who = f"rank {rank} (pid {failure.pid})"
-    if exitcode == stopping.REQUEUE:
-        print_stopped(f"a signal to rank {rank} or {stopping.MAX_HOURS}", exitcode)
-        raise SystemExit(exitcode)
     if failure.told_to_stop:
-        print_stopped(f"{signal.Signals(exitcode - 128).name} sent to rank {rank}")
+        requeue = exitcode == stopping.REQUEUE
+        name = "" if requeue else signal.Signals(exitcode - 128).name
+        by = f"{name} sent to rank {failure.rank}"
+        print_stopped(f"a signal or {stopping.MAX_HOURS}" if requeue else by, exitcode)
         raise SystemExit(exitcode)
-    if exitcode >= 0:
-        print_last(f"{who} exited with code {exitcode} and no error message")
-        raise SystemExit(1)
-    cause = "it crashed in native code, see its output above"
-    if -exitcode == signal.SIGKILL:
-        cause = (
-            "out of memory is the usual cause: try a smaller batch, more micro_batches, or a "
+    print_last(described(failure))
+    raise SystemExit(1)
+
+
+def described(failure: Failure) -> str:
+    """Returns all that is known of a failure that is no UserError: lines, the cause last."""
+    if failure.ends_all:
+        return str(failure.message["report"])
+    if failure.message:
+        text = failure.message["extraInfo"]["py_callstack"].rstrip()
+        return f"rank {failure.rank} failed:\n\n{text}"
+    advice = ""
+    if -failure.exitcode == signal.SIGKILL:
+        advice = (
+            ": out of memory is the usual cause: try a smaller batch, more micro_batches, or a "
             "layout that shards the model further"
         )
+    elif failure.exitcode < 0:
+        advice = ": it crashed in native code, see its output above"
+    return f"{cause(failure)}{advice}"
+
+
+def cause(failure: Failure) -> str:
+    """Returns why a worker failed, in one line."""
+    if failure.message:
+        whole = str(failure.message.get("report") or failure.message["message"])
+        return f"rank {failure.rank} failed: {whole.strip().splitlines()[0]}"
+    who = f"rank {failure.rank} (pid {failure.pid})"
+    if failure.exitcode >= 0:
+        return f"{who} exited with code {failure.exitcode} and no error message"
     try:
-        name = signal.Signals(-exitcode).name
+        name = signal.Signals(-failure.exitcode).name
     except ValueError:
         name = "a real-time signal"
-    print_last(f"{who} was killed by signal {-exitcode} ({name}): {cause}")
-    raise SystemExit(1)
+    return f"{who} was killed by signal {-failure.exitcode} ({name})"

@@ -78,17 +78,13 @@ def launch(
     if n_processes == 1 or place:
         work_here(entrypoint, args, place, policy)
         return
-    ended = attempt(entrypoint, args, n_processes, policy)
-    if ended.failure:
-        report(ended.failure)
-    if ended.code:
-        print_stopped(ended.stopped_by, ended.code)
-        raise SystemExit(ended.code)
+    with signals_seen(policy) as signals:
+        attempt(entrypoint, args, n_processes, policy, signals).tell()
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How the processes of a run have ended.
+    """How the processes of an attempt have ended.
 
     Attributes:
         code: the exit code of a run that was stopped, otherwise 0.
@@ -100,19 +96,29 @@ class Ended:
     stopped_by: str = ""
     failure: Failure | None = None
 
+    def tell(self) -> None:
+        """Prints how they have ended, unless all has gone well; raises what `launch` raises."""
+        if self.failure:
+            report(self.failure)
+        if self.code:
+            print_stopped(self.stopped_by, self.code)
+            raise SystemExit(self.code)
+
 
 def attempt(
-    entrypoint: Callable[..., None], args: tuple[Any, ...], n_processes: int, policy: StopPolicy
+    entrypoint: Callable[..., None],
+    args: tuple[Any, ...],
+    n_processes: int,
+    policy: StopPolicy,
+    signals: Signals,
 ) -> Ended:
     """Starts worker processes, in a private folder of their own, and waits for their end.
 
     Args:
         entrypoint, args, n_processes, policy: see `launch`.
+        signals: the stop signals that this process receives, from `signals_seen`.
     """
-    with (
-        _signals(policy) as signals,
-        tempfile.TemporaryDirectory(prefix="gridformer-") as folder,  # mode 0700
-    ):
+    with tempfile.TemporaryDirectory(prefix="gridformer-") as folder:  # mode 0700
         meeting = Meeting(Path(folder))
         workers = _Workers(n_processes, meeting, policy)
         try:
@@ -147,7 +153,7 @@ class _Workers:
         self._kill_at = float("inf")  # finite once a stop signal was sent to the workers
 
     def start(
-        self, entrypoint: Callable[..., None], args: tuple[Any, ...], signals: _Signals
+        self, entrypoint: Callable[..., None], args: tuple[Any, ...], signals: Signals
     ) -> None:
         """Starts all workers, or fewer if a stop signal arrives in the meantime."""
         warm_up(entrypoint.__module__)
@@ -166,7 +172,7 @@ class _Workers:
                 self._send_stop(signal.SIGTERM)
                 break
 
-    def watch(self, signals: _Signals) -> Failure | None:
+    def watch(self, signals: Signals) -> Failure | None:
         """Waits until no worker is left. If one fails, the others are stopped.
 
         Returns:
@@ -262,7 +268,7 @@ class _Workers:
 
 
 @dataclass
-class _Signals:
+class Signals:
     """The first stop signal that the launcher received; `reader` is readable once one arrived.
 
     `again` says whether that was Ctrl-C, and a second Ctrl-C came.
@@ -286,12 +292,12 @@ class _Signals:
 
 
 @contextlib.contextmanager
-def _signals(policy: StopPolicy) -> Iterator[_Signals]:
+def signals_seen(policy: StopPolicy) -> Iterator[Signals]:
     """Catches stop signals inside the block. A SIGHUP that nohup ignores stays ignored."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    signals = _Signals(reader, writer)
+    signals = Signals(reader, writer)
     before: dict[int, Any] = {}
     try:
         for caught in policy.signals:

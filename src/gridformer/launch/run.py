@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gridformer.config import TrainConfig
 from gridformer.launch import launch
+from gridformer.launch.restarts import launch_with_restarts
 from gridformer.launch.watch import MARGIN_S, Watch
 from gridformer.launch.worker_process import end_with_report
 from gridformer.mesh.launch_env import joined
@@ -34,7 +35,11 @@ def execute(plan: Plan) -> None:
             "train.steps to continue, or choose another --out"
         )
         return
-    launch(worker, (plan,), plan.n_processes, policy_of(plan.run.train))
+    policy = policy_of(plan.run.train)
+    if plan.run.train.max_restarts and not joined():
+        launch_with_restarts(worker, plan, policy)
+    else:
+        launch(worker, (plan,), plan.n_processes, policy)
 
 
 def policy_of(train: TrainConfig) -> StopPolicy:

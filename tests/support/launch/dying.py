@@ -1,0 +1,50 @@
+"""Workers of real runs that die in a step, for tests of restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from gridformer.launch.run import worker
+from gridformer.train.plan import Plan
+from gridformer.train.trainer import Trainer
+
+DIES_AT = 4  # steps are done before
+
+
+def dies_once(plan: Plan) -> None:
+    """Train; the last rank is killed in the first attempt."""
+    marker = plan.out / "died"
+
+    def dies(step: int) -> None:
+        if step == DIES_AT and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _train(plan, dies)
+
+
+def fails_at_once(plan: Plan) -> None:
+    """Train; the last rank fails in the same step of each attempt."""
+
+    def fails(step: int) -> None:
+        if step == DIES_AT:
+            raise ValueError(f"the root cause, met by process {os.getpid()}")
+
+    _train(plan, fails)
+
+
+def _train(plan: Plan, before: Any) -> None:
+    whole = Trainer._step
+
+    def step_of(self: Trainer, step: int) -> Any:
+        if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+            before(step)
+        return whole(self, step)
+
+    with patch.object(Trainer, "_step", step_of):
+        worker(plan)
