@@ -100,12 +100,14 @@ def run_node(command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> i
     When one of the processes has failed, the others are left to notice it, and are then stopped.
     """
     started: list[subprocess.Popen[bytes]] = []
-    with _passing_on(started):
+    with _passing_on(started) as received:
         try:
             for environ in environs:
                 started.append(
                     subprocess.Popen(command, env=dict(environ), preexec_fn=_end_with_parent)
                 )
+                if received:  # by those that had been started before
+                    _send(started[-1:], received[0])
             _wait(started)
         finally:
             for process in started:
@@ -162,8 +164,12 @@ def _send(started: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
 
 
 @contextmanager
-def _passing_on(started: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _passing_on(started: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Passes signals on to processes inside the block; yields those that have arrived."""
+    received: list[int] = []
+
     def pass_on(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
         _send(started, signum)
 
     before: dict[int, Any] = {
@@ -173,7 +179,7 @@ def _passing_on(started: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     }
     before[signal.SIGINT] = signal.signal(signal.SIGINT, _stay)
     try:
-        yield
+        yield received
     finally:
         for signum, handler in before.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
