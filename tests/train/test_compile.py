@@ -347,5 +347,6 @@ def test_auto_looks_at_the_device_that_will_be_taken(
     monkeypatch.setattr(compiling, "find_spec", partial(str))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     (problem,) = compile_problems(run_of({**ON, "device": "auto"}, dp=2))
     assert sign in problem
