@@ -30,12 +30,18 @@ class CrossEntropy(nn.Module):
         self.smoothing, self.vocab_size = smoothing, vocab_size
 
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        logits_TV = self._wide_columns(logits_BSV.flatten(0, -2))
+        smoothing = self.smoothing if self.training else 0.0
+        # A compiler fuses torch's function, and without gradients that takes no more memory.
+        if logits_TV.requires_grad and not torch.compiler.is_compiling():
+            loss: Tensor = _CrossEntropy.apply(logits_TV, targets_BS.flatten(), smoothing)
+            return loss
         return F.cross_entropy(
-            self._wide_columns(logits_BSV.flatten(0, -2)),
+            logits_TV,
             targets_BS.flatten(),
             ignore_index=IGNORE,
             reduction="sum",
-            label_smoothing=self.smoothing if self.training else 0.0,
+            label_smoothing=smoothing,
         )
 
     def _wide_columns(self, logits_TV: Tensor) -> Tensor:
@@ -43,6 +49,37 @@ class CrossEntropy(nn.Module):
             return _wide(logits_TV)
         wide: Tensor = _WideColumns.apply(logits_TV, self.vocab_size)
         return wide
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Computes `F.cross_entropy`, and turns the logarithms that it keeps into the gradient.
+
+    torch's function writes two more tensors as large as the logits in its backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, smoothing: float) -> Tensor:
+        log_TV = torch.log_softmax(logits_TV, 1)
+        counts_T = targets_T != IGNORE
+        column_T1 = targets_T.clamp(min=0).unsqueeze(1)
+        loss_T = log_TV.gather(1, column_T1).squeeze(1)
+        if smoothing:
+            loss_T = loss_T * (1.0 - smoothing) + log_TV.mean(1) * smoothing
+        ctx.log, ctx.smoothing = log_TV, smoothing
+        ctx.save_for_backward(column_T1, counts_T)
+        return loss_T.masked_fill(~counts_T, 0.0).sum().neg()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (column_T1, counts_T), log_TV, smoothing = ctx.saved_tensors, ctx.log, ctx.smoothing
+        assert log_TV is not None, "a second backward pass through a loss"
+        ctx.log = None
+        grad_TV = log_TV.exp_()
+        if smoothing:
+            grad_TV -= smoothing / grad_TV.shape[1]
+        at_target = grad_TV.new_full((), smoothing - 1.0).expand(column_T1.shape)
+        grad_TV.scatter_add_(1, column_T1, at_target)
+        return grad_TV.mul_((counts_T * grads[0]).unsqueeze(1)), None, None
 
 
 class LabelLoss(nn.Module):
@@ -120,7 +157,7 @@ class _ChunkedLoss(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         grad_hidden = torch.empty_like(hidden_BSH)
-        grads = [torch.zeros_like(p, dtype=_at_least_float32(p.dtype)) for p in parameters]
+        grads: list[Tensor] = []
         total: Tensor | None = None
         for chunk, targets in each_chunk(chunks):
             with torch.enable_grad():
@@ -129,8 +166,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 found = torch.autograd.grad(part, (hidden, *parameters))
             total = part.detach() if total is None else total + part.detach()
             grad_hidden[:, chunk] = found[0]
-            for grad, more in zip(grads, found[1:]):
-                grad += more
+            if not grads:  # the sum begins with the first chunk's gradients, not with zeros
+                grads = [more.to(_at_least_float32(more.dtype)) for more in found[1:]]
+            else:
+                for grad, more in zip(grads, found[1:]):
+                    grad += more
             del part, found
         assert total is not None
         ctx.grads = [grad_hidden, *grads]
