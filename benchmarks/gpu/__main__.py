@@ -119,7 +119,7 @@ def single(
         typer.Option(help="Compile Hugging Face's model block by block, as ours, or as a whole."),
     ] = HFCompileName.blocks,
     attention: Annotated[
-        AttentionName, typer.Option(help="The fused attention kernel that both sides prefer.")
+        AttentionName, typer.Option(help="The fused attention kernel that all sides prefer.")
     ] = AttentionName.auto,
     backend: Annotated[str, typer.Option(help="The backend of torch.compile.")] = "inductor",
     profile: Annotated[bool, typer.Option("--profile", help="Show each side's kernels.")] = False,

@@ -1,6 +1,6 @@
-"""The two sides that `benchmarks.gpu single` compares: gridformer and Hugging Face's transformers.
+"""The sides that `benchmarks.gpu single` compares: gridformer and Hugging Face's transformers.
 
-Both train a GPT-2 or a Llama in float32, or each with its own usual mixed precision. gridformer
+`benchmarks.gpu.torchtitan_side` holds a third one. All train a GPT-2 or a Llama in float32, or each with its own usual mixed precision. gridformer
 then has bfloat16 activations throughout, including the residual stream, over float32 parameters.
 Hugging Face runs as its Trainer does with bf16=True: float32 parameters under autocast, so that its
 residual stream stays float32. The optimizer (fused AdamW), its settings, clipping, schedule,
@@ -77,71 +77,30 @@ class Gridformer:
         self.model.zero_grad(set_to_none=True)
 
 
-class _HuggingFaceLoss(nn.Module):
-    """What their models compute given labels: logits, and their mean cross entropy in float32.
-
-    Targets are already shifted, so that both sides predict the same s tokens of a sequence.
-    """
-
-    def __init__(self, net: Any) -> None:
-        super().__init__()
-        self.transformer = net.base_model
-        self.head = _HeadAndLoss(net.lm_head)
-
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        x_BSH = self.transformer(input_ids=tokens_BS, use_cache=False).last_hidden_state
-        loss: Tensor = self.head(x_BSH, targets_BS)
-        return loss
-
-
-class _HeadAndLoss(nn.Module):
-    """A separate module, because torch.compile does not compile a bare nn.Linear."""
-
-    def __init__(self, lm_head: nn.Module) -> None:
-        super().__init__()
-        self.lm_head = lm_head
-
-    def forward(self, x_BSH: Tensor, targets_BS: Tensor) -> Tensor:
-        logits_BSV = self.lm_head(x_BSH)
-        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
-
-
-class HuggingFace:
-    """transformers' model, built from a config (no download) and run as a Trainer does.
-
-    With bfloat16 that is a Trainer with bf16=True.
+class PlainTorch:
+    """A model of others, trained as torch's documentation shows.
 
     Args:
-        how: `blocks` compiles each block, the head and the loss, as gridformer does; `whole`
-            compiles the whole model at once, as Trainer's torch_compile=True does. Before torch
-            2.14, `whole` makes transformers build an explicit attention mask, which rules out
-            flash attention.
+        net: The model; of its parameters, matrices decay.
+        loss: Maps tokens and targets [b, s] to the mean loss.
+        compiled: The modules that are compiled, each by itself.
     """
-
-    name = "Hugging Face"
 
     def __init__(
         self,
-        config: ModelConfig,
+        net: nn.Module,
+        loss: nn.Module,
+        compiled: Iterable[nn.Module],
         train: TrainConfig,
         device: torch.device,
         backend: str,
-        how: HFCompile = "blocks",
     ) -> None:
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        with device:
-            self.net: Any = causal_model(config).train()
-        self.train, self.device = train, device
-        self.loss = _HuggingFaceLoss(self.net)
-        whole: list[nn.Module] = [self.loss]
-        base = self.net.base_model
-        parts = [*(base.h if config.family == "gpt2" else base.layers), self.loss.head]
-        for module in whole if how == "whole" else parts:
+        self.net: Any = net
+        self.loss, self.train, self.device = loss, train, device
+        for module in compiled:
             module.compile(backend=backend, dynamic=False)
-        matrices = [p for p in self.net.parameters() if p.dim() > 1]
-        vectors = [p for p in self.net.parameters() if p.dim() <= 1]
+        matrices = [p for p in net.parameters() if p.dim() > 1]
+        vectors = [p for p in net.parameters() if p.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": train.weight_decay},
@@ -171,14 +130,80 @@ class HuggingFace:
     def rest(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
+
+class _HuggingFaceLoss(nn.Module):
+    """What their models compute given labels: logits, and their mean cross entropy in float32.
+
+    Targets are already shifted, so that all sides predict the same s tokens of a sequence.
+    """
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.transformer = net.base_model
+        self.head = HeadAndLoss(net.lm_head)
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        x_BSH = self.transformer(input_ids=tokens_BS, use_cache=False).last_hidden_state
+        loss: Tensor = self.head(x_BSH, targets_BS)
+        return loss
+
+
+class HeadAndLoss(nn.Module):
+    """A separate module, because torch.compile does not compile a bare nn.Linear."""
+
+    def __init__(self, lm_head: nn.Module) -> None:
+        super().__init__()
+        self.lm_head = lm_head
+
+    def forward(self, x_BSH: Tensor, targets_BS: Tensor) -> Tensor:
+        logits_BSV = self.lm_head(x_BSH)
+        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
+
+
+class HuggingFace(PlainTorch):
+    """transformers' model, built from a config (no download) and run as a Trainer does.
+
+    With bfloat16 that is a Trainer with bf16=True.
+
+    Args:
+        how: `blocks` compiles each block, the head and the loss, as gridformer does; `whole`
+            compiles the whole model at once, as Trainer's torch_compile=True does. Before torch
+            2.14, `whole` makes transformers build an explicit attention mask, which rules out
+            flash attention.
+    """
+
+    name = "Hugging Face"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        train: TrainConfig,
+        device: torch.device,
+        backend: str,
+        how: HFCompile = "blocks",
+    ) -> None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        with device:
+            net = causal_model(config).train()
+        loss, base = _HuggingFaceLoss(net), net.base_model
+        parts = [*(base.h if config.family == "gpt2" else base.layers), loss.head]
+        super().__init__(net, loss, [loss] if how == "whole" else parts, train, device, backend)
+
     def take_weights(self, model: nn.Module, config: ModelConfig) -> None:
         """Copy the weights of gridformer's model."""
-        state = to_theirs(entries_of(config), dict(model.named_parameters()))
+        state = hugging_face_state(model, config)
         ours = dict(self.net.named_parameters())
         assert state.keys() == ours.keys(), state.keys() ^ ours.keys()
         with torch.no_grad():
             for name, value in state.items():
                 ours[name].copy_(value)
+
+
+def hugging_face_state(model: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
+    """Return the parameters of gridformer's model under the names of Hugging Face's."""
+    return to_theirs(entries_of(config), dict(model.named_parameters()))
 
 
 def causal_model(config: ModelConfig) -> Any:

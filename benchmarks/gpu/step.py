@@ -1,7 +1,7 @@
 """Compares one device's training step with Hugging Face's: tokens/s and share of the ceiling.
 
-Both sides stay on the device and take turns, so that anything else that slows the machine down
-slows both. They see the same batches and start from the same weights, so their losses must agree.
+All sides stay on the device and take turns, so that anything else that slows the machine down
+slows all. They see the same batches and start from the same weights, so their losses must agree.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.report import Report, median, phrase, seconds_of, synchronize
 from benchmarks.gpu.sides import Gridformer, HFCompile, HuggingFace, Side
+from benchmarks.gpu.torchtitan_side import Torchtitan, torchtitan_runs
 from gridformer.config import ModelConfig, TrainConfig
 
 Attention = Literal["auto", "flash", "cudnn", "efficient"]
 Mode = Literal["eager", "compiled"]
 
-N_BATCHES = 4  # the batches repeat, so that the loss falls and both sides' falls can be compared
+N_BATCHES = 4  # the batches repeat, so that the loss falls and the sides' falls can be compared
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,21 @@ class Settings:
 
 @dataclass
 class Result:
-    """Results of one side in one mode: seconds per step in each turn, and the peak bytes."""
+    """Results of one side in one mode.
+
+    Attributes:
+        warm_up_s: Seconds of the warm-up.
+        seconds: Seconds per step in each turn.
+        cpu_seconds: Seconds per step of this process on all cores, in each turn. They say more than
+            `seconds` about a CPU that others use, too.
+        peak_bytes: The most memory on a GPU.
+    """
 
     side: str
     mode: Mode
     warm_up_s: float
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
     @property
@@ -68,7 +79,7 @@ class Result:
 
 @dataclass
 class Comparison:
-    """Results of both sides.
+    """Results of all sides.
 
     Attributes:
         b: Sequences per step.
@@ -99,7 +110,7 @@ class Comparison:
 def compare(
     settings: Settings, device: torch.device, report: Report, profile: bool = False
 ) -> tuple[Comparison, dict[str, str]]:
-    """Find the largest batch that both sides can hold, then let them take turns.
+    """Find the largest batch that all sides can hold, then let them take turns.
 
     Returns:
         The comparison, and a table of kernels for each side and mode if `profile` is set.
@@ -117,7 +128,7 @@ def compare(
 
 
 def _try(settings: Settings, b: int, device: torch.device, report: Report) -> Arena | None:
-    """Build both sides and warm them up in every mode; return None if memory does not suffice."""
+    """Build all sides and warm them up in every mode; return None if memory does not suffice."""
     arena: Arena | None = None
     try:
         arena = Arena(settings, b, device, report)
@@ -147,7 +158,7 @@ def _release(device: torch.device) -> None:
 
 
 class Arena:
-    """Both sides on one device, with the batches of which they take turns."""
+    """All sides on one device, with the batches of which they take turns."""
 
     def __init__(self, settings: Settings, b: int, device: torch.device, report: Report) -> None:
         self.settings, self.b, self.device, self.report = settings, b, device, report
@@ -167,7 +178,11 @@ class Arena:
             theirs.take_weights(ours.model, config)
             self.sides.append(theirs)
         else:
-            report.progress("transformers is missing: gridformer is measured alone")
+            report.progress("transformers is missing: gridformer is measured without it")
+        if torchtitan_runs(config):
+            titan = Torchtitan(config, train, device, settings.backend)
+            titan.take_weights(ours.model, config)
+            self.sides.append(titan)
         self.results: dict[tuple[str, Mode], Result] = {}
         self.failures: dict[str, str] = {}
         self.losses: dict[str, list[float | Tensor]] = {side.name: [] for side in self.sides}
@@ -198,7 +213,7 @@ class Arena:
             )
 
     def run(self) -> Comparison:
-        """Run the rounds while there is time; the two sides take turns in going first.
+        """Run the rounds while there is time; the sides take turns in going first.
 
         Raises:
             RuntimeError: Nothing runs.
@@ -247,8 +262,10 @@ class Arena:
             self._steps(side, 1)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
+            began = time.process_time()
             (seconds,) = seconds_of(lambda: self._steps(side, steps), self.device, 1)
             result.seconds.append(seconds / steps)
+            result.cpu_seconds.append((time.process_time() - began) / steps)
             if self.device.type == "cuda":
                 others = sum(other.held_bytes() for other in self.sides if other is not side)
                 peak = torch.cuda.max_memory_allocated(self.device) - others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.report import Report, table
+from benchmarks.gpu.report import Report, median, table
 from benchmarks.gpu.sides import Gridformer, HuggingFace
 from benchmarks.gpu.step import Comparison
 from gridformer.config import ModelConfig
@@ -29,7 +29,7 @@ def step_flops(config: ModelConfig, tokens: int, s: int) -> float:
 
 
 def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None:
-    """Write the table, how it counts, whether both sides trained alike, and the targets."""
+    """Write the table, how it counts, whether all sides trained alike, and the targets."""
     settings, config = comparison.settings, comparison.settings.config
     flops = step_flops(config, comparison.tokens, settings.s)
     columns = ["side", "tokens/s", "turns", "ms/step", "model TFLOP/s", "of the ceiling"]
@@ -48,9 +48,14 @@ def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None
                 f"{other.median / r.median:.2f}x" if other else "-",
                 f"{r.peak_bytes / GIB:.1f}" if r.peak_bytes else "-",
                 f"{r.warm_up_s:.0f}",
+                f"{1e3 * median(r.cpu_seconds):,.0f}",
+                f"{median(other.cpu_seconds) / median(r.cpu_seconds):.2f}x" if other else "-",
             ]
         )
     columns += ["against Hugging Face, same mode", "peak GiB", "warm-up s"]
+    columns += ["processor ms/step", "against Hugging Face, by processor time"]
+    if any(r.peak_bytes for r in comparison.results):  # on a GPU the processor's time says little
+        columns, rows = columns[:-2], [row[:-2] for row in rows]
     report.write(table(columns, rows))
     inner = config.n_heads * config.head_width
     share = 12 * config.n_layers * inner * settings.s * comparison.tokens / flops
@@ -72,17 +77,23 @@ def write(comparison: Comparison, ceiling_tflops: float, report: Report) -> None
 
 
 def agreement(comparison: Comparison) -> list[str]:
-    """Report whether both sides had the same losses, from the same weights on the same batches."""
-    ours, theirs = (comparison.losses.get(name) for name in (Gridformer.name, HuggingFace.name))
-    if not ours or not theirs:
+    """Report whether all sides had the same losses, from the same weights on the same batches."""
+    others = [name for name, losses in comparison.losses.items() if losses]
+    if Gridformer.name not in others or len(others) < 2:
         return ["one side did not run: there is nothing to compare with"]
-    norms = [comparison.first_norm[name] for name in (Gridformer.name, HuggingFace.name)]
+    others.remove(Gridformer.name)
+    return [line for name in others for line in _agreement_with(comparison, name)]
+
+
+def _agreement_with(comparison: Comparison, name: str) -> list[str]:
+    ours, theirs = comparison.losses[Gridformer.name], comparison.losses[name]
+    norms = [comparison.first_norm[side] for side in (Gridformer.name, name)]
     first, norm = abs(ours[0] / theirs[0] - 1), abs(norms[0] / norms[1] - 1)
     worst = max(abs(a / b - 1) for a, b in zip(ours, theirs))
     agree = first < LOSS_AGREES and norm < NORM_AGREES
     return [
-        f"same weights, same batch: loss {ours[0]:.5f} and {theirs[0]:.5f} ({first:.1e} apart), "
-        f"gradient norm {norms[0]:.4f} and {norms[1]:.4f} ({norm:.1e}): "
+        f"same weights, same batch as {name}: loss {ours[0]:.5f} and {theirs[0]:.5f} ({first:.1e} "
+        f"apart), gradient norm {norms[0]:.4f} and {norms[1]:.4f} ({norm:.1e}): "
         + ("they agree" if agree else "THEY DISAGREE"),
         f"after {len(ours)} steps: loss {ours[-1]:.5f} and {theirs[-1]:.5f}; at most {worst:.1e} "
         "apart at any step",

@@ -32,8 +32,7 @@ class CrossEntropy(nn.Module):
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         logits_TV = self._wide_columns(logits_BSV.flatten(0, -2))
         smoothing = self.smoothing if self.training else 0.0
-        # A compiler fuses torch's function, and without gradients that takes no more memory.
-        if logits_TV.requires_grad and not torch.compiler.is_compiling():
+        if logits_TV.requires_grad:
             loss: Tensor = _CrossEntropy.apply(logits_TV, targets_BS.flatten(), smoothing)
             return loss
         return F.cross_entropy(
@@ -65,15 +64,14 @@ class _CrossEntropy(torch.autograd.Function):
         loss_T = log_TV.gather(1, column_T1).squeeze(1)
         if smoothing:
             loss_T = loss_T * (1.0 - smoothing) + log_TV.mean(1) * smoothing
-        ctx.log, ctx.smoothing = log_TV, smoothing
-        ctx.save_for_backward(column_T1, counts_T)
+        ctx.smoothing = smoothing
+        ctx.save_for_backward(log_TV, column_T1, counts_T)
         return loss_T.masked_fill(~counts_T, 0.0).sum().neg()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (column_T1, counts_T), log_TV, smoothing = ctx.saved_tensors, ctx.log, ctx.smoothing
-        assert log_TV is not None, "a second backward pass through a loss"
-        ctx.log = None
+        log_TV, column_T1, counts_T = ctx.saved_tensors
+        smoothing = ctx.smoothing
         grad_TV = log_TV.exp_()
         if smoothing:
             grad_TV -= smoothing / grad_TV.shape[1]
