@@ -1,10 +1,10 @@
 """The sides that `benchmarks.gpu single` compares: gridformer and Hugging Face's transformers.
 
-`benchmarks.gpu.torchtitan_side` holds a third one. All train a GPT-2 or a Llama in float32, or each with its own usual mixed precision. gridformer
-then has bfloat16 activations throughout, including the residual stream, over float32 parameters.
-Hugging Face runs as its Trainer does with bf16=True: float32 parameters under autocast, so that its
-residual stream stays float32. The optimizer (fused AdamW), its settings, clipping, schedule,
-batches and initial weights are the same.
+`benchmarks.gpu.torchtitan_side` holds a third one. All train a GPT-2 or a Llama in float32, or each
+with its own usual mixed precision. gridformer then has bfloat16 activations throughout, including
+the residual stream, over float32 parameters. The others run as Hugging Face's Trainer does with
+bf16=True: float32 parameters under autocast, so that their residual stream stays float32. The
+optimizer (fused AdamW), its settings, clipping, schedule, batches and initial weights are the same.
 """
 
 from __future__ import annotations
