@@ -161,7 +161,9 @@ def test_a_killed_worker_is_named(start: Start) -> None:
     assert code == 1
     last = err.splitlines()[-1]
     assert last.startswith("rank 1 (pid ")
-    assert "was killed by signal 9 (SIGKILL): out of memory is the usual cause" in last
+    assert "was killed by signal 9 (SIGKILL)" in last
+    if sys.platform == "linux":  # whose counters say that it was not for want of memory
+        assert "not by the kernel's out-of-memory killer" in last
     assert "Traceback" not in err
 
 

@@ -7,17 +7,31 @@ import time
 from typing import Any, NoReturn
 
 from gridformer.launch.worker_process import print_last, print_stopped
+from gridformer.utils import oom
 from gridformer.utils import signals as stopping
 from gridformer.utils.errors import ConfigError, UserError
 
+_LESS_MEMORY = "try a smaller batch, more micro_batches, or a layout that shards the model further"
+
 
 class Failure:
-    """A worker that failed. `message` is the report that it wrote, empty if it wrote none."""
+    """A worker that failed.
+
+    Args:
+        rank, pid, exitcode: what it was and how it ended; no exit code if it has not ended yet.
+        message: the report that it wrote, empty if it wrote none.
+        killer: who killed it, see `gridformer.utils.oom.verdict`.
+    """
 
     def __init__(
-        self, rank: int, pid: int | None, exitcode: int | None, message: dict[str, Any]
+        self,
+        rank: int,
+        pid: int | None,
+        exitcode: int | None,
+        message: dict[str, Any],
+        killer: str = "",
     ) -> None:
-        self.rank, self.pid, self.message = rank, pid, message
+        self.rank, self.pid, self.message, self.killer = rank, pid, message, killer
         self.exitcode = 1 if exitcode is None else exitcode
         self.time: float = message.get("time", time.time())
 
@@ -32,7 +46,7 @@ class Failure:
 
     @property
     def ends_all(self) -> bool:
-        """Whether the run hangs, so that no rank can do anything anymore."""
+        """Whether the run hangs or has lost its ranks, so that none can do anything anymore."""
         return "report" in self.message
 
     @property
@@ -78,17 +92,20 @@ def report(failure: Failure) -> NoReturn:
 
 def described(failure: Failure) -> str:
     """Returns all that is known of a failure that is no UserError: lines, the cause last."""
+    message = failure.message
     if failure.ends_all:
-        return str(failure.message["report"])
-    if failure.message:
-        text = failure.message["extraInfo"]["py_callstack"].rstrip()
-        return f"rank {failure.rank} failed:\n\n{text}"
+        return str(message["report"])
+    if message:
+        means = f" {message['meaning']}" if message.get("meaning") else ""
+        return (
+            f"rank {failure.rank} failed:{means}\n\n{message['extraInfo']['py_callstack'].rstrip()}"
+        )
     advice = ""
     if -failure.exitcode == signal.SIGKILL:
-        advice = (
-            ": out of memory is the usual cause: try a smaller batch, more micro_batches, or a "
-            "layout that shards the model further"
-        )
+        if oom.is_oom(failure.killer):
+            advice = f": {_LESS_MEMORY}"
+        elif not failure.killer:
+            advice = f": out of memory is the usual cause: {_LESS_MEMORY}"
     elif failure.exitcode < 0:
         advice = ": it crashed in native code, see its output above"
     return f"{cause(failure)}{advice}"
@@ -96,8 +113,10 @@ def described(failure: Failure) -> str:
 
 def cause(failure: Failure) -> str:
     """Returns why a worker failed, in one line."""
+    if failure.ends_all:
+        return str(failure.message["message"])
     if failure.message:
-        whole = str(failure.message.get("report") or failure.message["message"])
+        whole = str(failure.message["message"])
         return f"rank {failure.rank} failed: {whole.strip().splitlines()[0]}"
     who = f"rank {failure.rank} (pid {failure.pid})"
     if failure.exitcode >= 0:
@@ -106,4 +125,5 @@ def cause(failure: Failure) -> str:
         name = signal.Signals(-failure.exitcode).name
     except ValueError:
         name = "a real-time signal"
-    return f"{who} was killed by signal {-failure.exitcode} ({name})"
+    by = f" {failure.killer}" if failure.killer else ""
+    return f"{who} was killed by signal {-failure.exitcode} ({name}){by}"

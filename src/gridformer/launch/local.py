@@ -36,8 +36,10 @@ from types import FrameType
 from typing import Any
 
 from gridformer.launch.failures import Failure, report
+from gridformer.launch.fork_server import UNKNOWN, ForkServer, end_orphans
 from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
 from gridformer.mesh.launch_env import joined
+from gridformer.utils import oom
 from gridformer.utils import signals as stopping
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.signals import StopPolicy
@@ -128,7 +130,8 @@ def attempt(
             workers.kill()
         codes = workers.exit_codes()
         # All ranks have saved before any of them exits with this code.
-        saved = stopping.REQUEUE in codes and (failure is None or failure.told_to_stop)
+        saved = failure is None or failure.told_to_stop
+        saved = saved and bool({stopping.REQUEUE, UNKNOWN} & codes)
         if saved and meeting.stopped.exists():
             return Ended(stopping.REQUEUE, meeting.stopped.read_text(encoding="utf-8"))
     if failure and not (failure.told_to_stop and signals.first):
@@ -148,6 +151,7 @@ class _Workers:
 
     def __init__(self, size: int, meeting: Meeting, policy: StopPolicy) -> None:
         self.size, self.meeting, self.policy = size, meeting, policy
+        self.server, self._oom_kills = ForkServer(), oom.count()
         self._patience_s = policy.grace_s + _MORE_PATIENCE_S
         self._started: list[ForkServerProcess] = []
         self._kill_at = float("inf")  # finite once a stop signal was sent to the workers
@@ -159,13 +163,21 @@ class _Workers:
         warm_up(entrypoint.__module__)
         context = multiprocessing.get_context("forkserver")
         threads = threads_of(self.size)
+        self.server.note()
         for rank in range(self.size):
             process = context.Process(
                 target=work,
                 args=(entrypoint, args, rank, self.size, self.meeting, threads, self.policy),
                 name=f"rank {rank}",
             )
-            process.start()
+            try:
+                process.start()
+            except (OSError, EOFError):
+                if not self.server.ended():
+                    raise
+                break  # `watch` ends those that were started
+            if rank == 0:
+                self.server.note()
             self._started.append(process)
             if signals.first:
                 # Not SIGINT: Python would print a traceback if the worker has no handlers yet.
@@ -182,6 +194,8 @@ class _Workers:
         stop_at = float("inf")
         found: list[Failure] = []
         running = {process.sentinel: rank for rank, process in enumerate(self._started)}
+        if len(self._started) < self.size and not signals.first and self._lost():
+            return self._end_without_server()
         while running:
             now = time.monotonic()
             if signals.again or (now >= self._kill_at and not self.meeting.is_saving):
@@ -195,6 +209,9 @@ class _Workers:
             ready = wait([*running, signals.reader], None if until == float("inf") else until - now)
             signals.clear()
             ended = [running.pop(s) for s in ready if s in running]
+            if ended and self._lost():
+                lost = self._end_without_server()
+                return None if signals.first else lost  # the signal may have been sent to all
             if self._stopping or signals.first:
                 continue  # from here on workers end because they were stopped
             found += [failure for rank in ended if (failure := self._failure(rank))]
@@ -240,7 +257,28 @@ class _Workers:
         process.join(1.0)
         if process.exitcode == 0:
             return None
-        return Failure(rank, process.pid, process.exitcode, self._read(rank))
+        killer = ""
+        if process.exitcode == -signal.SIGKILL:
+            killer = oom.verdict(self._oom_kills, oom.count())
+        return Failure(rank, process.pid, process.exitcode, self._read(rank), killer)
+
+    def _lost(self) -> str:
+        """Returns how the fork server has ended, or an empty text if it runs or nobody needs it."""
+        codes = [process.exitcode for process in self._started]
+        return self.server.ended() if len(codes) < self.size or UNKNOWN in codes else ""
+
+    def _end_without_server(self) -> Failure:
+        """Ends the workers when the fork server has ended, and returns what is to be told."""
+        pids = [p.pid for p in self._started if p.pid and p.exitcode == UNKNOWN]
+        killed = end_orphans(pids, self._patience_s, lambda: self.meeting.is_saving)
+        how = self._lost()
+        text = (
+            f"{how[0].upper()}{how[1:]}. Without it nothing is known of the ranks, so they were "
+            "asked to save and to stop; the same command goes on from the newest checkpoint."
+        )
+        if killed:
+            text += f" {len(killed)} ranks did not end in time and were killed."
+        return Failure(-1, None, None, {"message": text, "report": text})
 
     def _read(self, rank: int) -> dict[str, Any]:
         path = self.meeting.error_file(rank)

@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gridformer.launch.explain import explain, out_of_memory
 from gridformer.mesh.launch_env import STORE_FILE, Joined
 from gridformer.mesh.process_group import abandon_world
 from gridformer.utils import signals as stopping
@@ -266,6 +267,8 @@ def _write_failure(error: Exception, path: Path) -> None:
         "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
         "time": time.time(),
         "caused_by_peer": _is_effect_of_a_peer(error),
+        "meaning": explain(error),
+        "out_of_memory": out_of_memory(error) is not None,
     }
     if isinstance(error, UserError):
         message["user_error"] = str(error)
@@ -280,10 +283,21 @@ def _write(path: Path, message: dict[str, Any]) -> None:
 
 
 def _print_failure(error: Exception) -> None:
+    """Prints why this rank ends. Only the rank where something failed shows a traceback."""
     sys.stdout.flush()
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "?"
     if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
+    elif _is_effect_of_a_peer(error):
+        first = str(error).strip().split("\n", 1)[0]
+        print(
+            f"rank {rank} ends because its connection to another rank broke, which failed or was "
+            f"killed: {first}",
+            file=sys.stderr,
+        )
     else:
+        if meaning := explain(error):
+            print(f"rank {rank} failed: {meaning}\n", file=sys.stderr)
         traceback.print_exception(error)
 
 

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gridformer.utils.disk import writing
+
 METRICS = "metrics.jsonl"
 PLOT = "loss.png"
 EVENTS = "tensorboard"
@@ -30,15 +32,19 @@ class MetricsLog:
         self.path = run_dir / METRICS
         kept = [m for m in read_metrics(run_dir) if m["step"] <= resume_step] if resume_step else []
         swap = self.path.with_suffix(".tmp")
-        swap.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(swap, self.path)
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        with writing(self.path, len(text)):
+            swap.write_text(text, encoding="utf-8")
+            os.replace(swap, self.path)
         self._file = self.path.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(run_dir / EVENTS), purge_step=resume_step + 1)
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Appends the metrics of one step and flushes metrics.jsonl."""
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+        line = json.dumps(metrics) + "\n"
+        with writing(self.path, len(line)):
+            self._file.write(line)
+            self._file.flush()
         for name, value in metrics.items():
             if name != "step":
                 group = "val" if name.startswith("val_") else "train"

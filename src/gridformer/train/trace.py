@@ -18,6 +18,7 @@ from gridformer import comm
 from gridformer.comm import Record, Recorder
 from gridformer.mesh import Axes
 from gridformer.parallel.pipeline import Event, OnAction, idle_fraction
+from gridformer.utils.disk import writing
 
 _PASSES = ("forward", "backward")
 
@@ -47,13 +48,13 @@ class StepTrace:
             None on other ranks.
         """
         rank = self.axes.world.index
-        rank_file(path, rank).write_text(json.dumps(self._part()), encoding="utf-8")
+        _write(rank_file(path, rank), json.dumps(self._part()))
         comm.barrier((self.axes.world,))
         if rank:
             return None
         files = [rank_file(path, index) for index in range(self.axes.world.size)]
         parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        path.write_text(json.dumps(merged(parts)), encoding="utf-8")
+        _write(path, json.dumps(merged(parts)))
         for file in files:
             file.unlink()
         return idle_fraction([[Event(*event) for event in part["events"]] for part in parts])
@@ -68,6 +69,11 @@ class StepTrace:
             "events": self.events,
             "messages": [_message(record) for record in self.recorder.records],
         }
+
+
+def _write(path: Path, text: str) -> None:
+    with writing(path, len(text)):
+        path.write_text(text, encoding="utf-8")
 
 
 def rank_file(path: Path, rank: int) -> Path:

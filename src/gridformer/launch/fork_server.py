@@ -1,0 +1,113 @@
+"""The end of the fork server while a run needs it.
+
+Workers are forked from a server (`gridformer.utils.forkserver`), which also tells the launcher when
+one has ended. If the server is killed, every worker seems to have ended with code 255, although all
+of them still run. This module finds that out, and ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import forkserver
+from typing import Any
+
+UNKNOWN = 255  # the exit code that multiprocessing makes up for what it does not know
+_NOTICED_S = 1.0  # the server's pipes close a moment before the system says that it has ended
+
+
+class ForkServer:
+    """The fork server of this process, once it runs."""
+
+    def __init__(self) -> None:
+        self.pid: int | None = None
+        # multiprocessing offers no name for the process id of its server.
+        self._server: Any = forkserver._forkserver
+
+    def note(self) -> None:
+        """Remembers the server that runs now; multiprocessing replaces one that has ended."""
+        self.pid = self._server._forkserver_pid
+
+    def ended(self) -> str:
+        """Returns how the server has ended, or an empty text if it runs."""
+        now = self._server._forkserver_pid
+        if self.pid is None:
+            return ""
+        who = f"the fork server (pid {self.pid}), from which all ranks were started,"
+        if now != self.pid:
+            return f"{who} has ended"
+        until = time.monotonic() + _NOTICED_S
+        while True:
+            try:
+                found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return f"{who} has ended"
+            if found is not None:
+                break
+            if time.monotonic() > until:
+                return ""
+            time.sleep(0.01)
+        if found.si_code == os.CLD_EXITED:
+            return f"{who} has ended with code {found.si_status}"
+        return f"{who} was killed by signal {found.si_status} ({_name(found.si_status)})"
+
+
+def end_orphans(pids: Iterable[int], patience_s: float, is_saving: Callable[[], bool]) -> list[int]:
+    """Ends processes that are nobody's children anymore.
+
+    They are asked to stop, so that they can save, and those that still run later are killed.
+
+    Args:
+        pids: their ids.
+        patience_s: seconds between the two.
+        is_saving: whether a process saves; it is given the time that it takes.
+
+    Returns:
+        The ids of those that had to be killed.
+    """
+    with _handles(pids) as handles:
+        _send(handles, signal.SIGTERM)
+        until = time.monotonic() + patience_s
+        while (left := _running(handles)) and (time.monotonic() < until or is_saving()):
+            select.select([*left], [], [], 0.1)
+        _send(left, signal.SIGKILL)
+        until = time.monotonic() + _NOTICED_S
+        while _running(left) and time.monotonic() < until:
+            time.sleep(0.01)
+        return [*left.values()]
+
+
+@contextlib.contextmanager
+def _handles(pids: Iterable[int]) -> Iterator[dict[int, int]]:
+    """Opens the processes that still run. A handle stays theirs even if an id is used again."""
+    found: dict[int, int] = {}
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                found[os.pidfd_open(pid)] = pid
+        yield found
+    finally:
+        for handle in found:
+            os.close(handle)
+
+
+def _running(handles: dict[int, int]) -> dict[int, int]:
+    ended, _, _ = select.select([*handles], [], [], 0)
+    return {handle: pid for handle, pid in handles.items() if handle not in ended}
+
+
+def _send(handles: dict[int, int], signum: int) -> None:
+    for handle in handles:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signum)
+
+
+def _name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return "a real-time signal"

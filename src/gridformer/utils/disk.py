@@ -1,0 +1,83 @@
+"""Full disks: which errors mean one, and a sentence with what was needed and what is free."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gridformer.utils.units import MIB, format_bytes
+
+_WHY = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "this user's quota on the disk is used up",
+    errno.EFBIG: "the file is larger than this process or the disk allows (see `ulimit -f`)",
+}
+
+
+class FullDiskError(OSError):
+    """A file that could not be written because there is no space left for it.
+
+    Args:
+        number: the number of the system's error.
+        path: the file.
+        n_bytes: how much was to be written; 0 if that is not known.
+    """
+
+    def __init__(self, number: int, path: Path, n_bytes: int = 0) -> None:
+        super().__init__(number, os.strerror(number), str(path))
+        self.n_bytes = n_bytes
+
+    def __str__(self) -> str:
+        return sentence(self)
+
+
+def is_full(error: BaseException) -> bool:
+    """Returns whether an error means that there is no space left."""
+    return isinstance(error, OSError) and error.errno in _WHY
+
+
+@contextmanager
+def writing(path: Path, n_bytes: int = 0) -> Iterator[None]:
+    """Lets a full disk inside the block raise an error that names the file.
+
+    The system's own errors name no file when one that is open is written.
+
+    Args:
+        path: the file that is written.
+        n_bytes: how much is to be written; 0 if that is not known.
+
+    Raises:
+        FullDiskError: there is no space left.
+    """
+    try:
+        yield
+    except FullDiskError:
+        raise
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise FullDiskError(error.errno or errno.ENOSPC, path, n_bytes) from None
+
+
+def sentence(error: OSError) -> str:
+    """Returns what a full disk means for whoever reads it, without a period at the end."""
+    number = error.errno or errno.ENOSPC
+    text = _WHY.get(number, os.strerror(number))
+    if error.filename is None:
+        return f"{text}: a file could not be written"
+    path = Path(os.fsdecode(error.filename))
+    needed = getattr(error, "n_bytes", 0)
+    text += f": {path} could not be written"
+    said = [f"{_bytes(needed)} were to be written"] if needed else []
+    folder = next((parent for parent in path.parents if parent.is_dir()), None)
+    if folder is not None:
+        said.append(f"{_bytes(shutil.disk_usage(folder).free)} are free there")
+    return text + (f" ({', '.join(said)})" if said else "")
+
+
+def _bytes(n_bytes: int) -> str:
+    return format_bytes(n_bytes) if n_bytes >= MIB else f"{n_bytes:,} bytes"

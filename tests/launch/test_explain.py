@@ -1,0 +1,74 @@
+"""What an error is called, before its traceback."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gridformer.launch.explain import explain, out_of_memory
+from gridformer.utils.disk import FullDiskError
+from tests.support.launch.programs import ROOT, TORCHRUN, Start, finish
+
+GPU = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of "
+    "which 12.75 MiB is free."
+)
+
+
+def test_memory() -> None:
+    assert explain(torch.OutOfMemoryError(GPU)) == (
+        "the memory of the GPU of 79.10 GiB is used up: 20.00 MiB more were asked for"
+    )
+    host = "the memory of this machine, or what this process may have of it, is used up"
+    assert explain(MemoryError()) == host
+    assert explain(
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
+        )
+    ) == (f"{host}: 4 GiB more were asked for")
+    assert out_of_memory(RuntimeError("shapes differ")) is None
+
+
+def test_torch_says_it_like_this() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert explain(raised.value).endswith(f": {1 << 30:,} GiB more were asked for"), explain(
+        raised.value
+    )
+
+
+def test_a_full_disk() -> None:
+    text = explain(FullDiskError(errno.ENOSPC, Path("runs/a/metrics.jsonl"), 100))
+    assert text.startswith("the disk is full: runs/a/metrics.jsonl could not be written (")
+    assert text.endswith("; free some, or choose --out on another disk")
+    assert explain(ValueError("no")) == ""
+    assert explain(FileNotFoundError(errno.ENOENT, "no", "a")) == ""
+
+
+def test_the_rank_whose_disk_is_full_says_so(start: Start) -> None:
+    code, _, err = finish(start("starting:with_a_full_disk", 3))
+    assert code == 1
+    assert err.startswith("rank 1 failed: the disk is full: /dev/full could not be written (")
+    assert err.count("Traceback") == 1
+    assert "FullDiskError" in err.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_innocent_ranks_show_no_traceback(start: Start) -> None:
+    """As torchrun and srun show what all ranks print."""
+    code, _, err = finish(start("starting:with_a_full_disk", 3, *TORCHRUN, "3"))
+    assert code == 1
+    before, _, cause = err.rpartition("Root Cause (first observed failure)")
+    assert "rank      : 1 (local_rank: 1)" in cause
+    own = [line for line in before.splitlines() if line.startswith("FullDiskError")]
+    assert len(own) <= 1, err
+    assert "Connection closed by peer" not in before or "ends because its connection" in before
+
+
+def test_this_needs_no_torch() -> None:
+    code = "import sys, gridformer.launch.explain; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
