@@ -233,8 +233,9 @@ def rms_norm_backward(
         mean: Mean of grad * weight * normed over the global h, [.., 1], where h is sharded; None
             if h is whole here, and the mean is then computed.
     """
-    grad_normed = grad * weight
+    product = grad * normed
+    grad_weight = product.flatten(0, -2).sum(0)
     if mean is None:
-        mean = (grad_normed * normed).mean(-1, keepdim=True)
-    grad_weight = (grad * normed).flatten(0, -2).sum(0)
-    return (grad_normed - normed * mean).mul_(rstd), grad_weight
+        mean = product.mul_(weight).mean(-1, keepdim=True)
+    del product
+    return (grad * weight).addcmul_(normed, mean, value=-1).mul_(rstd), grad_weight
