@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gridformer.cli.patience import Seconds, at_most
 from gridformer.cli.run_argument import Overrides, RunFile
 
 
@@ -23,6 +24,7 @@ def check(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one JSON object.")
     ] = False,
+    seconds: Seconds = None,
 ) -> None:
     """Check that a run will work on GPUs, before anything is launched.
 
@@ -49,7 +51,10 @@ def check(
     from gridformer.check import check_run
     from gridformer.check.show import print_report
 
-    with Console(stderr=True).status("tracing a step"):
+    if whole and seconds is None:
+        seconds = 0.0  # whoever asks for everything has the time
+    fewer = "leave --whole out" if whole else "take fewer layers, stages or micro-batches"
+    with Console(stderr=True).status("tracing a step"), at_most(seconds, fewer):
         report = check_run(checked, whole=whole, here=True)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=1))

@@ -23,10 +23,10 @@ from typing import Any, Final
 import typer
 
 from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.limits import LARGEST_INTEGER, LONGEST_PART, LONGEST_PATH
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2
-_LARGEST: Final = 2**53  # Above it, floats are no longer exact integers.
 _MOST_PROBLEMS: Final = 20
 _LONGEST: Final = 1500  # characters of a problem, which may quote what was given
 
@@ -54,15 +54,30 @@ def checked(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check(name: str, value: object) -> None:
-    if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:  # NaN is neither
+    if (
+        isinstance(value, int | float) and not -LARGEST_INTEGER <= value <= LARGEST_INTEGER
+    ):  # NaN is neither
         shown = value if isinstance(value, float) else f"a number of {len(f'{value:x}')} digits"
         if isinstance(value, float) and math.isnan(value):
             raise ConfigError([f"{name}: nan is not a number"])
-        raise ConfigError([f"{name}: {shown} is too large: use at most {_LARGEST}"])
+        raise ConfigError([f"{name}: {shown} is too large: use at most {LARGEST_INTEGER}"])
     if isinstance(value, Path):
-        long = any(len(part.encode("utf-8", "replace")) > 255 for part in value.parts)
-        if long or len(str(value)) > 4095:
-            raise ConfigError([f"{_shortened(str(value), 80)}: is longer than a path can be"])
+        _check_path(value)
+
+
+def _check_path(path: Path) -> None:
+    """Refuses what is a path on no machine; whether something is there is the command's matter."""
+    shown = _shortened(str(path), 80)
+    long = any(len(part.encode("utf-8", "replace")) > LONGEST_PART for part in path.parts)
+    if long or len(str(path)) > LONGEST_PATH:
+        raise ConfigError([f"{shown}: is longer than a path can be"])
+    if any(unicodedata.category(letter) == "Cc" for letter in str(path)):
+        raise ConfigError([f"{shown}: contains control characters"])
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError([f"{shown}: is a symbolic link that leads to itself"]) from None
 
 
 @contextlib.contextmanager

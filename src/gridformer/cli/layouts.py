@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gridformer.utils.limits import MOST_PROCESSES, MOST_TOKENS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -16,19 +18,29 @@ if TYPE_CHECKING:
     from gridformer.memory.layouts import Listed
 
 
+_SECONDS = 12  # Only numbers of many thousands of processes have that many layouts.
+
+
 def layouts(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="The name of a shipped model, or a run file.")
     ],
     processes: Annotated[
         int,
-        typer.Option("--processes", "-p", min=1, help="The number of processes, one per device."),
+        typer.Option(
+            "--processes",
+            "-p",
+            min=1,
+            max=MOST_PROCESSES,
+            help="The number of processes, one per device.",
+        ),
     ],
     global_batch: Annotated[
         int,
         typer.Option(
             "--global-batch",
             min=0,
+            max=MOST_TOKENS,
             help="The number of samples in a step; 0 means the smallest that each layout allows.",
         ),
     ] = 0,
@@ -37,6 +49,7 @@ def layouts(
         typer.Option(
             "--seq-len",
             min=0,
+            max=MOST_TOKENS,
             help="The number of tokens in a sample; 0 means the longest of the model.",
         ),
     ] = 0,
@@ -62,7 +75,7 @@ def layouts(
     from rich.console import Console
 
     from gridformer.config import SCHEMES, any_of, load_run, parse_run
-    from gridformer.memory.layouts import list_layouts
+    from gridformer.memory.layouts import candidates, list_layouts
     from gridformer.utils.errors import ConfigError
 
     wrong = [name for name in scheme or () if name not in SCHEMES]
@@ -73,7 +86,15 @@ def layouts(
     else:
         run = parse_run({"model": model, "data": {"path": "."}})
     section: dict[str, Any] = run.model.model_dump()
-    found = list_layouts(section, processes, global_batch, seq_len, scheme or ())  # type: ignore[arg-type]
+    schemes: Any = scheme or ()
+    found = list_layouts(section, processes, global_batch, seq_len, schemes, _SECONDS)
+    total = sum(1 for _ in candidates(processes, schemes))
+    if len(found) < total:
+        left_out = (
+            f"{len(found):,} of {total:,} layouts were checked in {_SECONDS} seconds, those with "
+            "the fewest stages first; --scheme checks fewer of them"
+        )
+        typer.echo(left_out, err=True)
     if settings:
         for one in found:
             if not one.problems:

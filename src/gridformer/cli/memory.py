@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gridformer.cli.patience import Seconds, at_most
 from gridformer.cli.run_argument import Overrides, RunFile
 
 
@@ -31,6 +32,7 @@ def memory(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a page that plots memory over time.")
     ] = None,
+    seconds: Seconds = None,
 ) -> None:
     """Estimate the peak memory of each rank of a run, and when the peak is reached.
 
@@ -63,12 +65,13 @@ def memory(
     if html is not None:
         require("plotly", "--html", "html")
     checked = read_run_without_data(run, overrides or [])
-    decisions = decide_run(checked)
-    chosen = chosen_ranks(checked, ranks, decisions)
     console = Console(highlight=False)
-    estimates = estimates_beside(checked, [*chosen], decisions)  # the console starts a thread
-    with console.status(f"simulating a step of {len(chosen)} rank{'s' * (len(chosen) > 1)}"):
-        breakdowns = estimates()
+    with at_most(seconds, "choose some ranks with --ranks, or fewer layers or stages"):
+        decisions = decide_run(checked)
+        chosen = chosen_ranks(checked, ranks, decisions)
+        estimates = estimates_beside(checked, [*chosen], decisions)  # the console starts a thread
+        with console.status(f"simulating a step of {len(chosen)} rank{'s' * (len(chosen) > 1)}"):
+            breakdowns = estimates()
     print_breakdowns(checked, breakdowns, chosen, console)
     if html is not None:
         write_page(checked, breakdowns, chosen, html)

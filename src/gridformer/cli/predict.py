@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gridformer.cli.patience import Seconds, at_most
 from gridformer.cli.run_argument import Overrides, RunFile
 
 
@@ -43,6 +44,7 @@ def predict(
             "--trace", metavar="FILE", help="Write the timeline as a Chrome trace (Perfetto)."
         ),
     ] = None,
+    seconds: Seconds = None,
 ) -> None:
     """Predict how long a step of a run takes on a cluster, and where the time goes.
 
@@ -74,16 +76,17 @@ def predict(
     from gridformer.plan.predict import predict as predicted
     from gridformer.plan.show import print_prediction
 
-    peak_gib = peak_beside(checked, machine)  # before the console starts a thread
-    with Console(stderr=True).status("tracing and replaying a step"):
-        found = predicted(
-            checked,
-            machine,
-            layers_only,
-            not forward_only,
-            timeline=trace is not None,
-            peak_gib=peak_gib,
-        )
+    with at_most(seconds, "take fewer layers, stages or micro-batches"):
+        peak_gib = peak_beside(checked, machine)  # before the console starts a thread
+        with Console(stderr=True).status("tracing and replaying a step"):
+            found = predicted(
+                checked,
+                machine,
+                layers_only,
+                not forward_only,
+                timeline=trace is not None,
+                peak_gib=peak_gib,
+            )
     if trace is not None:
         trace.write_text(json.dumps(found.chrome_trace()), encoding="utf-8")
     if as_json:

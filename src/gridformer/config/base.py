@@ -7,25 +7,18 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Final, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-# Numbers of keys with no bound of their own. Up to 2^53 an integer is exact as a float, too, which
-# schedules compute with; a float of up to 1e30 can be squared and added up.
-LARGEST_INTEGER: Final = 2**53
-LARGEST_FLOAT: Final = 1e30
-
-# Sizes of a model. Each is far above any model, and with them every size of a tensor is computed in
-# 64 bits and everything that grows with layers or processes takes seconds.
-MOST_LAYERS: Final = 4096
-WIDEST: Final = 2**24  # features of a layer
-MOST_TOKENS: Final = 2**31 - 1  # of a vocabulary or a sequence: what a 32-bit index can count
-MOST_PROCESSES: Final = 2**20
-
-LONGEST_NAME: Final = 200  # of a file: most file systems allow 255 bytes, and prefixes are added
-LONGEST_PATH: Final = 4095
+from gridformer.utils.limits import (
+    LARGEST_FLOAT,
+    LARGEST_INTEGER,
+    LONGEST_NAME,
+    LONGEST_PART,
+    LONGEST_PATH,
+)
 
 
 class Bounded(BaseModel):
@@ -88,12 +81,20 @@ def _file_name(name: str) -> str:
     return name
 
 
+def file_name(text: str, otherwise: str) -> str:
+    """Returns a text if it can be the name of a run, and otherwise another."""
+    try:
+        return _file_name(text)
+    except ValueError:
+        return otherwise
+
+
 def _path(path: Path) -> Path:
     text = str(path)
     if _invisible(text):
         raise ValueError(f"{shortened(ascii(text))} contains control characters")
     longest = max((len(part.encode("utf-8", "replace")) for part in path.parts), default=0)
-    if longest > 255 or len(text.encode("utf-8", "replace")) > LONGEST_PATH:
+    if longest > LONGEST_PART or len(text.encode("utf-8", "replace")) > LONGEST_PATH:
         raise ValueError(f"{shortened(text)} is longer than a path can be")
     return path
 

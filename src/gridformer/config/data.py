@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from gridformer.config.base import MOST_TOKENS, AnyPath, Config
+from gridformer.config.base import AnyPath, Config
 from gridformer.config.model import Family
+from gridformer.utils.limits import MOST_TOKENS
 
 Task = Literal["auto", "causal", "masked", "spans", "pairs"]
 # The tasks that each family can be trained on. The first one is what `auto` means.

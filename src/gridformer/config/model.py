@@ -6,8 +6,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gridformer.config.base import MOST_LAYERS, MOST_TOKENS, WIDEST, Config, any_of, divisors
+from gridformer.config.base import Config, any_of, divisors
 from gridformer.config.rope import RopeScaling
+from gridformer.utils.limits import MOST_LAYERS, MOST_TOKENS, WIDEST
 
 Family = Literal["gpt2", "bert", "t5", "transformer", "llama"]
 ENCODER_DECODER: tuple[Family, ...] = ("t5", "transformer")

@@ -7,8 +7,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from gridformer.config.base import MOST_TOKENS, AnyPath
+from gridformer.config.base import AnyPath
 from gridformer.config.faults import FaultsConfig
+from gridformer.utils.limits import MOST_TOKENS
 
 LRSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]

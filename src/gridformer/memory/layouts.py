@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors
+from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors, parse_run
 from gridformer.parallel.registry import SPECS, describe, spec_of
-from gridformer.parallel.validation import check
-from gridformer.utils.errors import ConfigError
+from gridformer.parallel.validation import broken_rules
 from gridformer.utils.units import format_setting
 
 
@@ -23,7 +23,7 @@ class Listed:
     Attributes:
         layout: The layout.
         global_batch: The global batch that it was checked with.
-        problems: Why it does not work; empty if it does.
+        problems: Why it does not work, without offers; empty if it does.
         modes: The values of `layout.dp_mode` that work, in the order of that key, each with the
             approximate peak of a rank in bytes (without the vocabulary's share if the model's
             vocabulary is not known). Without replicas there is only one.
@@ -57,6 +57,7 @@ def list_layouts(
     global_batch: int = 0,
     seq_len: int = 0,
     schemes: Sequence[Scheme] = (),
+    seconds: float = math.inf,
 ) -> list[Listed]:
     """Lists every arrangement of `processes` for a model, checked as `gridformer train` would.
 
@@ -69,33 +70,44 @@ def list_layouts(
             that only the model decides whether a layout works.
         seq_len: Tokens per sequence; 0 uses the model's maximum.
         schemes: The schemes to list; empty lists all.
+        seconds: Of more candidates than can be checked in this time, the rest are left out.
 
     Raises:
-        pydantic.ValidationError: The model itself is not valid.
+        ConfigError: The model, the batch or the length is not valid.
     """
     found = []
-    for layout in candidates(processes):
-        if schemes and layout.scheme not in schemes:
-            continue
+    whole = parse_run({"model": model, "data": {"path": ".", "seq_len": seq_len}})
+    end = time.monotonic() + seconds
+    for layout in candidates(processes, schemes):
+        if time.monotonic() > end:
+            break
         batch = global_batch or _smallest_batch(layout)
-        run = _run(model, layout, batch, seq_len)
+        train = whole.train.model_copy(update={"global_batch": batch})
+        run = whole.model_copy(update={"layout": layout, "train": train})
         problems = _problems(run)
         modes = {} if problems else {"replicate": _held(run)}
         for mode in ("zero1", "fsdp") if not problems else ():
-            other = _run(model, layout.model_copy(update={"dp_mode": mode}), batch, seq_len)
+            other = run.model_copy(update={"layout": layout.model_copy(update={"dp_mode": mode})})
             if not _problems(other):
                 modes[mode] = _held(other)
         found.append(Listed(layout, batch, tuple(problems), modes))
     return found
 
 
-def candidates(processes: int) -> Iterator[LayoutConfig]:
-    """Yields all arrangements of pipeline stages, replicas and grid, without checking any model."""
+def candidates(processes: int, schemes: Sequence[Scheme] = ()) -> Iterator[LayoutConfig]:
+    """Yields all arrangements of pipeline stages, replicas and grid, without checking any model.
+
+    Args:
+        processes: The number of processes.
+        schemes: The schemes of the layouts; empty means all.
+    """
     for pp in divisors(processes):
         for dp in divisors(processes // pp):
             rest = processes // (pp * dp)
             common: dict[str, Any] = {"pp": pp, "dp": dp, "micro_batches": pp}
             for name, spec in SPECS.items():
+                if schemes and name not in schemes:
+                    continue
                 for arrangement in spec.arrangements(rest):
                     yield LayoutConfig(scheme=name, **arrangement, **common)
 
@@ -154,19 +166,8 @@ def _cause(one: Listed) -> tuple[str, dict[str, int]]:
     return problem.partition(": ")[2] if problem.startswith("layout.") else problem, where
 
 
-def _run(model: dict[str, Any], layout: LayoutConfig, global_batch: int, seq_len: int) -> RunConfig:
-    data = {"path": ".", "seq_len": seq_len}
-    return RunConfig.model_validate(
-        {"model": model, "layout": layout, "data": data, "train": {"global_batch": global_batch}}
-    )
-
-
 def _problems(run: RunConfig) -> list[str]:
-    try:
-        check(run)
-    except ConfigError as error:
-        return error.problems
-    return []
+    return [broken.text for broken in broken_rules(run)]
 
 
 def _held(run: RunConfig) -> float:

@@ -36,6 +36,7 @@ from gridformer.checkpoint.manifest import KEPT, FileEntry, Manifest, write_mani
 from gridformer.checkpoint.safetensors_file import Streamed, offsets_info, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import DataConfig, ModelConfig, RunConfig, any_of
+from gridformer.config.base import file_name
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 from gridformer.utils.units import GIB
@@ -119,7 +120,11 @@ def import_folder(
     """
     refuse_existing(out)
     source = open_source(folder)
-    run = RunConfig(name=out.resolve().name, model=source.model, data=DataConfig(path=Path("data")))
+    run = RunConfig(
+        name=file_name(out.resolve().name, "imported"),
+        model=source.model,
+        data=DataConfig(path=Path("data")),
+    )
     with new_folder(out) as writing:
         step = writing / "checkpoints" / "step-00000000"
         step.mkdir(parents=True)
