@@ -165,9 +165,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         )
     try:
         value = parse_yaml(text) if text else ""
-    except ValueError as error:
-        if text[:1] in ("[", "{", "&"):  # what begins like YAML and is none is no text either
-            raise ConfigError([f"'{shortened(override)}': is not valid YAML ({error})"]) from None
+    except ValueError:
         value = text
     *sections, last = key.split(".")
     here = values

@@ -58,10 +58,11 @@ def read_bytes(path: Path, at_most: int = 64 * MIB) -> bytes:
         raise UnreadableError(path, error.strerror or str(error)) from None
     except ValueError:  # NUL in the path
         raise UnreadableError(path, "a path cannot contain NUL") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise UnreadableError(path, f"it is {_kind(mode)}, not a file")
     with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise UnreadableError(path, f"it is {_kind(mode)}, not a file")
         try:
             content = file.read(at_most + 1)
         except OSError as error:

@@ -150,7 +150,7 @@ def open_source(folder: Path) -> Source:
     values = read_json(folder / CONFIG)
     path = folder / CONFIG
     model_type = values.get("model_type")
-    if model_type not in KINDS:
+    if not isinstance(model_type, str) or model_type not in KINDS:
         raise ConfigError(
             [f"{path}: model_type={model_type} is not supported: gridformer has {any_of(KINDS)}"]
         )
@@ -165,6 +165,8 @@ def open_source(folder: Path) -> Source:
     except ValidationError as error:
         told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise ConfigError([f"{path}: {one.removeprefix(': ')}" for one in told]) from None
+    if not model.vocab_size:
+        raise ConfigError([f"{path}: vocab_size=0 is no vocabulary: write how many tokens it has"])
     entries, shapes = kind.entries(model), shapes_of(model)
     _check_tensors(folder, kind, entries, shapes, there)
     return Source(folder, kind, model, entries, shapes, there)
