@@ -12,6 +12,8 @@ from gridformer.mesh.gpus import CPU, GPU, identity, own_gpu, too_few_gpus, verd
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.rendezvous import share_result, store_of, wait_until_heard
 from gridformer.utils.errors import UserError
+from gridformer.utils.hardware import n_cores
+from gridformer.utils.hardware import n_cores
 
 if TYPE_CHECKING:  # torch takes a second to import, and the command line imports this file
     import torch
@@ -38,6 +40,9 @@ class World:
     why: str
 
 
+_MOST_HERE = 256  # processes that one machine starts, however few cores it has
+
+
 def check_devices(device: DeviceChoice, n_processes: int, nproc: int | None = None) -> list[str]:
     """Checks whether `n_processes` processes can start from this process.
 
@@ -60,6 +65,13 @@ def check_devices(device: DeviceChoice, n_processes: int, nproc: int | None = No
         problems.append(
             f"{place.by} started {place.size} processes, but the layout needs {n_processes} "
             f"({_PRODUCT}): start {n_processes}, or change the layout"
+        )
+    most = max(_MOST_HERE, 32 * n_cores())
+    if not place and n_processes > most:
+        problems.append(
+            f"the layout needs {n_processes} processes ({_PRODUCT}), and one machine with "
+            f"{n_cores()} cores starts at most {most}: start them on several machines with "
+            "torchrun or srun, or change the layout"
         )
     if not problems and (device == "cuda" or (device == "auto" and place and _has_gpus())):
         problems += too_few_gpus(place, place.local_size if place else n_processes)
