@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -102,6 +102,39 @@ def test_rank_0_alone_plans(ranks: Ranks) -> None:
     assert rest == [first] * (SIZE - 1)
     assert ranks.done == {"check_run": 1, "plan_checked": 1, "devices": SIZE, "room_of": 3}
     assert ranks.rooms == [Room(97, "machine 3")]
+
+
+class CountingStore:
+    """Counts what each thread, which plays a rank, asks of a store, but not how often it looks."""
+
+    def __init__(self) -> None:
+        self.store, self.asked = dist.HashStore(), Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("set", "get", "add"):
+            self.asked[current_thread().name] += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("size", [6, 48])
+def test_what_a_rank_asks_of_the_store_does_not_grow(
+    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, size: int
+) -> None:
+    store = CountingStore()
+    monkeypatch.setattr(rendezvous, "store_of", lambda place: store)
+
+    def plan(rank: int) -> None:
+        place = Joined(rank, size, rank % 2, 2, "torchrun", "10.0.0.1", 29500)
+        plan_together(place, "mine.yaml", (), None, Path("runs/mine"))
+
+    threads = [Thread(target=plan, args=(rank,), name=str(rank)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    # A rank reads config and plan, and says what its machine is like. Rank 0 reads that of all.
+    assert {store.asked[str(rank)] for rank in range(1, size - 1)} <= {5, 6}
+    assert store.asked["0"] == 3 + size
 
 
 @pytest.mark.parametrize(

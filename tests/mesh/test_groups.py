@@ -1,6 +1,7 @@
-"""How many calls create the process groups of a large run over NCCL.
+"""How many calls create the process groups of a large run.
 
-Every such call is a collective of all ranks, so their number may grow with axes, not with ranks.
+Over NCCL every such call is a collective of all ranks, and over gloo one of a group's members, so
+their number may grow with axes, not with ranks.
 One process plays a rank among up to 1,024, on torch's fake backend.
 """
 
@@ -110,3 +111,30 @@ def test_as_many_calls_create_the_groups_of_1024_ranks_as_of_a_few(name: str) ->
     pairs = [tuple(pair) for lines in messages for pair in lines]
     lines = large.n_processes // large.pp
     assert len(pairs) == 2 * large.pp * lines, "each pair and direction has its own"
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("rank", [0, 500, 1023])
+def test_a_rank_creates_only_its_own_groups_over_gloo(name: str, rank: int) -> None:
+    """Each call of new_group costs every rank that makes it time, sockets and messages."""
+    layout, made = layout_of(name, small=False), []
+    new_group = dist.new_group
+
+    def counted(ranks: Sequence[int], **how: Any) -> ProcessGroup:
+        assert how["use_local_synchronization"]
+        made.append(([*ranks], how["group_desc"]))
+        group: ProcessGroup = new_group(ranks, **how)
+        names.append(group.group_name)
+        return group
+
+    names: list[str] = []
+    dist.init_process_group("fake", rank=rank, world_size=layout.n_processes, store=FakeStore())
+    try:
+        with patch.object(dist, "new_group", counted):
+            everything(layout)
+    finally:
+        dist.destroy_process_group()
+    assert all(rank in ranks for ranks, _ in made)
+    # The axes, a grid or two together, and the pipeline's neighbors in two directions.
+    assert len(made) <= 10
+    assert len({*names}) == len(names)

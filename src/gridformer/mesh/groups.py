@@ -1,6 +1,6 @@
 """Process groups: queries about their backend, and the one function that creates them.
 
-Torch requires every process to create every group in the same order, even groups that it is not in.
+All processes must create groups in the same order, even groups that they are not in.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # The groups that `objects_group` has created, by default group.
 _objects: MutableMapping[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+# How often `create_each` was called, by default group.
+_n_made: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
 
 
 def over_nccl(group: ProcessGroup | None) -> bool:
@@ -91,16 +93,42 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
 
 
 def create_each(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | None:
-    """Creates the groups of `make_groups` one after the other. A trace replaces this."""
+    """Creates the groups of `make_groups`, each by its own members. A trace replaces this.
+
+    A process makes at most one group, however many lines there are: with thousands of ranks there
+    are thousands of lines.
+    """
     import torch.distributed as dist
 
-    mine, here, timeout = None, dist.get_rank(), _timeout()
-    with _one_gloo_device():
-        for line in lines:
-            group = dist.new_group([*line], timeout=timeout, group_desc=purpose)
-            if here in line:
-                mine = group
-    return mine
+    world, here = dist.group.WORLD, dist.get_rank()
+    assert world is not None
+    number = _n_made[world] = _n_made.get(world, 0) + 1  # the same on all ranks
+    line = next((line for line in lines if here in line), None)
+    if line is None:
+        return None
+    with _one_gloo_device(), _named(f"{purpose} {number} {line[0]}"):
+        group: ProcessGroup = dist.new_group(
+            [*line], timeout=_timeout(), group_desc=purpose, use_local_synchronization=True
+        )
+    return group
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Gives the group that is created meanwhile a name, under which its members meet.
+
+    Torch numbers groups, which is the same on all ranks only if all take part in creating each of
+    them. For groups that only their members create it takes a hash that depends on the number of
+    groups that this process is in, which may differ between the members.
+    """
+    from torch.distributed import distributed_c10d
+
+    before = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = before
 
 
 @contextmanager
