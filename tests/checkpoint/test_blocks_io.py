@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint import blocks_io
+from gridformer.checkpoint import blocks_io, saving
 from gridformer.checkpoint.block import Block, written_here
 from gridformer.checkpoint.index import Index, index_of_files, joined, part_of
 from gridformer.checkpoint.safetensors_file import write_file
@@ -41,7 +41,8 @@ def saved(tmp_path: Path) -> tuple[Path, Index]:
     parts = []
     for rank in range(8):
         held = dict.fromkeys(("a", "b"), block(*divmod(rank, 4)))
-        write_file(tmp_path / f"{rank}.safetensors", held)
+        with (tmp_path / f"{rank}.safetensors").open("wb") as file:
+            write_file(file, held)
         parts.append(part_of(f"{rank}.safetensors", held))
     return tmp_path, joined(parts)
 
@@ -124,21 +125,18 @@ def test_parts_of_replicas_are_all_written_and_padding_is_not() -> None:
     assert not written_here(beyond, Axes(dp=Axis("dp", 3, 2)))
 
 
-def test_the_index_is_collected_once_for_all_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    collected: list[bytes] = []
-    real = blocks_io._collected
+def test_the_index_is_joined_once_for_all_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
 
-    def noted(part: bytes, *rest: Any) -> Any:
-        collected.append(part)
-        return real(part, *rest)
+    def counting(parts: list[bytes]) -> Index:
+        counted.append(len(parts))
+        return joined(parts)
 
-    monkeypatch.setattr(blocks_io, "_collected", noted)
-    monkeypatch.setattr(blocks_io, "_last", None)
-    shards = {"a": (whole(), ParamShard(SIZE, (0, 0)))}
-    written = [blocks_io.write_blocks(shards, tmp_path, Axes()) for _ in range(2)]
-    assert len(collected) == 1
-    assert written[0] == written[1]
-    blocks_io.write_blocks({**shards, "b": shards["a"]}, tmp_path, Axes())
-    assert len(collected) == 2
+    monkeypatch.setattr(saving, "joined", counting)
+    monkeypatch.setattr(saving, "_last", None)
+    parts = [part_of(f"{rank}.safetensors", {"a": block(0, rank)}) for rank in range(4)]
+    found = [saving._index_of(parts) for _ in range(2)]
+    assert counted == [4]
+    assert found[0] == found[1] == joined(parts)
+    saving._index_of([*parts[:3], part_of("3.safetensors", {"b": block(0, 3)})])
+    assert counted == [4, 4]

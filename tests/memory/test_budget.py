@@ -19,6 +19,7 @@ from gridformer.memory.breakdown import KINDS, MemoryBreakdown
 from gridformer.memory.budget import Room, at_most, changed, fit_problems, nearest, room_of
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import chosen_ranks
+from gridformer.models import build_model
 from gridformer.parallel.auto import decisions
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import Decisions
@@ -116,6 +117,25 @@ def test_a_refusal_says_what_there_is_and_what_fits(monkeypatch: pytest.MonkeyPa
     assert text.startswith("rank 0 would hold ")
     assert "the room is small: use layout.micro_batches=2 (" in text
     assert len(re.findall(r"\([\d.]+ (MiB|GiB)\)", text)) == 2
+
+
+def test_copies_of_a_save_under_way_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie beside all else on CPUs, and a run without room for them can save without them."""
+    run = a_run({}, WIDE, {"loss_chunk_tokens": 0, "save_every": 1})
+    found = estimate_rank(run, 0)
+    elements = sum(p.numel() for p in build_model(run.model).parameters())
+    assert 12 * elements <= found.saved <= 12.1 * elements  # parameters and two moments
+    assert (found.peak, found.needed) == (peak(run), found.peak + found.saved)
+    monkeypatch.setattr(fits, "room_of", lambda run: Room(found.needed, "just enough"))
+    assert fit_problems(run) == []
+    monkeypatch.setattr(fits, "room_of", lambda run: Room(found.peak, "the room is small"))
+    (text,) = fit_problems(run)
+    assert "of copies while it saves" in text
+    assert "use train.async_save=false (" in text
+    for without in ({"async_save": False}, {"save_every": 0}, {"save_every": run.train.steps}):
+        other = run.model_copy(update={"train": run.train.model_copy(update=without)})
+        assert estimate_rank(other, 0).needed == found.peak
+        assert fit_problems(other) == []
 
 
 @pytest.mark.parametrize("layout", [{}, {"scheme": "optimus", "rows": 2, "cols": 2}])

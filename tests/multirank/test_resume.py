@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gridformer.checkpoint import blocks_io, checkpoint, find
-from gridformer.checkpoint.manifest import read_manifest, verify
+from gridformer.checkpoint import checkpoint, find, saving
+from gridformer.checkpoint.manifest import Manifest, read_manifest, verify
 from gridformer.checkpoint.same_run import check_same_run
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train.plan import Plan
@@ -34,23 +35,20 @@ from tests.support.multirank.runs import (
 )
 
 
-def train_and_crash(plan: Plan) -> None:
-    """Train on one rank; the last rank dies while it writes the second checkpoint."""
+def train_and_fail(plan: Plan) -> None:
+    """Train on one rank; the last rank's disk is full while it writes the second checkpoint."""
     written = []
 
-    def breaking(shards: Any, folder: Path, axes: Any) -> blocks_io.Written:
-        written.append(folder)
+    def failing(file: BinaryIO, blocks: Any) -> tuple[int, int]:
+        written.append(file)
         if len(written) == 2 and dist.get_rank() == dist.get_world_size() - 1:
-            (folder / "shard-00001-half").write_bytes(b"half a file")
-            raise OSError("no space left on device")
-        return original(shards, folder, axes)
+            file.write(b"half a file")
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return original(file, blocks)
 
-    original = blocks_io.write_blocks
-    blocks_io.write_blocks = breaking
-    try:
+    original = saving.write_file
+    with patch.object(saving, "write_file", failing):
         train(plan)
-    finally:
-        blocks_io.write_blocks = original
 
 
 SOME: list[dict[str, Any]] = [
@@ -148,14 +146,14 @@ def test_any_layout_resumes_from_any_other(
     assert_same_run(whole, moved)
 
 
-def test_a_crash_while_writing_leaves_the_checkpoint_before(
+def test_a_last_save_that_fails_leaves_the_checkpoint_before(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
     layout = {"scheme": "optimus", "rows": 2, "cols": 2}
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
     pool.run(4, train, plan_of(token_folder, whole, layout))
-    with pytest.raises(RankFailed, match="no space left"):
-        pool.run(4, train_and_crash, plan_of(token_folder, crashed, layout))
+    with pytest.raises(RankFailed, match=r"SaveError: the checkpoint of step 5 could not be saved"):
+        pool.run(4, train_and_fail, plan_of(token_folder, crashed, layout))
     found = find.latest(crashed)
     assert found is not None
     assert found.name == f"step-{MIDDLE:08d}"
@@ -180,12 +178,12 @@ def train_and_count(plan: Plan) -> list[int]:
     """Return the steps that this rank saved."""
     saved = []
 
-    def counting(run_dir: Path, step: int, *rest: Any) -> Path:
+    def counting(step: int, *rest: Any) -> Manifest:
         saved.append(step)
-        return save(run_dir, step, *rest)
+        return manifest_of(step, *rest)
 
-    save = checkpoint.save
-    with patch.object(checkpoint, "save", counting):
+    manifest_of = checkpoint.manifest_of
+    with patch.object(checkpoint, "manifest_of", counting):
         train(plan)
     return saved
 

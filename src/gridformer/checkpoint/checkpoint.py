@@ -19,17 +19,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gridformer import comm
-from gridformer.checkpoint.find import prune
 from gridformer.checkpoint.index import index_of_files
-from gridformer.checkpoint.manifest import FileEntry, Manifest, verify, write_manifest
+from gridformer.checkpoint.manifest import Manifest, verify
 from gridformer.config import RunConfig
 from gridformer.data.fingerprint import Fingerprint
 from gridformer.mesh import Axes
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.data.zero import stored
 from gridformer.parallel.sharding import ParamShard, shard_of
-from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -81,41 +78,42 @@ def save(
 
     Returns:
         The folder of the checkpoint.
+
+    Raises:
+        SaveError: The checkpoint could not be written. All ranks raise it.
     """
     # Imported here because it takes time, which commands that write no checkpoint save.
-    from gridformer.checkpoint.blocks_io import write_blocks
+    from gridformer.checkpoint.saver import Saver
 
-    final = run_dir / "checkpoints" / f"step-{step:08d}"
-    writing = hidden_folder(final)
-    first = axes.world.index == 0
-    if first:
-        begin_folder(writing)
-    comm.barrier((axes.world,))
-    written = write_blocks(_shards(model, optimizer), writing, axes)
-    if first:
-        manifest = Manifest(
-            format="gridformer-checkpoint",
-            version=1,
-            step=step,
-            tokens=tokens,
-            skipped=scale.skipped if scale else 0,
-            loss_scale=scale.scale if scale else 1.0,
-            good_steps=scale.good if scale else 0,
-            model=run.model,
-            run=run.model_dump(mode="json"),
-            files={
-                name: FileEntry(bytes=n_bytes, crc32=crc)
-                for name, (n_bytes, crc) in written.files.items()
-            },
-            index=written.index,
-            data_start=data_start,
-            data=data,
-        )
-        write_manifest(writing, manifest)
-        finish_folder(writing, final)  # replaces a checkpoint of the same step
-        prune(run_dir, run.train.keep_checkpoints)
-    comm.barrier((axes.world,))
-    return final
+    saver = Saver(run_dir, run, axes)
+    manifest = manifest_of(step, tokens, run, scale, data_start, data)
+    saver.save(manifest, shards_of(model, optimizer))
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def manifest_of(
+    step: int,
+    tokens: int,
+    run: RunConfig,
+    scale: Scale | None = None,
+    data_start: int = 0,
+    data: Fingerprint | None = None,
+) -> Manifest:
+    """Returns the manifest of a checkpoint whose files are not written yet; see `save`."""
+    return Manifest(
+        format="gridformer-checkpoint",
+        version=1,
+        step=step,
+        tokens=tokens,
+        skipped=scale.skipped if scale else 0,
+        loss_scale=scale.scale if scale else 1.0,
+        good_steps=scale.good if scale else 0,
+        model=run.model,
+        run=run.model_dump(mode="json"),
+        files={},
+        data_start=data_start,
+        data=data,
+    )
 
 
 def load(
@@ -158,7 +156,8 @@ def load(
     return manifest
 
 
-def _shards(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:
+def shards_of(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:
+    """Returns what this rank updates and therefore saves: parameters and moments."""
     parameters = {
         f"model.{name}": (parameter, shard_of(parameter)) for name, parameter in owned(model)
     }

@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a run directory, and removes those that are no longer kept."""
+"""Finds the checkpoints of a run directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from gridformer.checkpoint.manifest import MANIFEST, STEP_FOLDER
 from gridformer.utils.errors import CheckpointError
-from gridformer.utils.folders import remove_folder, remove_leftovers
 
 
 def latest(run_dir: Path) -> Path | None:
@@ -50,10 +49,3 @@ def complete(run_dir: Path) -> list[Path]:
         if named and folder.name == f"step-{int(named[1]):08d}" and folder.is_dir():
             found[int(named[1])] = folder
     return [found[step] for step in sorted(found)]
-
-
-def prune(run_dir: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and what crashed saves left."""
-    for folder in complete(run_dir)[:-keep]:
-        remove_folder(folder)
-    remove_leftovers(run_dir / "checkpoints")

@@ -254,9 +254,18 @@ def _has_blocks(path: Path, index: Index) -> bool:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes checkpoint.json with its checksum, which makes a folder a checkpoint."""
+    path = folder / MANIFEST
+    with path.open("wb") as file:
+        file.write(encoded(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def encoded(manifest: Manifest) -> bytes:
+    """Returns the content of checkpoint.json, with its checksum."""
     text = manifest.model_dump_json()
     checksum = zlib.crc32(text.encode("utf-8"))
-    _write_synced(folder / MANIFEST, f'{text[:-1]},"checksum":{checksum}}}')
+    return f'{text[:-1]},"checksum":{checksum}}}'.encode()
 
 
 def crc32_of(path: Path) -> int:
@@ -267,10 +276,3 @@ def crc32_of(path: Path) -> int:
         for chunk in iter(read, b""):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from gridformer.checkpoint.block import Block
 
 _INFO = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
+_PIECE = 8 << 20  # bytes
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,24 +52,28 @@ class Streamed:
         return n_bytes
 
 
-def write_file(path: Path, blocks: Mapping[str, Block]) -> tuple[int, int]:
+def write_file(file: BinaryIO, blocks: Mapping[str, Block]) -> tuple[int, int]:
     """Writes a file and computes its checksum meanwhile, so that it need not be read again.
 
     One block at a time is copied to host memory.
 
     Args:
-        path: The file.
+        file: The opened file.
         blocks: Its blocks by the names of their tensors.
 
     Returns:
         The bytes of the file, and its CRC-32.
     """
-    tensors = {name: _at_once(block.tensor) for name, block in blocks.items()}
-    return write_streamed(path, tensors, offsets_info(blocks))
+    tensors = {name: _in_rows(block.tensor) for name, block in blocks.items()}
+    return write_tensors(file, tensors, offsets_info(blocks))
 
 
-def _at_once(tensor: Tensor) -> Streamed:
-    return Streamed(tuple(tensor.shape), tensor.dtype, lambda: (tensor,))
+def _in_rows(tensor: Tensor) -> Streamed:
+    """Returns a tensor in small pieces: of a transposed one each piece must be copied."""
+    if tensor.dim() == 0 or tensor.device.type != "cpu":
+        return Streamed(tuple(tensor.shape), tensor.dtype, lambda: (tensor,))
+    rows = max(1, _PIECE * len(tensor) // (tensor.numel() * tensor.element_size()))
+    return Streamed(tuple(tensor.shape), tensor.dtype, lambda: tensor.split(rows))
 
 
 def offsets_info(blocks: Mapping[str, Block]) -> dict[str, str]:
@@ -79,10 +85,21 @@ def offsets_info(blocks: Mapping[str, Block]) -> dict[str, str]:
 def write_streamed(
     path: Path, tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
 ) -> tuple[int, int]:
-    """Writes a file of tensors that are made while it is written.
+    """Creates a file of tensors that are made while it is written; see `write_tensors`."""
+    with path.open("wb") as file:
+        found = write_tensors(file, tensors, metadata)
+        file.flush()
+        os.fsync(file.fileno())
+    return found
+
+
+def write_tensors(
+    file: BinaryIO, tensors: Mapping[str, Streamed], metadata: Mapping[str, str]
+) -> tuple[int, int]:
+    """Writes tensors that are made meanwhile in the format of safetensors.
 
     Args:
-        path: The file.
+        file: The opened file.
         tensors: Its tensors by name.
         metadata: What the header says besides.
 
@@ -101,20 +118,17 @@ def write_streamed(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     crc, n_bytes = 0, 0
-    with path.open("wb") as file:
-        for piece in (struct.pack("<Q", len(text)), text):
-            crc, n_bytes = zlib.crc32(piece, crc), n_bytes + len(piece)
-            file.write(piece)
-        for name, tensor in tensors.items():
-            begin = n_bytes
-            for rows in tensor.pieces():
-                # It may be a transposed view.
-                values = rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                crc, n_bytes = zlib.crc32(values, crc), n_bytes + len(values)
-                file.write(values)
-            assert n_bytes - begin == tensor.n_bytes, f"{name} has another size than announced"
-        file.flush()
-        os.fsync(file.fileno())
+    for piece in (struct.pack("<Q", len(text)), text):
+        crc, n_bytes = zlib.crc32(piece, crc), n_bytes + len(piece)
+        file.write(piece)
+    for name, tensor in tensors.items():
+        begin = n_bytes
+        for rows in tensor.pieces():
+            # It may be a transposed view.
+            values = rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            crc, n_bytes = zlib.crc32(values, crc), n_bytes + len(values)
+            file.write(values)
+        assert n_bytes - begin == tensor.n_bytes, f"{name} has another size than announced"
     return n_bytes, crc
 
 

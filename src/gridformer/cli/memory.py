@@ -79,9 +79,11 @@ def memory(
     gib = budget or checked.train.memory_gib
     if not gib:
         return
-    worst = max(breakdowns, key=lambda breakdown: breakdown.peak)
-    if worst.peak <= gib * GIB:
-        console.print(f"It fits: the largest peak is {worst.peak / GIB:.3g} of {gib:g} GiB.")
+    worst = max(breakdowns, key=lambda breakdown: breakdown.needed)
+    if worst.needed <= gib * GIB:
+        copies = " with the copies while it saves" if worst.needed > worst.peak else ""
+        used = f"{worst.needed / GIB:.3g} of {gib:g} GiB"
+        console.print(f"It fits: the largest peak{copies} is {used}.")
         return
     room = Room(round(gib * GIB), f"{gib:g} GiB is the budget")
     with waiting() as tell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -32,6 +33,24 @@ class FaultsConfig(Config):
         default=False,
         description="true lets a run whose newest checkpoint is damaged resume from the newest one "
         "that is not; the damaged one is kept under another name. false refuses to resume.",
+    )
+    keep_every: int = Field(
+        default=0,
+        ge=0,
+        description="Besides, each checkpoint whose step is a multiple of this number is kept for "
+        "good; 0 means none.",
+    )
+    async_save: bool = Field(
+        default=True,
+        description="true copies what is saved to host memory and writes the files while training "
+        "goes on; false lets training wait until they are written, and saves that memory. The last "
+        "save of a run is always waited for.",
+    )
+    full_disk: Literal["go_on", "remove_oldest"] = Field(
+        default="go_on",
+        description="If there is no space for a checkpoint, the run goes on and the next save "
+        "tries again (go_on), or the oldest checkpoint that is not kept for good is removed and "
+        "the save is tried again (remove_oldest), but never the last complete one.",
     )
     timeout_s: float = Field(
         default=600.0,

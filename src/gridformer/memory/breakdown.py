@@ -78,6 +78,9 @@ class MemoryBreakdown:
         between: The bytes held between steps.
         host: The bytes that lie in host memory (train.offload). No other number contains them.
         timeline: The bytes over time.
+        saved: The bytes of the copies from which a checkpoint is written while training goes on
+            (train.async_save), in host memory. No other number contains them.
+        saved_beside: Whether these copies lie in the same memory as all else, as on CPUs.
     """
 
     rank: int
@@ -87,6 +90,13 @@ class MemoryBreakdown:
     between: int
     host: int
     timeline: Timeline = field(repr=False)
+    saved: int = 0
+    saved_beside: bool = False
+
+    @property
+    def needed(self) -> int:
+        """The bytes that the device of the rank must have."""
+        return self.peak + (self.saved if self.saved_beside else 0)
 
     @property
     def activations(self) -> int:

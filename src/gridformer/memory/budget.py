@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gridformer.checkpoint.snapshot import saves_meanwhile
 from gridformer.config import RunConfig
 from gridformer.memory.analytic import quick_estimate, states_of, total_states
 from gridformer.memory.breakdown import STATES, MemoryBreakdown
@@ -110,8 +111,8 @@ def fit_problems(
     began = time.monotonic()
     decisions = decisions or decide_run(run)
     breakdowns = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
-    worst = max(breakdowns, key=lambda breakdown: breakdown.peak)
-    if worst.peak <= room.n_bytes:
+    worst = max(breakdowns, key=lambda breakdown: breakdown.needed)
+    if worst.needed <= room.n_bytes:
         return []
     return [refusal(run, worst, room, tell, time.monotonic() - began)]
 
@@ -138,11 +139,14 @@ def refusal(
         alone = format_bytes(states_of(run))
         short = text = f"a rank would hold {alone} of parameters, gradients and optimizer alone"
     else:
-        short = f"rank {worst.rank} would hold {format_bytes(worst.peak)} at a time"
+        short = f"rank {worst.rank} would hold {format_bytes(worst.needed)} at a time"
         states = sum(worst.by_kind.get(kind, 0) for kind in STATES)
+        copies = ""
+        if worst.needed > worst.peak:
+            copies = f", {format_bytes(worst.saved)} of copies while it saves"
         text = (
             f"{short} ({worst.moment}): {format_bytes(states)} of parameters, gradients and "
-            f"optimizer, {format_bytes(worst.activations)} of activations, and more"
+            f"optimizer, {format_bytes(worst.activations)} of activations{copies}, and more"
         )
     text += f"; but {room.why}: "
     said = f"It does not fit: {short}; but {room.why}."
@@ -230,7 +234,7 @@ def nearest(
         patience: The time limit; None tries everything.
     """
     patience = patience or Patience()
-    most = worst.peak if worst else math.inf
+    most = worst.needed if worst else math.inf
 
     def peak(changes: Changes) -> float | None:
         """Returns the peak with changes: a lower bound if that is already too much.
@@ -247,12 +251,12 @@ def nearest(
             return None
         decisions = decide_run(other)
         if worst is not None:
-            found = estimate_ranks(other, [worst.rank], decisions)[0].peak
+            found = estimate_ranks(other, [worst.rank], decisions)[0].needed
             if found > n_bytes or run.layout.pp == 1:
                 return found
         # With the changes another stage may be the fullest.
         ranks = [*largest_ranks(other, decisions)]
-        return max(breakdown.peak for breakdown in estimate_ranks(other, ranks, decisions))
+        return max(breakdown.needed for breakdown in estimate_ranks(other, ranks, decisions))
 
     found: list[Offer] = []
     saves: list[Changes] = []
@@ -283,7 +287,7 @@ def nearest(
 
 def _likely(run: RunConfig, worst: MemoryBreakdown | None, n_bytes: int) -> Offer | None:
     """Returns the first setting with which the run should fit by formula, or several together."""
-    scale = worst.peak / quick_estimate(run) if worst else 1.0
+    scale = worst.needed / quick_estimate(run) if worst else 1.0
     ways, together = [*_cheapest_first(run)], Changes()
     sums = []
     for change in ways:
@@ -299,6 +303,8 @@ def _likely(run: RunConfig, worst: MemoryBreakdown | None, n_bytes: int) -> Offe
 def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
     """Yields settings that save memory, the least slowdown first, the mildest value first."""
     layout, train = run.layout, run.train
+    if saves_meanwhile(train) and not on_gpu(run):
+        yield {"train.async_save": False}
     if train.loss_chunk_tokens == 0 or train.loss_chunk_tokens > 256:
         yield {"train.loss_chunk_tokens": 256}
     choices = decide(run.model, layout, work_of(run))
@@ -361,4 +367,5 @@ def at_most(run: RunConfig) -> int:
     # The integers from which dropout masks are made: 8 bytes each, many per element.
     masks = 16 * 8 * sequences * ((s + source) * max(model.hidden_size, model.ffn_size) + scores)
     activations = (a_layer * (model.n_layers + 1) * under_way + logits) * size
-    return 10 * parameters * size + activations + masks
+    states = 10 + 3 * saves_meanwhile(train)
+    return states * parameters * size + activations + masks

@@ -12,12 +12,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gridformer.checkpoint.block import written_here
+from gridformer.checkpoint.checkpoint import shards_of
+from gridformer.checkpoint.snapshot import bytes_of, saves_meanwhile
 from gridformer.config import RunConfig
 from gridformer.memory.breakdown import MemoryBreakdown, Once, take_breakdown
 from gridformer.memory.fake import fake_tensors, skip_middle_chunks
@@ -120,7 +124,12 @@ def _estimate(
             host: list[Tensor] = []
             if train.offload == "optimizer" and on_gpu(run):
                 host = [t for state in stepper.updates.state.values() for t in state.values()]
-            return take_breakdown(stepper, rank, step, host, once, fake.remembered)
+            found = take_breakdown(stepper, rank, step, host, once, fake.remembered)
+            saved = 0
+            if saves_meanwhile(train):
+                shards = shards_of(model, stepper.updates)
+                saved = bytes_of(written_here(shards, axes))
+            return replace(found, saved=saved, saved_beside=not on_gpu(run))
 
 
 def on_gpu(run: RunConfig) -> bool:

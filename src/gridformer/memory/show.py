@@ -64,6 +64,9 @@ def print_breakdowns(
         if any(breakdown.host for breakdown in some):
             host = [_size(breakdown.host, unit) for breakdown in some]
             table.add_row("in host memory", *host)
+        if any(breakdown.saved for breakdown in some):
+            copies = [_size(breakdown.saved, unit) for breakdown in some]
+            table.add_row("copies in host memory while it saves", *copies)
         console.print(table)
     copied = decide(run.model, run.layout, work_of(run)).copied_parameters
     if copied:

@@ -18,6 +18,7 @@ from gridformer.utils.units import GIB, format_bytes, format_count, three_digits
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gridformer.checkpoint.saver import Report
     from gridformer.config import LayoutConfig, RunConfig
     from gridformer.data import Batches
     from gridformer.mesh.process_group import World
@@ -113,6 +114,25 @@ class Reporter:
             text += f"; ranks waited for {idle:.0%} of the time that they computed "
             text += f"({ideal:.0%} with equal stages)"
         self._print(text)
+
+    def saved(self, report: Report) -> None:
+        """Prints that a checkpoint is complete, or why there is none."""
+        found = report.outcome
+        waited = f"training waited for {three_digits(report.stalled_s)} s"
+        if report.waited_s > 0.5 * report.stalled_s and report.waited_s > 0.1:
+            waited += ", mostly for the save before it"
+        if found.removed:
+            self._print(f"  the disk was full: removed {', '.join(found.removed)}")
+        if found.failure:
+            self._print(
+                f"  step {found.step}: no checkpoint was saved ({found.failure}); {waited}. The "
+                "run goes on, and its next save tries again"
+            )
+        else:
+            self._print(
+                f"  checkpoint of step {found.step} is complete: {format_bytes(found.n_bytes)} in "
+                f"{three_digits(found.seconds)} s; {waited}"
+            )
 
     def end(self, step: int, saved: int, stopped: bool) -> None:
         """Stops the progress bar and prints how the run ended.

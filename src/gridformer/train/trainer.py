@@ -19,6 +19,7 @@ from gridformer.checkpoint.fallback import choose_together, set_aside
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.same_run import check_same_run, data_start_of
 from gridformer.comm import progress
+from gridformer.checkpoint.saver import Saver
 from gridformer.data import Batches, Restarted, TokenFolder, open_batches
 from gridformer.data.samples.order import Rows
 from gridformer.mesh.launch_env import joined
@@ -88,9 +89,11 @@ class Trainer:
             self.stepper.scale.skipped = loaded.skipped
             if loaded.run["train"]["dtype"] == "float16":
                 self.stepper.scale.go_on(loaded.loss_scale, loaded.good_steps)
+        self.saver = Saver(plan.out, run, self.axes, self.stop.hold, self.stop.release)
         self.log: MetricsLog | None = None
         self.report: Reporter | None = None
         if world.rank == 0:
+            self.saver.sweep()
             self._prepare_folder()
             self.log = MetricsLog(plan.out, plan.resume_step)
             self.report = Reporter(plan, world, folder.train.n_tokens, self.batches)
@@ -130,6 +133,7 @@ class Trainer:
 
         Raises:
             DivergedError: The loss or the gradient norm of a step is not finite.
+            SaveError: The last checkpoint could not be written.
         """
         train, step = self.run.train, self.plan.resume_step
         saved, told = step, False
@@ -141,6 +145,7 @@ class Trainer:
             for opened in (self.log, self.report):
                 if opened:
                     at_end.callback(opened.close)
+            at_end.callback(self._finish_saves)
             self.ahead = at_end.enter_context(self._loader(self.batches, range(step, train.steps)))
             if step == 0:
                 with suppress(StepDropped):
@@ -161,10 +166,10 @@ class Trainer:
                 self._write(metrics)
                 self._beat("training", step, metrics["loss"])
                 if last or _due(step, train.save_every):
-                    self._save(step)
+                    self._save(step, last)
                     saved = step
-            if saved < step:
-                self._save(step)
+            if saved < step or not self.saver.all_saved():
+                self._save(step, last=True)
                 saved = step
             self._end(step)
             if self.report:
@@ -200,6 +205,7 @@ class Trainer:
             result = self.stepper(step, read, self.stop.requested)
         seconds = time.perf_counter() - began
         self.tokens += result.tokens
+        self._tell_of_saves()
         scale: dict[str, Any] = {}
         if self.run.train.dtype == "float16":
             scale = {"loss_scale": self.stepper.scale.scale, "skipped": result.skipped}
@@ -216,6 +222,7 @@ class Trainer:
             "tokens_per_s": result.tokens / seconds,
             "step_time_s": seconds,
             **self.utilization.metrics(seconds),
+            **self.saver.metrics(),
         }
         return metrics, result.flagged
 
@@ -262,28 +269,24 @@ class Trainer:
         largest = comm.all_reduce(peak, self.axes.world, "max", label="metrics")
         return {"peak_memory_gib": int(largest) / GIB}
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, last: bool) -> None:
         self._beat("saving")
         if self.report:
             self.report.say("saving")
-        began = time.monotonic()
-        with self.stop.held():
-            self._write_checkpoint(step)
-        self.ending.save_s = time.monotonic() - began
-
-    def _write_checkpoint(self, step: int) -> None:
-        checkpoint.save(
-            self.plan.out,
-            step,
-            self.tokens,
-            self.run,
-            self.model,
-            self.stepper.updates,
-            self.axes,
-            self.stepper.scale,
-            self.plan.data_start,
-            self.plan.data,
+        self.saver.save(
+            checkpoint.manifest_of(
+                step,
+                self.tokens,
+                self.run,
+                self.stepper.scale,
+                self.plan.data_start,
+                self.plan.data,
+            ),
+            checkpoint.shards_of(self.model, self.stepper.updates),
+            wait=not self.run.train.async_save,
+            last=last,
         )
+        self._tell_of_saves()
 
     def _beat(self, state: State, step: int | None = None, loss: float | None = None) -> None:
         if self.heart:
@@ -292,6 +295,20 @@ class Trainer:
     def _on_error(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._beat("failed")
+
+    def _tell_of_saves(self) -> None:
+        """Prints what became of saves."""
+        for one in self.saver.news():
+            self.ending.save_s = one.outcome.seconds
+            if self.report:
+                self.report.saved(one)
+
+    def _finish_saves(self) -> None:
+        """Waits for a save under way, also after an error."""
+        if self.report and self.saver.busy:
+            self.report.say("saving")
+        self.saver.finish()
+        self._tell_of_saves()
 
     def _write(self, metrics: dict[str, Any]) -> None:
         if self.log and self.report:

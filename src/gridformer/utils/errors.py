@@ -32,3 +32,10 @@ class DivergedError(UserError):
 
 class DataError(UserError):
     """Data that is missing, damaged or does not fit the run."""
+
+
+class SaveError(Exception):
+    """A checkpoint after which a run ends could not be written, so its work is lost.
+
+    It is no `UserError`, because it is found when work is done: the run ends with exit code 1.
+    """

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from gridformer.utils.errors import UserError
 
-_DELETING = ".deleting-"
+_WRITING, _DELETING = ".writing-", ".deleting-"
+_PRIVATE = "gridformer-"
 
 
 def hidden_folder(target: Path, suffix: str = "") -> Path:
     """Returns the hidden path beside `target` at which it is written until it is complete."""
-    return target.with_name(f".writing-{target.name}{suffix}")
+    return target.with_name(f"{_WRITING}{target.name}{suffix}")
 
 
 def begin_folder(writing: Path) -> None:
@@ -86,9 +87,37 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes folders whose removal a killed process had begun."""
-    for leftover in parent.glob(f"{_DELETING}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Removes folders that a killed process had begun to write or to remove.
+
+    No other process may be writing there.
+    """
+    for prefix in (_DELETING, _WRITING):
+        for leftover in parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def private_prefix() -> str:
+    """Returns how the names of this process's temporary folders begin."""
+    return f"{_PRIVATE}{os.getpid()}-"
+
+
+def remove_private_leftovers(parent: Path) -> None:
+    """Removes temporary folders of this user's processes that have ended without doing so."""
+    for folder in parent.glob(f"{_PRIVATE}*"):
+        pid = folder.name.removeprefix(_PRIVATE).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and not _runs(int(pid)) and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is another user's
+    return True
 
 
 def sync_folder(folder: Path) -> None:

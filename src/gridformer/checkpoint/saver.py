@@ -1,0 +1,215 @@
+"""All saves of a run: one at a time, in a thread while training goes on, or waited for.
+
+    saver.save(manifest, shards, wait=False)    # between two steps, on all ranks together
+    ...steps...                                 # a thread of each rank writes its file
+    for report in saver.news(): ...             # on the first rank: what became of saves
+    saver.finish()                              # waits; sends nothing, so also after an error
+
+A save under way is never abandoned: the next one, the end of the run, a stop and an error wait for
+it. Ranks agree in the main thread only, when all of them are between two steps anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gridformer import comm
+from gridformer.checkpoint.block import Block, Shards, written_here
+from gridformer.checkpoint.manifest import Manifest
+from gridformer.checkpoint.place import LocalPlace, Place
+from gridformer.checkpoint.saving import Kept, Outcome, Save
+from gridformer.checkpoint.snapshot import Snapshot
+from gridformer.config import RunConfig
+from gridformer.mesh import Axes
+from gridformer.mesh.groups import objects_group
+from gridformer.utils.errors import SaveError
+
+LABEL = "checkpoint"
+
+
+@dataclass
+class Report:
+    """What became of a save, on the first rank.
+
+    Attributes:
+        outcome: How it ended.
+        stalled_s: The seconds for which training waited for it and for the save before it.
+        waited_s: How many of these it waited for the save before it.
+    """
+
+    outcome: Outcome
+    stalled_s: float
+    waited_s: float
+
+
+class Saver:
+    """Saves the checkpoints of a run.
+
+    Args:
+        run_dir: The run directory, on storage that all ranks share.
+        run: The run's config, which also says how many checkpoints to keep.
+        axes: The axes of the mesh.
+        hold, release: Called when a save begins and when this rank has done its part of it, the
+            latter maybe in another thread. In between the process should not be ended.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run: RunConfig,
+        axes: Axes,
+        hold: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        train = run.train
+        self._hold, self._release = hold, release
+        self.axes, self.patience_s = axes, train.timeout_s
+        self.kept = Kept(
+            train.keep_checkpoints, train.keep_every, train.full_disk == "remove_oldest"
+        )
+        self.place: Place = LocalPlace(run_dir)
+        self._copies = Snapshot()
+        self._save: Save | None = None
+        self._thread: threading.Thread | None = None
+        self._last_step = -1
+        self._failure = ""  # of the last save, on the first rank
+        self._failed = False  # whether the last save has failed, as far as all ranks know
+        self._stalls = 0.0, 0.0
+        self._news: list[Report] = []
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first rank, which publishes checkpoints."""
+        return self.axes.world.index == 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way, so that this process should not be ended."""
+        save, thread = self._save, self._thread
+        if save is None:
+            return False
+        return (thread is not None and thread.is_alive()) or not save.has_ended()
+
+    def sweep(self) -> None:
+        """Removes what killed processes left beside the checkpoints. The first rank calls it."""
+        self.place.sweep()
+
+    def save(
+        self, manifest: Manifest, shards: Shards, wait: bool = True, last: bool = True
+    ) -> None:
+        """Saves a checkpoint. All ranks call it together, between two steps.
+
+        Args:
+            manifest: The manifest without files and index.
+            shards: By global name, this rank's local tensor and its position in the global tensor.
+            wait: Whether to wait until the checkpoint is complete. Otherwise this waits for the
+                save before this one and for copies in host memory.
+            last: Whether the run ends after it. It is then waited for.
+
+        Raises:
+            SaveError: It is the last one and could not be written. All ranks raise it.
+        """
+        began, wait = time.monotonic(), wait or last
+        self.finish()
+        waited = time.monotonic() - began
+        if self._last_step == manifest.step:
+            self._all(True)  # else a rank could take the new draft for the old one
+        self._last_step = manifest.step
+        save = Save(
+            self.place, manifest, self.axes.world.index, self.axes.world.size, self.kept,
+            self.patience_s,
+        )  # fmt: skip
+        self._save, self._failed = save, True
+        self._hold()
+        try:
+            self._start(save, shards, wait)
+        except BaseException:
+            save.no_draft = True  # there is nothing to wait for
+            self._release()
+            raise
+        self._stalls = time.monotonic() - began, waited
+        if self.first and not wait:
+            self._metrics["save_stall_s"] = self._stalls[0]
+        if wait:
+            self.finish()
+            self._failed = not self._all(not save.outcome.failure)
+            if self._failed and last:
+                self._news = self._news[:-1]
+                raise SaveError(
+                    f"the checkpoint of step {manifest.step} could not be saved: "
+                    + (save.outcome.failure or "the first rank says why")
+                )
+
+    def all_saved(self) -> bool:
+        """Waits for the save under way. All ranks call it together.
+
+        Returns:
+            Whether the last save has made a checkpoint, or whether there was none.
+        """
+        if not self._failed:
+            return True  # all ranks know it
+        self.finish()
+        self._failed = not self._all(not self._failure)
+        return not self._failed
+
+    def news(self) -> list[Report]:
+        """Returns, on the first rank, what became of saves since the last call."""
+        if self._save is not None and self.first and not self.busy:
+            self.finish()
+        found, self._news = self._news, []
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Returns seconds for metrics.jsonl since the last call: `save_stall_s` and `save_s`."""
+        found, self._metrics = self._metrics, {}
+        return found
+
+    def finish(self) -> None:
+        """Waits for the save under way, if there is one. It sends no messages."""
+        save = self._save
+        if save is None:
+            return
+        if self._thread is not None:
+            self._thread.join()
+        save.wait_for_the_end()
+        self._save = self._thread = None
+        self._failure = save.outcome.failure
+        if self.first:
+            self._news.append(Report(save.outcome, *self._stalls))
+            if not save.outcome.failure:
+                self._metrics["save_s"] = save.outcome.seconds
+
+    def _start(self, save: Save, shards: Shards, wait: bool) -> None:
+        if not self._all(not self.first or save.begin()):
+            save.no_draft = True
+            self._release()
+            return
+        blocks = written_here(shards, self.axes)
+        if wait:
+            save.run(lambda: blocks)
+            self._release()
+            return
+        copies = self._copies.take(blocks)
+        self._thread = threading.Thread(
+            target=self._write, args=(save, copies), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _write(self, save: Save, copies: Mapping[str, Block]) -> None:
+        try:
+            self._copies.wait()
+            save.run(lambda: copies)
+        finally:
+            self._release()
+
+    def _all(self, holds: bool) -> bool:
+        """Returns whether something holds on all ranks. All ranks call it together."""
+        world = replace(self.axes.world, group=objects_group())
+        return bool(comm.all_reduce(torch.tensor([int(holds)]), world, "min", label=LABEL))

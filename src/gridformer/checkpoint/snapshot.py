@@ -1,0 +1,104 @@
+"""Copies of a rank's blocks in host memory, from which a file is written while training goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gridformer.checkpoint.block import Block
+from gridformer.config import TrainConfig
+
+_ALIGNED = 64  # bytes
+
+
+class Snapshot:
+    """Memory for copies of blocks. It is kept from save to save, because it takes time to get.
+
+    On a GPU the memory is pinned, and a stream of its own copies while the host goes on. The stream
+    of the training waits for the copies on the GPU, so that an update cannot overwrite what is
+    being copied.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, blocks: Mapping[str, Block]) -> dict[str, Block]:
+        """Copies blocks. The copies may be read after `wait`, until the next call."""
+        device = next((b.tensor.device for b in blocks.values() if b.tensor.is_cuda), None)
+        self._reserve(bytes_of(blocks), device is not None)
+        found, begin = {}, 0
+        for name, block in blocks.items():
+            end = begin + block.tensor.numel() * block.tensor.element_size()
+            copy = _like(block.tensor, self._memory[begin:end])
+            found[name] = Block(copy, block.size, block.offset)
+            begin = _aligned(end)
+        pairs = [(found[name].tensor, block.tensor.detach()) for name, block in blocks.items()]
+        if device is None:
+            for copy, tensor in pairs:
+                copy.copy_(tensor)
+            return found
+        training = torch.cuda.current_stream(device)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(training)
+        with torch.cuda.stream(self._stream):
+            for copy, tensor in pairs:
+                copy.copy_(tensor, non_blocking=True)
+            self._copied = self._stream.record_event()
+        training.wait_stream(self._stream)
+        return found
+
+    def wait(self) -> None:
+        """Waits until the copies are complete. The thread that writes them calls it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._unpin()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _reserve(self, n_bytes: int, pinned: bool) -> None:
+        if self._memory.numel() >= n_bytes and self._pinned >= pinned:
+            return
+        self.close()
+        self._memory = torch.empty(n_bytes, dtype=torch.uint8)
+        if pinned:
+            # Torch's own allocator of pinned memory rounds up to a power of two.
+            runtime = torch.cuda.cudart()
+            status = runtime.cudaHostRegister(self._memory.data_ptr(), n_bytes, 0)
+            self._pinned = int(status) == 0  # otherwise copying is slower, but right
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self._pinned = False
+
+
+def saves_meanwhile(train: TrainConfig) -> bool:
+    """Whether a run ever saves while training goes on, which takes memory for copies."""
+    return train.async_save and 0 < train.save_every < train.steps
+
+
+def bytes_of(blocks: Mapping[str, Block]) -> int:
+    """Returns the bytes that copies of blocks take."""
+    sizes = (block.tensor.numel() * block.tensor.element_size() for block in blocks.values())
+    return sum(map(_aligned, sizes))
+
+
+def _aligned(n_bytes: int) -> int:
+    return math.ceil(n_bytes / _ALIGNED) * _ALIGNED
+
+
+def _like(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Returns bytes as a tensor of the same shape, transposed in memory if `tensor` is."""
+    values = memory.view(tensor.dtype)
+    if tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1):
+        return values.view(tensor.shape[1], tensor.shape[0]).t()
+    return values.view(tensor.shape)

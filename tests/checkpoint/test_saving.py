@@ -1,0 +1,261 @@
+"""One save: what happens if disks are full, ranks are lost and processes are killed meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+from gridformer.checkpoint import find, place
+from gridformer.checkpoint.block import Block
+from gridformer.checkpoint.checkpoint import manifest_of
+from gridformer.checkpoint.manifest import verify
+from gridformer.checkpoint.place import LocalPlace
+from gridformer.checkpoint.saver import Saver
+from gridformer.checkpoint.saving import Kept, Outcome, Save
+from gridformer.config import RunConfig, parse_run
+from gridformer.mesh import Axes
+from gridformer.parallel.sharding import ParamShard
+from gridformer.utils.folders import private_prefix, remove_private_leftovers
+
+MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
+N_RANKS = 3
+
+
+def a_run(**train: Any) -> RunConfig:
+    return parse_run({"model": MODEL, "data": {"path": "unused"}, "train": train})
+
+
+def blocks_of(rank: int, value: float = 0.0) -> Mapping[str, Block]:
+    return {"a": Block(torch.full((2, 3), value), (2 * N_RANKS, 3), (2 * rank, 0))}
+
+
+def saved(out: Path, step: int, kept: Kept, patience_s: float = 60.0, ranks: int = N_RANKS) -> Any:
+    """Save on several ranks, which are threads here, and return what became of it."""
+    manifest = manifest_of(step, 0, a_run())
+    saves = [Save(LocalPlace(out), manifest, i, N_RANKS, kept, patience_s) for i in range(N_RANKS)]
+    if saves[0].begin():
+        threads = [
+            threading.Thread(target=saves[i].run, args=(lambda i=i: blocks_of(i, step),))
+            for i in range(ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for one in saves:
+        one.wait_for_the_end()
+    return saves[0].outcome
+
+
+def names(out: Path) -> list[str]:
+    """Return everything beside the checkpoints, hidden or not, and check that they are whole."""
+    found = sorted(path.name for path in (out / "checkpoints").iterdir())
+    for folder in find.complete(out):
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "checkpoint.json",
+            *(f"shard-{rank + 1:05d}.safetensors" for rank in range(N_RANKS)),
+        ]
+        assert verify(folder).step == int(folder.name[-8:])
+    return [name.removeprefix("step-0000") for name in found]
+
+
+def full_disk(
+    monkeypatch: pytest.MonkeyPatch, is_full: Callable[[str], bool], error: int = errno.ENOSPC
+) -> None:
+    """Let writing a file of some names fail while a condition holds."""
+    original = place.LocalDraft.writing
+
+    @contextmanager
+    def writing(self: place.LocalDraft, name: str) -> Iterator[BinaryIO]:
+        with original(self, name) as file:
+            yield file
+            file.flush()
+            if is_full(name):
+                raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(place.LocalDraft, "writing", writing)
+
+
+@pytest.mark.parametrize("file", ["shard-00002", "shard-00001", "checkpoint.json"])
+def test_a_full_disk_costs_this_save_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    assert not saved(tmp_path, 1, Kept(3)).failure
+    with monkeypatch.context() as patch:
+        full_disk(patch, lambda name: name.startswith(file))
+        outcome = saved(tmp_path, 2, Kept(3))
+    assert "step-00000002: no space left on device (rank " in outcome.failure
+    assert " are free" in outcome.failure
+    assert names(tmp_path) == ["0001"]
+    assert not saved(tmp_path, 3, Kept(3)).failure
+    assert names(tmp_path) == ["0001", "0003"]
+
+
+@pytest.mark.parametrize("file", ["shard-00003", "checkpoint.json"])
+def test_the_oldest_checkpoint_makes_room_if_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    kept = Kept(9, every=2, room=True)
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step, kept)
+
+    def is_full(name: str) -> bool:
+        return name.startswith(file) and len(find.complete(tmp_path)) > room
+
+    room = 2
+    full_disk(monkeypatch, is_full)
+    outcome = saved(tmp_path, 5, kept)
+    assert outcome.failure, "steps 2 and 4 are kept for good, and 4 is the last one"
+    assert outcome.removed == ["step-00000001", "step-00000003"]
+    assert names(tmp_path) == ["0002", "0004"], "what was removed made no room"
+    outcome = saved(tmp_path, 6, Kept(9, room=True))
+    assert outcome.removed == []
+    assert not outcome.failure
+    assert names(tmp_path) == ["0002", "0004", "0006"]
+    room = 0
+    outcome = saved(tmp_path, 7, Kept(9, room=True))
+    assert outcome.failure
+    assert names(tmp_path) == ["0006"], "the last complete one is never removed"
+
+
+def test_another_error_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(9, room=True)
+    for step in (1, 2):
+        saved(tmp_path, step, kept)
+    full_disk(monkeypatch, lambda name: name.startswith("shard-00002"), errno.EIO)
+    assert "input/output error (rank 1)" in saved(tmp_path, 3, kept).failure
+    assert names(tmp_path) == ["0001", "0002"]
+
+
+def test_the_newest_and_every_nth_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 9):
+        saved(tmp_path, step, Kept(2, every=3))
+    assert names(tmp_path) == ["0003", "0006", "0007", "0008"]
+
+
+def test_a_rank_that_never_tells_is_named(tmp_path: Path) -> None:
+    outcome = saved(tmp_path, 1, Kept(1), patience_s=0.2, ranks=2)
+    assert "1 of 3 ranks have not written their files (ranks 2)" in outcome.failure
+    assert names(tmp_path) == []
+
+
+# ------------------------------------------------------------------ killed
+
+
+def save_with(out: Path, value: float, beside: bool) -> Outcome:
+    """Save step 2 of a run in this process, with a saver of its own."""
+    saver = Saver(out, a_run(), Axes())
+    saver.sweep()
+    shards = {"a": (torch.full((6, 3), value), ParamShard((6, 3), (0, 0)))}
+    saver.save(manifest_of(2, 0, a_run()), shards, wait=not beside, last=False)
+    saver.finish()
+    (report,) = saver.news()
+    return report.outcome
+
+
+def save_and_die(out: Path, at_event: int, at_byte: int, beside: bool) -> None:
+    """Save, and be killed at one event in the folder, or once so many bytes are written."""
+    left = at_byte
+
+    class Dying:
+        def __init__(self, file: BinaryIO) -> None:
+            self.file = file
+
+        def write(self, data: bytes) -> None:
+            nonlocal left
+            data = bytes(data)
+            self.file.write(data[: max(0, left)])
+            left -= len(data)
+            if left <= 0:
+                self.file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    original = place.LocalDraft.writing
+
+    @contextmanager
+    def writing(self: place.LocalDraft, name: str) -> Iterator[Any]:
+        with original(self, name) as file:
+            yield Dying(file)
+
+    seen = 0
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event.startswith(("open", "os.", "shutil.")) and str(out) in str(args):
+            seen += 1
+            if seen == at_event:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if at_byte:
+        place.LocalDraft.writing = writing  # type: ignore[assignment, method-assign]
+    sys.addaudithook(hook)
+    save_with(out, 2.0, beside)
+
+
+def value_of(out: Path) -> float:
+    """Return the value in the newest checkpoint, which must be whole."""
+    from safetensors.torch import load_file
+
+    folder = find.latest(out)
+    assert folder is not None
+    verify(folder)
+    (tensor,) = load_file(folder / "shard-00001.safetensors").values()
+    assert tensor.min() == tensor.max()
+    return float(tensor.min())
+
+
+def survives(out: Path, at_event: int, at_byte: int, beside: bool) -> bool:
+    """Kill a save, check what is left, save again. Return whether the save was faster."""
+    save_with(out, 1.0, beside=False)
+    process = get_context("forkserver").Process(
+        target=save_and_die, args=(out, at_event, at_byte, beside)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    assert value_of(out) in ((2.0,) if process.exitcode == 0 else (1.0, 2.0))
+    assert not save_with(out, 3.0, beside).failure
+    assert value_of(out) == 3.0
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
+    return process.exitcode == 0
+
+
+@pytest.mark.parametrize("beside", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_kill_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Path, beside: bool) -> None:
+    event = 1
+    while not survives(tmp_path, event, 0, beside):
+        event += 1
+    assert event > 15, "there are more operations than that"
+
+
+def test_a_kill_at_any_byte_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    total = 2500  # bytes of the shard and, at the end, of the manifest
+    chooser = random.Random(18)
+    killed = [not survives(tmp_path, 0, chooser.randrange(1, total), True) for _ in range(6)]
+    assert all(killed)
+
+
+def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    process = get_context("forkserver").Process(target=int)
+    process.start()
+    process.join(60)
+    mine = tmp_path / f"{private_prefix()}abc"
+    kept = [mine, tmp_path / "gridformer-abc", tmp_path / "other-1-a", tmp_path / "gridformer-1-a"]
+    gone = tmp_path / f"gridformer-{process.pid}-abc"
+    for folder in (*kept, gone):
+        folder.mkdir()
+        (folder / "file").touch()
+    remove_private_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
