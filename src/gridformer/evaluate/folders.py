@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gridformer.checkpoint.manifest import MANIFEST
+from gridformer.utils.folders import private_prefix
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path
         return
     from gridformer.checkpoint.convert.importing import import_folder
 
-    with tempfile.TemporaryDirectory(prefix="gridformer-") as folder:
+    with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:
         out = Path(folder) / "imported"
         import_folder(path, out, tell=lambda doing: tell("", doing))
         yield out

@@ -41,6 +41,7 @@ from gridformer.launch.worker_process import Meeting, print_stopped, work, work_
 from gridformer.mesh.launch_env import joined
 from gridformer.utils import oom
 from gridformer.utils import signals as stopping
+from gridformer.utils.folders import private_prefix, remove_private_leftovers
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.signals import StopPolicy
 from gridformer.utils.threads import threads_of
@@ -120,7 +121,8 @@ def attempt(
         entrypoint, args, n_processes, policy: see `launch`.
         signals: the stop signals that this process receives, from `signals_seen`.
     """
-    with tempfile.TemporaryDirectory(prefix="gridformer-") as folder:  # mode 0700
+    remove_private_leftovers()
+    with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:  # mode 0700
         meeting = Meeting(Path(folder))
         workers = _Workers(n_processes, meeting, policy)
         try:

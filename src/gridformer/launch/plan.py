@@ -96,6 +96,7 @@ def plan_checked(
     """
     from gridformer.checkpoint import weights
     from gridformer.checkpoint.fallback import choose
+    from gridformer.checkpoint.place import LocalPlace
     from gridformer.checkpoint.same_run import check_same_run, data_start_of
     from gridformer.data.fingerprint import fingerprint
     from gridformer.memory.budget import fit_problems, silent
@@ -112,6 +113,7 @@ def plan_checked(
         raise ConfigError([f"--out {out} is a file: use the path of a folder"])
     if lock is not None:
         lock.take(out, lambda doing: (tell or silent)("", doing))
+        LocalPlace(out).sweep()
     data = fingerprint(TokenFolder.open(run.data.path))
     found = choose(out, run.train.fallback)
     if found is None:

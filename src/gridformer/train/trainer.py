@@ -18,8 +18,8 @@ from gridformer.checkpoint import checkpoint, weights
 from gridformer.checkpoint.fallback import choose_together, set_aside
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.same_run import check_same_run, data_start_of
-from gridformer.comm import progress
 from gridformer.checkpoint.saver import Saver
+from gridformer.comm import progress
 from gridformer.data import Batches, Restarted, TokenFolder, open_batches
 from gridformer.data.samples.order import Rows
 from gridformer.mesh.launch_env import joined

@@ -6,12 +6,13 @@ import contextlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from gridformer.utils.errors import UserError
 
-_WRITING, _DELETING = ".writing-", ".deleting-"
+_WRITING, _REPLACED, _DELETING = ".writing-", ".replaced-", ".deleting-"
 _PRIVATE = "gridformer-"
 
 
@@ -37,7 +38,8 @@ def finish_folder(writing: Path, target: Path) -> None:
         OSError: renaming failed; a previous folder at `target` is then still there.
     """
     sync_folder(writing)
-    old = _gone(target)
+    # If a crash between the two renames leaves no folder, `remove_leftovers` puts the old one back.
+    old = _gone(target, _REPLACED)
     replaces = target.exists()
     if replaces:
         target.rename(old)
@@ -87,10 +89,17 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes folders that a killed process had begun to write or to remove.
+    """Removes folders that a killed process had begun to write, to replace or to remove.
 
-    No other process may be writing there.
+    A folder that was to be replaced is put back if there is none in its place yet. No other process
+    may be writing there.
     """
+    for old in parent.glob(f"{_REPLACED}*"):
+        target = old.with_name(old.name.removeprefix(_REPLACED).rpartition("-")[0])
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
     for prefix in (_DELETING, _WRITING):
         for leftover in parent.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -98,16 +107,30 @@ def remove_leftovers(parent: Path) -> None:
 
 def private_prefix() -> str:
     """Returns how the names of this process's temporary folders begin."""
-    return f"{_PRIVATE}{os.getpid()}-"
+    return f"{_PRIVATE}{os.getpid()}.{_process_numbers()}-"
 
 
-def remove_private_leftovers(parent: Path) -> None:
-    """Removes temporary folders of this user's processes that have ended without doing so."""
-    for folder in parent.glob(f"{_PRIVATE}*"):
-        pid = folder.name.removeprefix(_PRIVATE).partition("-")[0]
+def remove_private_leftovers(parent: Path | None = None) -> None:
+    """Removes temporary folders of this user's processes that were killed.
+
+    Args:
+        parent: Where they are; None means the folder for temporary files.
+    """
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PRIVATE}*"):
+        pid, _, numbers = folder.name.removeprefix(_PRIVATE).partition("-")[0].partition(".")
+        if not pid.isdecimal() or numbers != _process_numbers() or _runs(int(pid)):
+            continue
         with contextlib.suppress(OSError):
-            if pid.isdecimal() and not _runs(int(pid)) and folder.stat().st_uid == os.getuid():
+            if folder.lstat().st_uid == os.getuid():
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _process_numbers() -> str:
+    """Names what numbers the processes: containers that share a folder may number them apart."""
+    try:
+        return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
+    except OSError:
+        return "0"
 
 
 def _runs(pid: int) -> bool:
@@ -129,6 +152,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _gone(folder: Path) -> Path:
+def _gone(folder: Path, prefix: str = _DELETING) -> Path:
     """Returns a hidden path to which a folder is renamed before it is removed."""
-    return folder.with_name(f"{_DELETING}{folder.name}-{secrets.token_hex(4)}")
+    return folder.with_name(f"{prefix}{folder.name}-{secrets.token_hex(4)}")
