@@ -13,7 +13,6 @@ from gridformer.mesh.launch_env import joined
 from gridformer.mesh.rendezvous import share_result, store_of, wait_until_heard
 from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import n_cores
-from gridformer.utils.hardware import n_cores
 
 if TYPE_CHECKING:  # torch takes a second to import, and the command line imports this file
     import torch

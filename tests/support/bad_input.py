@@ -1,0 +1,235 @@
+"""Commands with mistakes in them: a valid command, and one to three things that are wrong with it.
+
+A mistake is a value of a key in the run file or on the command line, an option, the text of the run
+file, or what lies where a file should be. Values are either small or absurd: a size in between may
+be valid, and then it takes the time that it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import strategies as st
+
+from gridformer.config import Config, DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from gridformer.config.rope import RopeScaling
+
+RUN: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"family": "gpt2", "n_layers": 1, "hidden_size": 8, "n_heads": 2, "max_seq_len": 16},
+    "data": {"path": "tokens"},
+    "train": {"steps": 2, "global_batch": 4, "eval_batches": 1, "device": "cpu"},
+}
+CHECKPOINT = "trained/checkpoints/step-00000002"
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "train": ("train", "run.yaml"),
+    "resume": ("train", "run.yaml", "train.steps=3", "--out", "trained"),
+    "explain": ("train", "run.yaml", "--explain"),
+    "memory": ("memory", "run.yaml"),
+    "check": ("check", "run.yaml"),
+    "predict": ("predict", "run.yaml", "--cluster", "cluster.yaml"),
+    "layouts": ("layouts", "run.yaml", "--processes", "2"),
+    "prepare": ("prepare", "corpus", "--out", "prepared", "--vocab-size", "300"),
+    "generate": ("generate", "trained", "--prompts", "prompts.jsonl"),
+    "evaluate": ("evaluate", "trained", "--tasks", "text:corpus/1.txt"),
+    "export": ("export", "trained", "--out", "exported"),
+    "import": ("import", "hf", "--out", "imported"),
+}
+# Every second command trains: it checks the most, and it is what a mistake costs hours with.
+NAMES = [*["train"] * 9, "resume", *COMMANDS]
+OVERRIDDEN = ("train", "resume", "explain", "memory", "check", "predict")
+FILES = (
+    *("run.yaml", "cluster.yaml", "tokens", "corpus/1.txt", "prompts.jsonl"),
+    *("tokens/index.json", "tokens/tokenizer.json", "tokens/train.bin"),
+    *("tokens/train.offsets.bin", "tokens/val.bin", "tokens/val.offsets.bin"),
+    *("trained", "trained/config.yaml", "trained/tokenizer.json", "trained/checkpoints"),
+    *(CHECKPOINT, f"{CHECKPOINT}/checkpoint.json", f"{CHECKPOINT}/shard-00001.safetensors"),
+    *("hf", "hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
+)
+OPTIONS = (
+    *("--nproc", "--out", "--ranks", "--budget", "--cluster", "--processes", "--global-batch"),
+    *("--seq-len", "--scheme", "--vocab-size", "--val-fraction", "--tokenizer", "--pair-keys"),
+    *("--tokenizer-sample-mb", "--seed", "--suffix", "--text-key", "--max-tokens", "--batch-size"),
+    *("--temperature", "--top-k", "--top-p", "--beams", "--device", "--tasks", "--stride"),
+    *("--length", "--limit", "--dtype", "--shard-gib", "--prompts", "--json", "--no-such-option"),
+)
+VALUES: tuple[Any, ...] = (
+    *(0, 1, 2, 3, 5, 7, -1, 2**31, 2**40, 2**53 + 1, 2**63, 2**64, 10**30, -(10**30)),
+    *(0.5, 1.5, -0.1, 1e-300, 1e300, 1e31, float("inf"), float("nan"), True, False, None),
+    *("", " ", "a", "3", "auto", "none", "nan", "gpt2", "gpt2-124m", "tokens", "run.yaml", "\0"),
+    *("..", "../..", "/", "a/b", "a\\b", "x" * 300, "a/" * 3000, "\x1b[31m", "\u202e", "\ud800"),
+    *("é", "*", "~", "/dev/zero", "/dev/full", "/proc/self/mem", "no such file", "[1", "{"),
+    *([], [1], [[[[1]]]], {}, {"a": 1}, {"name": "gpt2-124m"}, "9" * 5000, "2020-13-41"),
+)
+_ABC = "abcdefghi"
+TEXTS = (
+    *("", "null", "3", "[]", "- 1", "just words", "a: b: c", "\0", "\ufeff{}", "!!python/name:os"),
+    *("[" * 5000, "{a: " * 3000, "x: " + "9" * 5000, "x: 2020-13-41", "&x [*x]", "a: *b"),
+    "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n"
+    + "".join(
+        f"{b}: &{b} [{', '.join(f'*{a}' for _ in range(8))}]\n"
+        for a, b in zip("abcdefgh", "bcdefghi")
+    ),
+    *("name: a\nname: b\n", "train: {steps: 1, steps: 2}", "? [1]\n: 2", "1: 2", "---\n---\n"),
+)
+INSTEAD = (
+    *("missing", "folder", "pipe", "zero", "full", "empty", "bytes", "deep", "loop", "half"),
+    *("null", "number", "list", "object", "flipped", "longer", "unreadable", "mistaken"),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to a file of the folder: `kind` is `set`, `text` or an element of INSTEAD."""
+
+    kind: str
+    place: str
+    value: Any = None
+
+    def __call__(self, folder: Path) -> None:
+        """Change the file, unless an earlier change has taken it away."""
+        if self.kind == "set":
+            _set(folder / "run.yaml", self.place, self.value)
+        elif self.kind == "text":
+            _text(folder / "run.yaml", self.place, self.value)
+        else:
+            _replace(folder / self.place, self.kind, self.value)
+
+
+@dataclass
+class Command:
+    """A command of the command line in a folder of its own.
+
+    Attributes:
+        words: What is typed after `gridformer`.
+        changes: What happens to the folder before.
+    """
+
+    words: list[str]
+    changes: list[Change] = field(default_factory=list)
+
+
+def keys() -> list[str]:
+    """Returns the keys that a run file may have, and some that it may not."""
+    sections: dict[str, type[Config]] = {"model": ModelConfig, "layout": LayoutConfig}
+    found = [*RunConfig.model_fields, "no_such_key", "train.no_such_key", "model.rope_scaling.kind"]
+    sections |= {"data": DataConfig, "train": TrainConfig}
+    for section, config in sections.items():
+        found += [f"{section}.{key}" for key in config.model_fields]
+    return [*found, *(f"model.rope_scaling.{key}" for key in RopeScaling.model_fields)]
+
+
+def written(value: Any) -> str:
+    """Returns a value as somebody would write it after `=`."""
+    if isinstance(value, str):
+        return value.replace("\0", "\\0")  # which no argument of a process can contain
+    return json.dumps(value)
+
+
+@st.composite
+def commands(draw: st.DrawFn) -> Command:
+    """Returns a strategy of commands with mistakes."""
+    name = draw(st.sampled_from(NAMES))
+    command = Command([*COMMANDS[name]])
+    kinds = ["file", "option", "argument"]
+    if name in OVERRIDDEN:
+        kinds += ["override", "override", "override", "in the file", "in the file", "text"]
+    if name == "layouts":
+        kinds += ["in the file", "text"]
+    for kind in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3)):
+        value = draw(st.sampled_from(VALUES))
+        if kind == "override":
+            command.words.append(f"{draw(st.sampled_from(keys()))}={written(value)}")
+        elif kind == "option":
+            command.words += [draw(st.sampled_from(OPTIONS)), written(value)]
+        elif kind == "argument":
+            place = draw(st.integers(1, len(command.words) - 1))
+            command.words[place] = written(value)
+        elif kind == "in the file":
+            command.changes.append(Change("set", draw(st.sampled_from(keys())), value))
+        elif kind == "text":
+            text, after = draw(st.sampled_from(TEXTS)), draw(st.booleans())
+            command.changes.append(Change("text", text, after))
+        else:
+            path, instead = draw(st.sampled_from(FILES)), draw(st.sampled_from(INSTEAD))
+            command.changes.append(Change(instead, path, value))
+    return command
+
+
+def _set(file: Path, key: str, value: Any) -> None:
+    try:
+        whole: Any = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    except (yaml.YAMLError, ValueError, RecursionError):  # the work of an earlier change
+        return
+    *sections, last = key.split(".")
+    here = whole
+    for section in sections:
+        here = here.setdefault(section, {}) if isinstance(here, dict) else None
+    if isinstance(here, dict) and file.parent.is_dir():
+        here[last] = value
+        file.write_text(yaml.safe_dump(whole))
+
+
+def _text(file: Path, text: str, after: bool) -> None:
+    if file.is_file():
+        file.write_text(file.read_text() + text if after else text)
+
+
+def _replace(file: Path, instead: str, value: Any) -> None:
+    if instead == "mistaken":
+        _mistake(file, value)
+        return
+    if not file.parent.is_dir():
+        return
+    before = file.read_bytes() if file.is_file() else b""
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
+    if instead == "folder":
+        file.mkdir()
+    elif instead == "pipe":
+        os.mkfifo(file)
+    elif instead in ("zero", "full"):
+        file.symlink_to(f"/dev/{instead}")
+    elif instead == "loop":
+        file.symlink_to(file.name)
+    elif instead != "missing":
+        file.write_bytes(_content(instead, before))
+        if instead == "unreadable":
+            file.chmod(0)
+
+
+def _content(instead: str, before: bytes) -> bytes:
+    middle = len(before) // 2
+    return {
+        "bytes": bytes(range(256)),
+        "deep": b"[" * 100_000,
+        "half": before[:middle],
+        "null": b"null",
+        "number": b"3",
+        "list": b"[]",
+        "object": b"{}",
+        "flipped": before[:middle] + bytes(255 - byte for byte in before[middle:]),
+        "longer": before + b"0" * 1000,
+    }.get(instead, before if instead == "unreadable" else b"")
+
+
+def _mistake(file: Path, value: Any) -> None:
+    """Replaces a value in a file of JSON."""
+    if file.suffix != ".json" or not file.is_file():
+        return
+    try:
+        whole = json.loads(file.read_text())
+    except ValueError:
+        return
+    if isinstance(whole, dict) and whole:
+        whole[sorted(whole)[len(str(value)[:50]) % len(whole)]] = value
+        file.write_text(json.dumps(whole))
