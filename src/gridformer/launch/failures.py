@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
+from gridformer.launch.memory_advice import GENERAL
 from gridformer.launch.worker_process import print_last, print_stopped
 from gridformer.utils import oom
 from gridformer.utils import signals as stopping
 from gridformer.utils.errors import ConfigError, UserError
 
-_LESS_MEMORY = "try a smaller batch, more micro_batches, or a layout that shards the model further"
+Advise = Callable[[], str]  # returns a part of a sentence
+
+
+def general() -> str:
+    """Returns what helps any run that needs too much memory."""
+    return GENERAL
 
 
 class Failure:
@@ -68,8 +75,12 @@ class Failure:
         )
 
 
-def report(failure: Failure) -> NoReturn:
+def report(failure: Failure, advise: Advise = general) -> NoReturn:
     """Prints why a worker failed and exits with the matching code, or raises its UserError.
+
+    Args:
+        failure: the failure.
+        advise: called for what helps if memory was used up.
 
     Raises:
         UserError: the worker raised it.
@@ -86,26 +97,33 @@ def report(failure: Failure) -> NoReturn:
         by = f"{name} sent to rank {failure.rank}"
         print_stopped(f"a signal or {stopping.MAX_HOURS}" if requeue else by, exitcode)
         raise SystemExit(exitcode)
-    print_last(described(failure))
+    print_last(described(failure, advise))
     raise SystemExit(1)
 
 
-def described(failure: Failure) -> str:
-    """Returns all that is known of a failure that is no UserError: lines, the cause last."""
+def described(failure: Failure, advise: Advise = general) -> str:
+    """Returns all that is known of a failure that is no UserError: lines, the cause last.
+
+    Args:
+        failure: the failure.
+        advise: called for what helps if memory was used up.
+    """
     message = failure.message
     if failure.ends_all:
         return str(message["report"])
     if message:
         means = f" {message['meaning']}" if message.get("meaning") else ""
+        if message.get("out_of_memory"):
+            means += f"; {advise()}"
         return (
             f"rank {failure.rank} failed:{means}\n\n{message['extraInfo']['py_callstack'].rstrip()}"
         )
     advice = ""
     if -failure.exitcode == signal.SIGKILL:
         if oom.is_oom(failure.killer):
-            advice = f": {_LESS_MEMORY}"
+            advice = f": {advise()}"
         elif not failure.killer:
-            advice = f": out of memory is the usual cause: {_LESS_MEMORY}"
+            advice = f": out of memory is the usual cause: {advise()}"
     elif failure.exitcode < 0:
         advice = ": it crashed in native code, see its output above"
     return f"{cause(failure)}{advice}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gridformer.comm.progress import COLLECTIVE, EXCHANGE, RECEIVE, SEND, Lane, Message, State, Wait
@@ -254,9 +254,8 @@ def lane_name(lane: Lane) -> str:
 def _differ(mine: Message, theirs: Message, is_collective: bool) -> bool:
     if mine.size >= 0 and theirs.size >= 0 and mine.size != theirs.size:
         return True
-    if is_collective and (mine.op, mine.axis) != (theirs.op, theirs.axis):
-        return True
-    return mine.label != theirs.label
+    # The two ends of a message between two ranks may have different labels.
+    return is_collective and replace(mine, size=0) != replace(theirs, size=0)
 
 
 def _behind(

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gridformer.launch.failures import Failure, report
+from gridformer.launch.failures import Advise, Failure, general, report
 from gridformer.launch.fork_server import UNKNOWN, ForkServer, end_orphans
 from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
 from gridformer.mesh.launch_env import joined
@@ -58,6 +58,7 @@ def launch(
     args: tuple[Any, ...],
     n_processes: int,
     policy: StopPolicy | None = None,
+    advise: Advise = general,
 ) -> None:
     """Runs `entrypoint(*args)` in every process of the run and returns when all are done.
 
@@ -71,6 +72,7 @@ def launch(
         n_processes: number of processes of the whole run. `check_devices` checks beforehand whether
             they can start.
         policy: how the processes answer stop signals; None means StopPolicy().
+        advise: called for what helps if memory was used up; see `failures.report`.
 
     Raises:
         UserError: a worker raised it.
@@ -82,7 +84,7 @@ def launch(
         work_here(entrypoint, args, place, policy)
         return
     with signals_seen(policy) as signals:
-        attempt(entrypoint, args, n_processes, policy, signals).tell()
+        attempt(entrypoint, args, n_processes, policy, signals).tell(advise)
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,10 @@ class Ended:
     stopped_by: str = ""
     failure: Failure | None = None
 
-    def tell(self) -> None:
+    def tell(self, advise: Advise = general) -> None:
         """Prints how they have ended, unless all has gone well; raises what `launch` raises."""
         if self.failure:
-            report(self.failure)
+            report(self.failure, advise)
         if self.code:
             print_stopped(self.stopped_by, self.code)
             raise SystemExit(self.code)

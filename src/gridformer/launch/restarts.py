@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from gridformer.checkpoint.fallback import choose
 from gridformer.checkpoint.same_run import data_start_of
 from gridformer.launch.failures import Failure, cause, described
 from gridformer.launch.local import attempt, signals_seen
+from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.worker_process import print_last
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
@@ -47,7 +49,7 @@ def launch_with_restarts(
                 return
             here = _step_of(plan), re.sub(r"\d+", "#", cause(failure))
             if number == attempts or here == before:
-                _print_last_attempt(failure, number, same_step=here[0] if here == before else None)
+                _print_last_attempt(failure, plan, number, here[0] if here == before else None)
                 raise SystemExit(1)
             before, plan = here, resumed(plan)
             goes_on = f"resumes from step {plan.resume_step}" if plan.resume else "begins anew"
@@ -86,7 +88,7 @@ def _step_of(plan: Plan) -> int:
     return int(steps[0]) if steps else 0
 
 
-def _print_last_attempt(failure: Failure, number: int, same_step: int | None) -> None:
+def _print_last_attempt(failure: Failure, plan: Plan, number: int, same_step: int | None) -> None:
     if same_step is not None:
         print_last(
             f"gridformer: two attempts in a row failed with the same error after step {same_step}, "
@@ -94,4 +96,4 @@ def _print_last_attempt(failure: Failure, number: int, same_step: int | None) ->
         )
     else:
         print_last(f"gridformer: attempt {number} was the last (train.max_restarts):\n")
-    print_last(described(failure))
+    print_last(described(failure, partial(memory_advice, plan)))

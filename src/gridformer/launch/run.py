@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from gridformer.config import TrainConfig
 from gridformer.launch import launch
+from gridformer.launch.explain import out_of_memory
+from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.restarts import launch_with_restarts
 from gridformer.launch.watch import MARGIN_S, Watch
-from gridformer.launch.worker_process import end_with_report
+from gridformer.launch.worker_process import end_with_report, print_last
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import close_world, init_world
 from gridformer.train.numerics import set_numerics
@@ -39,7 +42,13 @@ def execute(plan: Plan) -> None:
     if plan.run.train.max_restarts and not joined():
         launch_with_restarts(worker, plan, policy)
     else:
-        launch(worker, (plan,), plan.n_processes, policy)
+        advise = partial(memory_advice, plan)
+        try:
+            launch(worker, (plan,), plan.n_processes, policy, advise)
+        except (MemoryError, RuntimeError) as error:  # of a run in this process alone
+            if (means := out_of_memory(error)) is not None:
+                print_last(f"rank 0 failed: {means}; {advise()}\n")
+            raise
 
 
 def policy_of(train: TrainConfig) -> StopPolicy:
