@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer.checkpoint.index import index_of_files
-from gridformer.checkpoint.manifest import Manifest, verify
+from gridformer.checkpoint.manifest import Divergences, Manifest, verify
 from gridformer.config import RunConfig
 from gridformer.data.fingerprint import Fingerprint
 from gridformer.mesh import Axes
@@ -61,6 +61,7 @@ def save(
     scale: Scale | None = None,
     data_start: int = 0,
     data: Fingerprint | None = None,
+    divergences: Divergences | None = None,
 ) -> Path:
     """Writes a checkpoint. All ranks call it together.
 
@@ -75,6 +76,7 @@ def save(
         scale: The loss scale; None means that there is none.
         data_start: The step at which the present order of samples began.
         data: The fingerprint of the run's data.
+        divergences: What was done about steps that were not finite; None means nothing.
 
     Returns:
         The folder of the checkpoint.
@@ -86,7 +88,7 @@ def save(
     from gridformer.checkpoint.saver import Saver
 
     saver = Saver(run_dir, run, axes)
-    manifest = manifest_of(step, tokens, run, scale, data_start, data)
+    manifest = manifest_of(step, tokens, run, scale, data_start, data, divergences)
     saver.save(manifest, shards_of(model, optimizer))
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
@@ -98,6 +100,7 @@ def manifest_of(
     scale: Scale | None = None,
     data_start: int = 0,
     data: Fingerprint | None = None,
+    divergences: Divergences | None = None,
 ) -> Manifest:
     """Returns the manifest of a checkpoint whose files are not written yet; see `save`."""
     return Manifest(
@@ -113,6 +116,7 @@ def manifest_of(
         files={},
         data_start=data_start,
         data=data,
+        divergences=divergences or Divergences(),
     )
 
 

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import torch
-
-from gridformer import comm
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import Manifest, verify
+from gridformer.comm.agree import first_text
 from gridformer.mesh import Axes
-from gridformer.mesh.groups import objects_group
 from gridformer.utils.errors import CheckpointError
-
-LABEL = "checkpoint"
-_TEXT_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def choose_together(folders: Sequence[Path], axes: Axes) -> Choice:
             manifest = verify(folder, part=axes.world.index, n_parts=axes.world.size)
         except (CheckpointError, OSError) as error:
             mine = str(error)
-        why = _first_text(mine, axes)
+        why = first_text(mine, axes.world)
         if not why:
             assert manifest is not None
             return Choice(folder, manifest, tuple(folders[number + 1 :]), tuple(damaged))
@@ -108,14 +103,14 @@ def choose_together(folders: Sequence[Path], axes: Axes) -> Choice:
     raise _none_left(folders[0].parents[1], damaged)
 
 
-def set_aside(damaged: Damaged) -> Path:
-    """Renames a damaged checkpoint so that no run finds it, and returns its new path."""
-    number, name = 1, f"damaged-{damaged.folder.name}"
-    target = damaged.folder.with_name(name)
+def set_aside(folder: Path, why: Literal["damaged", "rolled-back"]) -> Path:
+    """Renames a checkpoint so that no run finds it, and returns its new path."""
+    number, name = 1, f"{why}-{folder.name}"
+    target = folder.with_name(name)
     while target.exists():
         number += 1
-        target = damaged.folder.with_name(f"{name}-{number}")
-    damaged.folder.rename(target)
+        target = folder.with_name(f"{name}-{number}")
+    folder.rename(target)
     return target
 
 
@@ -127,18 +122,3 @@ def _none_left(run_dir: Path, damaged: Sequence[Damaged]) -> CheckpointError:
         if len(damaged) > 1
         else damaged[0].why
     )
-
-
-def _first_text(mine: str, axes: Axes) -> str:
-    """Returns the text of the first rank that has one, on all ranks."""
-    world = replace(axes.world, group=objects_group())
-    first = torch.tensor(world.index if mine else world.size)
-    first = comm.all_reduce(first, world, "min", label=LABEL)
-    if int(first) == world.size:
-        return ""
-    text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    if int(first) == world.index:
-        content = mine.encode()[:_TEXT_BYTES]
-        text[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    text = comm.broadcast(text, world, int(first), label=LABEL)
-    return bytes(text.numpy().tobytes()).rstrip(b"\0").decode(errors="ignore")

@@ -42,6 +42,20 @@ class FileEntry(Config):
     crc32: int = Field(ge=0, lt=1 << 32)
 
 
+class Divergences(Config):
+    """What `train.on_divergence` has done in a run so far.
+
+    Attributes:
+        in_a_row: How many of the last steps were left out.
+        rollbacks: How often the run went back to a checkpoint.
+        lr_factor: What the learning rate is multiplied by since then.
+    """
+
+    in_a_row: int = Field(default=0, ge=0)
+    rollbacks: int = Field(default=0, ge=0)
+    lr_factor: float = Field(default=1.0, gt=0.0, le=1.0)
+
+
 class Manifest(Config):
     """The content of checkpoint.json.
 
@@ -50,7 +64,8 @@ class Manifest(Config):
         version: The version of the format.
         step: How many optimizer steps were done.
         tokens: How many tokens were read.
-        skipped: How many of the steps updated nothing, because float16 gradients overflowed.
+        skipped: How many of the steps updated nothing, because float16 gradients overflowed or
+            they were not finite and left out.
         loss_scale: The loss scale of float16; see `gridformer.train.loss_scale`.
         good_steps: Steps since the loss scale last changed.
         model: The model's config.
@@ -59,6 +74,7 @@ class Manifest(Config):
         index: Where the blocks are; None in checkpoints of earlier versions, whose files say it.
         data_start: The step at which the present order of samples began, see `data.restart`.
         data: The fingerprint of the data; None in checkpoints of earlier versions.
+        divergences: What was done about steps that were not finite.
         weights_only: Whether there is no state of an optimizer, as in what
             `gridformer import` writes, so that no run can resume from it.
     """
@@ -76,6 +92,7 @@ class Manifest(Config):
     index: Index | None = None
     data_start: int = Field(default=0, ge=0)
     data: Fingerprint | None = None
+    divergences: Divergences = Divergences()
     weights_only: bool = False
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from gridformer.config.base import Config, any_of
 
@@ -51,6 +51,29 @@ class FaultsConfig(Config):
         description="If there is no space for a checkpoint, the run goes on and the next save "
         "tries again (go_on), or the oldest checkpoint that is not kept for good is removed and "
         "the save is tried again (remove_oldest), but never the last complete one.",
+    )
+    on_divergence: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="If the loss or the gradients of a step are not finite, the run ends (stop), "
+        "leaves out the update of that batch and goes on (skip), or goes back to an earlier "
+        "checkpoint and on from there with a lower rate (rollback). With float16, gradients that "
+        "overflow are met by the loss scale first.",
+    )
+    divergences: int = Field(
+        default=5,
+        ge=1,
+        le=1_000_000,
+        description="The run ends after this number of left out steps in a row, or of rollbacks.",
+    )
+    rollback_checkpoints: int = Field(
+        default=1,
+        ge=1,
+        le=1_000_000,
+        description="A rollback goes back to the checkpoint that is this number from the end: 1 is "
+        "the newest.",
+    )
+    rollback_lr: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="A rollback multiplies the learning rate by this."
     )
     timeout_s: float = Field(
         default=600.0,
@@ -99,3 +122,13 @@ class FaultsConfig(Config):
             if name not in STOP_SIGNALS:
                 raise ValueError(f"'{name}' cannot be caught here: name {any_of(STOP_SIGNALS)}")
         return tuple(dict.fromkeys(names))
+
+    @model_validator(mode="after")
+    def _can_roll_back(self) -> Self:
+        if self.on_divergence == "rollback" and self.rollback_checkpoints > self.keep_checkpoints:
+            raise ValueError(
+                f"rollback_checkpoints={self.rollback_checkpoints}, but keep_checkpoints="
+                f"{self.keep_checkpoints} keeps fewer; use rollback_checkpoints="
+                f"{self.keep_checkpoints}, or keep_checkpoints={self.rollback_checkpoints}"
+            )
+        return self

@@ -232,6 +232,11 @@ class TrainConfig(FaultsConfig):
                 "update=in_backward: a step whose float16 gradients overflow could not be skipped; "
                 "use dtype=bfloat16 or update=after_backward"
             )
+        if self.on_divergence == "skip":
+            problems.append(
+                "update=in_backward: a step could not be left out, because layers are updated "
+                "before its loss is known; use on_divergence=rollback or update=after_backward"
+            )
         return problems
 
     def _schedule_problems(self) -> list[str]:

@@ -238,8 +238,9 @@ def _others(run_dir: Path, held: bool) -> Iterator[Finding]:
     for path in sorted(checkpoints.glob("*")):
         if path in left or path.name in known:
             continue
-        if path.name.startswith("damaged-"):
-            note = "left aside by train.fallback; remove it when you have seen to it"
+        if path.name.startswith(("damaged-", "rolled-back-")):
+            by = "train.fallback" if path.name.startswith("damaged") else "train.on_divergence"
+            note = f"left aside by {by}; remove it when you do not need it"
             yield Finding(path.name, True, note)
         else:
             yield Finding(path.name, False, f"{path} is no checkpoint's folder: move it away")

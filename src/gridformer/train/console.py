@@ -99,6 +99,10 @@ class Reporter:
             self._last_line = now
             self._print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
 
+    def tell(self, sentence: str) -> None:
+        """Prints what has happened to the run."""
+        self._print(f"  {sentence}")
+
     def skipped(self, step: int, scale: float) -> None:
         """Prints that the gradients of a step overflowed float16, and the new loss scale."""
         self._print(

@@ -46,7 +46,7 @@ class MetricsLog:
             self._file.write(line)
             self._file.flush()
         for name, value in metrics.items():
-            if name != "step":
+            if name != "step" and not isinstance(value, str):
                 group = "val" if name.startswith("val_") else "train"
                 self._events.add_scalar(
                     f"{group}/{name.removeprefix('val_')}", value, metrics["step"]

@@ -65,6 +65,15 @@ class Evaluation:
     losses: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """What a step computes if it is repeated: this rank's batch and its part of the losses."""
+
+    batch: Batch
+    losses: dict[str, Tensor]
+    tokens: int
+
+
 class Stepper:
     """Runs optimizer steps and evaluations of one model on one layout.
 
@@ -174,6 +183,38 @@ class Stepper:
 
     def _timed(self, kind: str) -> AbstractContextManager[None]:
         return timed(self.passes.on_action, kind, on_gpu=self.device.type == "cuda")
+
+    def repeat(self, step: int, read: ReadRows) -> Repeated:
+        """Computes the loss and the gradients of a step once more and updates nothing.
+
+        All ranks call it together. With `update: in_backward` it computes no gradients.
+
+        Args:
+            step: The number of the step, counted from 0.
+            read: Reads rows of the step's global batch.
+        """
+        self.forget()
+        batch = self._read(read)
+        work = self.split.micro_batches(batch)
+        counts, tokens_and_flags = self._count(batch, False)
+        clear_gradients(self.parameters)
+        self.model.clock.step = step
+        border, self.passes.at_border = self.passes.at_border, None
+        with weights_kept(self.model), one_thread():
+            if self.updates.in_backward:
+                self.model.eval()
+                with torch.no_grad():
+                    losses = self.passes.evaluate(work)
+            else:
+                self.model.train()
+                self.updates.begin(0.0)
+                losses = self.passes.train(work, counts, self.scale.scale)
+                reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
+        self.passes.at_border = border
+        return Repeated(batch, losses, int(tokens_and_flags[0]))
+
+    def forget(self) -> None:
+        """Forgets what is known of earlier steps, of which one was not finite."""
 
     @torch.no_grad()
     def evaluate(self, reads: Sequence[ReadRows]) -> Evaluation:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ from gridformer.mesh.rendezvous import store_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.copies import assert_copies_equal
+from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.train.compile import compile_model
 from gridformer.train.console import Reporter, title_of
+from gridformer.train.diagnosis import diagnose
+from gridformer.train.divergence import Recovery
 from gridformer.train.ending import Ending, StepDropped
 from gridformer.train.flops import Utilization
 from gridformer.train.heartbeat import Heartbeat, State
@@ -39,6 +43,7 @@ from gridformer.train.plan import Plan
 from gridformer.train.step import ReadRows, Stepper, StepResult
 from gridformer.train.trace import StepTrace
 from gridformer.utils.batch import Batch
+from gridformer.utils.errors import DivergedError
 from gridformer.utils.signals import install
 from gridformer.utils.units import GIB
 
@@ -79,16 +84,12 @@ class Trainer:
         self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
         self.utilization = Utilization.of(run, world.device, self.model.recompute.stops_early)
         self.tokens = 0
+        self.recovery = Recovery(run.train, plan.out, self.axes)
         if plan.start is not None:
             weights.load(plan.start, self.model, self.axes)
         if plan.resume is not None:
-            loaded = checkpoint.load(
-                plan.resume, self.model, self.stepper.updates, self.axes, verified
-            )
-            self.tokens = loaded.tokens
-            self.stepper.scale.skipped = loaded.skipped
-            if loaded.run["train"]["dtype"] == "float16":
-                self.stepper.scale.go_on(loaded.loss_scale, loaded.good_steps)
+            self.recovery.done = self._load(plan.resume, verified).divergences
+            self.stepper.train = self.recovery.present
         self.saver = Saver(plan.out, run, self.axes, self.stop.hold, self.stop.release)
         self.log: MetricsLog | None = None
         self.report: Reporter | None = None
@@ -97,6 +98,15 @@ class Trainer:
             self._prepare_folder()
             self.log = MetricsLog(plan.out, plan.resume_step)
             self.report = Reporter(plan, world, folder.train.n_tokens, self.batches)
+
+    def _load(self, folder: Path, verified: Manifest | None = None) -> Manifest:
+        """Puts the model, the optimizer and the counts into the state of a checkpoint."""
+        loaded = checkpoint.load(folder, self.model, self.stepper.updates, self.axes, verified)
+        self.tokens = loaded.tokens
+        self.stepper.scale.skipped = loaded.skipped
+        if loaded.run["train"]["dtype"] == "float16":
+            self.stepper.scale.go_on(loaded.loss_scale, loaded.good_steps)
+        return loaded
 
     def _intact(self) -> tuple[Plan, Manifest | None]:
         """Replaces a damaged checkpoint by the newest one that is not, if the run says so.
@@ -119,7 +129,7 @@ class Trainer:
             )
         if self.world.rank == 0:
             for damaged in plan.damaged:
-                kept = set_aside(damaged)
+                kept = set_aside(damaged.folder, "damaged")
                 print(
                     f"gridformer: {damaged.reason}; resuming from {plan.resume}, as "
                     f"train.fallback=true says, and keeping the damaged one as {kept}",
@@ -142,11 +152,9 @@ class Trainer:
             self.ending = self._ending()
             at_end.callback(self.ending.close)
             self.stepper.passes.at_border = self.ending.at
-            for opened in (self.log, self.report):
-                if opened:
-                    at_end.callback(opened.close)
+            self.ahead = self._loader(self.batches, range(step, train.steps))
+            at_end.callback(self._close)
             at_end.callback(self._finish_saves)
-            self.ahead = at_end.enter_context(self._loader(self.batches, range(step, train.steps)))
             if step == 0:
                 with suppress(StepDropped):
                     self._write({"step": 0, "tokens": 0, **self._evaluate()})
@@ -157,14 +165,23 @@ class Trainer:
                     metrics, told = self._step(step)
                 except StepDropped:
                     break
-                self.ending.ended()
-                step += 1
+                except DivergedError as error:
+                    step, left_out = self._diverged(step, error)
+                    self.ending.ended()
+                    if left_out is None:
+                        saved = step
+                        continue
+                    metrics = left_out
+                else:
+                    self.ending.ended()
+                    self.recovery.succeeded()
+                    step += 1
                 last = step == train.steps
                 if not told and (last or _due(step, train.eval_every)):
                     with suppress(StepDropped):  # the next border ends the run
                         metrics |= self._evaluate() | self._peak_memory()
                 self._write(metrics)
-                self._beat("training", step, metrics["loss"])
+                self._beat("training", step, metrics.get("loss"))
                 if last or _due(step, train.save_every):
                     self._save(step, last)
                     saved = step
@@ -224,7 +241,48 @@ class Trainer:
             **self.utilization.metrics(seconds),
             **self.saver.metrics(),
         }
+        if self.recovery.done.rollbacks:
+            metrics["rollbacks"] = self.recovery.done.rollbacks
         return metrics, result.flagged
+
+    def _diverged(self, step: int, error: DivergedError) -> tuple[int, dict[str, Any] | None]:
+        """Does what `train.on_divergence` says about a step that was not finite.
+
+        Returns:
+            How many steps are done now, and the metrics of a step that is left out; None after
+            going back to a checkpoint.
+
+        Raises:
+            DivergedError: The run ends.
+        """
+        with self._loader(self.batches, range(step, step + 1)) as again:
+            found = diagnose(self.stepper, step, partial(again.read, step))
+        self._finish_saves()  # it may be the checkpoint to go back to
+        decision = self.recovery.decide(error, found)
+        self.ahead.close()
+        if self.report:
+            self.report.tell(decision.told)
+        left_out = None
+        if decision.back_to is None:
+            step += 1
+            self.stepper.scale.skipped += 1
+            self.tokens += found.tokens
+            left_out = {"step": step, "left_out": found.cause, "tokens": self.tokens}
+        else:
+            step = self._load(decision.back_to).step
+            for parameter in self.model.parameters():
+                drop_copies(parameter)
+            self.stepper.train = self.recovery.present
+            if self.log:
+                self.log.close()
+                self.log = MetricsLog(self.plan.out, step)
+        self.ahead = self._loader(self.batches, range(step, self.run.train.steps))
+        return step, left_out
+
+    def _close(self) -> None:
+        for opened in (self.ahead, self.report, self.log):
+            if opened:
+                opened.close()
 
     def _traced(self, step: int, read: ReadRows) -> StepResult:
         """Runs a step and writes its timeline to the run directory."""
@@ -281,6 +339,7 @@ class Trainer:
                 self.stepper.scale,
                 self.plan.data_start,
                 self.plan.data,
+                self.recovery.done,
             ),
             checkpoint.shards_of(self.model, self.stepper.updates),
             wait=not self.run.train.async_save,

@@ -27,7 +27,16 @@ class CheckpointError(UserError):
 
 
 class DivergedError(UserError):
-    """Loss or gradients are no longer finite. Parameters are still those of the previous step."""
+    """Loss or gradients are no longer finite. Parameters are still those of the previous step.
+
+    Args:
+        message: what is not finite.
+        step: the number of the step, counted from 0; -1 if only the caller knows it.
+    """
+
+    def __init__(self, message: str, step: int = -1) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class DataError(UserError):

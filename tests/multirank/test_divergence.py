@@ -1,0 +1,219 @@
+"""Steps that are not finite: what is said of them, and what a run does, the same on any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor, nn
+
+from gridformer.checkpoint import find
+from gridformer.checkpoint.manifest import read_manifest
+from gridformer.models import Model
+from gridformer.train import trainer
+from gridformer.train.metrics import read_metrics
+from gridformer.train.plan import Plan
+from gridformer.train.step import Stepper
+from gridformer.utils.errors import DivergedError
+from tests.support.marks import full_unless
+from tests.support.multirank.layouts import n_of
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import MIDDLE, STEPS, losses, plan_of, start_from, train
+
+LAYER = "layers.1.mlp"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "megatron": {"scheme": "megatron", "cols": 2},
+    "pipeline": {"pp": 2, "micro_batches": 2},
+    "replicas": {"dp": 2, "dp_mode": "zero1"},
+    "sharded": {"dp": 2, "dp_mode": "fsdp"},
+    "grid": {"scheme": "optimus", "rows": 2, "cols": 2},
+}
+QUICK = full_unless(("pipeline", "sharded").__contains__, LAYOUTS)
+
+
+class Poison:
+    """Makes something of LAYER infinite in some steps."""
+
+    def __init__(self, what: str, steps: set[int], times: int = 99) -> None:
+        self.what, self.steps, self.times = what, steps, times
+
+    def into(self, model: Model) -> None:
+        for name, module in model.named_modules():
+            if name == LAYER:
+                module.register_forward_hook(self._hook(model))
+
+    def _hook(self, model: Model) -> Callable[..., Tensor | None]:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+            if model.clock.step not in self.steps or not model.training or self.times == 0:
+                return None
+            self.times -= 1
+            if self.what == "output":
+                return output * math.inf
+            if self.what == "weights":
+                next(module.parameters()).data.view(-1)[0] = math.nan
+            elif output.requires_grad:
+                output.register_hook(lambda grad: grad * math.nan)
+            return None
+
+        return hook
+
+
+def poisoned(plan: Plan, what: str, steps: set[int], times: int = 99) -> str:
+    """Train with poison; return the error that ends the run, or an empty text."""
+    build = trainer.build_parallel
+
+    def built(*args: Any) -> Model:
+        model = build(*args)
+        Poison(what, steps, times).into(model)
+        return model
+
+    with patch.object(trainer, "build_parallel", built):
+        try:
+            train(plan)
+        except DivergedError as error:
+            return str(error)
+    return ""
+
+
+SAID = {
+    "output": f"the weights are finite, but what the forward pass computes is not, first after "
+    f"'{LAYER}' on rank",
+    "gradient": f"the loss is finite, but gradients are not, beginning with '{LAYER}.",
+}
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_all_ranks_say_where_it_began(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, layout: str
+) -> None:
+    """The same on every layout and rank, and nothing is updated or saved."""
+    where = " (stage 1)" if layout == "pipeline" else ""
+    for what, said in SAID.items():
+        plan = plan_of(token_folder, tmp_path / what, LAYOUTS[layout], save_every=0)
+        told = pool.run(n_of(LAYOUTS[layout]), poisoned, plan, what, {2})
+        assert len(set(told)) == 1, told
+        assert "step 3: the loss is" in told[0]
+        assert said in told[0]
+        assert where in told[0]
+        assert "nothing was updated" in told[0]
+        assert "ower train.lr (0.003)" in told[0]
+        assert find.latest(tmp_path / what) is None
+
+
+def test_weights_data_and_devices_are_told_apart(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(token_folder, tmp_path / "weights", {}, save_every=0)
+    (told,) = pool.run(1, poisoned, plan, "weights", {1}, 1)
+    assert f"weights were not finite before this step, first '{LAYER}." in told
+    assert "verify RUNDIR --finite" in told
+    plan = plan_of(token_folder, tmp_path / "once", {}, save_every=0)
+    (told,) = pool.run(1, poisoned, plan, "output", {1}, 1)
+    assert "the same step computed once more is finite" in told
+    assert "train.deterministic=true" in told
+
+
+def steps_of(out: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(out)]
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_skip_leaves_out_the_same_steps_everywhere(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, layout: str
+) -> None:
+    """The losses of later steps equal those of one device, also after a resume."""
+    settings: dict[str, Any] = {"on_divergence": "skip", "save_every": 1, "keep_checkpoints": 9}
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    bad = {1, 2}
+    for folder, of in ((alone, {}), (out, LAYOUTS[layout])):
+        plan = plan_of(token_folder, folder, of, **settings)
+        assert pool.run(n_of(of), poisoned, plan, "gradient", bad) == [""] * n_of(of)
+    assert steps_of(out) == [*range(STEPS + 1)]
+    want, got = losses(alone), losses(out)
+    assert list(got) == [1, *range(4, STEPS + 1)]
+    for step in want:
+        assert got[step] == pytest.approx(want[step], rel=1e-9), step
+    for line in read_metrics(out)[2:4]:
+        assert line["left_out"].startswith("the loss is finite, but gradients are not")
+    last = find.latest(out)
+    assert last is not None
+    assert read_manifest(last).skipped == len(bad)
+    assert read_manifest(last).tokens == read_metrics(out)[-1]["tokens"]
+    assert [m["tokens"] for m in read_metrics(alone)] == [m["tokens"] for m in read_metrics(out)]
+    moved = tmp_path / "moved"
+    start_from(out, moved)
+    plan = plan_of(token_folder, moved, {}, **settings)
+    assert plan.resume_step == MIDDLE
+    assert plan.resume is not None
+    assert read_manifest(plan.resume).divergences.in_a_row == 2
+    pool.run(1, poisoned, plan, "gradient", bad)
+    for step in want:
+        assert losses(moved)[step] == pytest.approx(want[step], rel=1e-9), step
+
+
+def test_too_many_left_out_steps_end_the_run(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"on_divergence": "skip", "divergences": 2, "save_every": 0}
+    plan = plan_of(token_folder, tmp_path, {}, **settings)
+    (told,) = pool.run(1, poisoned, plan, "output", {0, 2, 3, 4})
+    assert "step 5: " in told
+    assert "2 steps before it were left out" in told
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_rollback_goes_back_with_a_lower_rate(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path, layout: str
+) -> None:
+    """What comes after it equals a run that resumes there with that rate."""
+    settings: dict[str, Any] = {"on_divergence": "rollback", "save_every": 1}
+    settings |= {"keep_checkpoints": 9, "rollback_checkpoints": 2, "rollback_lr": 0.25}
+    settings |= {"lr_schedule": "constant", "warmup_steps": 0}
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    bad = {4}
+    for folder, of in ((alone, {}), (out, LAYOUTS[layout])):
+        plan = plan_of(token_folder, folder, of, **settings)
+        # Each rank meets it once for each micro-batch, in the step and when it is repeated.
+        times = 2 * (2 if "pp" in of else 1)
+        assert pool.run(n_of(of), poisoned, plan, "output", bad, times) == [""] * n_of(of)
+    want, got = losses(alone), losses(out)
+    assert list(got) == [*range(1, STEPS + 1)]
+    assert steps_of(out) == [*range(STEPS + 1)]
+    for step in want:
+        assert got[step] == pytest.approx(want[step], rel=1e-9), step
+    lines = read_metrics(out)
+    assert [line["lr"] for line in lines[1:]] == [0.003] * MIDDLE + [0.00075] * (STEPS - MIDDLE)
+    assert [line.get("rollbacks") for line in lines[1:]] == [None] * MIDDLE + [1, 1]
+    kept = {path.name for path in (out / "checkpoints").iterdir()}
+    assert "rolled-back-step-00000004" in kept
+    last = find.latest(out)
+    assert last is not None
+    assert read_manifest(last).divergences.rollbacks == 1
+    assert read_manifest(last).divergences.lr_factor == 0.25
+    moved = tmp_path / "moved"
+    start_from(out, moved)
+    plan = plan_of(token_folder, moved, {}, **{**settings, "lr": 0.00075})
+    pool.run(1, train, plan)
+    for step in (4, 5):
+        assert losses(moved)[step] == pytest.approx(want[step], rel=1e-9), step
+
+
+def test_rollbacks_end(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"on_divergence": "rollback", "divergences": 2, "save_every": 2}
+    plan = plan_of(token_folder, tmp_path / "none", {}, **settings)
+    (told,) = pool.run(1, poisoned, plan, "output", {1})
+    assert "There is no checkpoint yet to go back to" in told
+    plan = plan_of(token_folder, tmp_path / "always", {}, **settings)
+    (told,) = pool.run(1, poisoned, plan, "output", {3})
+    assert "The run has gone back 2 times (train.divergences=2)" in told
+
+
+def test_a_well_run_pays_nothing(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
+    """No step is repeated, and nothing that is well is found at fault."""
+    with patch.object(Stepper, "repeat", side_effect=AssertionError):
+        assert pool.run(1, poisoned, plan_of(token_folder, tmp_path, {}), "output", set()) == [""]
