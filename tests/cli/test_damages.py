@@ -147,7 +147,7 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "swapped files": (swapped, "its checksum is wrong"),
     "swapped manifests": (swapped_manifests, "holds step 2, which its name does not say"),
     "a removed manifest": (lambda out: (newest(out) / MANIFEST).unlink(), "is missing"),
-    "a directory as manifest": (directory_as_manifest, "Is a directory"),
+    "a directory as manifest": (directory_as_manifest, "it is a folder, not a file"),
     "a pipe as manifest": (lambda out: piped(newest(out) / MANIFEST), "it is a pipe, not a file"),
     "a pipe": (lambda out: piped(shard(out)), "shard-00001.safetensors is missing"),
     "a key twice": (manifest_is(b'{"step": 4, "step": 5}'), "the key 'step' occurs twice"),
