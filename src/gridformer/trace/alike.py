@@ -93,7 +93,7 @@ def _following(
             work = [MicroBatch(rows, batch)] * layout.micro_batches
 
             def finish(hidden: Tensor, batch: Batch) -> Tensor:
-                return torch.stack([*model.losses_of(hidden, batch).values()]).sum()
+                raise AssertionError("no pass is run")
 
             if kernels:  # those of a step alone
                 log.trace.events.clear()

@@ -65,26 +65,11 @@ class Recorded:
         events: Its messages and waits.
         products: How many matrix products it launched.
         out: For a forward pass, the shapes of its results by name.
-        losses: The shapes of its losses, if it computes any.
     """
 
     events: Sequence[Event]
     products: int = 0
     out: dict[str, _Shape] | None = None
-    losses: dict[str, _Shape] | None = None
-
-
-class _Repeated(torch.autograd.Function):
-    """Returns empty tensors, and empty gradients in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, shapes: list[_Shape], *entering: Tensor) -> Any:
-        ctx.entering = [_Shape.of(x) for x in entering]
-        return tuple(shape.empty() for shape in shapes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *(shape.empty() for shape in ctx.entering)
 
 
 class Repeats:
@@ -119,13 +104,15 @@ class Repeats:
         self._now = Recorded([])
         self._repeating = False
         self._renumbered: dict[int, int] = {}
-        self._real_run, self._real_losses = model.run, model.losses_of
+        self._real_run = model.run
         self._real_train, self._real_timed = executor.train, executor.timed
+        self._real_forward, self._real_backward = executor.forward, executor.backward
         replaced: list[tuple[Any, str, Any]] = [
             (model, "run", self._stage),
-            (model, "losses_of", self._losses),
             (executor, "train", self._train),
             (executor, "timed", self._timed),
+            (executor, "forward", self._forward),
+            (executor, "backward", self._backward),
         ]
         for owner, name, function in replaced:
             object.__setattr__(owner, name, function)
@@ -194,39 +181,37 @@ class Repeats:
             self.log.trace.events[start:] = [Passed(events, numbers)]
 
     def _stage(self, batch: Any, entering: Activations | None, links: Any) -> Activations:
-        """Takes the place of `Model.run`."""
-        if not self._repeating:
-            found = self._real_run(batch, entering, links)
-            self._now.out = {
-                name: _Shape.of(x) for name, x in vars(found).items() if isinstance(x, Tensor)
-            }
-            return found
-        taken = [x for x in Activations.taken(entering) if x is not None]
-        return Activations(**_empty(self._now.out, taken, batch))
+        """Takes the place of `Model.run`, and notes what its results look like."""
+        found = self._real_run(batch, entering, links)
+        self._now.out = {
+            name: _Shape.of(x) for name, x in vars(found).items() if isinstance(x, Tensor)
+        }
+        return found
 
-    def _losses(self, hidden: Tensor, batch: Any) -> dict[str, Tensor]:
-        """Takes the place of `Model.losses_of`."""
+    def _forward(
+        self, action: Action, batch: Any, entering: Activations, finish: Any
+    ) -> tuple[Activations, list[Any]]:
+        """Takes the place of `Executor.forward`."""
         if not self._repeating:
-            found = self._real_losses(hidden, batch)
-            self._now.losses = {name: _Shape.of(x) for name, x in found.items()}
-            return found
-        return _empty(self._now.losses, [hidden], batch)
+            return self._real_forward(action, batch, entering, finish)
+        assert self._now.out is not None
+        return Activations(**{name: shape.empty() for name, shape in self._now.out.items()}), []
+
+    def _backward(
+        self, action: Action, leaves: Mapping[str, Tensor], roots: list[Any], grads: Any
+    ) -> None:
+        """Takes the place of `Executor.backward`."""
+        if not self._repeating:
+            self._real_backward(action, leaves, roots, grads)
+            return
+        for leaf in leaves.values():
+            leaf.grad = _Shape.of(leaf).empty()
 
 
 def plain(events: Sequence[Event]) -> tuple[Start | Wait | Kernel | Read, ...]:
     """Returns events among which there is no pass."""
     assert isinstance(events, tuple)
     return events
-
-
-def _empty(
-    shapes: Mapping[str, _Shape] | None, entering: list[Tensor], batch: Any
-) -> dict[str, Tensor]:
-    assert shapes is not None
-    if not entering:  # the first stage; its results need gradients, too
-        device = batch["tokens"].device
-        entering = [torch.empty((), device=device, requires_grad=True)]
-    return dict(zip(shapes, _Repeated.apply([*shapes.values()], *entering)))
 
 
 def _kinds(
