@@ -23,10 +23,10 @@ def test_a_copy_computes_every_second_piece_and_order_remains() -> None:
     def squares(some: Sequence[int]) -> list[tuple[int, int]]:
         return [(one * one, os.getpid()) for one in some]
 
-    found = beside.on_all_cores(squares, [1, 2, 3, 4, 5])()
+    found = beside.on_all_cores(squares, [1, 2, 3, 4, 5])
     assert [square for square, _ in found] == [1, 4, 9, 16, 25]
     assert [pid == os.getpid() for _, pid in found] == [True, False, True, False, True]
-    assert beside.on_all_cores(squares, [])() == []
+    assert beside.on_all_cores(squares, []) == []
 
 
 @pytest.mark.usefixtures("two_cores")

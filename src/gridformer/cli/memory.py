@@ -55,7 +55,7 @@ def memory(
     from gridformer.cli.waiting import waiting
     from gridformer.launch.plan import read_run_without_data
     from gridformer.memory.budget import Room, refusal
-    from gridformer.memory.estimate import estimates_beside
+    from gridformer.memory.estimate import estimate_ranks
     from gridformer.memory.ranks import chosen_ranks
     from gridformer.memory.show import print_breakdowns, write_page
     from gridformer.parallel.auto.decisions import decide_run
@@ -69,9 +69,8 @@ def memory(
     with at_most(seconds, "choose some ranks with --ranks, or fewer layers or stages"):
         decisions = decide_run(checked)
         chosen = chosen_ranks(checked, ranks, decisions)
-        estimates = estimates_beside(checked, [*chosen], decisions)  # the console starts a thread
         with console.status(f"simulating a step of {len(chosen)} rank{'s' * (len(chosen) > 1)}"):
-            breakdowns = estimates()
+            breakdowns = estimate_ranks(checked, [*chosen], decisions)
     print_breakdowns(checked, breakdowns, chosen, console)
     if html is not None:
         write_page(checked, breakdowns, chosen, html)

@@ -77,7 +77,6 @@ def predict(
     from gridformer.plan.show import print_prediction
 
     with at_most(seconds, "take fewer layers, stages or micro-batches"):
-        peak_gib = peak_beside(checked, machine)  # before the console starts a thread
         with Console(stderr=True).status("tracing and replaying a step"):
             found = predicted(
                 checked,
@@ -85,7 +84,7 @@ def predict(
                 layers_only,
                 not forward_only,
                 timeline=trace is not None,
-                peak_gib=peak_gib,
+                peak_gib=peak_beside(checked, machine),
             )
     if trace is not None:
         trace.write_text(json.dumps(found.chrome_trace()), encoding="utf-8")

@@ -10,7 +10,7 @@ It covers what torch's CPU kernels hold and, in runs on GPUs, gridformer's own k
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,23 +42,12 @@ DEVICE = torch.device("cpu")
 def estimate_ranks(
     run: RunConfig, ranks: Sequence[int], decisions: Decisions | None = None
 ) -> list[MemoryBreakdown]:
-    """Estimates the breakdowns of some ranks of a checked run.
+    """Estimates the breakdowns of some ranks of a checked run, on all cores where that is possible.
 
     Args:
         run: The checked run.
         ranks: The ranks.
         decisions: The result of `decide_run(run)`; None calls it.
-    """
-    return estimates_beside(run, ranks, decisions)()
-
-
-def estimates_beside(
-    run: RunConfig, ranks: Sequence[int], decisions: Decisions | None = None
-) -> Callable[[], list[MemoryBreakdown]]:
-    """Begins what `estimate_ranks` does, on other cores where that is possible.
-
-    Returns:
-        What estimates this core's share and waits for the others.
     """
     decisions = decisions or decide_run(run)
 

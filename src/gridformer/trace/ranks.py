@@ -16,6 +16,7 @@ from gridformer.trace.alike import trace_alike
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Trace
 from gridformer.trace.rank import trace_rank
+from gridformer.utils.beside import can_copy, on_all_cores
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.garbage import no_garbage_collection
 from gridformer.utils.hardware import n_cores
@@ -46,8 +47,9 @@ def trace_ranks(
         repeat: Whether equal micro-batches of a pipeline are traced once and repeated.
         limit_s: No list is begun after so many seconds.
         kernels, backend: See `trace_rank`.
-        here: Whether this process may trace, too, in which that registers a device type. Then other
-            processes are started only for what would take longer than they take to start.
+        here: Whether this process may trace, too, in which that registers a device type. Then
+            copies of it share the work, or if it cannot be copied, other processes are started for
+            what would take longer than they take to start.
 
     Returns:
         The traces by rank. Ranks that were not begun in time are left out.
@@ -55,7 +57,10 @@ def trace_ranks(
     until = time.monotonic() + limit_s
     decisions = decisions or decide_run(run)
     trace = partial(_trace_in_time, run, decisions, repeat, until, kernels, backend)
-    done = _trace_here(trace, lines) if here else []
+    if here and can_copy():
+        done = on_all_cores(partial(_trace_all, trace), lines)
+    else:
+        done = _trace_here(trace, lines) if here else []
     found = [trace for traces in done for trace in traces]
     lines = lines[len(done) :]
     if not lines:
@@ -65,6 +70,13 @@ def trace_ranks(
     with ProcessPoolExecutor(workers, get_context("forkserver"), _one_thread) as pool:
         found += [trace for traces in pool.map(trace, lines) for trace in traces]
     return sorted(found, key=lambda trace: trace.rank)
+
+
+def _trace_all(
+    trace: Callable[[Sequence[int]], list[Trace]], lines: Sequence[Sequence[int]]
+) -> list[list[Trace]]:
+    with no_garbage_collection():
+        return [trace(line) for line in lines]
 
 
 def _trace_here(

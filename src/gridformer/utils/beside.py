@@ -2,8 +2,9 @@
 
 A copy of a process that has loaded torch starts in some milliseconds, a new one in seconds. But a
 copy has only one thread, and whatever the other threads held stays held in it. So nothing is copied
-unless this thread is the only one that runs Python, and nothing is copied that has computed
-gradients: torch's threads for these are missing in copies, in which it then raises an error.
+while other threads run Python, except for the one that draws a line of progress, which holds
+nothing that a computation needs. In the copy of a process that has computed gradients torch raises
+an error, because its threads for these are missing; then the process itself does the work.
 """
 
 from __future__ import annotations
@@ -80,8 +81,10 @@ def _compute(function: Callable[[], T], writer: int) -> None:
 
 def can_copy() -> bool:
     """Whether work can be done beside this process."""
-    alone = threading.active_count() == 1 and not _is_copy
-    return alone and sys.platform == "linux" and n_cores() > 1
+    here = threading.current_thread()
+    others = [one for one in threading.enumerate() if one is not here]
+    alone = all(type(one).__module__ == "rich.live" for one in others)
+    return alone and not _is_copy and sys.platform == "linux" and n_cores() > 1
 
 
 def beside(function: Callable[[], T]) -> Callable[[], T]:
@@ -98,26 +101,20 @@ def beside(function: Callable[[], T]) -> Callable[[], T]:
     return _Child(function).result
 
 
-def on_all_cores(
-    function: Callable[[Sequence[T]], list[R]], work: Sequence[T]
-) -> Callable[[], list[R]]:
-    """Begins to do some work, divided among copies of this process, one on each other core.
+def on_all_cores(function: Callable[[Sequence[T]], list[R]], work: Sequence[T]) -> list[R]:
+    """Does some work, divided among this process and copies of it, one on each other core.
 
     Args:
         function: Does some of the work, and returns a result for each piece of it.
         work: The pieces.
 
     Returns:
-        What does this core's share, waits for the others, and returns the results in order.
+        The results, in the order of the pieces.
     """
     n = max(1, min(n_cores(), len(work))) if can_copy() else 1
     others = [beside(partial(function, work[start::n])) for start in range(1, n)]
-
-    def wait() -> list[R]:
-        found: list[R | None] = [None] * len(work)
-        found[::n] = function(work[::n])
-        for start, share in enumerate(others, 1):
-            found[start::n] = share()
-        return [one for one in found if one is not None]
-
-    return wait
+    found: list[R | None] = [None] * len(work)
+    found[::n] = function(work[::n])
+    for start, share in enumerate(others, 1):
+        found[start::n] = share()
+    return [one for one in found if one is not None]
