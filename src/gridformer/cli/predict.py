@@ -76,16 +76,16 @@ def predict(
     from gridformer.plan.predict import predict as predicted
     from gridformer.plan.show import print_prediction
 
-    with at_most(seconds, "take fewer layers, stages or micro-batches"):
-        with Console(stderr=True).status("tracing and replaying a step"):
-            found = predicted(
-                checked,
-                machine,
-                layers_only,
-                not forward_only,
-                timeline=trace is not None,
-                peak_gib=peak_beside(checked, machine),
-            )
+    less = "take fewer layers, stages or micro-batches"
+    with at_most(seconds, less), Console(stderr=True).status("tracing and replaying a step"):
+        found = predicted(
+            checked,
+            machine,
+            layers_only,
+            not forward_only,
+            timeline=trace is not None,
+            peak_gib=peak_beside(checked, machine),
+        )
     if trace is not None:
         trace.write_text(json.dumps(found.chrome_trace()), encoding="utf-8")
     if as_json:

@@ -1,8 +1,8 @@
 """The time of a step by formulas: about a millisecond where `predict` takes seconds.
 
-It adds up the loads of the passes (gridformer.plan.passes) over micro-batches and stages, and adds
-what a pipeline waits, what replicas exchange, and the update. It is only good for choosing what to
-trace.
+It adds up the loads of the passes (gridformer.plan.layer_passes and head_passes) over micro-batches
+and stages, and adds what a pipeline waits, what replicas exchange, and the update. It is only good
+for choosing what to trace.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.decisions import Decisions, placements, traffic_of, work_of
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.registry import spec_of
-from gridformer.plan import passes
+from gridformer.plan import head_passes, layer_passes
 from gridformer.plan.load import Costs, Load, Place
+from gridformer.plan.sizes import Sizes
 from gridformer.utils.units import GIB
 
 ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes all but the gradient
@@ -99,10 +100,10 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     block = Decisions(choices, traffic, *placements(layout, traffic)).block
     places = costs.places_of(run, block)
     dtype = "tf32" if train.tf32 and train.dtype == "float32" else train.dtype
-    sizes = passes.Sizes(run, choices, spec, costs, places, dtype)
-    forward, backward = passes.layers(sizes)
-    head, head_back = passes.head(sizes)
-    lookup, lookup_back = passes.embedding(sizes)
+    sizes = Sizes(run, choices, spec, costs, places, dtype)
+    forward, backward = layer_passes.layers(sizes)
+    head, head_back = head_passes.head(sizes)
+    lookup, lookup_back = head_passes.embedding(sizes)
     m, pp, k = layout.micro_batches, layout.pp, layout.stages_per_rank
     _gather_replicas(sizes, forward, backward)
     rank, others = _slowest(sizes, forward, backward, (head, head_back), (lookup, lookup_back))
@@ -171,7 +172,7 @@ class _Rank:
 
 
 def _slowest(
-    sizes: passes.Sizes, forward: Load, backward: Load, head: Both, lookup: Both
+    sizes: Sizes, forward: Load, backward: Load, head: Both, lookup: Both
 ) -> tuple[_Rank, Both]:
     """Returns the slowest rank, and the loads of one micro-batch on all others.
 
@@ -226,7 +227,7 @@ def _n_layers(run: RunConfig) -> int:
     return run.model.n_layers + run.model.n_decoder_layers * run.model.two_stacks
 
 
-def _border_bytes(sizes: passes.Sizes) -> float:
+def _border_bytes(sizes: Sizes) -> float:
     """Returns the bytes that a device sends to the next stage for one micro-batch."""
     work, layout = sizes.choices.work, sizes.run.layout
     lies = sizes.spec.boundary(layout).lies
@@ -236,7 +237,7 @@ def _border_bytes(sizes: passes.Sizes) -> float:
     return elements * work.itemsize
 
 
-def _borders(sizes: passes.Sizes, there: Load, back: Load) -> None:
+def _borders(sizes: Sizes, there: Load, back: Load) -> None:
     """Adds messages to other stages, which travel during computation."""
     seconds = sizes.costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
     k = sizes.run.layout.stages_per_rank
@@ -253,7 +254,7 @@ def _borders(sizes: passes.Sizes, there: Load, back: Load) -> None:
 # --------------------------------------------------------------------------- once a step
 
 
-def _casts(sizes: passes.Sizes, share: float) -> Load:
+def _casts(sizes: Sizes, share: float) -> Load:
     """Returns the load of casting weights to the type of the computation once a step."""
     choices, layout = sizes.choices, sizes.run.layout
     if choices.work.itemsize != 2:
@@ -270,7 +271,7 @@ def _casts(sizes: passes.Sizes, share: float) -> Load:
     return load
 
 
-def _held(sizes: passes.Sizes, share: float) -> float:
+def _held(sizes: Sizes, share: float) -> float:
     """Returns the elements of matrices that a device computes with."""
     choices, found = sizes.choices, 0.0
     for choice in choices.products.values():
@@ -281,7 +282,7 @@ def _held(sizes: passes.Sizes, share: float) -> float:
     return found
 
 
-def _gather_replicas(sizes: passes.Sizes, forward: Load, backward: Load) -> None:
+def _gather_replicas(sizes: Sizes, forward: Load, backward: Load) -> None:
     """Adds the gathers of parameters layer by layer, each during the layer before it."""
     layout = sizes.run.layout
     if layout.dp_mode != "fsdp":
@@ -303,7 +304,7 @@ def _gather_replicas(sizes: passes.Sizes, forward: Load, backward: Load) -> None
         backward.message("dp", n * one, backward.device_s, n)
 
 
-def _reductions(sizes: passes.Sizes, rank: _Rank) -> Load:
+def _reductions(sizes: Sizes, rank: _Rank) -> Load:
     """Returns the load of summing gradients over replicas after the last backward pass."""
     layout, load, costs = sizes.run.layout, Load(launches=10), sizes.costs
     for axis in (sizes.activation_axis, "row"):  # vectors
@@ -334,14 +335,14 @@ def _reductions(sizes: passes.Sizes, rank: _Rank) -> Load:
     return load
 
 
-def _table(sizes: passes.Sizes) -> float:
+def _table(sizes: Sizes) -> float:
     """Returns the elements of the table of the tokens on a device."""
     choice = sizes.choices["head"]
     grid = 1 if choice.common else sizes.choices.rows * sizes.choices.cols
     return choice.product.n_in * choice.product.n_out / grid
 
 
-def _summed(sizes: passes.Sizes, share: float) -> list[tuple[float, float, Place]]:
+def _summed(sizes: Sizes, share: float) -> list[tuple[float, float, Place]]:
     """Returns the gradients that are summed over replicas.
 
     Returns:
@@ -365,7 +366,7 @@ def _summed(sizes: passes.Sizes, share: float) -> list[tuple[float, float, Place
     return found
 
 
-def _update(sizes: passes.Sizes, share: float) -> Load:
+def _update(sizes: Sizes, share: float) -> Load:
     """Returns the load of clipping and of the optimizer."""
     layout = sizes.run.layout
     replicas = 1 if layout.dp_mode == "replicate" else sizes.spec.replicas(layout)

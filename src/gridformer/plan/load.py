@@ -10,6 +10,7 @@ from gridformer.cluster.kernels import KernelWork, kernel_s
 from gridformer.cluster.messages import MessageWork, Op, message_s
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.mesh.node_placement import NodeBlock, sizes_of
+from gridformer.parallel.auto.formulas import product_work
 from gridformer.parallel.registry import spec_of
 
 
@@ -98,9 +99,7 @@ class Costs:
 
     def product_s(self, batch: int, m: int, n: int, k: int, dtype: str, itemsize: int) -> float:
         """Returns the seconds of a product of `batch` matrices [m, k] and [k, n]."""
-        n_bytes = batch * (m * k + k * n + m * n) * itemsize
-        shape = (batch, m, n, k)
-        return self._kernel(KernelWork("product", 2.0 * batch * m * n * k, n_bytes, dtype, shape))
+        return self._kernel(product_work(batch, m, n, k, dtype, itemsize))
 
     def attention_s(
         self, shape: tuple[int, int, int, int, int, int], dtype: str, itemsize: int, passes: float

@@ -335,10 +335,13 @@ class Choices:
         activation = share / r * self.work.rows_of(product) * width
         return activation, (r - 1) / (r * c) * product.n_in * choice.n_out
 
-    def _steps(self, choice: Choice) -> int:
-        if choice.schedule == "gather":
-            return 1
+    @property
+    def panels(self) -> int:
+        """Into how many panels the operands of a product are cut that go panel by panel."""
         return self.rows + self.cols - math.gcd(self.rows, self.cols)
+
+    def _steps(self, choice: Choice) -> int:
+        return 1 if choice.schedule == "gather" else self.panels
 
     def _traffic(self, col: float, row: float, col_messages: int, row_messages: int) -> Traffic:
         messages = (col_messages if col else 0) + (row_messages if row else 0)

@@ -1,13 +1,12 @@
 """How long the products of a choice take on a cluster, with the messages that they wait for.
 
 `ProductTimes` asks `gridformer.cluster` for each kernel and message of one product, and hides
-messages behind the kernels that run meanwhile, as `gridformer.plan.passes` does for a whole step.
+messages behind the kernels that run meanwhile, as `gridformer.plan.products` does for a whole step.
 What all options of a product have in common is left out.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +25,13 @@ from gridformer.cluster.messages import Op
 from gridformer.config import LayoutConfig
 from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.cost import Choice, Choices
+from gridformer.parallel.auto.formulas import (
+    Way,
+    boundary_op,
+    cut_widths,
+    product_work,
+    traveling_width,
+)
 from gridformer.parallel.registry import spec_of
 
 _TERMS = 4  # bytes of an element of a weight's gradient that is added up chunk by chunk
@@ -117,7 +123,8 @@ class ProductTimes:
             width = (n, k // c) if choice.stays == "output" else (n // c, k)
             copies = [self._moved_s(2 * whole * one_width * item) for one_width in width]
             copies[1] += self._moved_s(n * k * chunks * (2 * _TERMS + item))
-        enter, leave = (self._activation(choice, way, chunks) for way in ("enter", "leave"))
+        enter = self._activation(choice, "enter", chunks)
+        leave = self._activation(choice, "leave", chunks)
         forward, backward = one + copies[0], grad_x + grad_w + copies[1]
         if choice.stays == "output":
             forward += enter.in_turns(chunks, one)
@@ -138,8 +145,7 @@ class ProductTimes:
 
     def _panels(self, choice: Choice) -> tuple[float, float]:
         """Returns the seconds of a forward and of a backward pass panel by panel."""
-        r, c = self.choices.rows, self.choices.cols
-        panels = r + c - math.gcd(r, c)
+        panels = self.choices.panels
         m, n, k = self._shape(choice)
         k = max(1, k // panels)
         size = self._activation_bytes(choice) / panels
@@ -171,26 +177,18 @@ class ProductTimes:
 
     def _shape(self, choice: Choice) -> tuple[int, int, int]:
         """Returns (m, n, k) of a device's product [m, k] x [k, n] with whole operands."""
-        product, c = choice.product, self.choices.cols
-        m = max(1, self.work.rows_of(product) // self.choices.rows)
-        if choice.stays == "output":
-            return m, max(1, choice.n_out // c), product.n_in
-        return m, choice.n_out, max(1, product.n_in // c)
+        m = max(1, self.work.rows_of(choice.product) // self.choices.rows)
+        k, n = cut_widths(choice, self.choices.cols)
+        return m, n, k
 
     def _activation_bytes(self, choice: Choice) -> float:
         """Returns the bytes of the whole activation that travels."""
-        product = choice.product
-        width = product.n_in if choice.stays == "output" else choice.n_out
-        return self.work.rows_of(product) / self.choices.rows * width * self.work.itemsize
+        rows = self.work.rows_of(choice.product) / self.choices.rows
+        return rows * traveling_width(choice) * self.work.itemsize
 
-    def _activation(self, choice: Choice, way: str, chunks: int) -> _Message:
+    def _activation(self, choice: Choice, way: Way, chunks: int) -> _Message:
         """Returns the message with which a chunk of an activation enters or leaves a section."""
-        ops: dict[str, tuple[Op | None, Op]] = {
-            "cut": ("all_gather", "reduce_scatter"),
-            "replicated": (None, "all_reduce"),
-            "first": ("broadcast", "reduce"),
-        }
-        op = ops[self.choices.between][way == "leave"]
+        op = boundary_op(self.choices.between, way)
         if op is None:
             return _Message(0.0, 0.0)
         return self.message_s(op, self._activation_bytes(choice) / chunks, self.axis)
@@ -205,9 +203,8 @@ class ProductTimes:
     def kernel_s(self, m: int, n: int, k: int) -> float:
         """Returns the seconds of a product [m, k] x [k, n] on one device."""
         if (m, n, k) not in self._kernels:
-            n_bytes = (m * k + k * n + m * n) * self.work.itemsize
             dtype = self.work.dtype or "float32"
-            work = KernelWork("product", 2.0 * m * n * k, n_bytes, dtype, (1, m, n, k))
+            work = product_work(1, m, n, k, dtype, self.work.itemsize)
             self._kernels[m, n, k] = kernel_s(self.cluster, work)
         return self._kernels[m, n, k]
 

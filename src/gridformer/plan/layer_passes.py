@@ -1,0 +1,145 @@
+"""The loads of the layers of one micro-batch, by formulas.
+
+Products, their shapes and what travels for them follow from `Choices` and from the scheme's spec.
+"""
+
+from __future__ import annotations
+
+from gridformer.parallel.auto.cost import Choice
+from gridformer.plan.load import Load
+from gridformer.plan.products import product_loads
+from gridformer.plan.sizes import Sizes
+
+# Passes over an activation by memory-bound kernels, forward and backward. A kernel that reads two
+# tensors and writes one makes three. They are those that the record of the real code shows, which
+# tests/plan/test_analytic.py compares.
+RESIDUAL = (3, 3)  # the sum of two tensors, and of two gradients
+ACTIVATION = (2, 3)
+GATE = (2.5, 7.5)  # of both halves: SiLU and product, whose gradients are joined
+DROPOUT = (2, 2)
+BIAS = (2, 1)  # added in place where a product is sharded; backward a sum over tokens
+GRADIENT_OF_HEADS = 4  # of queries, keys and values: stacked, then copied to their order
+GRADIENT_OF_PARTS = 2  # the same of a joined product
+ROTARY = (7, 9)  # of queries and keys
+ROTARY_LAUNCHES = 6
+NORM = (2, 3)  # in float32: reads and writes; backward it reads one more
+RMS_NORM = (7, 17.5)  # the same of an RMSNorm, which is made of many kernels
+RMS_LAUNCHES = (6, 9)
+NORM_INSIDE = 5  # backward of a norm inside a product, which normalizes again
+RMS_NORM_INSIDE = (7, 23)
+RMS_INSIDE_LAUNCHES = (6, 21)
+WITH_RMS = ("t5", "llama")  # whose norms are RMSNorms
+
+
+def layers(sizes: Sizes) -> tuple[Load, Load]:
+    """Returns the forward and the backward load of all layers of the model."""
+    forward, backward, again = Load(), Load(), Load()
+    recompute = sizes.run.train.recompute
+    for choice in sizes.choices.products.values():
+        product = choice.product
+        if product.section == "head":
+            continue
+        there, back = product_loads(sizes, choice)
+        around, back_around = _around(sizes, choice)
+        for load, parts in ((forward, (there, around)), (backward, (back, back_around))):
+            for part in parts:
+                load.add(part, product.count)
+        if recompute == "full":
+            if not product.ends_block:
+                again.add(there, product.count)
+            again.add(around, product.count)
+    for there, back in _attention(sizes):
+        forward.add(there)
+        backward.add(back)
+        if recompute != "none":
+            again.add(there)
+    backward.add(again)
+    return forward, backward
+
+
+def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
+    """Returns the loads of the memory-bound kernels around a product of a layer."""
+    product, choices, model = choice.product, sizes.choices, sizes.run.model
+    h, item = model.hidden_size, sizes.itemsize
+    n_bytes, launches = [0.0, 0.0], [0.0, 0.0]
+    sharded = not choice.common and choices.rows * choices.cols > 1
+
+    def kernel(passes: tuple[float, float], elements: float) -> None:
+        for i in range(2):
+            n_bytes[i] += passes[i] * elements * item
+            launches[i] += passes[i] > 0
+
+    out, between = _out_elements(sizes, choice), sizes.between(product, h)
+    if product.closes:
+        out = between
+        kernel(RESIDUAL, between)
+        if model.dropout:
+            kernel(DROPOUT, between)
+    else:
+        add_norm(sizes, choice, n_bytes, launches)
+        if product.section == "feed_forward":
+            kernel(GATE if product.parts else ACTIVATION, out)
+        elif product.parts:
+            kernel((0, GRADIENT_OF_PARTS), out)
+            n, m = model.n_heads, model.kv_heads
+            kernel(ROTARY, out * (n + m) / (n + 2 * m))
+            launches = [number + ROTARY_LAUNCHES - 1 for number in launches]
+        elif not choice.common:
+            kernel((0, GRADIENT_OF_HEADS), out)
+    if model.family not in WITH_RMS or (model.qkv_bias and product.name == "qkv"):
+        kernel((BIAS[0] * sharded, BIAS[1]), out)
+    found = [Load(memory=sizes.costs.memory_s(n), launches=k) for n, k in zip(n_bytes, launches)]
+    return found[0], found[1]
+
+
+def add_norm(sizes: Sizes, choice: Choice, n_bytes: list[float], launches: list[float]) -> None:
+    """Adds the norm before a product that opens a section."""
+    product, h = choice.product, sizes.run.model.hidden_size
+    wide, cast = sizes.wide, sizes.cast
+    casts = 2 if cast else 0
+    rms = sizes.run.model.family in WITH_RMS
+    if choice.norm_inside and sizes.lies == "h":  # whole vectors exist only when gathered
+        whole = sizes.tokens(product) * h
+        inside = RMS_NORM_INSIDE if rms else (NORM[0], NORM_INSIDE)
+        kernels = RMS_INSIDE_LAUNCHES if rms else (1, 2)
+        n_bytes[0] += whole * (inside[0] * wide + 2 * cast)
+        n_bytes[1] += whole * (inside[1] * wide + 5 * cast)
+        launches[0] += kernels[0] + casts
+        launches[1] += kernels[1] + 5 * (casts > 0)
+        return
+    between, passes = sizes.between(product, h), RMS_NORM if rms else NORM
+    for i in range(2):
+        n_bytes[i] += between * (passes[i] * wide + 2 * cast)
+        launches[i] += (RMS_LAUNCHES[i] if rms else 1) + casts
+
+
+def _out_elements(sizes: Sizes, choice: Choice) -> float:
+    product = choice.product
+    if choice.common:
+        return sizes.between(product, product.n_out)
+    return sizes.tokens(product) * choice.n_out / sizes.choices.cols
+
+
+def _attention(sizes: Sizes) -> list[tuple[Load, Load]]:
+    """Returns the loads of the attention of all layers, apart from its products."""
+    run, choices = sizes.run, sizes.choices
+    model, work = run.model, choices.work
+    batch = max(1, work.sequences // choices.rows)
+    heads = max(1, model.n_heads // choices.cols)
+    s, source, d = run.seq_len, run.source_len, model.head_width
+    kinds = [(model.n_layers, s, s, model.family in ("gpt2", "llama"))]
+    if model.two_stacks:
+        kinds = [
+            (model.n_layers, source, source, False),
+            (model.n_decoder_layers, s, s, True),
+            (model.n_decoder_layers, s, source, False),
+        ]
+    found = []
+    for n, queries, keys, causal in kinds:
+        shape = (batch, heads, queries, keys, d, int(causal))
+        one = sizes.costs.attention_s(shape, sizes.dtype, sizes.itemsize, 1)
+        back = sizes.costs.attention_s(shape, sizes.dtype, sizes.itemsize, 2)
+        found.append(
+            (Load(attention=n * one, launches=n), Load(attention=n * back, launches=2 * n))
+        )
+    return found

@@ -1,0 +1,158 @@
+"""The loads of products with their messages, and of the kernels on gradients of weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gridformer.parallel.auto.cost import Choice
+from gridformer.parallel.auto.formulas import boundary_op, cut_widths, traveling_width
+from gridformer.plan.load import Load
+from gridformer.plan.sizes import Sizes, chunks_of
+
+
+def product_loads(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
+    """Returns the forward and backward load of one product with its messages."""
+    product, choices, costs = choice.product, sizes.choices, sizes.costs
+    r, item, dtype = choices.rows, sizes.itemsize, sizes.dtype
+    forward, backward = Load(), Load()
+    tokens = sizes.tokens(product)
+    n_in, n_out = cut_widths(choice, 1 if choice.common else choices.cols)
+    if choice.common:
+        tokens = max(1, round(sizes.between(product, 1)))
+    chunks = max(choice.n_chunks, chunks_of(sizes, choice))
+    panels = 1 if choice.schedule == "gather" else choices.panels
+    m, k = max(1, tokens // chunks), max(1, n_in // panels)
+    steps = chunks * panels
+    one = costs.product_s(1, m, n_out, k, dtype, item) * steps
+    grad_x = costs.product_s(1, m, k, n_out, dtype, item) * steps
+    grad_w = costs.product_s(1, k, n_out, m, dtype, item) * steps
+    blocks = 1 if choice.common or chunks > choice.n_chunks or panels > 1 else r
+    if blocks > 1:  # the gradient of a gathered weight is multiplied block by block, and summed
+        shape = (k // r, n_out) if choice.stays == "output" else (n_out // r, k)
+        grad_w = blocks * chunks * costs.product_s(1, max(1, shape[0]), shape[1], m, dtype, item)
+    forward.products, forward.launches = one, steps
+    backward.products, backward.launches = grad_x + grad_w, (1 + blocks) * steps
+    weight = n_in * n_out
+    _weights(sizes, choice, weight, chunks, backward)
+    if choice.common:
+        return forward, backward
+    size = tokens * traveling_width(choice) * item / chunks
+    if choice.schedule != "gather":
+        return _panels(sizes, choice, forward, backward, steps)
+    # Chunks of an activation travel while those before them multiply.
+    ahead = 1 - 1 / choice.n_chunks
+    if choice.stays == "output":
+        enter_or_leave(sizes, forward, "enter", size, one * ahead, chunks)
+        if not choice.keep_input and choices.between != "replicated":
+            enter_or_leave(sizes, backward, "enter", size, grad_x, chunks)
+        enter_or_leave(sizes, backward, "leave", size, grad_w, chunks)
+    else:
+        enter_or_leave(sizes, forward, "leave", size, one * ahead, chunks)
+        enter_or_leave(sizes, backward, "enter", size, (grad_x + grad_w) * ahead, chunks)
+    row = sizes.place("row")
+    if row.size > 1:
+        gather = costs.message_s("all_gather", weight * item, row)
+        scatter = costs.message_s("reduce_scatter", weight * item, row)
+        # A weight is gathered while the previous product multiplies and its messages travel; the
+        # table of a loss in chunks before the first of them.
+        alone = product.name == "head" and chunks > choice.n_chunks
+        m_all = choices.work.micro_batches
+        behind = 0.0 if alone else forward.device_s
+        forward.message("row", gather / (m_all if choice.keep_weight else 1), behind)
+        if not choice.keep_weight and not alone:
+            backward.message("row", gather, backward.device_s / 2)
+        backward.message("row", scatter, 0.0 if alone else grad_x)
+    return forward, backward
+
+
+def _panels(
+    sizes: Sizes, choice: Choice, forward: Load, backward: Load, steps: int
+) -> tuple[Load, Load]:
+    """Adds the messages of schedules that send operands panel by panel."""
+    choices, item = sizes.choices, sizes.itemsize
+    hides = choice.schedule == "pipelined"
+    for load, traffic in (
+        (forward, choices.forward(choice)),
+        (backward, choices.backward(choice)),
+    ):
+        times = 1 if load is forward else 2
+        for axis, elements, share in (
+            (sizes.activation_axis, traffic.col, choices.cols),
+            ("row", traffic.row, choices.rows),
+        ):
+            if share == 1:
+                continue
+            # `Traffic` counts what one device receives, which is this share of what is sent.
+            panel = elements * item * share / (share - 1) / (steps * times)
+            one = sizes.costs.message_s("broadcast", panel, sizes.place(axis))
+            behind = load.products * hides * (1 - 1 / max(2, steps))
+            load.message(axis, one * steps * times, behind, steps * times)
+    return forward, backward
+
+
+def enter_or_leave(
+    sizes: Sizes,
+    load: Load,
+    way: Literal["enter", "leave"],
+    n_bytes: float,
+    behind: float = 0.0,
+    times: int = 1,
+) -> None:
+    """Adds the messages with which activations enter or leave a section.
+
+    Args:
+        sizes: The sizes.
+        load: To which it is added.
+        way: Whether it gathers activations, or sums them.
+        n_bytes: Bytes of the gathered activation.
+        behind: Seconds of computation that hide all of them.
+        times: How many there are.
+    """
+    axis = sizes.activation_axis
+    place = sizes.place(axis)
+    if place.size == 1:
+        return
+    op = boundary_op(sizes.choices.between, way)
+    if op is None:
+        return
+    seconds = sizes.costs.message_s(op, n_bytes, place)
+    load.message(axis, seconds * times, behind, times)
+    if sizes.lies in ("s", "h"):
+        # Blocks along these dimensions are not contiguous in the message, so they are copied.
+        load.memory += sizes.costs.memory_s(2 * n_bytes * times)
+        load.launches += times
+
+
+def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward: Load) -> None:
+    """Adds the memory-bound kernels on a weight's gradient: casts and accumulation.
+
+    Args:
+        sizes: The sizes.
+        choice: How the product is carried out.
+        weight: Elements of the gathered weight.
+        chunks: Chunks of the loss, if it is the head.
+        backward: To which they are added.
+    """
+    work, wide = sizes.choices.work, sizes.wide
+    rows = 1 if choice.common else sizes.choices.rows
+    own = weight / rows
+    accumulated = (work.micro_batches - 1) / work.micro_batches
+    if choice.product.name == "head" and chunks > choice.n_chunks:
+        # Gradients of chunks are added up in float32 and scaled; with rows in the gathered table.
+        each = sizes.cast + 3 * wide if rows == 1 else 2 * wide + sizes.itemsize
+        n_bytes = weight * (chunks * each + 4 * wide)
+        n_bytes += weight * (sizes.cast + 2 * sizes.itemsize) * (rows > 1)
+        backward.launches += 3 * chunks + 4
+    else:
+        n_bytes = own * sizes.cast
+        backward.launches += 2 * (sizes.cast > 0)
+    if choice.n_chunks > 1:  # in float32, chunk by chunk
+        n_bytes += weight * choice.n_chunks * (2 * wide + sizes.itemsize)
+        backward.launches += 2 * choice.n_chunks
+    if choice.product.name != "head":
+        n_bytes += own * 3 * wide * accumulated
+        backward.launches += 2 * accumulated
+    if rows > 1:  # blocks of the sum are stacked
+        n_bytes += weight * 2 * sizes.itemsize
+        backward.launches += 1
+    backward.memory += sizes.costs.memory_s(n_bytes)

@@ -1,0 +1,87 @@
+"""Sizes of a micro-batch on one device, from which its loads follow by formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from gridformer.config import RunConfig
+from gridformer.parallel.auto.cost import Choice, Choices, Product
+from gridformer.parallel.scheme import SchemeSpec
+from gridformer.plan.load import Costs, Place
+
+ALONE = Place((0,))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a micro-batch on one device.
+
+    Attributes:
+        run: The run.
+        choices: Its choices.
+        spec: The spec of its scheme.
+        costs: Seconds of kernels and messages.
+        places: Where the axes lie; those of one device are left out.
+        dtype: The type of products, which may be tf32.
+    """
+
+    run: RunConfig
+    choices: Choices
+    spec: SchemeSpec
+    costs: Costs
+    places: Mapping[str, Place]
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        return self.choices.work.itemsize
+
+    def place(self, axis: str) -> Place:
+        return self.places.get(axis, ALONE)
+
+    @cached_property
+    def activation_axis(self) -> str:
+        """The axis over which sections are entered and left."""
+        return self.spec.boundary(self.run.layout).axis
+
+    @cached_property
+    def lies(self) -> str:
+        """How activations lie between sections, see `BoundarySpec`."""
+        return self.spec.boundary(self.run.layout).lies
+
+    def tokens(self, product: Product) -> int:
+        """Returns the rows of a product's input on one row of devices."""
+        return max(1, self.choices.work.rows_of(product) // self.choices.rows)
+
+    def between(self, product: Product, width: int) -> float:
+        """Returns the elements of an activation of that width between sections on a device."""
+        share = self.choices.cols if self.choices.between == "cut" else 1
+        return self.tokens(product) * width / share
+
+    def memory_s(self, elements: float) -> float:
+        return self.costs.memory_s(elements * self.itemsize)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of norms, losses and parameters."""
+        return max(4, self.itemsize)
+
+    @property
+    def cast(self) -> int:
+        """Bytes that casting an element between the types of products and of norms moves."""
+        return self.itemsize + self.wide if self.itemsize < self.wide else 0
+
+
+def loss_tokens(sizes: Sizes, choice: Choice) -> float:
+    return sizes.between(choice.product, 1) if choice.common else sizes.tokens(choice.product)
+
+
+def chunks_of(sizes: Sizes, choice: Choice) -> int:
+    """Returns in how many chunks the head computes logits; 1 for all other products."""
+    at_a_time = sizes.choices.work.loss_chunk_tokens
+    if choice.product.name != "head" or not at_a_time:
+        return 1
+    return max(1, math.ceil(loss_tokens(sizes, choice) / at_a_time))
