@@ -53,7 +53,7 @@ class Failure:
 
     @property
     def ends_all(self) -> bool:
-        """Whether the run hangs or has lost its ranks, so that none can do anything anymore."""
+        """Whether no rank can do anything anymore: the run hangs, lost its ranks, cannot save."""
         return "report" in self.message
 
     @property

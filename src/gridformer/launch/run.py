@@ -19,6 +19,7 @@ from gridformer.mesh.process_group import close_world, init_world
 from gridformer.train.numerics import set_numerics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
+from gridformer.utils.errors import SaveError
 from gridformer.utils.signals import StopPolicy
 
 
@@ -45,7 +46,10 @@ def execute(plan: Plan) -> None:
         advise = partial(memory_advice, plan)
         try:
             launch(worker, (plan,), plan.n_processes, policy, advise)
-        except (MemoryError, RuntimeError) as error:  # of a run in this process alone
+        except SaveError as error:  # of a run in this process alone
+            print_last(f"gridformer: {error}")
+            raise SystemExit(1) from None
+        except (MemoryError, RuntimeError) as error:  # the same
             if (means := out_of_memory(error)) is not None:
                 print_last(f"rank 0 failed: {means}; {advise()}\n")
             raise

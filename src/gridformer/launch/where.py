@@ -52,8 +52,8 @@ class Where:
             found = call.f_locals
             if (name := modules.get(id(found.get("self")))) is not None:
                 return f"{name or 'the model'} (forward)"
-            node = found.get("ctx")
-            if hasattr(node, "next_functions"):
+            node = found.get("ctx")  # also in the forward pass of an autograd function
+            if call.f_code.co_name == "backward" and hasattr(node, "next_functions"):
                 parameter = self._next_parameter(node)
                 return f"the backward pass near {parameter}" if parameter else "the backward pass"
         return ""

@@ -27,7 +27,7 @@ from gridformer.mesh.launch_env import STORE_FILE, Joined
 from gridformer.mesh.process_group import abandon_world
 from gridformer.utils import signals as stopping
 from gridformer.utils.allocator import use_expandable_segments
-from gridformer.utils.errors import UserError
+from gridformer.utils.errors import SaveError, UserError
 
 # Under torchrun, a rank whose peer broke the connection waits this long before it ends, because
 # torchrun polls its workers ten times a second, blames the one that ended first, and compares whole
@@ -273,6 +273,8 @@ def _write_failure(error: Exception, path: Path) -> None:
     if isinstance(error, UserError):
         message["user_error"] = str(error)
         message["problems"] = getattr(error, "problems", [])
+    if isinstance(error, SaveError):  # a sentence that needs no traceback
+        message["report"] = f"gridformer: {error}"
     _write(path, message)
 
 
@@ -286,7 +288,7 @@ def _print_failure(error: Exception) -> None:
     """Prints why this rank ends. Only the rank where something failed shows a traceback."""
     sys.stdout.flush()
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "?"
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | SaveError):
         print(f"error: {error}", file=sys.stderr)
     elif _is_effect_of_a_peer(error):
         first = str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,56 @@
+"""Where in a model a thread is, found from its stack while it is there."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridformer.launch.where import Where
+
+PLACES: list[str] = []
+WHERE = Where()
+
+
+class Sum(torch.autograd.Function):
+    """Notes where it runs, as a message would be noted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        PLACES.append(WHERE.module(sys._getframe()))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        PLACES.append(WHERE.module(sys._getframe()))
+        return grads[0]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(Sum.apply(self.norm(x)))
+        return found
+
+
+def test_the_module_of_a_message_is_named() -> None:
+    WHERE.model = nn.Sequential(Layer(), Layer())
+    try:
+        WHERE.model(torch.ones(2, 4)).sum().backward()
+        there = [*PLACES]
+        assert WHERE.module(sys._getframe()) == ""
+    finally:
+        WHERE.model = None
+        PLACES.clear()
+    assert there[:2] == ["0 (forward)", "1 (forward)"]
+    assert there[2].startswith("the backward pass near 1.norm.")
+    assert there[3].startswith("the backward pass near 0.norm.")
+
+
+def test_the_stack_ends_with_the_innermost_call() -> None:
+    stack = WHERE.stack(sys._getframe())
+    assert stack[-2].endswith("in test_the_stack_ends_with_the_innermost_call\n")
+    assert stack[-1] == "    stack = WHERE.stack(sys._getframe())\n"
