@@ -110,6 +110,13 @@ class FaultsConfig(Config):
         "in new processes, up to this number of times. Under torchrun its --max-restarts says it.",
     )
 
+    elastic: bool = Field(
+        default=False,
+        description="true lets the run go on with another number of processes than the layout has, "
+        "in another layout with the same global batch, and in its own layout as soon as there are "
+        "enough processes. With layout.cluster, the planner searches for the fastest one.",
+    )
+
     @field_validator("stop_signals")
     @classmethod
     def _known_signals(cls, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -66,11 +66,19 @@ def check_run(
         overrides: `dotted.key=value` texts.
         nproc: number of processes that the user asked for; None accepts what the layout needs.
 
+    Returns:
+        The run. With `train.elastic` its layout is one for the processes that are there.
+
     Raises:
         ConfigError: it lists all problems at once.
     """
     run, problems = _read(path, overrides)
-    problems += check_devices(run.train.device, run.layout.n_processes, nproc)
+    if run.train.elastic and not problems:
+        from gridformer.launch.elastic import with_processes
+
+        run, nproc = with_processes(run, nproc), None
+    n = run.layout.n_processes
+    problems += check_devices(run.train.device, n, nproc, run.train.elastic)
     if run.train.compile:
         from gridformer.train.compile import compile_problems
 

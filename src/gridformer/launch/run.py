@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +15,17 @@ from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.restarts import launch_with_restarts
 from gridformer.launch.watch import MARGIN_S, Watch
 from gridformer.launch.worker_process import end_with_report, print_last
-from gridformer.mesh.launch_env import joined
+from gridformer.mesh.launch_env import Joined, joined, use_only
 from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.rendezvous import store_of
 from gridformer.train.numerics import set_numerics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from gridformer.utils.errors import SaveError
-from gridformer.utils.signals import StopPolicy
+from gridformer.utils.signals import StopPolicy, install
+
+_ENDED = "run/ended"
+_LOOK_S = 1.0  # between two looks of a spare process at whether the run has ended
 
 
 def execute(plan: Plan) -> None:
@@ -39,7 +44,17 @@ def execute(plan: Plan) -> None:
             "train.steps to continue, or choose another --out"
         )
         return
-    policy = policy_of(plan.run.train)
+    policy, place = policy_of(plan.run.train), joined()
+    if place and place.size > plan.n_processes:
+        if place.rank >= plan.n_processes:
+            wait_as_spare(place)
+            return
+        use_only(plan.n_processes)
+        try:
+            launch(worker, (plan,), plan.n_processes, policy)
+        finally:
+            release_spares(place)
+        return
     if plan.run.train.max_restarts and not joined():
         launch_with_restarts(worker, plan, policy)
     else:
@@ -53,6 +68,26 @@ def execute(plan: Plan) -> None:
             if (means := out_of_memory(error)) is not None:
                 print_last(f"rank 0 failed: {means}; {advise()}\n")
             raise
+
+
+def wait_as_spare(place: Joined) -> None:
+    """Waits until a run has ended in which this process, one of too many, does not take part.
+
+    torchrun takes a process that ends for one that is done, and its machine would leave the run.
+    """
+    stop = install()
+    stop.nothing_left_to_save()
+    store = store_of(place)
+    with suppress(RuntimeError):  # torch's error for a store that is gone
+        while not store.check([_ENDED]):
+            time.sleep(_LOOK_S)
+    stop.uninstall()
+
+
+def release_spares(place: Joined) -> None:
+    """Called on rank 0 when a run has ended: lets processes end that took no part in it."""
+    if place.rank == 0:
+        store_of(place).set(_ENDED, "yes")
 
 
 def policy_of(train: TrainConfig) -> StopPolicy:

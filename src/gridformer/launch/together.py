@@ -82,7 +82,8 @@ def plan_together(
 
 def _machine(run: RunConfig, place: Joined) -> str:
     """Returns what rank 0 needs to know of this process's machine, as JSON."""
-    problems = check_devices(run.train.device, run.layout.n_processes)
+    elastic = run.train.elastic
+    problems = check_devices(run.train.device, run.layout.n_processes, None, elastic)
     if problems:
         return json.dumps({"problems": problems})
     gpu = None if run.train.device == "cpu" else own_gpu(place)

@@ -63,6 +63,15 @@ class Joined:
     knows_local: bool = True
 
 
+_used: int | None = None  # how many processes take part
+
+
+def use_only(n_processes: int) -> None:
+    """Makes a run of fewer processes than the launcher has started, namely the first ones."""
+    global _used
+    _used = n_processes
+
+
 def joined(environ: Mapping[str, str] = os.environ) -> Joined | None:
     """Returns this process's place as its launcher set it, or None if no launcher started it.
 
@@ -97,7 +106,7 @@ def joined(environ: Mapping[str, str] = os.environ) -> Joined | None:
             f"machine {place.local_rank} of {place.local_size}), which is impossible: start it "
             "with torchrun or srun, or unset RANK and WORLD_SIZE"
         )
-    return place
+    return place if _used is None else replace(place, size=min(place.size, _used))
 
 
 def _from_launch(environ: Mapping[str, str]) -> Joined:

@@ -42,13 +42,16 @@ class World:
 _MOST_HERE = 256  # processes that one machine starts, however few cores it has
 
 
-def check_devices(device: DeviceChoice, n_processes: int, nproc: int | None = None) -> list[str]:
+def check_devices(
+    device: DeviceChoice, n_processes: int, nproc: int | None = None, elastic: bool = False
+) -> list[str]:
     """Checks whether `n_processes` processes can start from this process.
 
     Args:
         device: train.device of the run.
         n_processes: number of processes that the layout needs.
         nproc: value of --nproc, if given.
+        elastic: whether there may be more processes than the run needs.
 
     Returns:
         The problems, each with its remedy.
@@ -60,7 +63,7 @@ def check_devices(device: DeviceChoice, n_processes: int, nproc: int | None = No
             f"--nproc={nproc}, but the layout needs {n_processes} processes ({_PRODUCT}): leave "
             "--nproc out, or change the layout"
         )
-    if place and place.size != n_processes:
+    if place and place.size != n_processes and not (elastic and place.size > n_processes):
         problems.append(
             f"{place.by} started {place.size} processes, but the layout needs {n_processes} "
             f"({_PRODUCT}): start {n_processes}, or change the layout"

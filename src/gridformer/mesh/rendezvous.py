@@ -8,9 +8,11 @@ unpickled.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
@@ -27,19 +29,20 @@ WAIT_S = 600.0
 _LONGEST_PAUSE_S = 0.2  # between two looks at the store, for which a thousand ranks ask one process
 
 
-@cache  # the process that serves a TCP store can open its port only once
 def store_of(place: Joined) -> dist.Store:
     """Returns the store for the rendezvous, which is empty at every attempt.
 
     Workers that `launch` started use a file in a private folder, so no port is open. Those of
     torchrun and srun use a TCP port, which is open on all interfaces without authentication.
 
-    After an elastic restart, torchrun's own store still holds the addresses of the previous attempt
-    under the names that gloo uses, so each attempt gets its own prefix.
-
     Args:
         place: the place of this process in the run.
     """
+    return _store(replace(place, size=0))  # of all that were started, however many take part
+
+
+@cache  # the process that serves a TCP store can open its port only once
+def _store(place: Joined) -> dist.Store:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=WAIT_S)
@@ -52,13 +55,57 @@ def store_of(place: Joined) -> dist.Store:
     store = dist.TCPStore(
         place.master_addr,
         place.master_port,
-        place.size,
         is_master=place.rank == 0 and not agent_has_it,
         timeout=timeout,
         wait_for_workers=False,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"gridformer/{attempt}", store)
+    shared = dist.PrefixStore(f"gridformer/{attempt}", store)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return of_this_attempt(shared, place.rank, size) if agent_has_it else shared
+
+
+def of_this_attempt(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """Returns the part of a store that belongs to this attempt of a run.
+
+    torchrun's own store lives as long as its agent. After a restart it still holds the addresses of
+    the previous attempt under the names that gloo uses, and if a restart is due to a change in the
+    number of machines, torchrun does not even count it. So rank 0 draws a name for the attempt and
+    tells it to each process that has said a name of its own, which no process has said before.
+
+    Args:
+        store: what the processes of all attempts share.
+        rank: the rank of this process.
+        size: the number of processes of this attempt.
+
+    Raises:
+        UserError: rank 0 or another rank did not answer within ten minutes.
+    """
+    import torch.distributed as dist
+
+    mine, deadline = secrets.token_hex(8), time.monotonic() + WAIT_S
+    if rank:
+        store.set(f"hello/{rank}", mine)
+        _poll(lambda: store.check([f"attempt/{mine}"]), deadline, lambda: "rank 0", rank)
+        name = store.get(f"attempt/{mine}").decode()
+        store.add(f"{name}/here", 1)
+        return dist.PrefixStore(name, store)
+    answered: dict[int, str] = {}
+
+    def all_are_here() -> bool:
+        for other in range(1, size):
+            if store.check([f"hello/{other}"]):
+                name = store.get(f"hello/{other}").decode()
+                if answered.get(other) != name:
+                    answered[other] = name
+                    store.set(f"attempt/{name}", mine)
+        return store.add(f"{mine}/here", 0) == size - 1
+
+    def missing() -> str:
+        return f"rank {next((n for n in range(1, size) if n not in answered), 1)}"
+
+    _poll(all_are_here, deadline, missing, rank)
+    return dist.PrefixStore(mine, store)
 
 
 def share_result(place: Joined, name: str, text: str, judge: Callable[[Sequence[str]], str]) -> str:
@@ -122,17 +169,30 @@ def wait_until_heard(place: Joined, name: str, timeout_s: float) -> None:
 
 
 def _get(place: Joined, key: str, source: str) -> str:
-    """Returns a value as soon as another rank has set it.
+    """Returns a value as soon as another rank has set it."""
+    store = store_of(place)
+    _poll(lambda: store.check([key]), time.monotonic() + WAIT_S, lambda: source, place.rank)
+    return store.get(key).decode()
 
-    It polls, because Ctrl-C does not interrupt torch's own wait.
+
+def _poll(done: Callable[[], bool], deadline: float, source: Callable[[], str], rank: int) -> None:
+    """Waits until something is done. It polls, because Ctrl-C does not interrupt torch's own wait.
+
+    Args:
+        done: returns whether it is.
+        deadline: when to give up, on the clock of `time.monotonic`.
+        source: returns what is waited for.
+        rank: the rank that waits.
+
+    Raises:
+        UserError: it was not done in time.
     """
-    store, pause, deadline = store_of(place), 0.005, time.monotonic() + WAIT_S
-    while not store.check([key]):
+    pause = 0.005
+    while not done():
         if time.monotonic() > deadline:
             raise UserError(
-                f"rank {place.rank} has waited {WAIT_S:g} s for {source}, which has not started or "
-                f"cannot be reached: see the output of {source}, and try `gridformer doctor`"
+                f"rank {rank} has waited {WAIT_S:g} s for {source()}, which has not started or "
+                f"cannot be reached: see the output of {source()}, and try `gridformer doctor`"
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
-    return store.get(key).decode()

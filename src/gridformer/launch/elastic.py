@@ -1,0 +1,188 @@
+"""`train.elastic`: another layout of the same run for the number of processes that are there.
+
+With `layout.cluster` the planner searches for the layout that is fastest there. Otherwise it is the
+one that changes least: it has as many processes as possible, keeps the scheme and the grid if that
+is possible, and drops replicas first. The global batch stays, so losses are the same but for
+rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gridformer.config import LayoutConfig, RunConfig, divisors
+from gridformer.mesh.launch_env import joined
+from gridformer.parallel.registry import describe, spec_of
+from gridformer.parallel.validation import broken_rules
+from gridformer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gridformer.memory.budget import Room
+
+_TRIED = 30  # layouts of a number of processes whose memory is estimated
+_IMPROVED = 4  # layouts whose settings the planner improves
+
+
+def with_processes(run: RunConfig, nproc: int | None = None) -> RunConfig:
+    """Returns a run with a layout for the processes that are there, and says so if it is another.
+
+    Args:
+        run: the checked run, with the layout that is wanted.
+        nproc: number of processes that the user asked for, if any.
+
+    Raises:
+        ConfigError: no layout works.
+    """
+    wanted, present = run.layout, processes_present(run, nproc)
+    if present == wanted.n_processes:
+        return run
+    found = _best(run, present)
+    layout = found.layout
+    idle = present - layout.n_processes
+    print(
+        f"gridformer: ELASTIC: {present} process{'es' * (present > 1)} instead of "
+        f"{wanted.n_processes}: layout {_named(wanted)} becomes {_named(layout)}"
+        + (f", with {idle} left over" if idle else "")
+        + f"; the global batch stays {run.train.global_batch}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return found
+
+
+def processes_present(run: RunConfig, nproc: int | None = None) -> int:
+    """Returns how many processes a run can have now.
+
+    They are those that torchrun or another launcher has started. A run that starts its own has as
+    many as `nproc` says, or as its layout needs, but not more than there are GPUs if it uses GPUs.
+    """
+    place = joined()
+    if place:
+        return place.size
+    if nproc is not None or run.train.device == "cpu" or run.layout.n_processes == 1:
+        return nproc or run.layout.n_processes
+    import torch
+
+    return min(run.layout.n_processes, torch.cuda.device_count() or run.layout.n_processes)
+
+
+def _named(layout: LayoutConfig) -> str:
+    return f"{describe(layout)}, m={layout.micro_batches}"
+
+
+def _best(run: RunConfig, present: int) -> RunConfig:
+    """Returns the run on the best layout of at most so many processes.
+
+    Raises:
+        ConfigError: no layout is valid and fits.
+    """
+    from gridformer.memory.budget import room_of
+
+    room = room_of(run)
+    for n in range(present, 0, -1):
+        for tried, other in enumerate(layouts_for(run, n)):
+            if _fits(other, room):
+                return other
+            if tried == _TRIED:
+                break
+    raise ConfigError(
+        [
+            f"train.elastic: no layout of at most {present} processes is valid for this run and "
+            f"fits into memory: start {run.layout.n_processes} for {describe(run.layout)}"
+        ]
+    )
+
+
+def layouts_for(run: RunConfig, n: int) -> Iterator[RunConfig]:
+    """Yields valid runs on n processes, the preferred one first.
+
+    Args:
+        run: the run with the layout that is wanted.
+        n: the number of processes.
+    """
+    if run.layout.cluster:
+        from gridformer.parallel.auto.seconds import cluster_of
+        from gridformer.plan.search import Search
+
+        found, _ = Search(run, cluster_of(run.layout), n).ranked(_IMPROVED)
+        for one in found:
+            layout = one.run.layout.model_copy(update={"cluster": run.layout.cluster})
+            other = one.run.model_copy(update={"layout": layout})
+            if not broken_rules(other):
+                yield other
+        return
+    from gridformer.memory.layouts import candidates
+
+    runs = [valid for layout in candidates(n) if (valid := _carried_over(run, layout))]
+    yield from sorted(runs, key=lambda one: _change(run.layout, one.layout))
+
+
+def _change(old: LayoutConfig, new: LayoutConfig) -> tuple[Any, ...]:
+    """Returns how much a layout changes, as a key for sorting."""
+
+    def grid(layout: LayoutConfig) -> tuple[int, ...]:
+        return layout.rows, layout.cols, layout.branches
+
+    shards = [math.prod(grid(layout)) * layout.pp for layout in (old, new)]
+    # More shards of the model rather than fewer: they need less memory.
+    further = abs(math.log(shards[1] / shards[0])), -shards[1]
+    return new.scheme != old.scheme, grid(new) != grid(old), new.pp != old.pp, *further
+
+
+def _carried_over(run: RunConfig, arrangement: LayoutConfig) -> RunConfig | None:
+    """Returns the run on another arrangement, with as many of its settings as are valid there."""
+    old = run.layout
+    placed = {"rows", "cols", "branches", "dp", "pp", "scheme"}
+    new = {name: getattr(arrangement, name) for name in placed}
+    if new["pp"] != old.pp:
+        new |= {"stages_per_rank": 1, "pipeline": "auto"}
+    alone = {"devices_per_node": 0, "nodes_per_rack": 0}
+    plain = LayoutConfig.model_validate(arrangement.model_dump() | {"dp_mode": old.dp_mode})
+    for base in (
+        old.model_copy(update=new),
+        old.model_copy(update=new | alone),
+        plain,
+        plain.model_copy(update={"dp_mode": "replicate"}),
+    ):
+        for micro_batches in _micro_batches(run, base)[:3]:
+            layout = base.model_copy(update={"micro_batches": micro_batches})
+            other = run.model_copy(update={"layout": layout})
+            if not broken_rules(other):
+                return other
+    return None
+
+
+def _micro_batches(run: RunConfig, layout: LayoutConfig) -> list[int]:
+    """Returns numbers of micro-batches, first those whose micro-batches are at most as large."""
+    batch, here = run.train.global_batch, _at_a_time(layout)
+    if batch % here:
+        return []
+    most = batch // (_at_a_time(run.layout) * run.layout.micro_batches)
+    return sorted(
+        divisors(batch // here), key=lambda m: (batch // here > most * m, m < layout.pp, m)
+    )
+
+
+def _at_a_time(layout: LayoutConfig) -> int:
+    """Returns over how many processes the rows of a micro-batch are divided."""
+    axis = spec_of(layout).samples_over(layout)
+    return layout.dp * (int(getattr(layout, axis)) if axis else 1)
+
+
+def _fits(run: RunConfig, room: Room | None) -> bool:
+    from gridformer.memory.analytic import states_of
+    from gridformer.memory.budget import at_most
+    from gridformer.memory.estimate import estimate_ranks
+    from gridformer.memory.ranks import largest_ranks
+    from gridformer.parallel.auto.decisions import decide_run
+
+    if room is None or at_most(run) <= room.n_bytes:
+        return True
+    if states_of(run) > room.n_bytes:
+        return False
+    decisions = decide_run(run)
+    found = estimate_ranks(run, [*largest_ranks(run, decisions)], decisions)
+    return max(one.peak for one in found) <= room.n_bytes
