@@ -94,8 +94,8 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def test_a_lost_machine_and_one_that_comes_back(token_folder: Path, tmp_path: Path) -> None:
-    """Four processes on two machines, then two, then four again."""
+def test_a_lost_machine(token_folder: Path, tmp_path: Path) -> None:
+    """Four processes on two machines, then two on one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -112,10 +112,6 @@ def test_a_lost_machine_and_one_that_comes_back(token_folder: Path, tmp_path: Pa
         reached = read_metrics(moved)[-1]["step"]
         wait_for_step(moved, reached + 10, kept)
         assert last_layout(moved) == 2
-        agents.append(agent(port, path, *changed, "--out", moved))
-        wait_until(lambda: last_layout(moved) == 4, kept)
-        reached = read_metrics(moved)[-1]["step"]
-        wait_for_step(moved, reached + 10, kept)
         reached = read_metrics(moved)[-1]["step"]
     finally:
         for one in agents:
@@ -151,14 +147,6 @@ def last_layout(out: Path) -> int:
         return int(read_manifest(folder).run["layout"]["dp"]) if folder else 0
     except CheckpointError:  # removed meanwhile
         return 0
-
-
-def wait_until(done: Any, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not done():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
