@@ -1,0 +1,1 @@
+"""How starting grows with the number of ranks."""
