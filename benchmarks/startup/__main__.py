@@ -26,7 +26,13 @@ from gridformer.launch import launch
 from gridformer.launch.plan import plan_checked, read_run
 from gridformer.utils.forkserver import warm_up
 
-MODEL: dict[str, Any] = {"n_layers": 2, "hidden_size": 256, "n_heads": 16, "max_seq_len": 16, "vocab_size": 512}
+MODEL: dict[str, Any] = {
+    "n_layers": 2,
+    "hidden_size": 256,
+    "n_heads": 16,
+    "max_seq_len": 16,
+    "vocab_size": 512,
+}
 
 
 def layout_of(n: int) -> dict[str, Any]:
