@@ -8,10 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gridformer.comm.progress import Wait
+from gridformer.launch.hang import mismatch
+from gridformer.launch.seen import ranks_of
 from tests.support.launch.programs import LIMIT_S, ROOT
 
 pytestmark = pytest.mark.full
@@ -90,3 +95,19 @@ def test_a_stopped_rank_is_named_on_each_axis(
     assert axis[1] in axes, said
     assert re.search(r"in step \d+", said), said
     assert "\n".join(report["report"]) in err
+    assert_messages_agree(report)
+
+
+def assert_messages_agree(report: dict[str, Any]) -> None:
+    """Check that in a healthy order no message would be taken for a diverged one."""
+    told = {int(rank): found for rank, found in report["ranks"].items()}
+    n_compared = 0
+    for seen in (ranks := ranks_of(told, len(told) + 1)).values():
+        assert seen.state is not None
+        for lane in seen.state.lanes.values():
+            for number, message in lane.recent.items():
+                waiting = replace(seen.state, wait=Wait(lane, number, message, 1.0))
+                n_compared += 1
+                found = mismatch(ranks, replace(seen, state=waiting))
+                assert found is None, found
+    assert n_compared
