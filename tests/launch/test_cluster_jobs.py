@@ -190,6 +190,12 @@ def test_torchrun_lines(rendezvous: Any, master: str, tmp_path: Path) -> None:
             assert (options.master_addr, options.node_rank) == ("node01", number)
 
 
+def test_an_elastic_run_goes_on_with_fewer_machines() -> None:
+    elastic = job(("layout.dp=4", "train.elastic=true"))
+    assert "--nnodes=1:2 " in torchrun_lines(elastic, "c10d")
+    assert "--nnodes=2 " in torchrun_lines(elastic, "static")
+
+
 def test_torchrun_on_one_machine() -> None:
     text = torchrun_lines(job(()), max_restarts=0)
     shellcheck(text)

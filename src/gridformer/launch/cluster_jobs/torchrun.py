@@ -35,7 +35,8 @@ def torchrun_lines(
     if job.nodes == 1:
         return _text(["#!/bin/sh", *notes, *exports, command([*each, "--standalone", *train])])
     host = one_word("--master", master) or _MASTER
-    each.append(f"--nnodes={job.nodes}")
+    elastic = job.run.train.elastic and rendezvous == "c10d"
+    each.append(f"--nnodes={'1:' * elastic}{job.nodes}")
     if rendezvous == "c10d":
         each += [
             "--rdzv-backend=c10d",
