@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, load_run, parse_run
 from gridformer.parallel.validation import check
+from gridformer.plan import search as plan_search
 from gridformer.plan.advice import advise
 from gridformer.plan.analytic import estimate
 from gridformer.plan.emit import with_cluster, write_run
@@ -21,6 +23,7 @@ from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.ranking import as_json, layout_of, print_result, settings_between
 from gridformer.plan.remedies import remedies
 from gridformer.plan.search import Found, Search, default_batch, search
+from gridformer.utils import beside
 
 
 @functools.cache
@@ -90,6 +93,26 @@ def test_time_limits_what_is_traced() -> None:
     found = search(run_of(), cluster(), 8, top=4, limit_s=0.0, predictor=predictor)
     assert len(found.layouts) == 2
     assert len(found.untraced) == 2
+
+
+def test_copies_of_the_process_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.getpid()
+    seen: list[int] = []
+
+    def elsewhere(run: RunConfig, machine: Cluster) -> Prediction:
+        seen.append(os.getpid())
+        found = predictor(run, machine)
+        return replace(found, warnings=[str(os.getpid() != here)])
+
+    monkeypatch.setattr(plan_search, "predict", elsewhere)
+    monkeypatch.setattr(plan_search, "fast_fakes", lambda: None)
+    for module in (plan_search, beside):
+        monkeypatch.setattr(module, "can_copy", lambda: True)
+        monkeypatch.setattr(module, "n_cores", lambda: 2)
+    found = search(run_of(), cluster(), 8, top=4, predictor=elsewhere)
+    assert [one.run for one in found.layouts] == [one.run for one in found_on_8().layouts]
+    assert [one.prediction.warnings for one in found.layouts] == [["True"]] * 4
+    assert not seen, "this process has traced nothing"
 
 
 def test_what_is_written_is_read_as_the_same_run(tmp_path: Path) -> None:

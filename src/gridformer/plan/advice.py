@@ -10,7 +10,8 @@ from gridformer.config import RunConfig
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.scheme import LayoutAxis
 from gridformer.plan.prediction import Prediction
-from gridformer.plan.search import Found, Search, changed, neighbors
+from gridformer.plan.search import Found, Search
+from gridformer.plan.settings import changed, neighbors
 from gridformer.utils.units import format_setting
 
 WORTH = 0.01  # gains below this fraction of a step are not worth a change

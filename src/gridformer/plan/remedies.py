@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from gridformer.config import RunConfig
-from gridformer.plan.search import Found, Search, changed
+from gridformer.plan.search import Found, Search
+from gridformer.plan.settings import changed
 from gridformer.utils.units import format_setting
 
 MOST_DOUBLINGS = 7  # of the number of devices

@@ -2,8 +2,8 @@
 
 Every arrangement of the devices is first estimated with a few settings (gridformer.plan.analytic).
 The best of them are improved one setting at a time, as long as a change makes a step faster within
-the memory of a device. What is then fastest is traced (gridformer.plan.predict), and only layouts
-whose trace fits are listed.
+the memory of a device. What is then fastest is traced (gridformer.plan.predict), one layout on each
+core, and only layouts whose trace fits are listed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from gridformer.cluster.file import Cluster
-from gridformer.config import LayoutConfig, RunConfig, divisors
+from gridformer.config import RunConfig, divisors
 from gridformer.memory.layouts import candidates
-from gridformer.parallel.registry import describe, spec_of
+from gridformer.parallel.registry import describe
 from gridformer.parallel.validation import broken_rules
 from gridformer.plan.analytic import Estimate, estimate
 from gridformer.plan.load import Costs
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
+from gridformer.plan.settings import changed, micro_batches, modes, neighbors, rows_at_a_time
+from gridformer.trace.fast_fake import fast_fakes
+from gridformer.utils.beside import beside, can_copy
+from gridformer.utils.hardware import n_cores
 
 IMPROVED = 24  # arrangements whose settings are improved
 ROUNDS = 6  # single changes of settings in a row
@@ -106,7 +110,7 @@ class Search:
         placed = node if self.n_devices > node and self.n_devices % node == 0 else 0
         for layout in candidates(self.n_devices):
             layout = layout.model_copy(update={"devices_per_node": placed})
-            rows = _rows_at_a_time(layout)
+            rows = rows_at_a_time(layout)
             if self.run.train.global_batch % rows:
                 continue
             most = self.run.train.global_batch // rows
@@ -133,8 +137,8 @@ class Search:
         """
         best: Found | None = None
         least: Found | None = None
-        for mode in _modes(run.layout):
-            for m in _micro_batches(run):
+        for mode in modes(run.layout):
+            for m in micro_batches(run):
                 for recompute in ("none", "full"):
                     changes = mode | {"train.recompute": recompute, "layout.micro_batches": m}
                     other = changed(run, changes)
@@ -229,106 +233,40 @@ def search(
     tell("estimating layouts")
     asked = Search(run, cluster, n_devices)
     found, result = asked.ranked()
-    last_s = 0.0
+    last_s, traces = 0.0, 0
     queue = [(one.step_s, number, one) for number, one in enumerate(found)]
-    for traces in range(top * SPARE):
-        if not queue or len(result.layouts) == top:
-            break
+    at_once = 1
+    if predictor is predict and can_copy():
+        at_once = n_cores()
+        fast_fakes()  # loads what all copies of this process need
+    while queue and len(result.layouts) < top and traces < top * SPARE:
         here = time.monotonic()
         if len(result.layouts) >= min(top, FEWEST) and here - began + last_s > limit_s:
             break
-        _, _, one = heapq.heappop(queue)
-        tell(f"tracing {one.name}: {len(result.layouts) + 1} of {top}")
-        prediction = predictor(one.run, cluster)
+        n = min(at_once, top - len(result.layouts), len(queue))
+        some = [heapq.heappop(queue)[2] for _ in range(n)]
+        names = " and ".join(one.name for one in some)
+        tell(f"tracing {names}: {len(result.layouts) + 1} of {top}")
+        waits = [partial(predictor, one.run, cluster) for one in some]
+        if at_once > 1:
+            waits = [beside(wait) for wait in waits]
+        predictions = [wait() for wait in waits]
         last_s = time.monotonic() - here
-        traced = Found(one.run, one.estimate, prediction)
-        assert prediction.peak_gib is not None, "predict estimates memory, too"
-        if prediction.fits:
-            result.layouts.append(traced)
-            continue
-        result.refused.append(traced)
-        smaller = asked.smaller(one, prediction.peak_gib / one.estimate.peak_gib)
-        if smaller is not None:
-            heapq.heappush(queue, (smaller.step_s, len(found) + traces, smaller))
+        for one, prediction in zip(some, predictions):
+            traces += 1
+            traced = Found(one.run, one.estimate, prediction)
+            assert prediction.peak_gib is not None, "predict estimates memory, too"
+            if prediction.fits:
+                result.layouts.append(traced)
+                continue
+            result.refused.append(traced)
+            smaller = asked.smaller(one, prediction.peak_gib / one.estimate.peak_gib)
+            if smaller is not None:
+                heapq.heappush(queue, (smaller.step_s, len(found) + traces, smaller))
     result.layouts.sort(key=lambda one: one.step_s)
     result.untraced = [one for _, _, one in sorted(queue)][: top - len(result.layouts)]
     result.n_estimates, result.seconds = asked.n_estimates, time.monotonic() - began
     return result
-
-
-# --------------------------------------------------------------------------- settings
-
-
-def neighbors(run: RunConfig) -> Iterator[tuple[dict[str, Any], RunConfig]]:
-    """Yields valid runs that differ in one setting, with the change."""
-    for changes in _single_changes(run):
-        other = changed(run, changes)
-        if other is not None and other != run:
-            yield changes, other
-
-
-def _single_changes(run: RunConfig) -> Iterator[dict[str, Any]]:
-    layout = run.layout
-    at_most = run.train.global_batch // _rows_at_a_time(layout)
-    sizes = divisors(at_most)
-    here = sizes.index(layout.micro_batches) if layout.micro_batches in sizes else 0
-    for place in (here - 2, here - 1, here + 1, here + 2):
-        if 0 <= place < len(sizes):
-            yield {"layout.micro_batches": sizes[place]}
-    for recompute in ("none", "selective", "full"):
-        yield {"train.recompute": recompute}
-    if spec_of(layout).replicas(layout) > 1:
-        for mode in ("replicate", "zero1", "fsdp"):
-            yield {"layout.dp_mode": mode, "layout.reshard": "layer"}
-        yield {"layout.dp_mode": "fsdp", "layout.reshard": "step"}
-    if layout.pp > 1:
-        for k in (1, 2, 3, 4):
-            yield {"layout.stages_per_rank": k}
-    spec = spec_of(layout)
-    if layout.n_processes > 1 and layout.devices_per_node and spec.node_blocks:
-        yield {"layout.devices_per_node": 0}
-    for key in ("order",):
-        if key in spec.keys:
-            for value in ("topology", "contiguous"):
-                yield {f"layout.{key}": value}
-
-
-def _modes(layout: LayoutConfig) -> list[dict[str, Any]]:
-    """Returns the modes of replicas; each takes less memory than the one before it."""
-    modes = ["replicate"]
-    if spec_of(layout).replicas(layout) > 1:
-        modes += ["zero1", "fsdp"]
-    return [{"layout.dp_mode": mode} for mode in modes]
-
-
-def _micro_batches(run: RunConfig) -> list[int]:
-    """Returns a few numbers of micro-batches, the smallest first."""
-    layout = run.layout
-    sizes = divisors(run.train.global_batch // _rows_at_a_time(layout))
-    if layout.pp > 1:
-        enough = [m for m in sizes if m >= 2 * layout.pp] or sizes[-1:]
-        return list(dict.fromkeys((enough[0], sizes[-1])))
-    return list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
-
-
-def _rows_at_a_time(layout: LayoutConfig) -> int:
-    axis = spec_of(layout).samples_over(layout)
-    return layout.dp * (int(getattr(layout, axis)) if axis else 1)
-
-
-def changed(run: RunConfig, changes: dict[str, Any]) -> RunConfig | None:
-    """Returns the run with some values changed, or None if that is not valid."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    # Values of one key at a time are valid by themselves, so nothing is validated but the rules.
-    other = run.model_copy(
-        update={
-            name: getattr(run, name).model_copy(update=values) for name, values in sections.items()
-        }
-    )
-    return None if broken_rules(other) else other
 
 
 # --------------------------------------------------------------------------- defaults of a plan
