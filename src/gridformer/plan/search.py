@@ -247,9 +247,8 @@ def search(
         some = [heapq.heappop(queue)[2] for _ in range(n)]
         names = " and ".join(one.name for one in some)
         tell(f"tracing {names}: {len(result.layouts) + 1} of {top}")
-        waits = [partial(predictor, one.run, cluster) for one in some]
-        if at_once > 1:
-            waits = [beside(wait) for wait in waits]
+        work = [partial(predictor, one.run, cluster) for one in some]
+        waits = [beside(one) for one in work] if at_once > 1 else work
         predictions = [wait() for wait in waits]
         last_s = time.monotonic() - here
         for one, prediction in zip(some, predictions):
