@@ -59,25 +59,23 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, smoothing: float) -> Tensor:
         log_TV = torch.log_softmax(logits_TV, 1)
-        counts_T = targets_T != IGNORE
-        column_T1 = targets_T.clamp(min=0).unsqueeze(1)
-        loss_T = log_TV.gather(1, column_T1).squeeze(1)
+        loss = F.nll_loss(log_TV, targets_T, ignore_index=IGNORE, reduction="sum")
         if smoothing:
-            loss_T = loss_T * (1.0 - smoothing) + log_TV.mean(1) * smoothing
+            spread = log_TV.mean(1).masked_fill(targets_T == IGNORE, 0.0).sum()
+            loss = loss * (1.0 - smoothing) - spread * smoothing
         ctx.smoothing = smoothing
-        ctx.save_for_backward(log_TV, column_T1, counts_T)
-        return loss_T.masked_fill(~counts_T, 0.0).sum().neg()
+        ctx.save_for_backward(log_TV, targets_T)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        log_TV, column_T1, counts_T = ctx.saved_tensors
-        smoothing = ctx.smoothing
+        (log_TV, targets_T), smoothing = ctx.saved_tensors, ctx.smoothing
         grad_TV = log_TV.exp_()
         if smoothing:
             grad_TV -= smoothing / grad_TV.shape[1]
-        at_target = grad_TV.new_full((), smoothing - 1.0).expand(column_T1.shape)
-        grad_TV.scatter_add_(1, column_T1, at_target)
-        return grad_TV.mul_((counts_T * grads[0]).unsqueeze(1)), None, None
+        column_T1 = targets_T.clamp(min=0).unsqueeze(1)
+        grad_TV.scatter_(1, column_T1, smoothing - 1.0, reduce="add")
+        return grad_TV.mul_(((targets_T != IGNORE) * grads[0]).unsqueeze(1)), None, None
 
 
 class LabelLoss(nn.Module):
