@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from gridformer.checkpoint import checkpoint, saving
 from gridformer.checkpoint.manifest import Manifest, verify
+from gridformer.checkpoint.remote import Remote, fetch_newest
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -175,3 +176,26 @@ def test_an_error_on_one_rank_waits_for_the_save_under_way(
         pool.run(2, fail_beside, plan, failing, at_the_fourth)
     (folder,) = (tmp_path / "checkpoints").iterdir()
     assert verify(folder).step == 3
+
+
+@pytest.mark.full
+def test_a_run_goes_on_elsewhere_from_copies_at_a_url(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    layout = {"scheme": "optimus", "rows": 2, "cols": 2}
+    url = f"file://{tmp_path}/far"
+    whole, here, there = tmp_path / "whole", tmp_path / "here", tmp_path / "there"
+    how: dict[str, Any] = {"dtype": "float32", "save_every": 2}
+    pool.run(4, train, plan_of(token_folder, whole, layout, **how))
+    pool.run(4, train, plan_of(token_folder, here, layout, **how, checkpoint_to=url))
+    assert Remote(url).complete() == [f"step-{step:08d}" for step in (2, 4, STEPS)]
+    Remote(url).remove(f"step-{STEPS:08d}")
+    assert fetch_newest(url, there) is not None
+    shutil.copy(here / "metrics.jsonl", there)
+    plan = plan_of(token_folder, there, layout, **how, checkpoint_to=url)
+    assert plan.resume_step == 4
+    pool.run(4, train, plan)
+    assert losses(there) == losses(whole)
+    folder = f"checkpoints/step-{STEPS:08d}"
+    assert_equal_bits(whole / folder, there / folder)
+    assert_equal_bits(whole / folder, tmp_path / "far" / f"step-{STEPS:08d}")

@@ -67,6 +67,9 @@ class Draft(Protocol):
     def publish(self, manifest: bytes) -> None:
         """Makes the draft a checkpoint, whose manifest is its last file."""
 
+    def going_on(self, begins: bool) -> None:
+        """Says that the save is not over when the draft is published, or that it is now."""
+
     def abandon(self) -> None:
         """Removes the draft and everything in it."""
 
@@ -123,6 +126,7 @@ class LocalDraft:
     def __init__(self, target: Path) -> None:
         self._target, self.folder = target, hidden_folder(target)
         self._notes = self.folder / _NOTES
+        self._more = self.folder.with_name(f"{self.folder.name}-more")
 
     @property
     def target(self) -> str:
@@ -157,7 +161,7 @@ class LocalDraft:
         return (self._notes / note).read_bytes()
 
     def exists(self) -> bool:
-        return self._notes.is_dir()
+        return self._notes.is_dir() or self._more.is_dir()
 
     def publish(self, manifest: bytes) -> None:
         with self.writing(MANIFEST) as file:
@@ -165,6 +169,13 @@ class LocalDraft:
         finish_folder(self.folder, self._target)  # replaces a checkpoint of the same step
         shutil.rmtree(self._target / _NOTES, ignore_errors=True)
 
+    def going_on(self, begins: bool) -> None:
+        if begins:
+            self._more.mkdir(exist_ok=True)
+        elif self._more.exists():
+            self._more.rmdir()
+
     def abandon(self) -> None:
+        self.going_on(False)
         if self.folder.exists():
             remove_folder(self.folder)

@@ -73,6 +73,7 @@ class Saver:
         self.kept = Kept(
             train.keep_checkpoints, train.keep_every, train.full_disk == "remove_oldest"
         )
+        self._copy_to = train.checkpoint_to
         self.place: Place = LocalPlace(run_dir)
         self._copies = Snapshot()
         self._save: Save | None = None
@@ -124,7 +125,7 @@ class Saver:
         self._last_step = manifest.step
         save = Save(
             self.place, manifest, self.axes.world.index, self.axes.world.size, self.kept,
-            self.patience_s,
+            self.patience_s, self._copy_to,
         )  # fmt: skip
         self._save, self._failed = save, True
         self._hold()

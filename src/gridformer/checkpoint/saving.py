@@ -22,11 +22,13 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.index import Index, joined, part_of
 from gridformer.checkpoint.manifest import FileEntry, Manifest, encoded
 from gridformer.checkpoint.place import Draft, Place
+from gridformer.checkpoint.remote import Remote
 from gridformer.checkpoint.safetensors_file import write_file
 from gridformer.utils.units import format_bytes
 
@@ -75,6 +77,8 @@ class Outcome:
         seconds: The time from its begin to its end.
         failure: Why there is no checkpoint; empty if it is complete.
         removed: Checkpoints that were removed to make room.
+        not_copied: Why the complete checkpoint is not at `train.checkpoint_to`; empty if it is, or
+            if there is no such place.
     """
 
     target: str
@@ -83,6 +87,7 @@ class Outcome:
     seconds: float = 0.0
     failure: str = ""
     removed: list[str] = field(default_factory=list)
+    not_copied: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,7 @@ class Save:
         rank: This rank.
         n_ranks: How many ranks there are.
         kept: Which checkpoints stay.
+        copy_to: A URL to which the first rank copies the checkpoint; empty for none.
         patience_s: The first rank gives up when no rank has told anything for so long, and for
             much longer than it took itself.
     """
@@ -126,8 +132,10 @@ class Save:
         n_ranks: int,
         kept: Kept,
         patience_s: float = 600.0,
+        copy_to: str = "",
     ) -> None:
         self.place, self.manifest, self.kept = place, manifest, kept
+        self.copy_to = copy_to
         self.rank, self.n_ranks, self.patience_s = rank, n_ranks, patience_s
         self.draft: Draft = place.draft(name_of(manifest.step))
         self.began = time.monotonic()
@@ -304,13 +312,29 @@ class Save:
         }
         index = _index_of([one.part for one in told])
         manifest = self.manifest.model_copy(update={"files": files, "index": index})
+        if self.copy_to:
+            self.draft.going_on(True)
         self.draft.publish(encoded(manifest))
         self.outcome.n_bytes = sum(one.n_bytes for one in told)
+        if self.copy_to:
+            self._copy()
         self._ended()
         with contextlib.suppress(OSError):  # what is too many can be removed after the next save
             names = self.place.complete()
             for name in self.kept.removable(names, self.kept.newest):
                 self.place.remove(name)
+
+    def _copy(self) -> None:
+        """Copies the complete checkpoint to `copy_to`, and removes there what is too much."""
+        try:
+            remote = Remote(self.copy_to)
+            remote.upload(Path(self.draft.target))
+            for name in self.kept.removable(remote.complete(), self.kept.newest):
+                remote.remove(name)
+        except Exception as error:  # each file system has errors of its own
+            self.outcome.not_copied = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            self.draft.going_on(False)
 
     def _makes_room(self, troubles: list[_Told]) -> bool:
         """Removes the oldest checkpoint if all that is missing is space, and if it may."""

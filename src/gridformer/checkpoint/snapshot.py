@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 
@@ -63,6 +64,11 @@ class Snapshot:
         self._unpin()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    def __del__(self) -> None:
+        # Memory that is given back while it is pinned could not be pinned again by its next owner.
+        with contextlib.suppress(Exception):
+            self._unpin()
+
     def _reserve(self, n_bytes: int, pinned: bool) -> None:
         if self._memory.numel() >= n_bytes and self._pinned >= pinned:
             return
@@ -73,6 +79,9 @@ class Snapshot:
             runtime = torch.cuda.cudart()
             status = runtime.cudaHostRegister(self._memory.data_ptr(), n_bytes, 0)
             self._pinned = int(status) == 0  # otherwise copying is slower, but right
+            if not self._pinned:
+                with contextlib.suppress(RuntimeError):  # the next kernel would report the failure
+                    torch.zeros(1, device="cuda")
 
     def _unpin(self) -> None:
         if self._pinned:

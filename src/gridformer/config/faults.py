@@ -40,6 +40,12 @@ class FaultsConfig(Config):
         description="Besides, each checkpoint whose step is a multiple of this number is kept for "
         "good; 0 means none.",
     )
+    checkpoint_to: str = Field(
+        default="",
+        description="Each checkpoint is also copied to this URL of any file system that fsspec "
+        "knows, such as s3://bucket/run. A run whose directory has no checkpoint as new as the "
+        "newest one there begins with a copy of that. Empty means no copies.",
+    )
     async_save: bool = Field(
         default=True,
         description="true copies what is saved to host memory and writes the files while training "

@@ -105,6 +105,7 @@ def plan_checked(
     from gridformer.checkpoint import weights
     from gridformer.checkpoint.fallback import choose
     from gridformer.checkpoint.place import LocalPlace
+    from gridformer.checkpoint.remote import fetch_newest
     from gridformer.checkpoint.same_run import check_same_run, data_start_of
     from gridformer.data.fingerprint import fingerprint
     from gridformer.memory.budget import fit_problems, silent
@@ -122,6 +123,9 @@ def plan_checked(
     if lock is not None:
         lock.take(out, lambda doing: (tell or silent)("", doing))
         LocalPlace(out).sweep()
+        if run.train.checkpoint_to:
+            (tell or silent)("", f"looking for a newer checkpoint at {run.train.checkpoint_to}")
+            fetch_newest(run.train.checkpoint_to, out)
     data = fingerprint(TokenFolder.open(run.data.path))
     found = choose(out, run.train.fallback)
     if found is None:

@@ -138,6 +138,13 @@ class Reporter:
                 f"{three_digits(found.seconds)} s; {waited}"
             )
 
+        if found.not_copied:
+            self._print(
+                f"  checkpoint of step {found.step} could not be copied to "
+                f"{self.plan.run.train.checkpoint_to} ({found.not_copied}); the run goes on, and "
+                "the next one is copied again"
+            )
+
     def end(self, step: int, saved: int, stopped: bool) -> None:
         """Stops the progress bar and prints how the run ended.
 

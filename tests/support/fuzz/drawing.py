@@ -51,6 +51,7 @@ FIXED: dict[str, Any] = {
     "train.save_every": 0,
     "train.keep_checkpoints": 1,
     "train.keep_every": 0,
+    "train.checkpoint_to": "",
     "train.async_save": False,
     "train.full_disk": "go_on",
     "train.trace_step": 0,

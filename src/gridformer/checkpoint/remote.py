@@ -1,0 +1,121 @@
+"""A second place for checkpoints, named by a URL of any file system that fsspec knows.
+
+The run directory stays local. Each complete checkpoint is copied to the URL, its manifest last: an
+object store cannot rename a folder, so there a folder is a checkpoint as soon as it has a manifest.
+A run whose directory has no newer checkpoint begins with a copy of the newest one there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gridformer.checkpoint.manifest import MANIFEST, STEP_FOLDER, verify
+from gridformer.utils.errors import CheckpointError, UserError
+from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
+
+
+class Remote:
+    """The folder of checkpoints at a URL, such as `s3://bucket/run` or `file:///nfs/run`.
+
+    Args:
+        url: The URL.
+
+    Raises:
+        UserError: No file system is known for it, or what it needs is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError:
+            raise UserError(f"train.checkpoint_to={url} needs fsspec: pip install fsspec") from None
+        try:
+            found: tuple[Any, str] = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"train.checkpoint_to={url}: {error}") from None
+        self.url, (self.files, self.root) = url, found
+
+    def complete(self) -> list[str]:
+        """Returns the names of the complete checkpoints, the one of fewest steps first."""
+        self.files.invalidate_cache()
+        if not self.files.exists(self.root):
+            return []
+        names = {Path(path).name for path in self.files.ls(self.root, detail=False)}
+        steps = {int(named[1]): name for name in names if (named := STEP_FOLDER.fullmatch(name))}
+        there = (steps[step] for step in sorted(steps))
+        return [name for name in there if self.files.exists(f"{self.root}/{name}/{MANIFEST}")]
+
+    def upload(self, folder: Path) -> None:
+        """Copies a complete checkpoint there; one of this name is replaced.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        target = f"{self.root}/{folder.name}"
+        self.remove(folder.name)
+        self.files.makedirs(target, exist_ok=True)
+        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+        for name in (*(name for name in names if name != MANIFEST), MANIFEST):
+            self.files.put_file(str(folder / name), f"{target}/{name}")
+
+    def remove(self, name: str) -> None:
+        """Removes a checkpoint, its manifest first, so that nobody takes the rest for one."""
+        target = f"{self.root}/{name}"
+        if self.files.exists(f"{target}/{MANIFEST}"):
+            self.files.rm_file(f"{target}/{MANIFEST}")
+        if self.files.exists(target):
+            self.files.rm(target, recursive=True)
+
+    def download(self, name: str, target: Path) -> None:
+        """Copies a checkpoint to a local folder, which appears when it is complete and verified.
+
+        Raises:
+            CheckpointError: What is there is damaged.
+        """
+        # Under its own name, because the manifest is checked against it.
+        aside = hidden_folder(target.with_name("download"))
+        writing = aside / name
+        begin_folder(writing)
+        try:
+            for path in self.files.ls(f"{self.root}/{name}", detail=False):
+                self.files.get_file(path, str(writing / Path(path).name))
+            verify(writing)
+            finish_folder(writing, target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def fetch_newest(url: str, run_dir: Path) -> Path | None:
+    """Copies the newest checkpoint at a URL into a run directory that has none as new.
+
+    Returns:
+        The folder of the copy; None if there was nothing to copy.
+
+    Raises:
+        UserError: The URL cannot be used, or a checkpoint there is damaged.
+    """
+    from gridformer.checkpoint.find import complete
+
+    try:
+        remote = Remote(url)
+        there = remote.complete()
+        here = [folder.name for folder in complete(run_dir)]
+        if not there or (here and _step(here[-1]) >= _step(there[-1])):
+            return None
+        target = run_dir / "checkpoints" / there[-1]
+        remote.download(there[-1], target)
+        return target
+    except CheckpointError as error:
+        raise UserError(f"train.checkpoint_to={url}: {error}") from None
+    except Exception as error:  # each file system has errors of its own
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"train.checkpoint_to={url} cannot be read: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-"))

@@ -1,0 +1,113 @@
+"""Checkpoints are copied to any file system of fsspec, and a run goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gridformer.checkpoint import find
+from gridformer.checkpoint.checkpoint import manifest_of
+from gridformer.checkpoint.manifest import MANIFEST, verify
+from gridformer.checkpoint.remote import Remote, fetch_newest
+from gridformer.checkpoint.saver import Report, Saver
+from gridformer.config import RunConfig, parse_run
+from gridformer.mesh import Axes
+from gridformer.parallel.sharding import ParamShard
+from gridformer.utils.errors import UserError
+
+MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
+URL = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    yield
+    remote = Remote(URL)
+    if remote.files.exists("/bucket"):
+        remote.files.rm("/bucket", recursive=True)
+
+
+def a_run(**train: object) -> RunConfig:
+    train = {"checkpoint_to": URL, "keep_checkpoints": 2, **train}
+    return parse_run({"model": MODEL, "data": {"path": "unused"}, "train": train})
+
+
+def save(out: Path, step: int, run: RunConfig) -> Report:
+    saver = Saver(out, run, Axes())
+    shards = {"a": (torch.full((6, 3), float(step)), ParamShard((6, 3), (0, 0)))}
+    saver.save(manifest_of(step, 0, run), shards, wait=False, last=False)
+    saver.finish()
+    (report,) = saver.news()
+    assert not report.outcome.failure
+    return report
+
+
+@pytest.mark.parametrize("url", [URL, "file://"])
+def test_a_run_goes_on_elsewhere_from_the_newest_copy(tmp_path: Path, url: str) -> None:
+    url = url if url == URL else f"file://{tmp_path}/far"
+    here, there = tmp_path / "here", tmp_path / "there"
+    run = a_run(checkpoint_to=url, keep_every=2)
+    for step in range(1, 6):
+        assert not save(here, step, run).outcome.not_copied
+    kept = [f"step-{step:08d}" for step in (2, 4, 5)]
+    assert Remote(url).complete() == kept == [folder.name for folder in find.complete(here)]
+    assert [path.name for path in (here / "checkpoints").iterdir() if path.name[0] == "."] == []
+    fetched = fetch_newest(url, there)
+    assert fetched == there / "checkpoints" / kept[-1]
+    assert verify(fetched).step == 5
+    for path in (here / "checkpoints" / kept[-1]).iterdir():
+        assert (fetched / path.name).read_bytes() == path.read_bytes()
+    assert fetch_newest(url, there) is None, "it is there already"
+    save(there, 6, a_run(checkpoint_to=""))
+    assert fetch_newest(url, there) is None, "a newer one is there"
+    assert [path.name for path in (there / "checkpoints").iterdir() if path.name[0] == "."] == []
+
+
+def test_a_copy_without_a_manifest_is_none(tmp_path: Path) -> None:
+    """The manifest is copied last, and removed first."""
+    save(tmp_path / "here", 1, a_run())
+    save(tmp_path / "here", 2, a_run())
+    remote = Remote(URL)
+    remote.files.rm_file(f"{remote.root}/step-00000002/{MANIFEST}")
+    assert remote.complete() == ["step-00000001"]
+    fetched = fetch_newest(URL, tmp_path / "there")
+    assert fetched is not None
+    assert verify(fetched).step == 1
+    assert not save(tmp_path / "here", 2, a_run()).outcome.not_copied
+    assert remote.complete() == ["step-00000001", "step-00000002"]
+
+
+def test_a_place_that_cannot_be_reached_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Remote, folder: Path) -> None:
+        raise PermissionError("no credentials")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "upload", broken)
+        report = save(tmp_path, 1, a_run())
+    assert report.outcome.not_copied == "PermissionError: no credentials"
+    assert verify(tmp_path / "checkpoints" / "step-00000001").step == 1
+    assert not save(tmp_path, 2, a_run()).outcome.not_copied
+    assert Remote(URL).complete() == ["step-00000002"]
+
+
+def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1, a_run())
+    remote = Remote(URL)
+    path = f"{remote.root}/step-00000001/shard-00001.safetensors"
+    content = bytearray(remote.files.cat_file(path))
+    content[-1] ^= 1
+    remote.files.pipe_file(path, bytes(content))
+    with pytest.raises(UserError, match=r"shard-00001\.safetensors is damaged"):
+        fetch_newest(URL, tmp_path / "there")
+    assert find.complete(tmp_path / "there") == []
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    for url in ("nonsense://bucket/run", "abfs-not://x"):
+        with pytest.raises(UserError, match=f"train.checkpoint_to={url}: "):
+            fetch_newest(url, tmp_path)
