@@ -9,15 +9,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
+from typer.main import get_command
 
-from tests.support.bad_input import RUN, Command, commands
+from gridformer.cli.app import app
+from tests.support.bad_input import COMMANDS, FILES, INSTEAD, RUN, Change, Command, commands
 from tests.support.commands import Done, gridformer_here
 
 SECONDS = 25  # of the processor's time, for any command
@@ -58,6 +61,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.chdir(before)
 
 
+@cache
+def built() -> Callable[[], None]:
+    """The command line, which typer would build anew for each command, and that takes longest."""
+    return get_command(app)
+
+
 def answered(command: Command, folder: Path) -> Done:
     """Run a command in a copy of the folder, up to where it would start processes."""
     with tempfile.TemporaryDirectory(prefix="bad-input-") as place:
@@ -68,6 +77,7 @@ def answered(command: Command, folder: Path) -> Done:
         os.chdir(copy)
         try:
             with (
+                patch("gridformer.cli.app.app", built()),
                 patch("gridformer.launch.run.execute", lambda plan: print("starts")),
                 patch("gridformer.launch.launch", lambda *_: print("starts")),
                 patch("gridformer.utils.forkserver.warm_up", lambda *_: None),
@@ -110,6 +120,14 @@ def test_bad_input_is_answered_in_a_sentence(folder: Path, command: Command) -> 
 @given(command=commands())
 def test_more_bad_input_is_answered_in_a_sentence(folder: Path, command: Command) -> None:
     check(command, folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", COMMANDS)
+def test_whatever_lies_where_a_file_should_be(folder: Path, name: str) -> None:
+    for place in FILES.get(name, FILES["train"]):
+        for instead in INSTEAD:
+            check(Command([*COMMANDS[name]], [Change(instead, place, 10**30)]), folder)
 
 
 def test_a_pipe_that_is_closed_ends_the_command_in_silence(tmp_path: Path) -> None:

@@ -45,14 +45,25 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # Every second command trains: it checks the most, and it is what a mistake costs hours with.
 NAMES = [*["train"] * 9, "resume", *COMMANDS]
 OVERRIDDEN = ("train", "resume", "explain", "memory", "check", "predict")
-FILES = (
-    *("run.yaml", "cluster.yaml", "tokens", "corpus/1.txt", "prompts.jsonl"),
-    *("tokens/index.json", "tokens/tokenizer.json", "tokens/train.bin"),
+_TOKENS = (
+    *("run.yaml", "tokens", "tokens/index.json", "tokens/tokenizer.json", "tokens/train.bin"),
     *("tokens/train.offsets.bin", "tokens/val.bin", "tokens/val.offsets.bin"),
+)
+_TRAINED = (
     *("trained", "trained/config.yaml", "trained/tokenizer.json", "trained/checkpoints"),
     *(CHECKPOINT, f"{CHECKPOINT}/checkpoint.json", f"{CHECKPOINT}/shard-00001.safetensors"),
-    *("hf", "hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
 )
+# The files that a command reads; those that are not here read what `train` reads.
+FILES = {
+    "train": _TOKENS,
+    "resume": (*_TOKENS, *_TRAINED),
+    "predict": (*_TOKENS, "cluster.yaml"),
+    "prepare": ("corpus", "corpus/1.txt"),
+    "generate": (*_TRAINED, "prompts.jsonl"),
+    "evaluate": (*_TRAINED, "corpus/1.txt"),
+    "export": _TRAINED,
+    "import": ("hf", "hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
+}
 OPTIONS = (
     *("--nproc", "--out", "--ranks", "--budget", "--cluster", "--processes", "--global-batch"),
     *("--seq-len", "--scheme", "--vocab-size", "--val-fraction", "--tokenizer", "--pair-keys"),
@@ -138,7 +149,7 @@ def commands(draw: st.DrawFn) -> Command:
     """Returns a strategy of commands with mistakes."""
     name = draw(st.sampled_from(NAMES))
     command = Command([*COMMANDS[name]])
-    kinds = ["file", "option", "argument"]
+    kinds = ["file", "file", "file", "file", "option", "argument"]
     if name in OVERRIDDEN:
         kinds += ["override", "override", "override", "in the file", "in the file", "text"]
     if name == "layouts":
@@ -158,7 +169,8 @@ def commands(draw: st.DrawFn) -> Command:
             text, after = draw(st.sampled_from(TEXTS)), draw(st.booleans())
             command.changes.append(Change("text", text, after))
         else:
-            path, instead = draw(st.sampled_from(FILES)), draw(st.sampled_from(INSTEAD))
+            path = draw(st.sampled_from(FILES.get(name, _TOKENS)))
+            instead = draw(st.sampled_from(INSTEAD))
             command.changes.append(Change(instead, path, value))
     return command
 
