@@ -24,6 +24,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,7 +47,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.validation import check
-from gridformer.train.step import Stepper
+from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.gpus import peak_tflops
@@ -308,7 +309,7 @@ def _measured(run: RunConfig, world: World, estimated: float, options: Options) 
     model = build_parallel(
         config, run.layout, axes, run.train.seed, device, run.train.dtype, decisions.choices
     )
-    stepper = Stepper(model, run.train, axes, run.layout)
+    run_step = Ahead(Stepper(model, run.train, axes, run.layout))
     generator = torch.Generator().manual_seed(1)
     shape = (run.train.global_batch, config.max_seq_len + 1)
     tokens = torch.randint(0, config.vocab_size, shape, generator=generator).to(device)
@@ -316,20 +317,20 @@ def _measured(run: RunConfig, world: World, estimated: float, options: Options) 
 
     def step() -> None:
         nonlocal number
-        stepper(number, lambda rows: next_words(tokens[rows]))
+        run_step(number, lambda rows: next_words(tokens[rows]))
         number += 1
 
     for _ in range(WARM_UP):
         step()
-    on_gpu, times = device.type == "cuda", []
+    on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+    # Steps follow each other as in training: each waits for the one before, on a CPU for itself.
+    ends = [time.perf_counter()]
     for _ in range(options.steps):
-        if world.size > 1:
-            dist.barrier()
-        began = time.perf_counter()
-        step()  # it reads its loss back, so the device has finished it
-        times.append(time.perf_counter() - began)
+        step()
+        ends.append(time.perf_counter())
+    times = [after - before for before, after in pairwise(ends)]
     peak = float(torch.cuda.max_memory_allocated()) if on_gpu else float("nan")
     seconds = _largest(times, world)
     (peak,) = _largest([peak], world)

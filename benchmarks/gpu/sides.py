@@ -14,7 +14,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # keeps transformers from downloading anything
 
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, SupportsFloat
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.compile import compile_model
 from gridformer.train.optimizer import Updates
-from gridformer.train.step import Stepper, learning_rate
+from gridformer.train.step import Ahead, StartedStep, Stepper, learning_rate
 from gridformer.utils.batch import next_words
 
 HFCompile = Literal["blocks", "whole"]
@@ -41,7 +42,7 @@ class Side(Protocol):
 
     name: str
 
-    def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
+    def step(self, number: int, batch: Tensor) -> tuple[SupportsFloat, SupportsFloat]:
         """Run one step on tokens [b, s+1]; return loss and gradient norm before the update."""
         ...
 
@@ -52,6 +53,17 @@ class Side(Protocol):
     def rest(self) -> None:
         """Free gradients while the other side has its turn."""
         ...
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A number of a step's result, which is waited for when it is asked for."""
+
+    started: StartedStep
+    name: str
+
+    def __float__(self) -> float:
+        return float(getattr(self.started.result(), self.name))
 
 
 class Gridformer:
@@ -65,10 +77,11 @@ class Gridformer:
         self.model = build_parallel(config, LayoutConfig(), Axes(), train.seed, device, train.dtype)
         compile_model(self.model, backend)
         self.stepper = Stepper(self.model, train, Axes())
+        self.run_step = Ahead(self.stepper)
 
-    def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
-        result = self.stepper(number, lambda rows: next_words(batch[rows]))
-        return result.loss, result.grad_norm
+    def step(self, number: int, batch: Tensor) -> tuple[SupportsFloat, SupportsFloat]:
+        started = self.run_step(number, lambda rows: next_words(batch[rows]))
+        return _Later(started, "loss"), _Later(started, "grad_norm")
 
     def held_bytes(self) -> int:
         return _bytes(self.model, self.stepper.updates)
@@ -112,7 +125,7 @@ class PlainTorch:
             fused=True,
         )
 
-    def step(self, number: int, batch: Tensor) -> tuple[float | Tensor, float | Tensor]:
+    def step(self, number: int, batch: Tensor) -> tuple[SupportsFloat, SupportsFloat]:
         self.optimizer.zero_grad(set_to_none=True)
         half = self.train.dtype == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.report import Report, median, phrase, seconds_of, synchronize
@@ -185,8 +184,8 @@ class Arena:
             self.sides.append(titan)
         self.results: dict[tuple[str, Mode], Result] = {}
         self.failures: dict[str, str] = {}
-        self.losses: dict[str, list[float | Tensor]] = {side.name: [] for side in self.sides}
-        self.norms: dict[str, list[float | Tensor]] = {side.name: [] for side in self.sides}
+        self.losses: dict[str, list[SupportsFloat]] = {side.name: [] for side in self.sides}
+        self.norms: dict[str, list[SupportsFloat]] = {side.name: [] for side in self.sides}
 
     def warm_up(self) -> None:
         """Run two steps of each side in each mode, which includes compilation.

@@ -24,7 +24,7 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.trace.batch import rows_like
 from gridformer.train.numerics import set_numerics
-from gridformer.train.step import Stepper
+from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import Batch
 
 _TEXTS = ("tokens", "targets", "source")  # what holds tokens in a batch
@@ -77,6 +77,7 @@ def measure(
         run.model, run.layout, axes, run.train.seed, device, run.train.dtype, decisions.choices
     )
     stepper = Stepper(model, run.train, axes, run.layout)
+    run_step = Ahead(stepper)
     read = random_rows(run)
     number = 0
 
@@ -85,7 +86,7 @@ def measure(
         if forward_only:
             stepper.evaluate([read])
         else:
-            stepper(number, read)
+            run_step(number, read)
         number += 1
 
     for _ in range(n_warmups):
@@ -100,9 +101,7 @@ def measure(
         dist.barrier()
     ends = [time.perf_counter()]
     for _ in range(n_steps):
-        step()  # it reads its loss back, so the device has finished all but the update
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        step()  # it waits for the gradients of the step before, on a CPU of this one
         ends.append(time.perf_counter())
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     most = torch.tensor([*ends, peak], dtype=torch.float64, device=device)

@@ -192,7 +192,7 @@ def test_phases_of_a_pipeline_are_those_of_all_ranks(gpu: InProcess) -> None:
     """The update begins after the last pass of any rank, and waiting is not all of one phase."""
     run = run_of(
         {"pp": 4, "micro_batches": 4},
-        {"n_layers": 8, "hidden_size": 1536, "max_seq_len": 512},
+        {"n_layers": 8, "hidden_size": 3072, "max_seq_len": 2048},
         {"global_batch": 8, "dtype": "bfloat16"},
     )
     deep, flat, ends = gpu(of_pipelines, run)

@@ -58,11 +58,9 @@ def test_places_name_the_line_the_module_and_the_direction(traces: list[Trace]) 
     assert {s.place.file for s in starts(traces[0]) if s.axis == "world"} == {"train/step.py"}
 
 
-def test_the_step_reads_back_once_and_after_all_products(traces: list[Trace]) -> None:
-    for trace in traces:
-        (read,) = trace.reads
-        assert read.place.file == "train/step.py"
-        assert read.products > 10
+def test_the_host_waits_for_nothing(traces: list[Trace]) -> None:
+    """The step's result is copied without waiting, and read when the next step is under way."""
+    assert [trace.reads for trace in traces] == [[]] * len(traces)
 
 
 def reading(run: RunConfig) -> list[tuple[bool, int]]:

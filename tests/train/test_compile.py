@@ -107,6 +107,14 @@ def graphs() -> int:
 # --------------------------------------------------------------------------- the same training
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_a_compiled_llama_has_the_same_gradients(dtype: str) -> None:
+    """Its functions with gradients of their own must not return what they change in place."""
+    config = tiny(family="llama", n_kv_heads=4, ffn_size=64, qk_norm=True)
+    got, want = (train(config, backend, n_steps=2, dtype=dtype) for backend in ("aot_eager", ""))
+    assert_same(got, want, 1e-5 if dtype == "float32" else 1e-2)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU backend compiles C++ with g++")
 @pytest.mark.timeout(600)
 def test_compiled_steps_are_the_same_steps() -> None:

@@ -21,7 +21,7 @@ from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.trace.kernels import work_of
-from gridformer.train.step import Stepper
+from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
 
 _LAYERS = (2, 8)
@@ -65,7 +65,7 @@ def measure_host(device: torch.device, dtype: str, steps: int, meet: Meet) -> Ho
         meet()
         start = time.perf_counter()
         for _ in range(steps):
-            step()  # it reads the loss back, so it ends when the device has done everything
+            step()  # it waits for the step before
         return (time.perf_counter() - start) / steps
 
     rounds = [[seconds_of(step) for step in steppers] for _ in range(_ROUNDS)]
@@ -85,10 +85,10 @@ def _stepper(n_layers: int, device: torch.device, dtype: str) -> Any:
     )
     train = TrainConfig.model_validate({"global_batch": 1, "dtype": dtype, "steps": 100_000})
     model = build_parallel(config, LayoutConfig(), Axes(), 0, device, train.dtype)
-    stepper = Stepper(model, train, Axes())
+    run_step = Ahead(Stepper(model, train, Axes()))
     tokens = torch.randint(0, 128, (1, _TOKENS + 1), device=device)
     number = itertools.count()
-    return lambda: stepper(next(number), lambda rows: next_words(tokens[rows]))
+    return lambda: run_step(next(number), lambda rows: next_words(tokens[rows]))
 
 
 class _Count(TorchDispatchMode):

@@ -113,7 +113,7 @@ def _own(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
     for trace in traces:
         for trouble in dict.fromkeys(trace.troubles):
             troubles.setdefault(trouble, []).append(trace.rank)
-        for place in dict.fromkeys(read.place for read in _too_many(run, trace.reads)):
+        for place in dict.fromkeys(read.place for read in _unwanted(run, trace.reads)):
             reads.setdefault(place, []).append(trace.rank)
     for found, ranks in troubles.items():
         text, help_ = found.text, _TROUBLES[found.kind]
@@ -121,20 +121,17 @@ def _own(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
     for place, ranks in reads.items():
         text = (
             "a value is read back from the device, for which the host waits until all kernels are "
-            "done. A step should do this once, at its end"
+            "done. A step should not do this: its result is copied to the host without waiting"
         )
         yield Problem("read-back", tuple(ranks), place, text, _TROUBLES["error"])
 
 
-def _too_many(run: RunConfig, reads: Sequence[Read]) -> list[Read]:
-    """Returns the read-backs of a step that it should do without.
+def _unwanted(run: RunConfig, reads: Sequence[Read]) -> list[Read]:
+    """Returns the read-backs of a step, which it should do without.
 
-    One at the end tells the losses and the norm. Offloading copies optimizer states to the host.
+    Offloading copies optimizer states to the host.
     """
-    early = [read for read in reads if not read.products]
-    values = [read for read in reads if not read.copies]
-    copies = [read for read in reads if read.copies and run.train.offload == "none"]
-    return early or copies + values[:-1]
+    return [read for read in reads if not read.copies or run.train.offload == "none"]
 
 
 def _groups(traces: Sequence[Trace]) -> Iterator[Problem]:

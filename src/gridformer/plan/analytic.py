@@ -108,7 +108,9 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     _gather_replicas(sizes, forward, backward)
     rank, others = _slowest(sizes, forward, backward, (head, head_back), (lookup, lookup_back))
 
-    clock = _Clock(cluster.host.launch_us.value * 1e-6)
+    # In training the host of a GPU is a step ahead; see `gridformer.plan.predict.price`.
+    ahead = cluster.device.kind == "cuda" and train.dtype != "float16"
+    clock = _Clock(0.0 if ahead else cluster.host.launch_us.value * 1e-6)
     bubbles = (0.0, 0.0)
     if pp > 1:
         # One micro-batch passes through the other ranks before and after the slowest one works.
@@ -127,7 +129,15 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     reduce_s = clock.run(_reductions(sizes, rank))
     update_s = clock.run(_update(sizes, rank.share))
     fixed = cluster.host.step_us.value * 1e-6
-    step_s = clock.device + fixed
+    step_s, waited = clock.device + fixed, clock.waited + fixed
+    if ahead:
+        launching = clock.total.launches * cluster.host.launch_us.value * 1e-6 + fixed
+        step_s = max(clock.device, launching)
+        waited = step_s - clock.device
+        forward_s, backward_s, update_s, reduce_s = (
+            seconds * step_s / clock.device
+            for seconds in (forward_s, backward_s, update_s, reduce_s)
+        )
     return Estimate(
         step_s=step_s,
         forward_s=forward_s + bubbles[0],
@@ -136,7 +146,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
         peak_gib=quick_peak(run, choices) / GIB,
         limit_gib=limit_gib(run, cluster),
         load=clock.total,
-        launch_s=clock.waited + fixed,
+        launch_s=waited,
         bubble_s=bubble,
         block=block,
     )

@@ -186,12 +186,17 @@ def price(
     weights = _weights(run, [trace.rank for trace in traces], recorded.decisions)
     costs = Costs(run, cluster, recorded.decisions)
 
+    # In training, the host of a GPU launches a step while the GPU is at the step before. So no part
+    # of a step waits for launches, unless all of them take longer than the step.
+    ahead = recorded.training and not costs.on_cpu and run.train.dtype != "float16"
+    launch_s = 0.0 if ahead else host[0]
+
     def replayed(traces: Sequence[Trace], timeline: bool = False) -> list[Spent]:
-        builder = Programs(costs, traces, host[0], layers_only, timeline or costs.on_cpu)
+        builder = Programs(costs, traces, launch_s, layers_only, timeline or costs.on_cpu)
         programs = [builder.program(trace) for trace in traces]
         if costs.on_cpu:
             return replay_cpu(programs, host[0], n, n_cores, weights, timeline)
-        return replay(programs, host[0], timeline=timeline)
+        return replay(programs, launch_s, timeline=timeline)
 
     def all_layers(recorded: Recorded, timeline: bool = False) -> list[Spent]:
         spent = replayed(recorded.traces, timeline)
@@ -204,7 +209,13 @@ def price(
     if recorded.earlier is not None:
         pairs = zip(spent, all_layers(recorded.earlier))
         spent = [extended(one, other, recorded.rounds) for one, other in pairs]
-    found = _prediction(run, cluster, spent, 0.0 if layers_only else host[1], recorded.training)
+    whole, stretch = 0.0 if layers_only else host[1], 1.0
+    if ahead:
+        busy = max(one.end for one in spent)
+        launching = max(one.n_launches for one in spent) * host[0] + whole
+        whole = max(0.0, launching - busy)
+        stretch += whole / busy
+    found = _prediction(run, cluster, spent, whole, stretch, recorded.training)
     found.warnings = _warnings(run, cluster, traces)
     if timeline:
         found.timeline = {one.rank: one.intervals for one in spent}
@@ -277,9 +288,23 @@ def _weights(run: RunConfig, ranks: Sequence[int], decisions: Decisions) -> dict
 
 
 def _prediction(
-    run: RunConfig, cluster: Cluster, spent: Sequence[Spent], whole: float, training: bool
+    run: RunConfig,
+    cluster: Cluster,
+    spent: Sequence[Spent],
+    whole: float,
+    stretch: float,
+    training: bool,
 ) -> Prediction:
-    """Returns the prediction without memory and warnings; `whole` is the step's own time."""
+    """Returns the prediction without memory and warnings.
+
+    Args:
+        run: The run.
+        cluster: The cluster.
+        spent: How the ranks spend the step.
+        whole: Seconds in which the devices wait for the host besides those in `spent`.
+        stretch: The factor by which this makes each phase longer; 1 adds it to the update.
+        training: Whether it is an optimizer step.
+    """
     last = max(one.end for one in spent)
     slowest = max(spent, key=lambda one: one.end - one.bubble)
     step_s = last + whole
@@ -296,7 +321,7 @@ def _prediction(
         hidden=hidden,
         bubble=slowest.bubble + rest,
     )
-    passes_s = max(one.passes_end for one in spent)
+    passes_s = max(one.passes_end for one in spent) * stretch
     forward = _forward_share(slowest)
     flops = StepFlops.of(run)
     each = step_s * run.layout.n_processes * TERA or 1.0

@@ -37,7 +37,6 @@ from gridformer.models.blocks import Layer
 from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.parallel.data.gradients import (
     GradientSums,
-    clipping,
     clippings,
     counted_square,
     reduce_gradients,
@@ -202,33 +201,50 @@ class Updates:
         each = [counted_square(unit.updated, self.axes) for unit in self.units]
         return [torch.stack([*each, *self._squares]).sum(), each[-1]]
 
-    def finish(self, norm: float, last_norm: float, scale: float = 1.0) -> None:
+    def finish(self, squares: Tensor, overflow: Tensor, scale: float = 1.0) -> None:
         """Clips and updates the units that the backward pass has not updated.
 
+        The host does not wait for a norm: the device computes the factors.
+
         Args:
-            norm: The norm of all gradients, without the loss scale.
-            last_norm: The norm of the last unit's gradients, without the loss scale.
+            squares: The sums over all ranks of what `squares` returns, float64 of shape [2].
+            overflow: A float32 scalar on the device: 1 if nothing may be updated, otherwise 0.
             scale: The loss scale, which the gradients still contain.
         """
         clip = self.train.clip_norm
         missed = {*range(len(self.units) - 1)} - self._updated if self.in_backward else ()
         assert not any(self.units[number].parameters for number in missed), "backward missed layers"
+        norm, last_norm = (squares.sqrt() / scale).unbind()
         if self.train.clip_by == "global":
+            factor = clippings(norm, clip) / scale
             for unit in self.units[-1:] if self.in_backward else self.units:
-                self._update(unit, clipping(norm, clip) / scale)
+                self._update(unit, factor, overflow)
             return
         *layers, last = self.units
         if layers and not self.in_backward:  # a stage may have none
             each = torch.stack([counted_square(unit.updated, self.axes) for unit in layers])
             factors = clippings(self._over_stage(each).sqrt() / scale, clip) / scale
             for unit, factor in zip(layers, factors.unbind()):
-                self._update(unit, factor)
-        self._update(last, clipping(last_norm, clip) / scale)
+                self._update(unit, factor, overflow)
+        self._update(last, clippings(last_norm, clip) / scale, overflow)
 
-    def _update(self, unit: UpdateUnit, factor: float | Tensor) -> None:
-        scale_gradients(unit.updated, factor)
+    def _update(
+        self, unit: UpdateUnit, factor: Tensor | None = None, overflow: Tensor | None = None
+    ) -> None:
+        """Updates a unit.
+
+        Args:
+            unit: The unit.
+            factor: Scales its gradients, a scalar on the device.
+            overflow: See `finish`; None means 0.
+        """
+        optimizer: Any = unit.optimizer
+        # The fused optimizer multiplies gradients by 1 / grad_scale, and updates nothing if
+        # found_inf is 1. torch's GradScaler gives it both in the same way.
+        optimizer.found_inf = overflow
+        optimizer.grad_scale = None if factor is None else scale_gradients(unit.updated, factor)
         with self._moments_on_device(unit):
-            unit.optimizer.step()
+            optimizer.step()
         for parameter in unit.parameters:
             drop_copies(parameter)
 
@@ -288,7 +304,7 @@ class Updates:
             if self.train.clip_by == "layer":
                 self._update_if_finite(unit, self._over_stage(square.clone()))
             else:
-                self._update(unit, 1.0)
+                self._update(unit)
             for parameter in (*unit.parameters, *unit.updated, *self._copied[number]):
                 parameter.grad = None
 
@@ -301,6 +317,4 @@ class Updates:
         if self._overflow is not None:
             overflow = torch.maximum(overflow, self._overflow)
         self._overflow = overflow
-        # The fused optimizer updates nothing if this is 1, as torch's GradScaler asks it to.
-        unit.optimizer.found_inf = overflow  # type: ignore[attr-defined]
-        self._update(unit, clippings(square.sqrt(), self.train.clip_norm))
+        self._update(unit, clippings(square.sqrt(), self.train.clip_norm), overflow)

@@ -107,6 +107,8 @@ class Stepper:
         self.parameters = [*model.parameters()]
         held = self.parameters[0].device if self.parameters else None
         self.device = held or torch.device(axes.device_type)
+        self._last: StartedStep | None = None
+        self._failed: Tensor | None = None  # 1 if any step so far was not finite, otherwise 0
 
     def rows(self, micro: int) -> slice:
         """Returns the rows of a global batch that are this device's micro-batch number `micro`."""
@@ -118,18 +120,28 @@ class Stepper:
         return self.split.all_rows
 
     def __call__(self, step: int, read: ReadRows, flag: bool = False) -> StepResult:
-        """Trains on the global batch of one step. All ranks call it together.
+        """Trains on the global batch of one step and waits for its result.
+
+        It is `start(...).result()`; see both for the arguments and errors.
+        """
+        return self.start(step, read, flag).result()
+
+    def start(self, step: int, read: ReadRows, flag: bool = False) -> StartedStep:
+        """Launches the training on the global batch of one step. All ranks call it together.
+
+        The host waits for the device only to know the loss scale of float16. Elsewhere the next
+        step can be started before the result of this one is read, so that a GPU always has work.
+        A step whose loss or gradient norm is not finite updates nothing, and neither does any step
+        that is started before its result is read; but with `update: in_backward` layers may be
+        updated.
 
         Args:
             step: The number of the step, counted from 0.
             read: Reads rows of the step's global batch. It is called once, with `all_rows`.
             flag: Whether this rank was told to stop. Every rank's result tells if any rank was.
-
-        Raises:
-            DivergedError: The loss or the gradient norm is not finite, and no smaller loss scale
-                can help. All ranks raise it. Nothing has been updated, except that with
-                `update: in_backward` layers may have been.
         """
+        if self.scale.dynamic and self._last is not None:
+            self._last.result()
         with self._timed("read the batch"):
             batch = self._read(read)
             work = self.split.micro_batches(batch)
@@ -139,38 +151,52 @@ class Stepper:
         self.model.clock.step = step
         lr = learning_rate(step, self.train)
         self.updates.begin(lr)
+        scale = self.scale.scale
         with weights_kept(self.model), one_thread():
-            losses = self.passes.train(work, counts, self.scale.scale)
+            losses = self.passes.train(work, counts, scale)
         with self._timed("add up gradients"):
             reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
 
         mine = [loss * self._first() for loss in losses.values()]
         sums = torch.stack([*mine, *self.updates.squares()])
         totals = comm.all_reduce(sums, self.axes.world, label="metrics")
-        # The host waits for the device here and nowhere else.
-        numbers = torch.cat([totals, torch.stack([*counts.values()]), tokens_and_flags]).tolist()
-        n = len(counts)
-        means, (square, last_square) = numbers[:n], numbers[n : n + 2]
-        divisors, (tokens, flags) = numbers[n + 2 : -2], map(int, numbers[-2:])
-        parts = {name: total / max(1, count) for name, total, count in zip(counts, means, divisors)}
-        scale = self.scale.scale
-        loss, norm = sum(parts.values()), math.sqrt(square) / scale
-        if math.isfinite(loss) and not math.isfinite(norm) and not self.scale.exhausted:
-            self.scale.overflowed()
-            return StepResult(loss, parts, norm, lr, tokens, flags > 0, skipped=True)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(
-                f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
-                f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), raise "
-                f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or inspect the "
-                "data of this step"
-            )
+        numbers = torch.cat([totals, torch.stack([*counts.values()]), tokens_and_flags])
+        self._last = StartedStep(self, step, lr, scale, [*counts], Copied(numbers))
         with self._timed("update"):
-            self.updates.finish(norm, math.sqrt(last_square) / scale, scale)
+            self.updates.finish(totals[-2:], self._overflow(totals), scale)
             share_parts(self.parameters, self.axes)
             share_copies(self.parameters, self.axes)
-        self.scale.succeeded()
-        return StepResult(loss, parts, norm, lr, tokens, flagged=flags > 0)
+        return self._last
+
+    def _overflow(self, totals: Tensor) -> Tensor:
+        """Returns 1 on the device if the step must update nothing, otherwise 0, as float32."""
+        overflow = 1.0 - totals.sum().isfinite().float()
+        if self.scale.dynamic:
+            return overflow
+        if self._failed is not None:
+            overflow = torch.maximum(overflow, self._failed)
+        self._failed = overflow
+        return overflow
+
+    def check_finite(self, step: int, loss: float, norm: float) -> bool:
+        """Returns whether a step has updated the parameters, and adapts the loss scale.
+
+        Raises:
+            DivergedError: The loss or the norm is not finite, and no smaller loss scale can help.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.scale.succeeded()
+            return True
+        if math.isfinite(loss) and not self.scale.exhausted:
+            self.scale.overflowed()
+            return False
+        raise DivergedError(
+            f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
+            f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), raise "
+            f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or inspect the "
+            "data of this step",
+            step,
+        )
 
     def _unchanged(self) -> str:
         if self.updates.in_backward:
@@ -215,6 +241,7 @@ class Stepper:
 
     def forget(self) -> None:
         """Forgets what is known of earlier steps, of which one was not finite."""
+        self._last = self._failed = None
 
     @torch.no_grad()
     def evaluate(self, reads: Sequence[ReadRows]) -> Evaluation:
@@ -272,3 +299,83 @@ class Stepper:
         Losses do not need this factor, because only the last stage has them.
         """
         return int(self.axes.pp.index == 0)
+
+
+class Copied:
+    """Numbers on their way from a device to the host, which waits for them only to read them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)  # a GPU's go to pinned memory
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.device.type == "cuda":
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
+
+
+class StartedStep:
+    """A step whose work has been launched."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        step: int,
+        lr: float,
+        scale: float,
+        losses: list[str],
+        copied: Copied,
+    ) -> None:
+        self._stepper, self._step, self._lr, self._scale = stepper, step, lr, scale
+        self._losses, self._copied = losses, copied
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Waits until the device has computed the loss and the norm, and returns the result.
+
+        All ranks call it together, in the order of steps. Further calls return the same.
+
+        Raises:
+            DivergedError: The loss or the gradient norm is not finite, and no smaller loss scale
+                can help. All ranks raise it.
+        """
+        if self._result is not None:
+            return self._result
+        numbers, n = self._copied.read(), len(self._losses)
+        means, square = numbers[:n], numbers[n]
+        divisors, (tokens, flags) = numbers[n + 2 : -2], map(int, numbers[-2:])
+        parts = {
+            name: total / max(1, count) for name, total, count in zip(self._losses, means, divisors)
+        }
+        loss, norm = sum(parts.values()), math.sqrt(square) / self._scale
+        updated = self._stepper.check_finite(self._step, loss, norm)
+        self._result = StepResult(
+            loss, parts, norm, self._lr, tokens, flags > 0, skipped=not updated
+        )
+        return self._result
+
+
+class Ahead:
+    """Runs steps one after the other as training does, for measurements.
+
+    On a GPU a step is started before the result of the one before is read, so that the GPU always
+    has work, except with float16; see `Stepper.start`.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self._before: StartedStep | None = None
+
+    def __call__(self, step: int, read: ReadRows) -> StartedStep:
+        """Starts a step and waits for the result of the one before, on a CPU for its own."""
+        started = self.stepper.start(step, read)
+        if self._before is not None:
+            self._before.result()
+        self._before = started
+        if self.stepper.device.type != "cuda":
+            started.result()
+        return started

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -40,7 +41,7 @@ from gridformer.train.heartbeat import Heartbeat, State
 from gridformer.train.loader import BatchLoader
 from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
-from gridformer.train.step import ReadRows, Stepper, StepResult
+from gridformer.train.step import ReadRows, StartedStep, Stepper, StepResult
 from gridformer.train.trace import StepTrace
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
@@ -83,6 +84,11 @@ class Trainer:
             compile_model(self.model)
         self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
         self.utilization = Utilization.of(run, world.device, self.model.recompute.stops_early)
+        # A GPU gets the next step before the result of this one is read, so it never waits for it.
+        waits = run.train.dtype == "float16" or run.train.update == "in_backward"
+        self.lag = int(world.device.type == "cuda" and not waits)
+        self.started: deque[tuple[int, float, StartedStep]] = deque()
+        self.ended = 0.0  # when the result of the last step was there
         self.tokens = 0
         self.recovery = Recovery(run.train, plan.out, self.axes)
         if plan.start is not None:
@@ -162,29 +168,26 @@ class Trainer:
                 if self.ending.begins("step", self.stepper.micro_batches):
                     break
                 try:
-                    metrics, told = self._step(step)
+                    self._start(step)
                 except StepDropped:
                     break
-                except DivergedError as error:
-                    step, left_out = self._diverged(step, error)
-                    self.ending.ended()
-                    if left_out is None:
-                        saved = step
-                        continue
-                    metrics = left_out
-                else:
-                    self.ending.ended()
-                    self.recovery.succeeded()
-                    step += 1
-                last = step == train.steps
-                if not told and (last or _due(step, train.eval_every)):
+                step, metrics, told = self._results(step + 1)
+                self.ending.ended()
+                if metrics is None:
+                    saved = step
+                if not metrics:
+                    continue
+                if not told and self._evaluates_after(step):
                     with suppress(StepDropped):  # the next border ends the run
                         metrics |= self._evaluate() | self._peak_memory()
                 self._write(metrics)
-                self._beat("training", step, metrics.get("loss"))
-                if last or _due(step, train.save_every):
-                    self._save(step, last)
+                self._beat("training", metrics["step"], metrics.get("loss"))
+                if self._saves_after(step):
+                    self._save(step, step == train.steps)
                     saved = step
+            step, metrics, _ = self._results(step, left=0)
+            if metrics:
+                self._write(metrics)
             if saved < step or not self.saver.all_saved():
                 self._save(step, last=True)
                 saved = step
@@ -212,15 +215,74 @@ class Trainer:
             self.ending.adopt()
             self.stop.saved()
 
-    def _step(self, step: int) -> tuple[dict[str, Any], bool]:
+    def _start(self, step: int) -> None:
+        """Launches a step, or runs it if its timeline is written."""
         began = time.perf_counter()
         progress.at_step(step + 1)
         read = partial(self.ahead.read, step)
         if step + 1 == self.run.train.trace_step:
-            result = self._traced(step, read)
+            started = self._traced(step, read)
         else:
-            result = self.stepper(step, read, self.stop.requested)
-        seconds = time.perf_counter() - began
+            started = self.stepper.start(step, read, self.stop.requested)
+        self.started.append((step, began, started))
+
+    def _evaluates_after(self, step: int) -> bool:
+        return step == self.run.train.steps or _due(step, self.run.train.eval_every)
+
+    def _saves_after(self, step: int) -> bool:
+        return step == self.run.train.steps or _due(step, self.run.train.save_every)
+
+    def _results(
+        self, step: int, left: int | None = None
+    ) -> tuple[int, dict[str, Any] | None, bool]:
+        """Waits for the results of started steps, and does what is due if one was not finite.
+
+        Args:
+            step: How many steps have been started.
+            left: How many of them may be left under way; None decides.
+
+        Returns:
+            How many steps are started or done now; the metrics of the last one that it waited for,
+            empty if there is none, and None after going back to a checkpoint; and whether a rank
+            was told to stop.
+        """
+        if left is None:
+            left = 0 if self._evaluates_after(step) or self._saves_after(step) else self.lag
+        try:
+            metrics, told = self._end_steps(left)
+        except DivergedError as error:
+            return *self._diverged(error.step, error), False
+        return step, metrics, told
+
+    def _end_steps(self, left: int) -> tuple[dict[str, Any], bool]:
+        """Waits for the results of started steps, oldest first, and writes their metrics.
+
+        If a rank was told to stop, it waits for all of them.
+
+        Args:
+            left: How many of them may be left under way.
+
+        Returns:
+            The metrics of the last one, which are not written yet, empty if it waited for none; and
+            whether a rank was told to stop.
+        """
+        metrics: dict[str, Any] = {}
+        told = False
+        while len(self.started) > (0 if told else left):
+            if metrics:
+                self._write(metrics)
+            result, metrics = self._end_step(*self.started.popleft())
+            told = told or result.flagged
+        return metrics, told
+
+    def _end_step(
+        self, step: int, began: float, started: StartedStep
+    ) -> tuple[StepResult, dict[str, Any]]:
+        result = started.result()
+        self.recovery.succeeded()
+        now = time.perf_counter()
+        # Until the step before was over, this one's launches only ran ahead of the device.
+        seconds, self.ended = now - max(began, self.ended), now
         self.tokens += result.tokens
         self._tell_of_saves()
         scale: dict[str, Any] = {}
@@ -243,7 +305,7 @@ class Trainer:
         }
         if self.recovery.done.rollbacks:
             metrics["rollbacks"] = self.recovery.done.rollbacks
-        return metrics, result.flagged
+        return result, metrics
 
     def _diverged(self, step: int, error: DivergedError) -> tuple[int, dict[str, Any] | None]:
         """Does what `train.on_divergence` says about a step that was not finite.
@@ -260,6 +322,7 @@ class Trainer:
         self._finish_saves()  # it may be the checkpoint to go back to
         decision = self.recovery.decide(error, found)
         self.ahead.close()
+        self.started.clear()  # what was started after it has updated nothing
         if self.report:
             self.report.tell(decision.told)
         left_out = None
@@ -284,18 +347,19 @@ class Trainer:
             if opened:
                 opened.close()
 
-    def _traced(self, step: int, read: ReadRows) -> StepResult:
+    def _traced(self, step: int, read: ReadRows) -> StartedStep:
         """Runs a step and writes its timeline to the run directory."""
         trace = StepTrace(self.axes)
         with trace.record() as told:
             self.stepper.passes.on_action = told
-            result = self.stepper(step, read, self.stop.requested)
+            started = self.stepper.start(step, read, self.stop.requested)
+            started.result()
             self.stepper.passes.on_action = None
         path = self.plan.out / f"trace-step-{step + 1}.json"
         idle = trace.write(path)
         if self.report:
             self.report.traced(path, idle, self.run.layout)
-        return result
+        return started
 
     def _evaluate(self) -> dict[str, float]:
         """Returns `val_loss`, and its parts if there are several losses."""

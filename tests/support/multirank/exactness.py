@@ -265,11 +265,11 @@ def keep_gradients(stepper: Stepper) -> Tensors:
     found: Tensors = {}
     finish = stepper.updates.finish
 
-    def keep(norm: float, last_norm: float, scale: float = 1.0) -> None:
+    def keep(squares: torch.Tensor, overflow: torch.Tensor, scale: float = 1.0) -> None:
         if not found:
             held = gradients(stepper.model).items() if not stepper.updates.in_backward else ()
             found.update({name: grad.clone() for name, grad in held})
-        finish(norm, last_norm, scale)
+        finish(squares, overflow, scale)
 
     stepper.updates.finish = keep  # type: ignore[method-assign]
     return found

@@ -38,7 +38,9 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        activated = F.silu(gate)
+        # See gridformer.models.blocks.norm.
+        return activated * up if torch.compiler.is_compiling() else activated.mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -47,7 +47,11 @@ class _RMSNorm(torch.autograd.Function):
         wide = x.to(weight.dtype)
         rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, rstd, weight)
-        return (wide * rstd).mul_(weight).to(x.dtype)
+        normed = wide * rstd
+        # Code that torch 2.11 compiles loses the gradients of a function which returns what it has
+        # changed in place, or cast to the type that it has already.
+        out = normed * weight if torch.compiler.is_compiling() else normed.mul_(weight)
+        return out if out.dtype == x.dtype else out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

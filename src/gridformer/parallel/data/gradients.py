@@ -351,32 +351,35 @@ def _counts(shard: ParamShard, axes: Axes) -> bool:
     return first_stage and (shard.replicas is None or axes[shard.replicas].index == 0)
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
-    """Multiplies the gradients of parameters by `factor`, in place.
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> Tensor | None:
+    """Multiplies the gradients of parameters by `factor`, in place, or leaves it to the optimizer.
 
     Args:
         parameters: The parameters.
-        factor: A number, or a scalar on the device of the gradients, which the host need not know.
+        factor: A scalar on the device of the gradients, which the host need not know.
+
+    Returns:
+        What torch's fused AdamW takes as `grad_scale`, by which it then divides the gradients while
+        it reads them anyway; None if they are scaled already.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    if grads and isinstance(factor, Tensor):
-        # The fused kernel wants one dtype, and the factor must not be rounded to half precision.
-        factor = factor.to(torch.promote_types(grads[0].dtype, torch.float32))
-        torch._foreach_mul_(grads, factor)
-    elif grads and factor != 1.0:
-        torch._foreach_mul_(grads, factor)
-
-
-def clipping(norm: float, max_norm: float) -> float:
-    """Returns the factor that scales a norm above `max_norm` down to it, otherwise 1.
-
-    A `max_norm` of 0 turns clipping off.
-    """
-    return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
+    if not grads:
+        return None
+    if grads[0].device.type != "cpu" and grads[0].dtype == torch.float32:
+        return factor.reciprocal().float()
+    # On a CPU nothing waits, and reading and writing all gradients takes time. AdamW's factor is a
+    # float32, too coarse for float64.
+    if grads[0].device.type != "cpu" or factor.tolist() != 1.0:
+        # The kernel wants one dtype, and the factor must not be rounded to half precision.
+        torch._foreach_mul_(grads, factor.to(torch.promote_types(grads[0].dtype, torch.float32)))
+    return None
 
 
 def clippings(norms: Tensor, max_norm: float) -> Tensor:
-    """Returns what `clipping` returns for each of several norms, on their device."""
+    """Returns the factors that scale norms above `max_norm` down to it, otherwise 1.
+
+    A `max_norm` of 0 turns clipping off.
+    """
     if not max_norm:
         return torch.ones_like(norms)
     # Not max_norm / (...), which torch computes as a product with the reciprocal.
