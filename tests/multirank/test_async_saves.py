@@ -79,9 +79,9 @@ def train_with_slow_files(plan: Plan) -> int:
         saved.append(step)
         return manifest_of(step, *rest)
 
-    run_step, write, manifest_of = Trainer._step, saving.write_file, checkpoint.manifest_of
+    run_step, write, manifest_of = Trainer._start, saving.write_file, checkpoint.manifest_of
     with (
-        patch.object(Trainer, "_step", step_of),
+        patch.object(Trainer, "_start", step_of),
         patch.object(saving, "write_file", late),
         patch.object(checkpoint, "manifest_of", noted),
     ):
@@ -157,8 +157,8 @@ def fail_beside(plan: Plan, failing: int, when: Callable[[int], bool]) -> None:
         return write(file, blocks)
 
     raised = threading.Event()
-    run_step, write = Trainer._step, saving.write_file
-    with patch.object(Trainer, "_step", step_of), patch.object(saving, "write_file", late):
+    run_step, write = Trainer._start, saving.write_file
+    with patch.object(Trainer, "_start", step_of), patch.object(saving, "write_file", late):
         train(plan)
 
 
