@@ -84,6 +84,7 @@ class FaultsConfig(Config):
     timeout_s: float = Field(
         default=600.0,
         gt=0.0,
+        le=1e8,
         description="A collective that waits longer than this number of seconds ends the run "
         "with an error.",
     )
