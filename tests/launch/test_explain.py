@@ -1,6 +1,7 @@
 """What an error is called, before its traceback."""
 
 import errno
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 from gridformer.launch.explain import explain, out_of_memory
+from gridformer.launch.failures import Failure, described
+from gridformer.launch.worker_process import _write_failure
 from gridformer.utils.disk import FullDiskError
+from gridformer.utils.errors import SaveError
 from tests.support.launch.programs import ROOT, TORCHRUN, Start, finish
 
 GPU = (
@@ -47,6 +51,18 @@ def test_a_full_disk() -> None:
     assert text.endswith("; free some, or choose --out on another disk")
     assert explain(ValueError("no")) == ""
     assert explain(FileNotFoundError(errno.ENOENT, "no", "a")) == ""
+
+
+def test_a_failed_save_is_told_by_the_rank_that_knows_why(tmp_path: Path) -> None:
+    """The others report it too, and may be earlier: the run must not end with their sentence."""
+    found = []
+    for rank, error in ((1, SaveError("another says why", elsewhere=True)), (0, SaveError("why"))):
+        path = tmp_path / f"error-{rank}.json"
+        _write_failure(error, path)
+        found.append(Failure(rank, 4711, 1, json.loads(path.read_text())["message"]))
+    assert [failure.ends_all for failure in found] == [False, True]
+    assert described(min(found, key=Failure.order)) == "gridformer: why"
+    assert described(found[0]) == "gridformer: another says why"
 
 
 def test_the_rank_whose_disk_is_full_says_so(start: Start) -> None:

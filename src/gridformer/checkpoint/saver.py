@@ -145,7 +145,8 @@ class Saver:
                 self._news = self._news[:-1]
                 raise SaveError(
                     f"the checkpoint of step {manifest.step} could not be saved: "
-                    + (save.outcome.failure or "the first rank says why")
+                    + (save.outcome.failure or "the first rank says why"),
+                    elsewhere=not save.outcome.failure,
                 )
 
     def all_saved(self) -> bool:

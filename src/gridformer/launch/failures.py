@@ -53,7 +53,16 @@ class Failure:
 
     @property
     def ends_all(self) -> bool:
-        """Whether no rank can do anything anymore: the run hangs, lost its ranks, cannot save."""
+        """Whether no rank can do anything anymore: the run hangs, lost its ranks, cannot save.
+
+        A rank that only knows that another one could not save does not end that one, which says
+        why.
+        """
+        return self.has_report and not self.caused_by_peer
+
+    @property
+    def has_report(self) -> bool:
+        """Whether the worker wrote all that is to be printed."""
         return "report" in self.message
 
     @property
@@ -109,7 +118,7 @@ def described(failure: Failure, advise: Advise = general) -> str:
         advise: called for what helps if memory was used up.
     """
     message = failure.message
-    if failure.ends_all:
+    if failure.has_report:
         return str(message["report"])
     if message:
         means = f" {message['meaning']}" if message.get("meaning") else ""
@@ -131,7 +140,7 @@ def described(failure: Failure, advise: Advise = general) -> str:
 
 def cause(failure: Failure) -> str:
     """Returns why a worker failed, in one line."""
-    if failure.ends_all:
+    if failure.has_report:
         return str(failure.message["message"])
     if failure.message:
         whole = str(failure.message["message"])

@@ -304,8 +304,11 @@ def _print_failure(error: Exception) -> None:
 
 
 def _is_effect_of_a_peer(error: Exception) -> bool:
-    """Returns whether a collective failed only because another rank, the real cause, has ended."""
+    """Returns whether this rank failed only because of another one, which says or is the cause."""
     import torch.distributed as dist
+
+    if isinstance(error, SaveError):
+        return error.elsewhere
 
     signs = ("closed by peer", "reset by peer", "Broken pipe", "Socket closed", "gloo/transport")
     return isinstance(error, dist.DistError) or (

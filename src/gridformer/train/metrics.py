@@ -45,17 +45,19 @@ class MetricsLog:
         with writing(self.path, len(line)):
             self._file.write(line)
             self._file.flush()
-        for name, value in metrics.items():
-            if name != "step" and not isinstance(value, str):
-                group = "val" if name.startswith("val_") else "train"
-                self._events.add_scalar(
-                    f"{group}/{name.removeprefix('val_')}", value, metrics["step"]
-                )
+        with writing(self.path.with_name(EVENTS)):
+            for name, value in metrics.items():
+                if name != "step" and not isinstance(value, str):
+                    group = "val" if name.startswith("val_") else "train"
+                    self._events.add_scalar(
+                        f"{group}/{name.removeprefix('val_')}", value, metrics["step"]
+                    )
 
     def close(self) -> None:
         """Closes both files."""
         self._file.close()
-        self._events.close()
+        with writing(self.path.with_name(EVENTS)):
+            self._events.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

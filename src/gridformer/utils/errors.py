@@ -47,4 +47,12 @@ class SaveError(Exception):
     """A checkpoint after which a run ends could not be written, so its work is lost.
 
     It is no `UserError`, because it is found when work is done: the run ends with exit code 1.
+
+    Args:
+        message: why it could not be written.
+        elsewhere: whether another rank says why, and this one does not know it.
     """
+
+    def __init__(self, message: str, elsewhere: bool = False) -> None:
+        super().__init__(message)
+        self.elsewhere = elsewhere
