@@ -95,7 +95,7 @@ def test_a_checkpoint_is_damaged(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.full
 def test_three_faults_lose_nothing(tmp_path: Path) -> None:
-    runs, left_out = command.soak(3, 5, tmp_path)
+    runs, left_out = command.soak(3, 15, tmp_path)
     assert [run.all_problems() for run in runs] == [[]] * len(runs)
     assert sum(len(run.met) for run in runs) == 3
     assert {*left_out} <= {kind.title for kind in KINDS if kind.act == "full disk"}

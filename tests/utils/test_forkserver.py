@@ -1,0 +1,54 @@
+"""The fork server's files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from gridformer.utils.folders import remove_private_leftovers
+from tests.support.launch.programs import ROOT
+
+# `warm_up` would let the server load torch, which takes seconds.
+STARTS = """
+import multiprocessing.forkserver
+from gridformer.utils import forkserver
+forkserver.PRELOAD.clear()
+forkserver.warm_up()
+print(flush=True)
+input()
+"""
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTS],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "\n"
+    return process
+
+
+def test_a_killed_process_leaves_a_folder_that_the_next_run_removes() -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as short:
+        folder = Path(short)
+        ended, killed = started(folder), started(folder)
+        names = [path.name for path in folder.iterdir()]
+        assert len(names) == 2, names
+        remove_private_leftovers(folder)
+        assert len([*folder.iterdir()]) == 2, "their processes run"
+        ended.communicate("\n")
+        assert len([*folder.iterdir()]) == 1
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+        assert len([*folder.iterdir()]) == 1
+        remove_private_leftovers(folder)
+        assert not [*folder.iterdir()]
