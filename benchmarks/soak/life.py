@@ -199,7 +199,7 @@ class Life:
         met.code = now.end()
         # Before Python has its handlers, a signal ends the process as the system does.
         early = (-kind.signum, 128 + kind.signum) if not trained else ()
-        unsaid = met.code < 0
+        unsaid = met.code < 0 or not trained  # nothing was done yet
         self._finish(met, (*kind.codes, *early))
         if not unsaid:
             self._check_said(met, now.said(), rank=rank, pid=pid)
@@ -244,15 +244,15 @@ class Life:
 
     def _damage(self, met: Met) -> None:
         """Damages the newest checkpoint, while the run does not run."""
-        if len(self.folder.checkpoints()) < 2 or self.now:
+        if len(self._intact()) < 2 or self.now:
             self._ensure(layout=met.fault.layout)
             self._resumed()
             now = self._running()
-            now.wait_until(lambda: len(self.folder.checkpoints()) >= 2)
+            now.wait_until(lambda: len(self._intact()) >= 2)
             os.kill(now.pid, signal.SIGTERM)
             self._ended(now.end(), (75,), self.problems)
         met.layout = self.layout
-        before, newest = self.folder.checkpoints()[-2:]
+        before, newest = self._intact()[-2:]
         met.step = number_of(newest)
         damage(newest, met.fault.kind.how, met.fault.part)
         met.said = newest.name  # until the next start has told it
@@ -334,10 +334,13 @@ class Life:
         names = os.listdir(self.temporary)
         return {name for name in names if not name.startswith("torchinductor_")}
 
-    def _newest(self) -> int:
-        found = self.folder.checkpoints()
+    def _intact(self) -> list[Path]:
+        """Returns the complete checkpoints that no fault has damaged, oldest first."""
         damaged = {met.said for met in self._waiting if met.fault.kind.act == "damage"}
-        return max((number_of(path) for path in found if path.name not in damaged), default=0)
+        return [path for path in self.folder.checkpoints() if path.name not in damaged]
+
+    def _newest(self) -> int:
+        return max(map(number_of, self._intact()), default=0)
 
 
 def _pattern(met: Met, **names: object) -> re.Pattern[str]:

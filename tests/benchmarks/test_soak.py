@@ -70,7 +70,7 @@ def test_weights_differ_by_their_largest_difference() -> None:
 
 def a_life(folder: Path) -> Life:
     out = folder / "disk" / "run-1"
-    for step in (4, 8):
+    for step in (0, 4, 8):
         checkpoint = out / "checkpoints" / f"step-{step:08d}"
         checkpoint.mkdir(parents=True)
         save_file({"a": torch.ones(3)}, checkpoint / "shard-00001.safetensors")
@@ -82,7 +82,7 @@ def a_life(folder: Path) -> Life:
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
 def test_a_checkpoint_is_damaged(tmp_path: Path, how: str) -> None:
     life = a_life(tmp_path)
-    older, newest = life.folder.checkpoints()
+    oldest, older, newest = life.folder.checkpoints()
     path = newest / "shard-00001.safetensors"
     before = path.read_bytes()
     (kind,) = (kind for kind in KINDS if kind.how == how)
@@ -90,12 +90,15 @@ def test_a_checkpoint_is_damaged(tmp_path: Path, how: str) -> None:
     life._damage(met)
     assert (met.lost, met.said, life._newest()) == (4, "step-00000008", 4)
     assert (older / path.name).read_bytes() == before
+    life._damage(again := Met(met.fault, "single"))
+    assert (again.said, life._newest()) == (older.name, 0), "not one that is damaged already"
+    assert [*oldest.iterdir()]
     assert not path.exists() if how == "remove" else path.read_bytes() != before
 
 
 @pytest.mark.full
 def test_three_faults_lose_nothing(tmp_path: Path) -> None:
-    runs, left_out = command.soak(3, 15, tmp_path)
+    runs, left_out = command.soak(3, 362, tmp_path)
     assert [run.all_problems() for run in runs] == [[]] * len(runs)
     assert sum(len(run.met) for run in runs) == 3
     assert {*left_out} <= {kind.title for kind in KINDS if kind.act == "full disk"}
