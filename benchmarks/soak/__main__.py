@@ -115,6 +115,7 @@ def _undisturbed(layout: str, run_file: Path, folder: Path) -> Path:
     # On a disk that is never filled.
     life = _life(Drawn(0, layout, ()), run_file, Disk(folder / "whole" / layout, False), folder)
     life.run()
+    shutil.rmtree(life.temporary, ignore_errors=True)
     if life.problems:
         raise RuntimeError(f"the undisturbed run of {layout} failed: {life.problems}")
     return life.last()
@@ -125,6 +126,7 @@ def _live(drawn: Drawn, run_file: Path, small: Disk, folder: Path, undisturbed: 
 
     life = _life(drawn, run_file, small, folder)
     life.run()
+    shutil.rmtree(life.temporary, ignore_errors=True)
     found = None
     if life.last().exists():
         found = difference(stored(undisturbed), stored(life.last()))
@@ -140,7 +142,8 @@ def _live(drawn: Drawn, run_file: Path, small: Disk, folder: Path, undisturbed: 
 def _life(drawn: Drawn, run_file: Path, place: Disk, folder: Path) -> Life:
     logs = folder / "logs" / drawn.layout if not drawn.number else folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=folder))
+    # Not in `folder`, whose path may be too long for sockets.
+    temporary = Path(tempfile.mkdtemp(prefix="soak-"))
     return Life(drawn, run_file, place, logs, temporary)
 
 
