@@ -40,7 +40,7 @@ def test_a_second_run_is_refused_and_the_holder_named(tmp_path: Path) -> None:
         assert is_held(tmp_path)
         with RunLock() as second, pytest.raises(UserError) as error:
             second.take(tmp_path)
-        for part in (f"process {os.getpid()} on ", "since 2", "gridformer ", "another --out"):
+        for part in (f"process {os.getpid()} on ", "since 2", "(gridformer", "another --out"):
             assert part in str(error.value)
         assert left(tmp_path) == [LOCK], "the refused one has removed nothing and left nothing"
     assert left(tmp_path) == []

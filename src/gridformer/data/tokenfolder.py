@@ -112,7 +112,7 @@ class Index(Config):
     vocab_size: int = Field(ge=1)
     eos_token: str
     eos_id: int = Field(ge=0)
-    seed: int
+    seed: int = Field(ge=-(2**63), lt=2**64)
     val_fraction: float
     train: SplitEntry
     val: SplitEntry

@@ -123,13 +123,16 @@ def layouts_for(run: RunConfig, n: int) -> Iterator[RunConfig]:
 def _change(old: LayoutConfig, new: LayoutConfig) -> tuple[Any, ...]:
     """Returns how much a layout changes, as a key for sorting."""
 
+    def kind(layout: LayoutConfig) -> str:
+        return layout.scheme
+
     def grid(layout: LayoutConfig) -> tuple[int, ...]:
         return layout.rows, layout.cols, layout.branches
 
     shards = [math.prod(grid(layout)) * layout.pp for layout in (old, new)]
     # More shards of the model rather than fewer: they need less memory.
     further = abs(math.log(shards[1] / shards[0])), -shards[1]
-    return new.scheme != old.scheme, grid(new) != grid(old), new.pp != old.pp, *further
+    return kind(new) != kind(old), grid(new) != grid(old), new.pp != old.pp, *further
 
 
 def _carried_over(run: RunConfig, arrangement: LayoutConfig) -> RunConfig | None:
