@@ -24,7 +24,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 def test_help_names_every_command_and_needs_no_torch() -> None:
     found = run("--help")
     assert found.returncode == 0
-    for command in ("demo", "prepare", "train", "generate", "import", "export", "doctor"):
+    for command in ("demo", "prepare", "train", "generate", "import", "export", "average"):
         assert f" {command} " in found.stdout
     assert "completion" not in found.stdout
     program = "import gridformer.cli.app, sys; sys.exit('torch' in sys.modules)"

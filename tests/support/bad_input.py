@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": ("generate", "trained", "--prompts", "prompts.jsonl"),
     "evaluate": ("evaluate", "trained", "--tasks", "text:corpus/1.txt"),
     "export": ("export", "trained", "--out", "exported"),
+    "average": ("average", "trained", "--last", "2", "--out", "averaged"),
     "import": ("import", "hf", "--out", "imported"),
 }
 # Every second command trains: it checks the most, and it is what a mistake costs hours with.
@@ -62,6 +63,7 @@ FILES = {
     "generate": (*_TRAINED, "prompts.jsonl"),
     "evaluate": (*_TRAINED, "corpus/1.txt"),
     "export": _TRAINED,
+    "average": _TRAINED,
     "import": ("hf", "hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
 }
 OPTIONS = (

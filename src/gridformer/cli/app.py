@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from gridformer import __version__
+from gridformer.cli.average import average
 from gridformer.cli.calibrate import calibrate
 from gridformer.cli.check import check
 from gridformer.cli.convert import export, import_
@@ -53,6 +54,7 @@ app.command()(train)
 app.command()(generate)
 app.command("import")(import_)
 app.command()(export)
+app.command()(average)
 app.command()(evaluate)
 app.command()(layouts)
 app.command()(memory)

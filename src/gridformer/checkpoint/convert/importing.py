@@ -15,9 +15,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
-from gridformer.checkpoint.convert.files import in_files, row_slices
+from gridformer.checkpoint.convert.files import row_slices
 from gridformer.checkpoint.convert.folder import (
     CONFIG,
     There,
@@ -31,15 +30,14 @@ from gridformer.checkpoint.convert.folder import (
 from gridformer.checkpoint.convert.forms import Shape
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.convert.table import Entry, Kind
-from gridformer.checkpoint.index import joined, part_of
-from gridformer.checkpoint.manifest import KEPT, FileEntry, Manifest, write_manifest
-from gridformer.checkpoint.safetensors_file import Streamed, offsets_info, write_streamed
+from gridformer.checkpoint.convert.weights_only import write_weights
+from gridformer.checkpoint.manifest import KEPT
+from gridformer.checkpoint.safetensors_file import Streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import DataConfig, ModelConfig, RunConfig, any_of
 from gridformer.config.base import file_name
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
-from gridformer.utils.units import GIB
 
 DType = Literal["keep", "float32", "bfloat16"]
 # The small files of a folder that are kept in `KEPT`, for the tokenizer and for export.
@@ -58,7 +56,6 @@ KEPT_FILES = (
     "spiece.model",
     "tokenizer.model",
 )
-_FILE_BYTES = GIB  # of one file of a checkpoint, so that many processes can share its reading
 
 
 @dataclass(frozen=True)
@@ -218,30 +215,7 @@ def _write(
     source: Source, step: Path, run: RunConfig, dtype: DType, tell: Callable[[str], None]
 ) -> None:
     streamed = {f"model.{entry.ours}": _streamed(entry, source, dtype) for entry in source.entries}
-    files, parts = {}, []
-    groups = in_files(streamed, _FILE_BYTES)
-    for number, names in enumerate(groups, start=1):
-        tell(f"writing file {number} of {len(groups)}")
-        file = f"shard-{number:05d}.safetensors"
-        blocks = {name: _whole(streamed[name]) for name in names}
-        chosen = {name: streamed[name] for name in names}
-        n_bytes, crc = write_streamed(step / file, chosen, offsets_info(blocks))
-        files[file] = FileEntry(bytes=n_bytes, crc32=crc)
-        parts.append(part_of(file, blocks))
-    write_manifest(
-        step,
-        Manifest(
-            format="gridformer-checkpoint",
-            version=1,
-            step=0,
-            tokens=0,
-            model=run.model,
-            run=run.model_dump(mode="json"),
-            files=files,
-            index=joined(parts),
-            weights_only=True,
-        ),
-    )
+    write_weights(step, streamed, run, tell=tell)
 
 
 def _streamed(entry: Entry, source: Source, dtype: DType) -> Streamed:
@@ -255,9 +229,3 @@ def _streamed(entry: Entry, source: Source, dtype: DType) -> Streamed:
                 yield entry.form.ours(views, rows).to(stored)
 
     return Streamed(shape, stored, pieces)
-
-
-def _whole(tensor: Streamed) -> Block:
-    """Returns a tensor as a block without memory, for the index."""
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return Block(empty, tensor.shape, (0,) * len(tensor.shape))

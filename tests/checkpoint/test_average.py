@@ -1,0 +1,64 @@
+"""`gridformer average` writes the mean of the last checkpoints, which loads as any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gridformer.checkpoint import checkpoint, find
+from gridformer.checkpoint.average import average_run
+from gridformer.checkpoint.manifest import read_manifest
+from gridformer.config import LayoutConfig, RunConfig, parse_run
+from gridformer.mesh import Axes
+from gridformer.models import Model
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper
+from gridformer.utils.errors import ConfigError, UserError
+
+MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
+
+
+def a_run() -> RunConfig:
+    return parse_run({"model": MODEL, "data": {"path": "x"}, "train": {"keep_checkpoints": 9}})
+
+
+def a_model(seed: int) -> Model:
+    return build_parallel(a_run().model, LayoutConfig(), Axes(), seed, torch.device("cpu"))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Return a run whose checkpoint of step i has the initial weights of seed i."""
+    run = a_run()
+    for step in (1, 2, 3):
+        model = a_model(step)
+        updates = Stepper(model, run.train, Axes()).updates
+        updates.allocate(step)
+        checkpoint.save(tmp_path / "run", step, 8 * step, run, model, updates, Axes())
+    (tmp_path / "run" / "tokenizer.json").write_text("kept", encoding="utf-8")
+    return tmp_path / "run"
+
+
+def test_the_mean_of_the_last_checkpoints(run_dir: Path, tmp_path: Path) -> None:
+    done = average_run(run_dir, tmp_path / "mean", 2)
+    assert done.steps == (2, 3)
+    assert (tmp_path / "mean" / "tokenizer.json").read_text(encoding="utf-8") == "kept"
+    found = a_model(4)
+    manifest = checkpoint.load(find.newest(tmp_path / "mean"), found, None, Axes())
+    assert (manifest.step, manifest.tokens, manifest.weights_only) == (3, 24, True)
+    for mean, two, three in zip(*(m.parameters() for m in (found, a_model(2), a_model(3)))):
+        assert torch.equal(mean, ((two.double() + three.double()) / 2).float())
+    assert not read_manifest(find.newest(run_dir)).weights_only
+
+
+def test_what_cannot_be_averaged_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    for last, remedy in ((1, "use --last 2 or more"), (5, "use --last 3, or train with train.k")):
+        with pytest.raises(ConfigError, match=remedy):
+            average_run(run_dir, tmp_path / "mean", last)
+    with pytest.raises(ConfigError, match="has no checkpoints, and an average needs"):
+        average_run(tmp_path, tmp_path / "mean", 2)
+    with pytest.raises(UserError, match="already"):
+        average_run(run_dir, run_dir, 2)
+    assert not (tmp_path / "mean").exists()
