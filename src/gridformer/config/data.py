@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gridformer.config.base import AnyPath, Config
+from gridformer.config.mixture import (
+    SourceConfig,
+    StageConfig,
+    ValidationConfig,
+    repeated,
+    unknown_source,
+    weight_problems,
+)
 from gridformer.config.model import Family
 from gridformer.utils.limits import MOST_TOKENS
 
@@ -22,9 +32,27 @@ TASKS: dict[Family, tuple[Task, ...]] = {
 
 
 class DataConfig(Config):
-    """A folder written by `gridformer prepare`, and how samples are made from it."""
+    """Token folders written by `gridformer prepare`, and how samples are made from them."""
 
-    path: AnyPath = Field(description="This is the token folder that `gridformer prepare` wrote.")
+    path: AnyPath = Field(
+        default=Path(), description="This is the token folder that `gridformer prepare` wrote."
+    )
+    sources: tuple[SourceConfig, ...] = Field(
+        default=(),
+        description="Instead of data.path, these token folders are mixed. Each has a name, a path "
+        "and a weight, which is its share of the samples; data: [{path, weight}, ...] is short "
+        "for this key.",
+    )
+    stages: tuple[StageConfig, ...] = Field(
+        default=(),
+        description="From the step from_step on, the sources have these weights. A source that a "
+        "stage does not name is not read in it.",
+    )
+    validation: tuple[ValidationConfig, ...] = Field(
+        default=(),
+        description="These sets are read for the validation loss, each with a loss of its own. By "
+        "default they are the validation splits of the sources.",
+    )
     task: Task = Field(
         default="auto",
         description="The model learns to predict next tokens (causal, for gpt2 and llama), masked "
@@ -50,3 +78,122 @@ class DataConfig(Config):
         description="true lets a run that resumes have another train.global_batch, or other "
         "values of this section. If it does, the order of samples begins anew at that step.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, values: Any) -> Any:
+        """Accepts a list of sources as the section, and names sources after their folders."""
+        if isinstance(values, list | tuple):
+            values = {"sources": values}
+        if not isinstance(values, dict):
+            return values
+        named = {
+            key: [_with_name(one) for one in values[key]]
+            for key in ("sources", "validation")
+            if isinstance(values.get(key), list | tuple)
+        }
+        rest = {key: value for key, value in values.items() if (key, value) != ("path", None)}
+        return {**rest, **named}
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        if not self.sources and "path" not in self.model_fields_set:
+            raise ValueError(
+                "data.path is missing: set it to a folder that `gridformer prepare` wrote"
+            )
+        if self.sources and self.path != Path():
+            raise ValueError(
+                f"data.path={self.path} and data.sources are both set: use data.path=null with "
+                "the sources, or name the folder as one of them"
+            )
+        problems = [*self._source_problems(), *self._validation_problems()]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _source_problems(self) -> list[str]:
+        names = [source.name for source in self.sources]
+        problems = [
+            f"data.sources.{number}.name is missing: give the source a name"
+            for number, name in enumerate(names)
+            if not name
+        ]
+        problems += [
+            f"data.sources has two sources called {name}: give each a name of its own"
+            for name in repeated(name for name in names if name)
+        ]
+        if not self.sources:
+            if self.stages:
+                problems.append("data.stages needs data.sources, whose weights it changes")
+            return problems
+        weights = [source.weight for source in self.sources]
+        problems += weight_problems("the weights of data.sources", names, weights)
+        step = 1
+        for number, stage in enumerate(self.stages):
+            key = f"data.stages.{number}"
+            if stage.from_step <= step:
+                problems.append(
+                    f"{key}.from_step={stage.from_step} is not after step {step}, with which the "
+                    f"stage before it begins: use {step + 1} or more"
+                )
+            step = max(step, stage.from_step)
+            unknown = [name for name in stage.weights if name not in names]
+            problems += [unknown_source(f"{key}.weights", name, names) for name in unknown]
+            if not unknown:
+                weights = [stage.weights.get(name, 0.0) for name in names]
+                problems += weight_problems(f"the weights of {key}", names, weights)
+        return problems
+
+    def _validation_problems(self) -> list[str]:
+        known = [source.name for source in self.sources]
+        problems = [
+            f"data.validation has two sets called {name}: give each a name of its own"
+            for name in repeated(one.name for one in self.validation if one.name)
+        ]
+        for number, one in enumerate(self.validation):
+            key = f"data.validation.{number}"
+            if one.path is None and not known:
+                problems.append(f"{key}.path is missing: set it to a token folder")
+            elif one.path is None and one.name not in known:
+                problems.append(unknown_source(key, one.name, known))
+            elif not one.name:
+                problems.append(f"{key}.name is missing: give the set a name")
+        return problems
+
+    @property
+    def train_sources(self) -> tuple[SourceConfig, ...]:
+        """The sources of training; data.path is a single one without a name."""
+        return self.sources or (SourceConfig(path=self.path),)
+
+    @property
+    def validation_sets(self) -> tuple[ValidationConfig, ...]:
+        """The validation sets, each with its path; that of data.path alone has no name."""
+        if not self.validation:
+            return tuple(
+                ValidationConfig(name=one.name, path=one.path) for one in self.train_sources
+            )
+        paths = {one.name: one.path for one in self.sources}
+        return tuple(
+            one if one.path else one.model_copy(update={"path": paths[one.name]})
+            for one in self.validation
+        )
+
+    @property
+    def first_path(self) -> Path:
+        """The folder of the first source, whose tokenizer is that of all sources."""
+        return self.train_sources[0].path
+
+    @property
+    def exists(self) -> bool:
+        """Whether all token folders are there."""
+        paths = [one.path for one in self.train_sources]
+        paths += [one.path for one in self.validation_sets if one.path is not None]
+        return all(path.exists() for path in paths)
+
+
+def _with_name(entry: Any) -> Any:
+    """Returns a source or a validation set with the name of its folder if it has none."""
+    if not isinstance(entry, dict) or entry.get("name") or not entry.get("path"):
+        return entry
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(str(entry["path"])).name).lstrip("._-")
+    return {**entry, "name": name[:64]}

@@ -174,6 +174,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if section == "model" and isinstance(below, str):
             shipped_model(below)  # raises ConfigError for an unknown name
             below = {"name": below}
+        if section == "data" and isinstance(below, list):
+            below = {"sources": below}
         if below is None:
             below = {}
         if not isinstance(below, dict):
@@ -222,7 +224,8 @@ def _describe(error: ErrorDetails) -> str:
     message = error["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if error["type"] == "value_error":
-        return f"{where}: {message}"
+        # A message about several keys names them itself.
+        return message if message.startswith(f"{where}.") else f"{where}: {message}"
     got = error.get("input")
     if isinstance(got, str) and error["type"] == "literal_error":
         message += closest(got, [w.strip("'") for w in message.replace(" or ", ", ").split(", ")])
@@ -235,6 +238,8 @@ def _section(keys: list[str]) -> type[BaseModel] | None:
     """Returns the config class at this path of keys, or None if there is none."""
     section: type[BaseModel] = RunConfig
     for key in keys:
+        if key.isdecimal():  # the number of an entry in a list
+            continue
         if key not in section.model_fields:
             return None
         annotation = section.model_fields[key].annotation

@@ -18,6 +18,8 @@ def resolve(run: RunConfig, folder: TokenFolder) -> RunConfig:
         ConfigError: The run and the folder do not fit together: the folder's kind or labels, the
             vocabulary, the lengths, or too little data. It lists all problems at once.
     """
+    if run.data.sources or run.data.validation:
+        raise ConfigError(["data.sources and data.validation cannot be read yet: use data.path"])
     try:
         folder.check()
     except DataError as error:

@@ -38,6 +38,9 @@ SECTIONS: dict[str, type[Config]] = {
 FIXED: dict[str, Any] = {
     "model.name": "fuzz",
     "data.path": ".",
+    "data.sources": (),
+    "data.stages": (),
+    "data.validation": (),
     "data.task": "auto",
     "layout.cluster": "",
     "data.restart": False,

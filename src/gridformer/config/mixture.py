@@ -1,0 +1,139 @@
+"""The sources of a mixture, their weights, and validation sets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from gridformer.config.base import AnyPath, Config, any_of, shortened
+from gridformer.utils.limits import LARGEST_FLOAT
+
+# Samples after which the order of sources repeats. A table has an entry for each, and making it
+# takes a few microseconds per entry.
+LONGEST_CYCLE = 100_000
+_OFFERED = 10_000  # offered weights are multiples of 1/10000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+# Metrics have the keys val_loss_NAME, and these names there are parts of a loss already.
+_TAKEN = ("tokens", "pair", "labels")
+
+
+def _source_name(name: str) -> str:
+    if name and not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{shortened(ascii(name))} is no name of a source: use at most 64 letters, digits, ., "
+            "- and _, with a letter or a digit first"
+        )
+    if name in _TAKEN:
+        raise ValueError(f"{name} is the name of a loss: use another, such as {name}-1")
+    return name
+
+
+SourceName = Annotated[str, AfterValidator(_source_name)]
+Weight = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
+
+
+class SourceConfig(Config):
+    """A token folder that a run reads, and its weight in the mixture."""
+
+    name: SourceName = Field(
+        default="",
+        description="Stages, metrics and messages call the source by this name. By default it is "
+        "that of the folder.",
+    )
+    path: AnyPath = Field(description="This is a token folder that `gridformer prepare` wrote.")
+    weight: Weight = Field(
+        default=1.0,
+        description="The source's share of a run's samples is its weight divided by the sum of "
+        "all weights.",
+    )
+
+
+class StageConfig(Config):
+    """The weights of sources from some step on."""
+
+    from_step: int = Field(ge=2, description="This step is the first one with these weights.")
+    weights: dict[str, Weight] = Field(
+        description="These are weights by the names of sources. A source that is not named is not "
+        "read in this stage."
+    )
+
+
+class ValidationConfig(Config):
+    """A validation set: a split of a token folder, with a loss of its own."""
+
+    name: SourceName = Field(
+        default="",
+        description="The loss of the set is val_loss_NAME in metrics.jsonl. By default it is the "
+        "name of the folder.",
+    )
+    path: AnyPath | None = Field(
+        default=None,
+        description="This is a token folder. By default it is that of the source of this name.",
+    )
+    split: Literal["train", "val"] = Field(
+        default="val", description="The set consists of this split of the folder."
+    )
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Returns the smallest whole numbers in the exact ratio of weights as they are written.
+
+    Args:
+        weights: Numbers >= 0, of which at least one is positive. 0.1 means 1/10, and not the
+            nearest float.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    scale = math.lcm(*(one.denominator for one in exact))
+    whole = [int(one * scale) for one in exact]
+    common = math.gcd(*whole)
+    return tuple(one // common for one in whole)
+
+
+def weight_problems(where: str, names: Sequence[str], weights: Sequence[float]) -> list[str]:
+    """Returns what is wrong with the weights of a stage, each with weights that work.
+
+    Args:
+        where: What the weights are, as the beginning of a sentence.
+        names: The names of the sources.
+        weights: Their weights.
+    """
+    if not any(weights):
+        return [f"{where} are all 0: give at least one source a positive weight"]
+    cycle = sum(whole_weights(weights))
+    if cycle <= LONGEST_CYCLE:
+        return []
+    offered = _rounded(weights)
+    listed = ", ".join(f"{name}: {value:g}" for name, value in zip(names, offered))
+    return [
+        f"{where} have so many digits that the order of sources repeats only after "
+        f"{shortened(cycle)} samples, and at most {LONGEST_CYCLE} are kept in memory: use "
+        f"{{{listed}}}"
+    ]
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Returns the names that occur more than once."""
+    seen: dict[str, int] = {}
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+    return [name for name, times in seen.items() if times > 1]
+
+
+def unknown_source(key: str, name: str, known: Sequence[str]) -> str:
+    """Returns the message about a name that no source has."""
+    return f"{key} names {shortened(name)}, but data.sources has {any_of(known)}: use one of these"
+
+
+def _rounded(weights: Sequence[float]) -> list[float]:
+    """Returns weights with sum 1 and at most four decimal places, positive ones staying so."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    total = sum(exact)
+    parts = [max(1, round(one / total * _OFFERED)) if one else 0 for one in exact]
+    largest = max(range(len(parts)), key=parts.__getitem__)
+    parts[largest] += _OFFERED - sum(parts)
+    return [part / _OFFERED for part in parts]
