@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,7 @@ import torch
 
 from gridformer import comm
 from gridformer.checkpoint import checkpoint, weights
-from gridformer.checkpoint.fallback import choose_together, set_aside
 from gridformer.checkpoint.manifest import Manifest
-from gridformer.checkpoint.same_run import check_same_run, data_start_of
 from gridformer.checkpoint.saver import Saver
 from gridformer.comm import progress
 from gridformer.data import Batches, Restarted, TokenFolder, open_batches
@@ -32,17 +26,17 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.train.compile import compile_model
-from gridformer.train.console import Reporter, title_of
 from gridformer.train.diagnosis import diagnose
 from gridformer.train.divergence import Recovery
 from gridformer.train.ending import Ending, StepDropped
 from gridformer.train.flops import Utilization
-from gridformer.train.heartbeat import Heartbeat, State
+from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
-from gridformer.train.metrics import MetricsLog, plot_loss
 from gridformer.train.plan import Plan
-from gridformer.train.step import ReadRows, StartedStep, Stepper, StepResult
+from gridformer.train.resuming import intact
+from gridformer.train.step import ReadRows, StartedStep, Stepper
 from gridformer.train.trace import StepTrace
+from gridformer.train.under_way import Ended, StepsUnderWay, lag_of
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
 from gridformer.utils.signals import install
@@ -63,11 +57,11 @@ class Trainer:
         run = plan.run
         self.plan, self.run, self.world = plan, run, world
         self.stop = install()
-        self.heart = Heartbeat(plan.out, run.train.timeout_s) if world.rank == 0 else None
-        self._beat("starting", plan.resume_step)
+        self.journal = Journal(plan, world)
         decisions = plan.decisions
         self.axes = build_axes(run.layout, world.device.type, decisions.block)
-        plan, verified = self._intact()
+        self.plan, verified = intact(plan, self.axes)
+        plan = self.plan
         folder = TokenFolder.open(run.data.path)
         self.batches = Restarted(open_batches(run, folder, "train"), plan.data_start)
         self.held_out = open_batches(run, folder, "val")
@@ -84,11 +78,7 @@ class Trainer:
             compile_model(self.model)
         self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
         self.utilization = Utilization.of(run, world.device, self.model.recompute.stops_early)
-        # A GPU gets the next step before the result of this one is read, so it never waits for it.
-        waits = run.train.dtype == "float16" or run.train.update == "in_backward"
-        self.lag = int(world.device.type == "cuda" and not waits)
-        self.started: deque[tuple[int, float, StartedStep]] = deque()
-        self.ended = 0.0  # when the result of the last step was there
+        self.under_way = StepsUnderWay(lag_of(run.train, world.device))
         self.tokens = 0
         self.recovery = Recovery(run.train, plan.out, self.axes)
         if plan.start is not None:
@@ -97,13 +87,9 @@ class Trainer:
             self.recovery.done = self._load(plan.resume, verified).divergences
             self.stepper.train = self.recovery.present
         self.saver = Saver(plan.out, run, self.axes, self.stop.hold, self.stop.release)
-        self.log: MetricsLog | None = None
-        self.report: Reporter | None = None
         if world.rank == 0:
             self.saver.sweep()
-            self._prepare_folder()
-            self.log = MetricsLog(plan.out, plan.resume_step)
-            self.report = Reporter(plan, world, folder.train.n_tokens, self.batches)
+        self.journal.begin(plan, folder.train.n_tokens, self.batches)
 
     def _load(self, folder: Path, verified: Manifest | None = None) -> Manifest:
         """Puts the model, the optimizer and the counts into the state of a checkpoint."""
@@ -113,36 +99,6 @@ class Trainer:
         if loaded.run["train"]["dtype"] == "float16":
             self.stepper.scale.go_on(loaded.loss_scale, loaded.good_steps)
         return loaded
-
-    def _intact(self) -> tuple[Plan, Manifest | None]:
-        """Replaces a damaged checkpoint by the newest one that is not, if the run says so.
-
-        Returns:
-            The plan with the checkpoint, and its manifest if its checksums are verified by now.
-        """
-        plan, verified = self.plan, None
-        if self.run.train.fallback and plan.resume is not None:
-            found = choose_together([plan.resume, *plan.older], self.axes)
-            verified = found.manifest
-            if found.folder != plan.resume:
-                check_same_run(verified, self.run, found.folder, plan.data)
-            self.plan = plan = replace(
-                plan,
-                resume=found.folder,
-                resume_step=verified.step,
-                data_start=data_start_of(verified, self.run, plan.data),
-                damaged=(*plan.damaged, *found.damaged),
-            )
-        if self.world.rank == 0:
-            for damaged in plan.damaged:
-                kept = set_aside(damaged.folder, "damaged")
-                print(
-                    f"gridformer: {damaged.reason}; resuming from {plan.resume}, as "
-                    f"train.fallback=true says, and keeping the damaged one as {kept}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        return plan, verified
 
     def fit(self) -> None:
         """Runs the remaining steps. When told to stop, it saves a checkpoint and returns early.
@@ -163,7 +119,7 @@ class Trainer:
             at_end.callback(self._finish_saves)
             if step == 0:
                 with suppress(StepDropped):
-                    self._write({"step": 0, "tokens": 0, **self._evaluate()})
+                    self.journal.metrics({"step": 0, "tokens": 0, **self._evaluate()})
             while step < train.steps and not told:
                 if self.ending.begins("step", self.stepper.micro_batches):
                     break
@@ -180,21 +136,19 @@ class Trainer:
                 if not told and self._evaluates_after(step):
                     with suppress(StepDropped):  # the next border ends the run
                         metrics |= self._evaluate() | self._peak_memory()
-                self._write(metrics)
-                self._beat("training", metrics["step"], metrics.get("loss"))
+                self.journal.metrics(metrics)
+                self.journal.state("training", metrics["step"], metrics.get("loss"))
                 if self._saves_after(step):
                     self._save(step, step == train.steps)
                     saved = step
             step, metrics, _ = self._results(step, left=0)
             if metrics:
-                self._write(metrics)
+                self.journal.metrics(metrics)
             if saved < step or not self.saver.all_saved():
                 self._save(step, last=True)
                 saved = step
             self._end(step)
-            if self.report:
-                plot_loss(self.plan.out, title_of(self.run))
-                self.report.end(step, saved, stopped=step < train.steps)
+            self.journal.end(step, saved)
 
     def _ending(self) -> Ending:
         """Returns what decides where this run ends if it is told to stop."""
@@ -208,10 +162,10 @@ class Trainer:
     def _end(self, step: int) -> None:
         """Says how the run has ended. Its work is saved."""
         if step == self.run.train.steps:
-            self._beat("done", step)
+            self.journal.state("done", step)
             self.stop.done()
         else:
-            self._beat("stopped", step)
+            self.journal.state("stopped", step)
             self.ending.adopt()
             self.stop.saved()
 
@@ -224,7 +178,7 @@ class Trainer:
             started = self._traced(step, read)
         else:
             started = self.stepper.start(step, read, self.stop.requested)
-        self.started.append((step, began, started))
+        self.under_way.add(step, began, started)
 
     def _evaluates_after(self, step: int) -> bool:
         return step == self.run.train.steps or _due(step, self.run.train.eval_every)
@@ -247,7 +201,8 @@ class Trainer:
             was told to stop.
         """
         if left is None:
-            left = 0 if self._evaluates_after(step) or self._saves_after(step) else self.lag
+            due = self._evaluates_after(step) or self._saves_after(step)
+            left = 0 if due else self.under_way.lag
         try:
             metrics, told = self._end_steps(left)
         except DivergedError as error:
@@ -268,28 +223,24 @@ class Trainer:
         """
         metrics: dict[str, Any] = {}
         told = False
-        while len(self.started) > (0 if told else left):
+        for ended in self.under_way.end(left):
             if metrics:
-                self._write(metrics)
-            result, metrics = self._end_step(*self.started.popleft())
-            told = told or result.flagged
+                self.journal.metrics(metrics)
+            metrics = self._metrics_of(ended)
+            told = told or ended.result.flagged
         return metrics, told
 
-    def _end_step(
-        self, step: int, began: float, started: StartedStep
-    ) -> tuple[StepResult, dict[str, Any]]:
-        result = started.result()
+    def _metrics_of(self, ended: Ended) -> dict[str, Any]:
+        """Counts a step that is over, and returns its line of metrics.jsonl."""
+        step, result, seconds = ended
         self.recovery.succeeded()
-        now = time.perf_counter()
-        # Until the step before was over, this one's launches only ran ahead of the device.
-        seconds, self.ended = now - max(began, self.ended), now
         self.tokens += result.tokens
         self._tell_of_saves()
         scale: dict[str, Any] = {}
         if self.run.train.dtype == "float16":
             scale = {"loss_scale": self.stepper.scale.scale, "skipped": result.skipped}
-            if result.skipped and self.report:
-                self.report.skipped(step + 1, self.stepper.scale.scale)
+            if result.skipped:
+                self.journal.skipped(step + 1, self.stepper.scale.scale)
         metrics = {
             "step": step + 1,
             "loss": result.loss,
@@ -305,7 +256,7 @@ class Trainer:
         }
         if self.recovery.done.rollbacks:
             metrics["rollbacks"] = self.recovery.done.rollbacks
-        return result, metrics
+        return metrics
 
     def _diverged(self, step: int, error: DivergedError) -> tuple[int, dict[str, Any] | None]:
         """Does what `train.on_divergence` says about a step that was not finite.
@@ -322,9 +273,8 @@ class Trainer:
         self._finish_saves()  # it may be the checkpoint to go back to
         decision = self.recovery.decide(error, found)
         self.ahead.close()
-        self.started.clear()  # what was started after it has updated nothing
-        if self.report:
-            self.report.tell(decision.told)
+        self.under_way.clear()
+        self.journal.tell(decision.told)
         left_out = None
         if decision.back_to is None:
             step += 1
@@ -336,16 +286,13 @@ class Trainer:
             for parameter in self.model.parameters():
                 drop_copies(parameter)
             self.stepper.train = self.recovery.present
-            if self.log:
-                self.log.close()
-                self.log = MetricsLog(self.plan.out, step)
+            self.journal.back_to(step)
         self.ahead = self._loader(self.batches, range(step, self.run.train.steps))
         return step, left_out
 
     def _close(self) -> None:
-        for opened in (self.ahead, self.report, self.log):
-            if opened:
-                opened.close()
+        self.ahead.close()
+        self.journal.close()
 
     def _traced(self, step: int, read: ReadRows) -> StartedStep:
         """Runs a step and writes its timeline to the run directory."""
@@ -357,17 +304,14 @@ class Trainer:
             self.stepper.passes.on_action = None
         path = self.plan.out / f"trace-step-{step + 1}.json"
         idle = trace.write(path)
-        if self.report:
-            self.report.traced(path, idle, self.run.layout)
+        self.journal.traced(path, idle)
         return started
 
     def _evaluate(self) -> dict[str, float]:
         """Returns `val_loss`, and its parts if there are several losses."""
         if self.run.train.sanity_checks:
             assert_copies_equal(self.model, self.axes)
-        self._beat("evaluating")
-        if self.report:
-            self.report.say("evaluating")
+        self.journal.state("evaluating")
         numbers = range(self.run.train.eval_batches)
         if self.ending.begins("evaluation", len(numbers)):
             raise StepDropped
@@ -392,9 +336,7 @@ class Trainer:
         return {"peak_memory_gib": int(largest) / GIB}
 
     def _save(self, step: int, last: bool) -> None:
-        self._beat("saving")
-        if self.report:
-            self.report.say("saving")
+        self.journal.state("saving")
         self.saver.save(
             checkpoint.manifest_of(
                 step,
@@ -411,41 +353,22 @@ class Trainer:
         )
         self._tell_of_saves()
 
-    def _beat(self, state: State, step: int | None = None, loss: float | None = None) -> None:
-        if self.heart:
-            self.heart.tell(state, step, loss)
-
     def _on_error(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._beat("failed")
+            self.journal.state("failed")
 
     def _tell_of_saves(self) -> None:
         """Prints what became of saves."""
         for one in self.saver.news():
             self.ending.save_s = one.outcome.seconds
-            if self.report:
-                self.report.saved(one)
+            self.journal.saved(one)
 
     def _finish_saves(self) -> None:
         """Waits for a save under way, also after an error."""
-        if self.report and self.saver.busy:
-            self.report.say("saving")
+        if self.saver.busy:
+            self.journal.say("saving")
         self.saver.finish()
         self._tell_of_saves()
-
-    def _write(self, metrics: dict[str, Any]) -> None:
-        if self.log and self.report:
-            self.log.write(metrics)
-            self.report.step(metrics)
-
-    def _prepare_folder(self) -> None:
-        """Writes config and tokenizer to the run directory, beside the checkpoints."""
-        out = self.plan.out
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
-        shutil.copyfile(self.run.data.path / "tokenizer.json", out / "tokenizer.json")
-        if self.plan.start is not None:
-            weights.keep_files(self.plan.start, out)
 
     def _loader(self, batches: Batches, steps: Sequence[int]) -> BatchLoader:
         """Starts to make this device's rows of some global batches."""

@@ -19,7 +19,7 @@ from gridformer.config import parse_run
 from gridformer.mesh.process_group import World
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
-from gridformer.train import trainer
+from gridformer.train import journal
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -69,7 +69,7 @@ def train(plan: Plan) -> None:
     It draws no picture of the losses, which would take longer than the steps.
     """
     world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"), "gloo", "test")
-    with patch.object(trainer, "plot_loss"):
+    with patch.object(journal, "plot_loss"):
         Trainer(plan, world).fit()
 
 

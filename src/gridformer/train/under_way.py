@@ -1,0 +1,75 @@
+"""The steps that were launched and whose results are not read yet."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from gridformer.config import TrainConfig
+from gridformer.train.step import StartedStep, StepResult
+
+
+class Ended(NamedTuple):
+    """A step that is over: its number, counted from 0, its result, and how long it took."""
+
+    step: int
+    result: StepResult
+    seconds: float
+
+
+class StepsUnderWay:
+    """Launched steps, oldest first.
+
+    A GPU gets the next step before the result of this one is read, so it never waits for the host.
+
+    Args:
+        lag: How many steps may be under way while nothing else is due.
+    """
+
+    def __init__(self, lag: int) -> None:
+        self.lag = lag
+        self._started: deque[tuple[int, float, StartedStep]] = deque()
+        self._ended = 0.0  # when the result of the last step was there
+
+    def add(self, step: int, began: float, started: StartedStep) -> None:
+        """Adds a step.
+
+        Args:
+            step: Its number, counted from 0.
+            began: When the host began with it, in seconds of `time.perf_counter`.
+            started: The step.
+        """
+        self._started.append((step, began, started))
+
+    def end(self, left: int) -> Iterator[Ended]:
+        """Waits for steps until only `left` are under way, or for all if a rank was told to stop.
+
+        Raises:
+            DivergedError: A step was not finite.
+        """
+        while len(self._started) > left:
+            step, began, started = self._started.popleft()
+            result = started.result()
+            now = time.perf_counter()
+            # Until the step before was over, this one's launches only ran ahead of the device.
+            seconds, self._ended = now - max(began, self._ended), now
+            left = 0 if result.flagged else left
+            yield Ended(step, result, seconds)
+
+    def clear(self) -> None:
+        """Forgets all steps. After one that was not finite, those after it have updated nothing."""
+        self._started.clear()
+
+
+def lag_of(train: TrainConfig, device: torch.device) -> int:
+    """Returns how many steps a run may have under way.
+
+    With float16 and `update: in_backward` the host waits for each step anyway, and on a CPU the
+    step is over when its launch returns.
+    """
+    waits = train.dtype == "float16" or train.update == "in_backward"
+    return int(device.type == "cuda" and not waits)
