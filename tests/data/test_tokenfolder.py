@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gridformer.data import BatchSampler, TokenFolder, Tokenizer
+from gridformer.data.indexed import HEADER_BYTES, Indexed, write_index
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.utils.errors import DataError
 from tests.support.data import listed, sentences
@@ -82,6 +83,15 @@ def _truncate(name: str, by: int) -> Callable[[Path], None]:
     return damage
 
 
+def _with_byte(name: str, at: int, value: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[at] = value
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
 def _grow(folder: Path) -> None:
     with (folder / "val.bin").open("ab") as file:
         file.write(b"\0\0")
@@ -96,22 +106,27 @@ def _grow(folder: Path) -> None:
         ),
         (_truncate("val.bin", 2), r"val\.bin: has \d+ bytes, expected \d+"),
         (_grow, r"val\.bin: has \d+ bytes, expected \d+"),
-        (_truncate("train.offsets.bin", 8), r"train\.offsets\.bin: has .* \(\d+ int64 offsets"),
+        (_truncate("train.idx", 8), r"train\.idx: has .* \(the index of \d+ documents\)"),
+        (_with_byte("train.idx", 0, 0), r"train\.idx: is not an index of Megatron-LM"),
+        (_with_byte("train.idx", 17, 5), r"documents of int64, but index\.json \d+ of uint16"),
         (_truncate("tokenizer.json", 1), r"tokenizer\.json: has \d+ bytes, expected \d+"),
         (_truncate("index.json", 5), r"index\.json: cannot be read"),
         (lambda f: (f / "val.bin").unlink(), r"val\.bin: is missing"),
         (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json: is missing"),
-        (lambda f: change(f, dtype="uint32"), "says uint32, .* vocabulary of 300 .* as uint16"),
-        (lambda f: change(f, vocab_size=70_000), "says uint16, .* of 70000 .* as uint32"),
+        (lambda f: change(f, dtype="int32"), "says int32, .* vocabulary of 300 .* as uint16"),
+        (lambda f: change(f, vocab_size=70_000), "says uint16, .* of 70000 .* as int32"),
         (lambda f: change(f, eos_id=300), "end-of-text id 300 is outside the vocabulary of 300"),
         (
             lambda f: change(f, train={"tokens": 5}),
             r"gives train\.bin \d+ bytes, but 5 tokens .* 10",
         ),
-        (lambda f: change(f, val={"documents": 1}), r"gives val\.offsets\.bin .* 2 int64 .* 16"),
         (
-            lambda f: change(f, version=3),
-            "version 3 of the format, but this gridformer reads versions 1 and 2",
+            lambda f: change(f, val={"documents": 1}),
+            r"gives val\.idx \d+ bytes, but the index of 1 .* 62",
+        ),
+        (
+            lambda f: change(f, version=4),
+            "version 4 of the format, but this gridformer reads versions 1 to 3",
         ),
         (lambda f: change(f, dtype="int8", eos_id=-1), r"is damaged \(dtype: .*; eos_id: "),
     ],
@@ -130,11 +145,21 @@ def test_foreign_index(folder: Path, content: str) -> None:
         TokenFolder.open(folder)
 
 
-def test_offsets_of_another_file(folder: Path) -> None:
-    offsets = np.fromfile(folder / "val.offsets.bin", "<i8")
-    (offsets + 1).tofile(folder / "val.offsets.bin")
-    with pytest.raises(DataError, match=r"val\.offsets\.bin: runs from 1 to "):
+def test_borders_of_another_file(folder: Path) -> None:
+    n = TokenFolder.open(folder).val.n_documents
+    write_index(folder / "val.idx", np.dtype("<u2"), np.ones(n, dtype=np.int64))
+    with pytest.raises(DataError, match=rf"val\.idx: runs from 0 to {n}, expected 0 to"):
         TokenFolder.open(folder)
+
+
+def test_borders_that_leave_gaps(folder: Path) -> None:
+    lengths = np.array(Indexed.open(folder / "val.idx").lengths)
+    lengths[0] += 1
+    with (folder / "val.idx").open("r+b") as file:
+        file.seek(HEADER_BYTES)
+        file.write(lengths[:1].tobytes())
+    with pytest.raises(DataError, match=r"val\.idx: sequence 0 begins at byte 0 and has \d+ tok"):
+        TokenFolder.open(folder).check()
 
 
 def test_tokenizer_of_another_folder(folder: Path) -> None:
@@ -144,14 +169,43 @@ def test_tokenizer_of_another_folder(folder: Path) -> None:
         _ = TokenFolder.open(folder).tokenizer
 
 
-def test_folders_of_version_1_are_text(folder: Path) -> None:
+def as_older(folder: Path, version: int) -> None:
+    """Turn a folder into one of version 1 or 2, as earlier releases wrote it."""
     raw = json.loads((folder / "index.json").read_text())
-    for key in ("kind", "languages", "labels"):
-        del raw[key]
-    for source in raw["sources"]:
-        del source["parts"]
-    (folder / "index.json").write_text(json.dumps(raw | {"version": 1}))
-    assert TokenFolder.open(folder).kind == "text"
+    for split in ("train", "val"):
+        starts = np.asarray(Indexed.open(folder / f"{split}.idx").starts())
+        starts.astype("<i8").tofile(folder / f"{split}.offsets.bin")
+        (folder / f"{split}.idx").unlink()
+        raw[split]["offsets_bytes"] = (folder / f"{split}.offsets.bin").stat().st_size
+    del raw["columns"]
+    if version == 1:
+        for key in ("kind", "languages", "labels"):
+            del raw[key]
+        for source in raw["sources"]:
+            del source["parts"]
+    (folder / "index.json").write_text(json.dumps(raw | {"version": version}))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_older_folders_open(folder: Path, original: Path, version: int) -> None:
+    as_older(folder, version)
+    new, old = TokenFolder.open(original), TokenFolder.open(folder)
+    old.check()
+    assert old.kind == "text"
+    assert np.array_equal(new.val.offsets, old.val.offsets)
+    assert np.array_equal(new.val.document(1), old.val.document(1))
+    offsets = np.fromfile(folder / "val.offsets.bin", "<i8")
+    (offsets + 1).tofile(folder / "val.offsets.bin")
+    with pytest.raises(DataError, match=r"val\.offsets\.bin: runs from 1 to "):
+        TokenFolder.open(folder)
+
+
+def test_older_labels_open(labeled_folder: TokenFolder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(labeled_folder.path, tmp_path / "t"))
+    as_older(folder, 2)
+    labels = TokenFolder.open(folder).val.labels
+    assert labels is not None
+    assert np.array_equal(labels, np.fromfile(folder / "val.labels.bin", "<i4"))
 
 
 def test_labels_must_fit(labeled_folder: TokenFolder, tmp_path: Path) -> None:

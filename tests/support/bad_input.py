@@ -48,7 +48,7 @@ NAMES = [*["train"] * 9, "resume", *COMMANDS]
 OVERRIDDEN = ("train", "resume", "explain", "memory", "check", "predict")
 _TOKENS = (
     *("run.yaml", "tokens", "tokens/index.json", "tokens/tokenizer.json", "tokens/train.bin"),
-    *("tokens/train.offsets.bin", "tokens/val.bin", "tokens/val.offsets.bin"),
+    *("tokens/train.idx", "tokens/val.bin", "tokens/val.idx"),
 )
 _TRAINED = (
     *("trained", "trained/config.yaml", "trained/tokenizer.json", "trained/checkpoints"),

@@ -11,14 +11,7 @@ import hashlib
 from pathlib import Path
 
 from gridformer.config import Config
-from gridformer.data.tokenfolder import (
-    SPLITS,
-    TOKENIZER,
-    TokenFolder,
-    bin_name,
-    labels_name,
-    offsets_name,
-)
+from gridformer.data.tokenfolder import SPLITS, TOKENIZER, TokenFolder
 
 _BLOCKS = 16  # of one file
 _BLOCK_BYTES = 1 << 16
@@ -63,10 +56,9 @@ def fingerprint(folder: TokenFolder) -> Fingerprint:
         "end of text": index.eos_id,
     }
     for split in SPLITS:
-        entry = index.train if split == "train" else index.val
+        entry = index.entry(split)
         numbers |= {f"tokens of {split}": entry.tokens, f"documents of {split}": entry.documents}
-        names += [bin_name(split), offsets_name(split)]
-        names += [labels_name(split)] * (index.kind == "labeled")
+        names += index.files(split)
     return Fingerprint(numbers=numbers, hashes={n: _hash(folder.path / n) for n in names})
 
 

@@ -2,72 +2,90 @@
 
     index.json           describes the folder; written last, and without it the folder does not open
     tokenizer.json       the tokenizer, in the format of the tokenizers library
-    train.bin            token ids, little-endian uint16 (uint32 past 65536 tokens), documents one
+    train.bin            token ids, little-endian uint16 (int32 past 65536 tokens), documents one
                          after the other, each followed by the end-of-text token
-    train.offsets.bin    little-endian int64: the start of each document, and the end of the last
-    train.labels.bin     in labeled folders: little-endian int32, the label of each document
-    val.bin, val.offsets.bin, val.labels.bin
+    train.idx            where documents begin; both files are Megatron-LM's (see `indexed`)
+    train.NAME.bin       the column NAME, values of each document or token (see `columns`)
+    val.bin, val.idx, val.NAME.bin
 
-A corpus of a single document is split in two; only then train.bin does not end with the end-of-text
-token. In a folder of pairs, documents 2i and 2i + 1 of a split are the two texts of pair i.
+Labeled folders have the column labels. A corpus of a single document is split in two; only then
+train.bin does not end with the end-of-text token. In a folder of pairs, documents 2i and 2i + 1 of
+a split are the two texts of pair i.
+
+Versions 1 and 2 are read as well. Instead of train.idx they have train.offsets.bin, little-endian
+int64: the start of each document, and the end of the last. Past 65536 tokens their ids are uint32.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, Self, cast
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from gridformer.config import Config
+from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
+from gridformer.data.indexed import Indexed, index_bytes
 from gridformer.data.tokenizer import Tokenizer
+from gridformer.data.tokensplit import Offsets, TokenSplit
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import UnreadableError, exists, read_json
 
 FORMAT: Final = "gridformer-tokens"
-VERSION: Final = 2
+VERSION: Final = 3
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
-OFFSET_DTYPE = np.dtype("<i8")
-LABEL_DTYPE = np.dtype("<i4")
+_OFFSET_DTYPE = np.dtype("<i8")  # of versions 1 and 2
 _AT_A_TIME = 1 << 20  # documents that are compared at a time
 Kind = Literal["text", "pairs", "labeled"]
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
+COLUMN_NAME: Final = r"[a-z][a-z0-9_]*"
+_OWN_FILE = re.compile(
+    rf"{re.escape(INDEX)}|{re.escape(TOKENIZER)}|(train|val)\.(bin|idx|{COLUMN_NAME}\.bin)"
+)
+
+
+def is_own_file(name: str) -> bool:
+    """Returns whether a token folder of any version may contain a file of this name."""
+    return _OWN_FILE.fullmatch(name) is not None
 
 
 def bin_name(split: SplitName) -> str:
     return f"{split}.bin"
 
 
-def offsets_name(split: SplitName) -> str:
-    return f"{split}.offsets.bin"
+def column_name(split: SplitName, column: str) -> str:
+    return f"{split}.{column}.bin"
 
 
-def labels_name(split: SplitName) -> str:
-    return f"{split}.labels.bin"
+def borders_name(split: SplitName, version: int = VERSION) -> str:
+    """Returns the name of the file that says where documents begin."""
+    return f"{split}.idx" if version >= 3 else f"{split}.offsets.bin"
 
 
-_SPLIT_FILES = (bin_name, offsets_name, labels_name)
-FILES = frozenset({INDEX, TOKENIZER, *(name(split) for split in SPLITS for name in _SPLIT_FILES)})
+def token_dtype(vocab_size: int, version: int = VERSION) -> np.dtype[Any]:
+    """Returns the dtype of a token file: uint16 if every id of the vocabulary fits, else int32.
 
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Returns the dtype of a token file: uint16 if every id of the vocabulary fits, else uint32."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    Versions 1 and 2 have uint32 instead of int32.
+    """
+    if vocab_size <= 1 << 16:
+        return np.dtype("<u2")
+    return np.dtype("<i4" if version >= 3 else "<u4")
 
 
 class SplitEntry(Config):
-    """The size of one split: its tokens and documents, and the bytes of its two files."""
+    """The size of one split: its tokens and documents, and the bytes of their two files."""
 
     tokens: int = Field(ge=1)
     documents: int = Field(ge=1)
     bin_bytes: int = Field(ge=1)
-    offsets_bytes: int = Field(ge=1)
+    offsets_bytes: int = Field(ge=1, description="of the file that says where documents begin")
 
 
 class PartEntry(Config):
@@ -98,17 +116,21 @@ class TokenizerEntry(Config):
 class Index(Config):
     """The content of index.json.
 
-    Version 1 had neither kinds nor parts; its folders contain plain text.
+    Version 1 had neither kinds nor parts; its folders contain plain text. Versions 1 and 2 had no
+    columns but the labels of labeled folders.
     """
 
     format: Literal["gridformer-tokens"] = FORMAT
-    version: Literal[1, 2] = VERSION
+    version: Literal[1, 2, 3] = VERSION
     kind: Kind = "text"
     languages: tuple[str, str] | None = Field(
         default=None, description="the languages of a pair's two texts"
     )
     labels: tuple[str, ...] = Field(default=(), description="the name of each label number")
-    dtype: Literal["uint16", "uint32"]
+    columns: dict[Annotated[str, Field(pattern=f"^{COLUMN_NAME}$")], Column] = Field(
+        default_factory=dict, description="the columns of both splits by name"
+    )
+    dtype: Literal["uint16", "int32", "uint32"]
     vocab_size: int = Field(ge=1)
     eos_token: str
     eos_id: int = Field(ge=0)
@@ -120,81 +142,19 @@ class Index(Config):
     sources: tuple[SourceEntry, ...]
     skipped: dict[str, int]
 
-
-@dataclass(frozen=True)
-class TokenSplit:
-    """One split of a token folder, memory-mapped.
-
-    Document d is tokens[offsets[d] : offsets[d + 1]], its end-of-text token included.
-
-    Attributes:
-        name: The name of the split.
-        path: Its token file.
-        tokens: Token ids [n_tokens] in the folder's dtype.
-        offsets: Starts of documents, and the end of the last, [n_documents + 1] int64.
-        vocab_size: Ids are in [0, vocab_size).
-        labels: The labels of documents [n_documents] int32; None unless the folder is labeled.
-    """
-
-    name: str
-    path: Path
-    tokens: NDArray[Any]
-    offsets: NDArray[np.int64]
-    vocab_size: int
-    labels: NDArray[np.int32] | None = None
-
     @property
-    def n_tokens(self) -> int:
-        return len(self.tokens)
+    def all_columns(self) -> dict[str, Column]:
+        """The columns, with the labels that versions 1 and 2 do not list."""
+        implied = self.version < 3 and self.kind == "labeled"
+        return {**self.columns, LABELS: LABEL_COLUMN} if implied else self.columns
 
-    @property
-    def n_documents(self) -> int:
-        return len(self.offsets) - 1
+    def entry(self, split: SplitName) -> SplitEntry:
+        return self.train if split == "train" else self.val
 
-    def document_length(self, number: int) -> int:
-        """Returns the number of tokens of a document, its end-of-text token included."""
-        return int(self.offsets[number + 1] - self.offsets[number])
-
-    def document(self, number: int) -> NDArray[np.int64]:
-        """Returns the token ids [length] int64 of one document.
-
-        Raises:
-            IndexError: There is no document with that number.
-            DataError: The file is damaged; see `window`.
-        """
-        if not 0 <= number < self.n_documents:
-            raise IndexError(f"{self.path} has documents 0 to {self.n_documents - 1}, not {number}")
-        return self.window(int(self.offsets[number]), int(self.offsets[number + 1]))
-
-    def window(self, start: int, end: int) -> NDArray[np.int64]:
-        """Returns tokens `start` to `end` of the split, across documents: [end - start] int64.
-
-        Raises:
-            DataError: An id is outside the vocabulary, which happens only in a damaged file.
-        """
-        ids = self.tokens[start:end].astype(np.int64)
-        if ids.size and (largest := int(ids.max())) >= self.vocab_size:
-            raise DataError(
-                f"{self.path}: contains token {largest} outside the vocabulary of "
-                f"{self.vocab_size}: the file is damaged, so prepare the folder again"
-            )
-        return ids
-
-    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Returns `length` tokens from each of `starts` on, [len(starts), length] int64.
-
-        It is faster than as many calls of `window`, and it does not hold Python's lock while it
-        copies.
-
-        Raises:
-            DataError: The file is damaged; see `window`.
-        """
-        every = np.lib.stride_tricks.sliding_window_view(np.asarray(self.tokens), length)
-        ids = every[starts]
-        if ids.size and int(ids.max()) >= self.vocab_size:
-            damaged = int(starts[(ids >= self.vocab_size).any(axis=1).argmax()])
-            self.window(damaged, damaged + length)  # raises
-        return ids.astype(np.int64)
+    def files(self, split: SplitName) -> tuple[str, ...]:
+        """The names of a split's files."""
+        columns = (column_name(split, column) for column in self.all_columns)
+        return bin_name(split), borders_name(split, self.version), *columns
 
 
 @dataclass(frozen=True)
@@ -252,7 +212,7 @@ class TokenFolder:
         """
         path = Path(path)
         index = read_index(path)
-        dtype = token_dtype(index.vocab_size)
+        dtype = token_dtype(index.vocab_size, index.version)
         if dtype.name != index.dtype:
             raise DataError(
                 f"{path / INDEX}: says {index.dtype}, but a vocabulary of {index.vocab_size} is "
@@ -276,8 +236,8 @@ class TokenFolder:
             DataError: The tokenizer is damaged, or the documents of a split do not follow one
                 another.
         """
-        for split in (self.train, self.val):
-            _check_offsets(self.path, split)
+        for name, split in zip(SPLITS, (self.train, self.val)):
+            _check_borders(split, self.path / borders_name(name, self.index.version))
         self.tokenizer  # noqa: B018 (reading it is the check)
 
 
@@ -316,10 +276,10 @@ def read_index(path: Path) -> Index:
             f'{file}: is not the index of a token folder ("format" is not "{FORMAT}"); write one '
             f"with gridformer prepare SOURCE --out FOLDER"
         )
-    if raw.get("version") not in (1, VERSION):
+    if raw.get("version") not in range(1, VERSION + 1):
         raise DataError(
             f"{file}: has version {raw.get('version')} of the format, but this gridformer reads "
-            f"versions 1 and {VERSION}: {_again(path)}"
+            f"versions 1 to {VERSION}: {_again(path)}"
         )
     try:
         return Index.model_validate(raw)
@@ -330,14 +290,21 @@ def read_index(path: Path) -> Index:
 
 
 def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any]) -> TokenSplit:
-    entry = index.train if name == "train" else index.val
-    tokens_file, offsets_file = path / bin_name(name), path / offsets_name(name)
-    ids, starts = f"{entry.tokens} tokens of {dtype.name}", f"{entry.documents + 1} int64 offsets"
-    bin_bytes = entry.tokens * dtype.itemsize
-    offsets_bytes = (entry.documents + 1) * OFFSET_DTYPE.itemsize
+    entry = index.entry(name)
+    n = entry.documents
+    tokens_file, borders_file = path / bin_name(name), path / borders_name(name, index.version)
+    if index.version < 3:
+        borders, borders_bytes = f"{n + 1} int64 offsets", (n + 1) * _OFFSET_DTYPE.itemsize
+    else:
+        borders, borders_bytes = f"the index of {n} documents", index_bytes(n)
     for file, recorded, expected, why in (
-        (tokens_file, entry.bin_bytes, bin_bytes, ids),
-        (offsets_file, entry.offsets_bytes, offsets_bytes, starts),
+        (
+            tokens_file,
+            entry.bin_bytes,
+            entry.tokens * dtype.itemsize,
+            f"{entry.tokens} tokens of {dtype.name}",
+        ),
+        (borders_file, entry.offsets_bytes, borders_bytes, borders),
     ):
         if recorded != expected:
             raise DataError(
@@ -345,47 +312,71 @@ def _open_split(path: Path, name: SplitName, index: Index, dtype: np.dtype[Any])
                 f"{_again(path)}"
             )
         _check_size(file, expected, why)
-    tokens = np.memmap(tokens_file, dtype=dtype, mode="r")
-    offsets = np.memmap(offsets_file, dtype=OFFSET_DTYPE, mode="r")
-    if offsets[0] != 0 or offsets[-1] != entry.tokens:
+    if index.kind == "pairs" and n % 2:
         raise DataError(
-            f"{offsets_file}: runs from {offsets[0]} to {offsets[-1]}, expected 0 to "
+            f"{path / INDEX}: gives {name} {n} documents, which make no pairs, since their number "
+            f"is odd: {_again(path)}"
+        )
+    tokens = np.memmap(tokens_file, dtype=dtype, mode="r")
+    offsets = _open_borders(borders_file, entry, dtype)
+    if offsets[0] != 0 or offsets[n] != entry.tokens:
+        raise DataError(
+            f"{borders_file}: runs from {offsets[0]} to {offsets[n]}, expected 0 to "
             f"{entry.tokens}: {_again(path)}"
         )
-    if index.kind == "pairs" and entry.documents % 2:
+    columns = {key: _open_column(path, name, index, key) for key in index.all_columns}
+    return TokenSplit(name, tokens_file, tokens, offsets, index.vocab_size, columns)
+
+
+def _open_borders(file: Path, entry: SplitEntry, dtype: np.dtype[Any]) -> Offsets:
+    if file.suffix != ".idx":
+        return np.memmap(file, dtype=_OFFSET_DTYPE, mode="r")
+    try:
+        indexed = Indexed.open(file)
+    except DataError as error:
+        raise DataError(f"{error}: {_again(file.parent)}") from None
+    if (indexed.dtype, indexed.n_documents) != (dtype, entry.documents):
         raise DataError(
-            f"{path / INDEX}: gives {name} {entry.documents} documents, which make no pairs, since "
-            f"their number is odd: {_again(path)}"
+            f"{file}: describes {indexed.n_documents} documents of {indexed.dtype.name}, but "
+            f"{INDEX} {entry.documents} of {dtype.name}: {_again(file.parent)}"
         )
-    labels = _open_labels(path, name, index, entry) if index.kind == "labeled" else None
-    return TokenSplit(name, tokens_file, tokens, offsets, index.vocab_size, labels)
+    return indexed.starts()
 
 
-def _open_labels(path: Path, name: SplitName, index: Index, entry: SplitEntry) -> NDArray[np.int32]:
-    file = path / labels_name(name)
-    expected = entry.documents * LABEL_DTYPE.itemsize
-    _check_size(file, expected, f"{entry.documents} int32 labels")
-    labels = np.memmap(file, dtype=LABEL_DTYPE, mode="r")
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= len(index.labels):
-        raise DataError(
-            f"{file}: has labels {low} to {high}, but {INDEX} names {len(index.labels)}: "
-            f"{_again(path)}"
-        )
-    return labels
+def _open_column(path: Path, split: SplitName, index: Index, name: str) -> NDArray[Any]:
+    column, entry = index.all_columns[name], index.entry(split)
+    file = path / column_name(split, name)
+    rows = entry.documents if column.per == "document" else entry.tokens
+    what = "labels" if name == LABELS else f"values of each of {rows} {column.per}s"
+    why = f"{rows if name == LABELS else column.width} {column.dtype} {what}"
+    _check_size(file, rows * column.item_bytes, why)
+    shape = (rows,) if column.width == 1 else (rows, column.width)
+    values: NDArray[Any] = np.memmap(file, dtype=column.item, mode="r", shape=shape)
+    if name == LABELS:
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= len(index.labels):
+            raise DataError(
+                f"{file}: has labels {low} to {high}, but {INDEX} names {len(index.labels)}: "
+                f"{_again(path)}"
+            )
+    return values
 
 
-def _check_offsets(path: Path, split: TokenSplit) -> None:
+def _check_borders(split: TokenSplit, file: Path) -> None:
     """Every document has at least its end-of-text token, so each starts after the one before."""
+    if file.suffix == ".idx":
+        try:
+            Indexed.open(file).check()
+        except DataError as error:
+            raise DataError(f"{error}: {_again(file.parent)}") from None
     for begin in range(0, split.n_documents, _AT_A_TIME):
         some = np.asarray(split.offsets[begin : begin + _AT_A_TIME + 1])
         wrong = some[1:] <= some[:-1]
         if wrong.any():
             number = begin + int(wrong.argmax())
             raise DataError(
-                f"{path / offsets_name(cast(SplitName, split.name))}: document {number} runs from "
-                f"token {split.offsets[number]} to {split.offsets[number + 1]}, so the file is "
-                f"damaged: {_again(path)}"
+                f"{file}: document {number} runs from token {split.offsets[number]} to "
+                f"{split.offsets[number + 1]}, so the file is damaged: {_again(file.parent)}"
             )
 
 

@@ -97,7 +97,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     import tokenizers
     from tokenizers import models
 
-    for size, dtype in ((1 << 16, "uint16"), ((1 << 16) + 1, "uint32")):
+    for size, dtype in ((1 << 16, "uint16"), ((1 << 16) + 1, "int32")):
         vocab = {f"w{i}": i for i in range(size - 1)} | {"</s>": size - 1}
         backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
         wide = Tokenizer(backend, "words")

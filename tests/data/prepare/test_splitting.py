@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gridformer.data.prepare import splitting
+from gridformer.data.columns import Column
+from gridformer.data.indexed import Indexed
+from gridformer.data.prepare import growing
 from gridformer.data.prepare.splitting import SplitWriter, split_of
 from gridformer.data.tokenfolder import SPLITS, Kind
 from gridformer.utils.errors import DataError
@@ -31,7 +33,7 @@ def write(
     out: dict[str, list[list[int]]] = {}
     for split, entry in entries.items():
         tokens = np.fromfile(folder / f"{split}.bin", "<u2").tolist()
-        offsets = np.fromfile(folder / f"{split}.offsets.bin", "<i8").tolist()
+        offsets = Indexed.open(folder / f"{split}.idx").starts()[:].tolist()
         assert offsets[0] == 0
         assert offsets[-1] == len(tokens) == entry.tokens
         assert entry.documents == len(offsets) - 1 >= 1
@@ -81,7 +83,7 @@ def test_a_single_document_is_cut_by_position(
 
 
 def test_long_moves_go_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "_COPY_TOKENS", 7)
+    monkeypatch.setattr(growing, "_COPY_TOKENS", 7)
     documents = [[i % 9] * length for i, length in enumerate([100, 40, 60, 80])]
     seed = next(s for s in range(99) if all(split_of(s, d, 0.01) == "train" for d in range(4)))
     got = write(tmp_path, documents, seed, 0.01)
@@ -130,7 +132,7 @@ def test_pairs_stay_together(
     found = []
     for split in SPLITS:
         tokens = np.fromfile(folder / f"{split}.bin", "<u2")
-        offsets = np.fromfile(folder / f"{split}.offsets.bin", "<i8")
+        offsets = Indexed.open(folder / f"{split}.idx").starts()[:].tolist()
         texts = [tokens[a : b - 1].tolist() for a, b in pairwise(offsets)]
         assert len(texts) == entries[split].documents >= 2
         found += list(zip(texts[::2], texts[1::2], strict=True))
@@ -181,3 +183,55 @@ def test_labels_that_are_none(tmp_path: Path) -> None:
             writer.append([1], True, f"id-{number}")
         with pytest.raises(DataError, match=r"more than 10,000 different labels, .*--label-key"):
             writer.append([1], True, "one more")
+
+
+@settings(max_examples=60)
+@given(documents=bodies, seed=st.integers(0, 99), fraction=fractions)
+def test_columns_stay_with_their_documents_and_tokens(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[int]],
+    seed: int,
+    fraction: float,
+) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    columns = {
+        "number": Column(dtype="int32", width=2),
+        "twice": Column(per="token", dtype="int16"),
+    }
+    with SplitWriter(folder, np.dtype("<u2"), EOS, seed, fraction, columns=columns) as writer:
+        for number, body in enumerate(documents):
+            twice = [2 * i for i in body]
+            writer.append(body[:2], False, values={"twice": twice[:2]})
+            last = {"number": [number, -1], "twice": twice[2:] + [7] * (number % 2)}
+            writer.append(body[2:], True, values=last)
+        entries = writer.finish()
+    seen = set()
+    for split, entry in entries.items():
+        tokens = np.fromfile(folder / f"{split}.bin", "<u2").tolist()
+        twice = np.fromfile(folder / f"{split}.twice.bin", "<i2").tolist()
+        numbers = np.fromfile(folder / f"{split}.number.bin", "<i4").reshape(-1, 2).tolist()
+        starts = Indexed.open(folder / f"{split}.idx").starts()[:].tolist()
+        assert len(numbers) == entry.documents
+        for (number, filler), (a, b) in zip(numbers, pairwise(starts), strict=True):
+            body = documents[number]
+            assert filler == -1
+            assert tokens[a:b] == [*body, EOS]
+            assert twice[a:b] == [2 * i for i in body] + [7 * (number % 2)]
+            seen.add(number)
+    assert seen == set(range(len(documents)))
+
+
+def test_values_that_do_not_fit_their_column(tmp_path: Path) -> None:
+    columns = {"small": Column(dtype="int8"), "marks": Column(per="token", dtype="uint8")}
+    good = {"small": 1, "marks": [1, 0]}
+    with SplitWriter(tmp_path, np.dtype("<u2"), EOS, 0, 0.1, columns=columns) as writer:
+        writer.append([1, 2], True, values=good)
+        for wrong, said in (
+            ({"small": 128}, "column small of document 1: values 128 to 128 do not fit int8"),
+            ({"small": [1, 2]}, "column small of document 1: 2 values, but 1 times 1"),
+            ({"marks": [1, 0, 1, 1]}, "column marks of document 1: 4 values, but 3 times 1"),
+        ):
+            with pytest.raises(DataError, match=said):
+                writer.append([1, 2], True, values=good | wrong)
+        with pytest.raises(DataError, match="column small of document 1: no values, and each doc"):
+            writer.append([1, 2], True, values={"marks": [1, 0]})

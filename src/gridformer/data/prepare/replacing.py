@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from gridformer.data.tokenfolder import FILES, INDEX, is_token_folder
+from gridformer.data.tokenfolder import INDEX, is_own_file, is_token_folder
 from gridformer.utils.errors import UserError
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
 
@@ -28,7 +28,7 @@ def check_free(out: Path, overwrite: bool) -> None:
     present = {path.name for path in out.iterdir()}
     if not present:
         return
-    if foreign := sorted(present - FILES):
+    if foreign := sorted(name for name in present if not is_own_file(name)):
         raise UserError(
             f"{out}: holds {', '.join(foreign[:3])}, which prepare did not write, so it is not "
             f"replaced; choose another --out"
