@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.config import TrainConfig, parse_run
+from gridformer.config import TrainConfig, load_run, parse_run
+from gridformer.config.reading import configs_dir
 from gridformer.train.schedules import learning_rate
 from gridformer.utils.errors import ConfigError
 from tests.support.reference.shared import transformers
@@ -104,3 +105,11 @@ def test_schedules_that_do_not_fit_are_refused_with_values_that_work() -> None:
     problem = refusal(lr_schedule="inverse_sqrt", update="in_backward")
     assert "lr_schedule" in problem
     assert "clip_by" in problem
+
+
+def test_wmt14_has_the_rates_of_the_original_transformer() -> None:
+    """Equation 3 of Vaswani et al. 2017 with d_model = 512, to the digits of the run file."""
+    train = load_run(configs_dir() / "runs" / "wmt14-en-de.yaml").train
+    for step in (1, 2, 3999, 4000, 4001, 50_000, 100_000):
+        want = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
+        assert learning_rate(step - 1, train) == pytest.approx(want, rel=1e-6)

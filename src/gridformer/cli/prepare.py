@@ -49,6 +49,14 @@ def prepare(
             "such as en,de.",
         ),
     ] = None,
+    pair_files: Annotated[
+        bool,
+        typer.Option(
+            "--pair-files",
+            help="Read each two sources as pairs: line i of the second file, such as train.de, "
+            "translates line i of the first, such as train.en.",
+        ),
+    ] = False,
     label_key: Annotated[
         str | None,
         typer.Option(
@@ -119,6 +127,7 @@ def prepare(
                 pair_keys=_two_keys(pair_keys),
                 label_key=label_key,
                 labels_from_folders=labels_from_folders,
+                pair_files=pair_files,
             ),
             out,
             tokenizer=Tokenizer.load(tokenizer) if tokenizer else None,

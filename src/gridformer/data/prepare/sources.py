@@ -20,6 +20,7 @@ from typing import Protocol
 from gridformer.data.prepare import hf
 from gridformer.data.prepare.files import DEFAULT_SUFFIXES, RECORDS, TABLES, file_pieces
 from gridformer.data.prepare.gettext import PREFIX, catalog_source
+from gridformer.data.prepare.parallel_files import parallel_files
 from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.text_chunks import Piece, labeled
 from gridformer.data.tokenfolder import Kind, PartEntry
@@ -128,6 +129,7 @@ def open_sources(
     pair_keys: tuple[str, str] | None = None,
     label_key: str | None = None,
     labels_from_folders: bool = False,
+    pair_files: bool = False,
 ) -> list[Source]:
     """Finds out what each SOURCE is, without reading its documents.
 
@@ -140,6 +142,7 @@ def open_sources(
         pair_keys: The keys of a pair's two texts in JSON lines and tables.
         label_key: The key of the label in JSON lines and tables.
         labels_from_folders: Whether the label of a file is the name of its folder.
+        pair_files: Whether each two sources are a text file and its translation, line by line.
 
     Raises:
         UserError: A source does not exist, is of another kind than the others, or an option does
@@ -152,10 +155,16 @@ def open_sources(
         "--pair-keys": pair_keys,
         "--label-key": label_key,
         "--labels-from-folders": labels_from_folders,
+        "--pair-files": pair_files,
     }
     used = [option for option, value in ways.items() if value]
     if len(used) > 1:
         raise UserError(f"{' and '.join(used)} exclude each other: keep one of them")
+    if pair_files:
+        found = parallel_files(specs)
+        for one in found[1:]:
+            _check_same(found[0], one)
+        return [*found]
     fields = Fields(text_key, pair_keys, label_key)
     usual = DEFAULT_SUFFIXES if fields.kind == "text" else RECORDS
     wanted = tuple(s if s.startswith(".") else f".{s}" for s in suffixes) or usual

@@ -1,0 +1,67 @@
+"""Two files whose lines translate one another become pairs."""
+
+from __future__ import annotations
+
+import gzip
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.sources import open_sources
+from gridformer.utils.errors import DataError, UserError
+from tests.support.data import documents, texts
+
+
+def written(folder: Path, name: str, lines: list[str]) -> str:
+    path = folder / name
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return str(path)
+
+
+def test_lines_are_pairs(tmp_path: Path) -> None:
+    # U+2028 ends a line for str.splitlines, and must not move all lines after it.
+    one = written(tmp_path, "train.en", ["\ufeffa cat", "two \u2028 lines", "", "no German", "end"])
+    other = written(tmp_path, "train.de.gz", ["eine Katze", "zwei Zeilen", "leer", "", "Ende"])
+    (source,) = open_sources([one, other], pair_files=True)
+    assert (source.kind, source.languages) == ("pairs", ("en", "de"))
+    assert source.n_bytes is None
+    skipped: Counter[str] = Counter()
+    list(source.pieces(skipped))
+    assert sum(skipped.values()) == 2
+    want = ["a cat", "eine Katze", "two \u2028 lines", "zwei Zeilen", "end", "Ende"]
+    assert texts([source]) == want
+    assert sorted(piece.text for piece in source.sample() if piece.text) == sorted(
+        [*want, "leer", "no German"]
+    )
+
+
+def test_they_make_a_folder_of_pairs(tmp_path: Path) -> None:
+    lines = [f"sentence number {i}" for i in range(20)]
+    one = written(tmp_path, "a.en", lines)
+    other = written(tmp_path, "a.up", [line.upper() for line in lines])
+    sources = open_sources([one, other], pair_files=True)
+    folder = prepare_corpus(sources, tmp_path / "pairs", vocab_size=280, val_fraction=0.2)
+    assert (folder.kind, folder.index.languages) == ("pairs", ("en", "up"))
+    for found in documents(folder).values():
+        assert [text.upper() for text in found[::2]] == found[1::2]
+    assert sum(map(len, documents(folder).values())) == 40
+
+
+def test_what_cannot_be_pairs_is_refused(tmp_path: Path) -> None:
+    one = written(tmp_path, "a.en", ["x", "y"])
+    other = written(tmp_path, "a.de", ["x", "y", "z"])
+    (source,) = open_sources([one, other], pair_files=True)
+    with pytest.raises(DataError, match=r"a\.en: ends after 2 lines, but .*a\.de has more"):
+        list(source.pieces(Counter()))
+    for specs, said in (
+        ([one], "there are 1 sources: write, for instance, train.en train.de"),
+        ([one, one], "does not translate itself"),
+        ([one, str(tmp_path)], "no such file, and --pair-files reads"),
+    ):
+        with pytest.raises(UserError, match=said):
+            open_sources(specs, pair_files=True)
+    with pytest.raises(UserError, match="--pair-keys and --pair-files exclude each other"):
+        open_sources([one, other], pair_files=True, pair_keys=("en", "de"))
