@@ -15,6 +15,7 @@ from gridformer import comm
 from gridformer.checkpoint import checkpoint, weights
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.saver import Saver
+from gridformer.checkpoint.snapshot import saves_meanwhile
 from gridformer.comm import progress
 from gridformer.data import Batches, Restarted, TokenFolder, open_batches
 from gridformer.data.samples.order import Rows
@@ -87,6 +88,8 @@ class Trainer:
             self.recovery.done = self._load(plan.resume, verified).divergences
             self.stepper.train = self.recovery.present
         self.saver = Saver(plan.out, run, self.axes, self.stop.hold, self.stop.release)
+        if saves_meanwhile(run.train):
+            self.saver.reserve(checkpoint.parameters_of(self.model))
         if world.rank == 0:
             self.saver.sweep()
         self.journal.begin(plan, folder.train.n_tokens, self.batches)
