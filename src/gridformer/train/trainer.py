@@ -18,18 +18,17 @@ from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.snapshot import saves_meanwhile
 from gridformer.comm import progress
 from gridformer.data import Batches, Restarted, TokenFolder, open_batches
-from gridformer.data.samples.order import Rows
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import World
 from gridformer.mesh.rendezvous import store_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
-from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.train.compile import compile_model
 from gridformer.train.diagnosis import diagnose
 from gridformer.train.divergence import Recovery
 from gridformer.train.ending import Ending, StepDropped
+from gridformer.train.evaluation import Evaluator, Measure, ValidationSet
 from gridformer.train.flops import Utilization
 from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
@@ -38,7 +37,6 @@ from gridformer.train.resuming import intact
 from gridformer.train.step import ReadRows, StartedStep, Stepper
 from gridformer.train.trace import StepTrace
 from gridformer.train.under_way import Ended, StepsUnderWay, lag_of
-from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
 from gridformer.utils.signals import install
 from gridformer.utils.units import GIB
@@ -52,9 +50,10 @@ class Trainer:
     Args:
         plan: The checked run.
         world: The processes of the run.
+        measures: What evaluations measure besides the losses.
     """
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: Plan, world: World, measures: Sequence[Measure] = ()) -> None:
         run = plan.run
         self.plan, self.run, self.world = plan, run, world
         self.stop = install()
@@ -65,7 +64,6 @@ class Trainer:
         plan = self.plan
         folder = TokenFolder.open(run.data.path)
         self.batches = Restarted(open_batches(run, folder, "train"), plan.data_start)
-        self.held_out = open_batches(run, folder, "val")
         self.model = build_parallel(
             run.model,
             run.layout,
@@ -78,6 +76,11 @@ class Trainer:
         if run.train.compile:
             compile_model(self.model)
         self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
+        numbers = range(run.train.eval_batches)
+        held_out = ValidationSet("", open_batches(run, folder, "val"), numbers)
+        self.evaluate = Evaluator(
+            self.stepper, [held_out], world.device, measures, run.train.sanity_checks
+        )
         self.utilization = Utilization.of(run, world.device, self.model.recompute.stops_early)
         self.under_way = StepsUnderWay(lag_of(run.train, world.device))
         self.tokens = 0
@@ -122,7 +125,7 @@ class Trainer:
             at_end.callback(self._finish_saves)
             if step == 0:
                 with suppress(StepDropped):
-                    self.journal.metrics({"step": 0, "tokens": 0, **self._evaluate()})
+                    self.journal.metrics({"step": 0, "tokens": 0, **self._evaluate(0)})
             while step < train.steps and not told:
                 if self.ending.begins("step", self.stepper.micro_batches):
                     break
@@ -138,7 +141,7 @@ class Trainer:
                     continue
                 if not told and self._evaluates_after(step):
                     with suppress(StepDropped):  # the next border ends the run
-                        metrics |= self._evaluate() | self._peak_memory()
+                        metrics |= self._evaluate(step) | self._peak_memory()
                 self.journal.metrics(metrics)
                 self.journal.state("training", metrics["step"], metrics.get("loss"))
                 if self._saves_after(step):
@@ -310,24 +313,9 @@ class Trainer:
         self.journal.traced(path, idle)
         return started
 
-    def _evaluate(self) -> dict[str, float]:
-        """Returns `val_loss`, and its parts if there are several losses."""
-        if self.run.train.sanity_checks:
-            assert_copies_equal(self.model, self.axes)
+    def _evaluate(self, step: int) -> dict[str, float]:
         self.journal.state("evaluating")
-        numbers = range(self.run.train.eval_batches)
-        if self.ending.begins("evaluation", len(numbers)):
-            raise StepDropped
-        with self._loader(self.held_out, numbers) as ahead:
-
-            def read(number: int, rows: Rows) -> Batch:
-                if number:
-                    self.ending.drop_at(number)
-                return ahead.read(number, rows)
-
-            found = self.stepper.evaluate([partial(read, number) for number in numbers])
-        self.ending.ended()
-        return {"val_loss": found.loss, **_parts("val_loss", found.losses)}
+        return self.evaluate(step, self.ending)
 
     def _peak_memory(self) -> dict[str, float]:
         """Returns the most memory that the tensors of any process have taken on its GPU."""
