@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gridformer.config import RunConfig
+from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.data.samples.batches import open_batches, special_ids
 from gridformer.data.samples.spans import SHORTEST_SOURCE, target_length
 from gridformer.data.tokenfolder import SPLITS, TokenFolder
@@ -64,6 +64,8 @@ def resolve(run: RunConfig, folder: TokenFolder) -> RunConfig:
 
 def _kind_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
     path, family = run.data.path, run.model.family
+    if run.task in FINE_TUNING:
+        return _example_problems(run, folder)
     if run.task == "pairs" and folder.kind != "pairs":
         other = ", or use data.task=spans for text" if family == "t5" else ""
         return [
@@ -86,9 +88,13 @@ def _kind_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
     return []
 
 
+def _example_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
+    return [f"{run.data.path} has no examples for data.task={run.task}"]
+
+
 def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
     model, n_labels = run.model, run.model.n_labels
-    if not n_labels:
+    if not n_labels or run.task in FINE_TUNING:
         return []
     problems = []
     found = len(folder.index.labels)
