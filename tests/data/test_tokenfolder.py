@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gridformer.data import BatchSampler, TokenFolder, Tokenizer
+from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.indexed import HEADER_BYTES, Indexed, write_index
 from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.samples.windows import WindowSamples
 from gridformer.utils.errors import DataError
 from tests.support.data import listed, sentences
 
@@ -55,10 +56,10 @@ def test_opened(folder: Path) -> None:
 
 def test_sampled(folder: Path) -> None:
     train = TokenFolder.open(folder).train
-    batch = BatchSampler(train, 8, 4, sequential=True).batch(1)
+    batch = WindowSamples(train, 8).together(np.arange(4, 8))
     flat = np.asarray(train.tokens[32:65])
-    assert np.array_equal(batch[:, :-1].ravel(), flat[:-1])
-    assert np.array_equal(batch[:, 1:].ravel(), flat[1:])
+    assert np.array_equal(batch["tokens"].ravel(), flat[:-1])
+    assert np.array_equal(batch["targets"].ravel(), flat[1:])
 
 
 def test_missing_folder_names_the_command(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from gridformer.data.samples.batches import CausalBatches
 from gridformer.data.samples.order import Rows
-from gridformer.data.samples.samples import Arrays
+from gridformer.data.samples.samples import Arrays, Dealt
 from gridformer.train.heartbeat import health_of
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
@@ -24,17 +23,17 @@ from tests.support.multirank.runs import plan_of, train
 def reading(plan: Plan, damaged: int = -1) -> tuple[list[int], list[int], list[str]]:
     """Run one rank; return the training and validation batches it made, and an error's frames."""
     made: dict[str, list[int]] = {"train": [], "val": []}
-    whole = CausalBatches.batch
+    whole = Dealt.batch
 
-    def batch(self: CausalBatches, step: int, rows: Rows | None = None) -> Arrays:
-        name = self.windows.split.name
+    def batch(self: Dealt, step: int, rows: Rows | None = None) -> Arrays:
+        name = self.purpose.partition("/")[2]
         made[name].append(step)
         if (name, step) == ("train", damaged):
             raise DataError("a damaged file")
         return whole(self, step, rows)
 
     frames: list[str] = []
-    with patch.object(CausalBatches, "batch", batch):
+    with patch.object(Dealt, "batch", batch):
         try:
             train(plan)
         except DataError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.config import RunConfig
+from gridformer.config.mixture import whole_weights
 from gridformer.data.fingerprint import Fingerprint
 from gridformer.utils.errors import CheckpointError
 
@@ -91,15 +92,61 @@ def _of_data(manifest: Manifest, run: RunConfig, data: Fingerprint | None) -> li
 
     The same data may have moved to another path.
     """
-    found = _differences(manifest.run, run.model_dump(mode="json"), _OF_DATA)
-    path, there = str(run.data.path), manifest.run["data"]["path"]
+    here = run.model_dump(mode="json")
+    found = _differences(manifest.run, here, _OF_DATA)
+    there = manifest.run["data"]
     if data is not None and manifest.data is not None:
         changed = data.differences(manifest.data)
         if changed:
-            found.append(f"data.path={path} has other data: {', '.join(changed)}")
-    elif os.path.abspath(path) != os.path.abspath(there):
-        found.append(f"data.path is {path}, there {there}")
-    return found
+            where = "data.sources" if run.data.sources else f"data.path={run.data.path}"
+            found.append(f"{where} has other data: {', '.join(changed)}")
+    else:
+        for (key, path), (_, before) in zip(_paths(here["data"]), _paths(there)):
+            if os.path.abspath(path) != os.path.abspath(before):
+                found.append(f"{key} is {path}, there {before}")
+    return found + _other_weights(here["data"], there, manifest.step)
+
+
+def _paths(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the folders that a `data` section names, each with its key."""
+    sources = data.get("sources") or ()
+    return [(f"data.sources.{one['name']}", one["path"]) for one in sources] or [
+        ("data.path", data["path"])
+    ]
+
+
+def _other_weights(here: Mapping[str, Any], there: Mapping[str, Any], step: int) -> list[str]:
+    """Returns how the weights of sources differ in the first `step` steps.
+
+    Those of later steps may change: what has been read stays the same.
+    """
+    stages, before = _weights(here, step), _weights(there, step)
+    if [(first, _relative(weights)) for first, weights in stages] == [
+        (first, _relative(weights)) for first, weights in before
+    ]:
+        return []
+    words, other = (
+        " and ".join(f"{weights} from step {first} on" for first, weights in one) or "none"
+        for one in (stages, before)
+    )
+    return [f"the weights of data.sources up to step {step} are {words}, there {other}"]
+
+
+def _weights(data: Mapping[str, Any], step: int) -> list[tuple[int, dict[str, float]]]:
+    """Returns the weights that held in the first `step` steps, with the steps they began at."""
+    sources = data.get("sources") or ()
+    if not sources:
+        return []
+    own = {one["name"]: one["weight"] for one in sources}
+    later = [
+        (stage["from_step"], {name: stage["weights"].get(name, 0.0) for name in own})
+        for stage in data.get("stages") or ()
+    ]
+    return [(1, own), *(stage for stage in later if stage[0] <= step)]
+
+
+def _relative(weights: Mapping[str, float]) -> dict[str, int]:
+    return dict(zip(weights, whole_weights([*weights.values()])))
 
 
 def _differences(

@@ -1,26 +1,35 @@
 """From text to batches: sources -> pieces -> tokenizer -> token folder -> samples -> batches.
 
-`prepare_corpus` writes a token folder, `TokenFolder.open` opens it, `resolve` completes a run's
-config from it, and `open_batches` opens the run's batches.
+`prepare_corpus` writes a token folder, `RunData.open` opens those of a run, `resolve` completes the
+run's config from them, and `open_training` and `open_validation` open its batches.
 """
 
+from gridformer.data.opened import RunData
 from gridformer.data.resolve import resolve
-from gridformer.data.samples.batches import open_batches, special_ids
-from gridformer.data.samples.sampler import BatchSampler
+from gridformer.data.samples.batches import (
+    open_batches,
+    open_samples,
+    open_training,
+    open_validation,
+    special_ids,
+)
 from gridformer.data.samples.samples import Batches, Restarted
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 
 __all__ = [
-    "BatchSampler",
     "Batches",
     "Restarted",
+    "RunData",
     "SpecialIds",
     "TokenFolder",
     "TokenSplit",
     "Tokenizer",
     "open_batches",
+    "open_samples",
+    "open_training",
+    "open_validation",
     "resolve",
     "special_ids",
 ]

@@ -1,6 +1,6 @@
-"""A fingerprint of a token folder, by which a run notices that its data has changed.
+"""Fingerprints of token folders, by which a run notices that its data has changed.
 
-It does not depend on where the folder is. Numbers are compared exactly, tokenizers by their whole
+They do not depend on where the folders are. Numbers are compared exactly, tokenizers by their whole
 content, and large files by their size and by blocks of them, so it takes a fraction of a second
 for any folder. A change of a few tokens between two blocks is therefore not noticed.
 """
@@ -8,10 +8,15 @@ for any folder. A change of a few tokens between two blocks is therefore not not
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
+
+from pydantic import Field
 
 from gridformer.config import Config
-from gridformer.data.tokenfolder import SPLITS, TOKENIZER, TokenFolder
+from gridformer.data.opened import RunData
+from gridformer.data.tokenfolder import SPLITS, TOKENIZER, SplitName, TokenFolder
 
 _BLOCKS = 16  # of one file
 _BLOCK_BYTES = 1 << 16
@@ -23,13 +28,38 @@ class Fingerprint(Config):
     Attributes:
         numbers: Sizes and the other entries of the index that matter for training, by name.
         hashes: For each file, a hash of its blocks.
+        sources: The fingerprint of each source, for the data of a run with `data.sources`.
+        validation: That of each set of `data.validation`.
     """
 
-    numbers: dict[str, str | int]
-    hashes: dict[str, str]
+    numbers: dict[str, str | int] = Field(default_factory=dict)
+    hashes: dict[str, str] = Field(default_factory=dict)
+    sources: dict[str, Fingerprint] = Field(default_factory=dict)
+    validation: dict[str, Fingerprint] = Field(default_factory=dict)
 
     def differences(self, there: Fingerprint) -> list[str]:
-        """Returns what differs from the fingerprint in a checkpoint, as phrases."""
+        """Returns what differs from the fingerprint in a checkpoint, as phrases.
+
+        A validation set that is only on one side is no difference: no step reads it.
+        """
+        named = [
+            f"{name}: {difference}"
+            for name in self.sources
+            if name in there.sources
+            for difference in self.sources[name].differences(there.sources[name])
+        ]
+        if [*self.sources] != [*there.sources]:
+            here, before = (" and ".join(one.sources) or "data.path" for one in (self, there))
+            return [f"it is read from {here}, there from {before}", *named]
+        named += [
+            f"validation set {name}: {difference}"
+            for name in self.validation
+            if name in there.validation
+            for difference in self.validation[name].differences(there.validation[name])
+        ]
+        return named + self._own_differences(there)
+
+    def _own_differences(self, there: Fingerprint) -> list[str]:
         found = [
             f"{name} is {self.numbers.get(name)}, there {there.numbers.get(name)}"
             for name in {**self.numbers, **there.numbers}
@@ -45,8 +75,23 @@ class Fingerprint(Config):
         return found
 
 
-def fingerprint(folder: TokenFolder) -> Fingerprint:
-    """Returns the fingerprint of an open token folder."""
+def fingerprint(data: RunData | TokenFolder) -> Fingerprint:
+    """Returns the fingerprint of a run's open folders, or of one folder."""
+    if isinstance(data, TokenFolder):
+        return _of_folder(data, SPLITS)
+    sources = {name: _of_folder(folder, SPLITS) for name, folder in data.sources.items()}
+    validation = {
+        name: _of_folder(data.folder_of(split), (cast(SplitName, split.name),))
+        for name, split in data.validation.items()
+        if name
+    }
+    if "" in sources:
+        alone = sources[""]
+        return Fingerprint(numbers=alone.numbers, hashes=alone.hashes, validation=validation)
+    return Fingerprint(sources=sources, validation=validation)
+
+
+def _of_folder(folder: TokenFolder, splits: Sequence[SplitName]) -> Fingerprint:
     index, names = folder.index, [TOKENIZER]
     numbers: dict[str, str | int] = {
         "kind": index.kind,
@@ -55,7 +100,7 @@ def fingerprint(folder: TokenFolder) -> Fingerprint:
         "vocabulary": index.vocab_size,
         "end of text": index.eos_id,
     }
-    for split in SPLITS:
+    for split in splits:
         entry = index.entry(split)
         numbers |= {f"tokens of {split}": entry.tokens, f"documents of {split}": entry.documents}
         names += index.files(split)

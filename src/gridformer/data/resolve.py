@@ -1,43 +1,57 @@
-"""Completes a run's config from its token folder, and checks that both fit together."""
+"""Completes a run's config from its token folders, and checks that they fit together."""
 
 from __future__ import annotations
 
-from gridformer.config import FINE_TUNING, RunConfig
-from gridformer.data.samples.batches import open_batches, special_ids
+from gridformer.config import RunConfig
+from gridformer.data.opened import RunData
+from gridformer.data.samples.batches import open_samples, special_ids
 from gridformer.data.samples.spans import SHORTEST_SOURCE, target_length
-from gridformer.data.tokenfolder import SPLITS, TokenFolder
+from gridformer.data.tokenfolder import TokenFolder
+from gridformer.data.tokenizer import Tokenizer
 from gridformer.utils.errors import ConfigError, DataError
 
 
-def resolve(run: RunConfig, folder: TokenFolder) -> RunConfig:
+def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
     """Returns the run with its vocabulary size, task and lengths filled in.
 
-    The vocabulary consists of the folder's and of the special ids that the task adds.
+    The vocabulary consists of the folders' and of the special ids that the task adds.
+
+    Args:
+        run: The run.
+        data: Its open folders, or the only one.
 
     Raises:
-        ConfigError: The run and the folder do not fit together: the folder's kind or labels, the
-            vocabulary, the lengths, or too little data. It lists all problems at once.
+        ConfigError: The run and the folders do not fit together: a folder's kind, labels or
+            tokenizer, the vocabulary, the lengths, or too little data. It lists all problems at
+            once.
     """
-    if run.data.sources or run.data.validation:
-        raise ConfigError(["data.sources and data.validation cannot be read yet: use data.path"])
-    try:
-        folder.check()
-    except DataError as error:
-        raise ConfigError([str(error)]) from None
-    problems = [*_kind_problems(run, folder), *_label_problems(run, folder)]
-    needed = folder.vocab_size
+    if isinstance(data, TokenFolder):
+        data = RunData.of(data)
+    problems = []
+    for folder in data.folders.values():
+        try:
+            folder.check()
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+    first = data.first
+    for key, folder in data.folders.items():
+        problems += [*_kind_problems(run, key, folder), *_label_problems(run, folder)]
+    problems += [*_pair_problems(run), *_unequal(run, data)]
+    needed = first.vocab_size
     if run.task != "causal" or run.model.n_labels:
         try:
-            needed = special_ids(run, folder.tokenizer).vocab_size
+            needed = special_ids(run, first.tokenizer).vocab_size
         except DataError as error:
             problems.append(str(error))
     vocab_size = run.model.vocab_size or needed
     if vocab_size < needed:
-        special = needed - folder.vocab_size
+        special = needed - first.vocab_size
         added = f" and the {special} special ones of data.task={run.task}" if special else ""
         problems.append(
-            f"model.vocab_size={vocab_size} is smaller than the {folder.vocab_size} words of "
-            f"{run.data.path}{added}: use model.vocab_size={needed}, or 0 for the data's"
+            f"model.vocab_size={vocab_size} is smaller than the {first.vocab_size} words of "
+            f"{first.path}{added}: use model.vocab_size={needed}, or 0 for the data's"
         )
     too_short = _length_problems(run)
     problems += too_short
@@ -52,24 +66,52 @@ def resolve(run: RunConfig, folder: TokenFolder) -> RunConfig:
         }
     )
     if not problems:
-        for split in SPLITS:
-            try:
-                open_batches(resolved, folder, split)
-            except DataError as error:
-                problems.append(str(error))
+        problems += _without_samples(resolved, data)
     if problems:
         raise ConfigError(problems)
     return resolved
 
 
-def _kind_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
-    path, family = run.data.path, run.model.family
-    if run.task in FINE_TUNING:
-        return _example_problems(run, folder)
+def _without_samples(run: RunConfig, data: RunData) -> list[str]:
+    """Returns why some split that is read contains no sample."""
+    problems = []
+    trained = [folder.train for folder in data.sources.values()]
+    for split in (*trained, *data.validation.values()):
+        try:
+            open_samples(run, split, data.first.tokenizer)
+        except DataError as error:
+            problems.append(str(error))
+    return [*dict.fromkeys(problems)]
+
+
+def _unequal(run: RunConfig, data: RunData) -> list[str]:
+    """Returns which folders have another tokenizer or other labels than the first source."""
+    problems, (one, *others) = [], data.folders.items()
+    for key, folder in others:
+        if not _same(folder.tokenizer, one[1].tokenizer):
+            problems.append(
+                f"{key}={folder.path} has another tokenizer than {one[0]}={one[1].path}: write "
+                f"it with gridformer prepare SOURCE --tokenizer {one[1].path} --out FOLDER"
+            )
+        if run.model.n_labels and folder.index.labels != one[1].index.labels:
+            problems.append(
+                f"{key}={folder.path} has the labels {', '.join(folder.index.labels) or 'none'}, "
+                f"but {one[0]}={one[1].path} has {', '.join(one[1].index.labels) or 'none'}: use "
+                "folders with the same labels"
+            )
+    return problems
+
+
+def _same(one: Tokenizer, other: Tokenizer) -> bool:
+    return one.eos_id == other.eos_id and one.vocabulary == other.vocabulary
+
+
+def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
+    path, family = folder.path, run.model.family
     if run.task == "pairs" and folder.kind != "pairs":
         other = ", or use data.task=spans for text" if family == "t5" else ""
         return [
-            f"data.path={path} contains no pairs, which data.task=pairs needs: write some with "
+            f"{key}={path} contains no pairs, which data.task=pairs needs: write some with "
             f"`gridformer prepare gettext:de --out FOLDER`, or from your own records with "
             f"--pair-keys{other}"
         ]
@@ -82,39 +124,39 @@ def _kind_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
             "prepare SOURCE --out FOLDER`"
         )
         return [
-            f"data.path={path} contains pairs ({one} to {other}), but data.task={run.task} needs "
+            f"{key}={path} contains pairs ({one} to {other}), but data.task={run.task} needs "
             f"running text: {remedy}"
         ]
     return []
 
 
-def _example_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
-    return [f"{run.data.path} has no examples for data.task={run.task}"]
-
-
 def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
-    model, n_labels = run.model, run.model.n_labels
-    if not n_labels or run.task in FINE_TUNING:
+    n_labels = run.model.n_labels
+    if not n_labels:
         return []
-    problems = []
     found = len(folder.index.labels)
     if folder.kind != "labeled":
-        problems.append(
-            f"model.n_labels={n_labels}: {run.data.path} has no labels; write them with "
+        return [
+            f"model.n_labels={n_labels}: {folder.path} has no labels; write them with "
             f"`gridformer prepare SOURCE --label-key KEY`, or --labels-from-folders, or use "
             f"model.n_labels=0"
-        )
-    elif n_labels < found:
-        problems.append(
-            f"model.n_labels={n_labels} is less than the {found} labels of {run.data.path}: use "
+        ]
+    if n_labels < found:
+        return [
+            f"model.n_labels={n_labels} is less than the {found} labels of {folder.path}: use "
             f"model.n_labels={found}"
-        )
-    if model.family == "bert" and model.sentence_pair:
-        problems.append(
-            f"model.n_labels={n_labels}: labeled documents have no sentence B, which "
+        ]
+    return []
+
+
+def _pair_problems(run: RunConfig) -> list[str]:
+    model = run.model
+    if model.n_labels and model.family == "bert" and model.sentence_pair:
+        return [
+            f"model.n_labels={model.n_labels}: labeled documents have no sentence B, which "
             f"model.sentence_pair=true needs; use model.sentence_pair=false"
-        )
-    return problems
+        ]
+    return []
 
 
 def _length_problems(run: RunConfig) -> list[str]:

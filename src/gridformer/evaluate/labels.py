@@ -29,11 +29,11 @@ def read_labeled(path: Path, run: RunConfig) -> list[tuple[str, int]]:
     names: tuple[str, ...] = ()
     if any(isinstance(label, str) for _, label in records):
         try:
-            names = TokenFolder.open(run.data.path).index.labels
+            names = TokenFolder.open(run.data.first_path).index.labels
         except DataError:
             raise DataError(
-                f"{path}: labels are words, and {run.data.path}, whose names of labels the model "
-                f"has learned, is not here: write numbers from 0 to {n_labels - 1}"
+                f"{path}: labels are words, and {run.data.first_path}, whose names of labels the "
+                f"model has learned, is not here: write numbers from 0 to {n_labels - 1}"
             ) from None
     found = []
     for number, (text, label) in enumerate(records, 1):

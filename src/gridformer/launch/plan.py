@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gridformer.config import RunConfig, load_run, model_names, parse_run
-from gridformer.data import TokenFolder, resolve
+from gridformer.data import RunData, resolve
 from gridformer.launch.preflight import preflight_problems
 from gridformer.mesh.process_group import check_devices
 from gridformer.parallel.validation import check
@@ -126,7 +126,7 @@ def plan_checked(
         if run.train.checkpoint_to:
             (tell or silent)("", f"looking for a newer checkpoint at {run.train.checkpoint_to}")
             fetch_newest(run.train.checkpoint_to, out)
-    data = fingerprint(TokenFolder.open(run.data.path))
+    data = fingerprint(RunData.open(run.data))
     found = choose(out, run.train.fallback)
     if found is None:
         return Plan(run, out, None, 0, decisions, weights.start_of(run), data=data)
@@ -179,14 +179,15 @@ def read_run_without_data(
         check(run)
         return run
     run = load_run(path, overrides)
-    if run.data.path.exists():
+    if run.data.exists:
         return read_run(path, overrides)
     if not run.model.vocab_size:
+        missing = run.data.missing
         raise ConfigError(
             [
-                f"model.vocab_size=0 means the vocabulary of the data, but data.path="
-                f"{run.data.path} does not exist: set model.vocab_size, or set data.path to a "
-                "folder written by `gridformer prepare`"
+                f"model.vocab_size=0 means the vocabulary of the data, but {missing} does not "
+                "exist: set model.vocab_size, or set data.path to a folder written by "
+                "`gridformer prepare`"
             ]
         )
     check(run)
@@ -198,7 +199,7 @@ def _read(path: Path | str, overrides: list[str] | tuple[str, ...]) -> tuple[Run
     run = load_run(path, overrides)
     problems: list[str] = []
     try:
-        run = resolve(run, TokenFolder.open(run.data.path))
+        run = resolve(run, RunData.open(run.data))
     except (DataError, ConfigError) as error:
         problems += error.problems if isinstance(error, ConfigError) else [str(error)]
     try:

@@ -15,7 +15,7 @@ from gridformer.checkpoint.manifest import MANIFEST, Manifest, verify
 from gridformer.checkpoint.same_run import other_model
 from gridformer.config import RunConfig
 from gridformer.config.yaml_text import parse_yaml
-from gridformer.data import TokenFolder, Tokenizer
+from gridformer.data import RunData, Tokenizer
 from gridformer.data.fingerprint import fingerprint
 from gridformer.launch.run_lock import LOCK, holder_of, is_held
 from gridformer.train.metrics import METRICS
@@ -213,18 +213,24 @@ def _tokenizer(run_dir: Path, last: Manifest | None) -> Iterator[Finding]:
 
 def _data(run: RunConfig | None, last: Manifest | None) -> Iterator[Finding]:
     """Compares the data with that of the last checkpoint, if both are there."""
-    if run is None or last is None or last.data is None or not run.data.path.exists():
+    if run is None or last is None or last.data is None or not run.data.exists:
         return
     try:
-        changed = fingerprint(TokenFolder.open(run.data.path)).differences(last.data)
+        changed = fingerprint(RunData.open(run.data)).differences(last.data)
     except (DataError, OSError) as error:
         yield Finding("data", False, str(error))
         return
     if changed:
         told = ", ".join(changed)
-        yield Finding("data", False, f"{run.data.path} has changed since the checkpoint ({told})")
+        yield Finding("data", False, f"{_named(run)} has changed since the checkpoint ({told})")
     else:
-        yield Finding("data", True, f"{run.data.path} is that of the checkpoint")
+        yield Finding("data", True, f"{_named(run)} is that of the checkpoint")
+
+
+def _named(run: RunConfig) -> str:
+    """Returns the folder of a run, or the names of its sources, as a subject."""
+    names = " and ".join(one.name for one in run.data.sources)
+    return f"the data of {names}" if names else str(run.data.path)
 
 
 def _others(run_dir: Path, held: bool) -> Iterator[Finding]:

@@ -54,7 +54,8 @@ class Journal:
     def _prepare_folder(self, plan: Plan) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
-        shutil.copyfile(self.run.data.path / "tokenizer.json", self.out / "tokenizer.json")
+        tokenizer = self.run.data.first_path / "tokenizer.json"
+        shutil.copyfile(tokenizer, self.out / "tokenizer.json")
         if plan.start is not None:
             weights.keep_files(plan.start, self.out)
 

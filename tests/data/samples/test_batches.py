@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from gridformer.config import RunConfig
 from gridformer.data import (
     Batches,
-    BatchSampler,
     TokenFolder,
     open_batches,
     resolve,
     special_ids,
 )
-from gridformer.data.samples.batches import CausalBatches
+from gridformer.data.samples.windows import WindowSamples
 from tests.support.data import a_run, counting_split
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,7 +123,7 @@ def test_steps_do_not_depend_on_what_was_read(opened: dict[str, Opened], kind: s
 
 def test_a_language_model_is_asked_for_the_next_token() -> None:
     """The split's tokens count up."""
-    batch = CausalBatches(BatchSampler(counting_split(101), 10, 8, seed=1)).batch(3)
+    batch = WindowSamples(counting_split(101), 10).together(np.arange(8))
     assert np.array_equal(batch["targets"], batch["tokens"] + 1)
     assert np.array_equal(batch["tokens"] - batch["tokens"][:, :1], np.tile(np.arange(10), (8, 1)))
 

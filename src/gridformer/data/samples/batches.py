@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from gridformer.config import RunConfig
+from gridformer.config.mixture import whole_weights
+from gridformer.data.opened import RunData
 from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
 from gridformer.data.samples.masked import MaskedSamples
-from gridformer.data.samples.order import Order, Rows
-from gridformer.data.samples.sampler import BatchSampler
-from gridformer.data.samples.samples import Arrays, Batches, Dealt, Samples
+from gridformer.data.samples.mixture import Mixture, Stage
+from gridformer.data.samples.order import Order
+from gridformer.data.samples.samples import Batches, Dealt, Mixed, Restarted, Samples
 from gridformer.data.samples.spans import SpanSamples, sentinels_of
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.samples.translation import PairSamples
-from gridformer.data.tokenfolder import SplitName, TokenFolder
+from gridformer.data.samples.windows import WindowSamples
+from gridformer.data.tokenfolder import SplitName, TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 
 
@@ -23,8 +24,32 @@ def special_ids(run: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
     return SpecialIds.of(run.model.family, run.task, tokenizer, needed)
 
 
+def open_samples(run: RunConfig, text: TokenSplit, tokenizer: Tokenizer) -> Samples:
+    """Returns the samples that a run's task makes of one split.
+
+    Args:
+        run: The run, as `gridformer.data.resolve` returned it.
+        text: The split.
+        tokenizer: The tokenizer of the run.
+
+    Raises:
+        DataError: The split contains no sample.
+    """
+    if run.task == "causal" and not run.model.n_labels:
+        return WindowSamples(text, run.seq_len)
+    special = special_ids(run, tokenizer)
+    if run.model.n_labels:
+        kind = LabeledForEncoder if run.task == "masked" else LabeledForDecoder
+        return kind(text, run.seq_len, special)
+    if run.task == "masked":
+        return MaskedSamples(text, run.seq_len, special, run.model.sentence_pair)
+    if run.task == "spans":
+        return SpanSamples(text, run.source_len, run.seq_len, special)
+    return PairSamples(text, run.source_len, run.seq_len, special)
+
+
 def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batches:
-    """Opens the batches of a run in one split of its folder.
+    """Opens batches of a run in one split of one folder.
 
     Validation batches also have global_batch rows, and batch i is the same in every evaluation.
 
@@ -37,34 +62,60 @@ def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batch
         DataError: The split contains no sample.
     """
     text = folder.train if split == "train" else folder.val
-    batch, seed = run.train.global_batch, run.train.seed
-    if run.task == "causal" and not run.model.n_labels:
-        return CausalBatches(BatchSampler(text, run.seq_len, batch, seed))
-    special = special_ids(run, folder.tokenizer)
-    samples: Samples
-    if run.model.n_labels:
-        kind = LabeledForEncoder if run.task == "masked" else LabeledForDecoder
-        samples = kind(text, run.seq_len, special)
-    elif run.task == "masked":
-        samples = MaskedSamples(text, run.seq_len, special, run.model.sentence_pair)
-    elif run.task == "spans":
-        samples = SpanSamples(text, run.source_len, run.seq_len, special)
+    return _dealt(run, open_samples(run, text, folder.tokenizer), split)
+
+
+def open_training(run: RunConfig, data: RunData, start: int = 0) -> Batches:
+    """Opens the training batches of a run.
+
+    Args:
+        run: The run, as `gridformer.data.resolve` returned it.
+        data: Its token folders.
+        start: The step, counted from 0, at which the order of samples begins.
+
+    Raises:
+        DataError: A source contains no sample.
+    """
+    tokenizer = data.first.tokenizer
+    samples = [open_samples(run, one.train, tokenizer) for one in data.sources.values()]
+    batches: Batches
+    if run.data.sources:
+        sizes = tuple(one.n_samples for one in samples)
+        order = Mixture(
+            tuple(data.sources), sizes, _stages(run, start), run.train.global_batch, run.train.seed
+        )
+        batches = Mixed(tuple(samples), order, f"{run.task}/train")
     else:
-        samples = PairSamples(text, run.source_len, run.seq_len, special)
-    return Dealt(samples, Order(samples.n_samples, batch, seed), f"{run.task}/{split}")
+        batches = _dealt(run, samples[0], "train")
+    return Restarted(batches, start) if start else batches
 
 
-class CausalBatches:
-    """Windows of running text, with the next tokens as targets. They have no random choices."""
+def open_validation(run: RunConfig, data: RunData) -> dict[str, Batches]:
+    """Opens the batches of each validation set by its name, which is empty for data.path alone.
 
-    n_left_out = 0
+    Batch i of a set is the same in every evaluation, and has global_batch rows.
 
-    def __init__(self, windows: BatchSampler) -> None:
-        self.windows = windows
-        self.n_samples = windows.n_samples
+    Raises:
+        DataError: A set contains no sample.
+    """
+    tokenizer = data.first.tokenizer
+    return {
+        name: _dealt(run, open_samples(run, text, tokenizer), "val")
+        for name, text in data.validation.items()
+    }
 
-    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
-        """Returns tokens and targets [rows, seq_len]; see Batches."""
-        ids = self.windows.batch(step, rows)
-        tokens, targets = ids[:, :-1], ids[:, 1:]
-        return {"tokens": np.ascontiguousarray(tokens), "targets": np.ascontiguousarray(targets)}
+
+def _dealt(run: RunConfig, samples: Samples, split: SplitName) -> Batches:
+    order = Order(samples.n_samples, run.train.global_batch, run.train.seed)
+    return Dealt(samples, order, f"{run.task}/{split}")
+
+
+def _stages(run: RunConfig, start: int) -> tuple[Stage, ...]:
+    """Returns the stages of a run, with steps counted from `start`."""
+    sources, later = run.data.sources, run.data.stages
+    weights = [[one.weight for one in sources]]
+    weights += [[stage.weights.get(one.name, 0.0) for one in sources] for stage in later]
+    first = [0, *(stage.from_step - 1 for stage in later)]  # users count steps from 1
+    found = [Stage(max(0, n - start), whole_weights(of)) for n, of in zip(first, weights)]
+    # Of those that begin before the order does, the last one holds.
+    return tuple(found[max(n for n, one in enumerate(found) if one.first_step == 0) :])

@@ -52,28 +52,51 @@ class Order:
         """
         if step < 0:
             raise ValueError(f"{step=} must not be negative")
-        # The start is computed with Python's integers: step * global_batch could in theory exceed
-        # 2^63, but the position within an epoch cannot.
-        epoch, start = divmod(step * self.global_batch, self.n_samples)
         wanted = row_numbers(self.global_batch, rows)
-        epochs, positions = np.divmod(start + wanted, self.n_samples)
-        if self.sequential:
-            return positions
-        for ahead in np.unique(epochs).tolist():
-            here = epochs == ahead
-            positions[here] = permute(positions[here], self.n_samples, self.seed, epoch + ahead)
-        return positions
+        first = step * self.global_batch
+        return in_epochs(first, wanted, self.n_samples, self.seed, self.sequential)
 
     def generator(self, step: int, row: int, purpose: str) -> np.random.Generator:
         """Returns a generator of random numbers for one row of one step and one purpose.
 
         Every other row, step or purpose has other numbers.
         """
-        place = step * self.global_batch + row
-        digest = hashlib.blake2b(f"{self.seed}/{purpose}/{place}".encode(), digest_size=16)
-        # The streams of a counter-based generator do not overlap for different keys.
-        key = int.from_bytes(digest.digest(), "little")
-        return np.random.Generator(np.random.Philox(key=key))
+        return generator_of(self.seed, purpose, step * self.global_batch + row)
+
+
+def in_epochs(
+    first: int, ahead: NDArray[np.int64], n: int, seed: int | str, sequential: bool = False
+) -> NDArray[np.int64]:
+    """Returns the sample numbers at some places of an endless sequence of epochs.
+
+    Args:
+        first: A place, however far.
+        ahead: How far the wanted places are after it, [k] int64 >= 0.
+        n: The number of samples, each of which every epoch visits once.
+        seed: The seed of the epochs' shuffles.
+        sequential: Whether samples come in ascending order.
+
+    Returns:
+        int64 [k] in [0, n).
+    """
+    # The place is a Python integer: it could in theory exceed 2^63, but the position within an
+    # epoch cannot.
+    epoch, start = divmod(first, n)
+    epochs, positions = np.divmod(start + ahead, n)
+    if sequential:
+        return positions
+    for later in np.unique(epochs).tolist():
+        here = epochs == later
+        positions[here] = permute(positions[here], n, seed, epoch + later)
+    return positions
+
+
+def generator_of(seed: int, purpose: str, place: int) -> np.random.Generator:
+    """Returns the random numbers of one place of the global order of samples."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{place}".encode(), digest_size=16)
+    # The streams of a counter-based generator do not overlap for different keys.
+    key = int.from_bytes(digest.digest(), "little")
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def row_numbers(global_batch: int, rows: Rows | None) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 _ROUNDS = 8  # four are enough to shuffle a large n well; tiny domains need some more
 
 
-def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def permute(positions: NDArray[np.int64], n: int, seed: int | str, epoch: int) -> NDArray[np.int64]:
     """Applies the shuffle of [0, n) for (seed, epoch) to each position.
 
     Besides argument and result it takes O(1) memory.
@@ -25,7 +25,7 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     Args:
         positions: int64 [...] in [0, n).
         n: The size of the domain.
-        seed: The seed.
+        seed: The seed; every number and every text has other shuffles.
         epoch: The epoch; each has its own shuffle.
 
     Returns:
@@ -62,6 +62,6 @@ def _hash(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+def _keys(seed: int | str, epoch: int) -> NDArray[np.uint64]:
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gridformer.data.samples.mixture import Mixture
 from gridformer.data.samples.order import Order, Rows, row_numbers
 from gridformer.data.tokenfolder import TokenSplit
 
@@ -37,6 +39,14 @@ class Samples(Protocol):
             number: The number of the sample, in [0, n_samples).
             draw: The source of the sample's random choices.
         """
+
+
+@runtime_checkable
+class ReadTogether(Protocol):
+    """Samples without random choices that are read faster together than one by one."""
+
+    def together(self, numbers: NDArray[np.int64]) -> Arrays:
+        """Returns several samples, with the keys of `sample` and dimension b first."""
 
 
 class Batches(Protocol):
@@ -95,15 +105,79 @@ class Dealt:
 
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """See Batches."""
-        wanted = row_numbers(self.order.global_batch, rows)
-        # An empty batch takes its keys and shapes from the first row.
-        made = wanted if len(wanted) else np.zeros(1, dtype=np.int64)
+        wanted, made = _made(self.order.global_batch, rows)
         numbers = self.order.indices(step, made)
-        read = [self._sample(step, *of) for of in zip(made.tolist(), numbers.tolist())]
-        return {key: np.stack([one[key] for one in read])[: len(wanted)] for key in read[0]}
 
-    def _sample(self, step: int, row: int, number: int) -> Arrays:
-        return self.samples.sample(number, self.order.generator(step, row, self.purpose))
+        def draw(place: int) -> np.random.Generator:
+            return self.order.generator(step, int(made[place]), self.purpose)
+
+        read = _read(self.samples, numbers, draw)
+        return {key: value[: len(wanted)] for key, value in read.items()}
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Batches of the samples of several sources.
+
+    Attributes:
+        samples: The samples of each source, of one shape and with the same keys.
+        order: Their order.
+        purpose: See Dealt.
+    """
+
+    samples: tuple[Samples, ...]
+    order: Mixture
+    purpose: str
+
+    @property
+    def n_samples(self) -> int:
+        return sum(one.n_samples for one in self.samples)
+
+    @property
+    def n_left_out(self) -> int:
+        return sum(one.n_left_out for one in self.samples)
+
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
+        """See Batches."""
+        wanted, made = _made(self.order.global_batch, rows)
+        sources, numbers = self.order.places(step, made)
+        out: Arrays = {}
+        for source in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == source)
+
+            def draw(place: int, made: NDArray[np.int64] = made[here]) -> np.random.Generator:
+                return self.order.generator(step, int(made[place]), self.purpose)
+
+            for key, value in _read(self.samples[source], numbers[here], draw).items():
+                if key not in out:
+                    out[key] = np.empty((len(made), *value.shape[1:]), value.dtype)
+                out[key][here] = value
+        return {key: value[: len(wanted)] for key, value in out.items()}
+
+
+def _made(global_batch: int, rows: Rows | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the numbers of the rows, and of those to make.
+
+    An empty batch takes its keys and shapes from the first row.
+    """
+    wanted = row_numbers(global_batch, rows)
+    return wanted, wanted if len(wanted) else np.zeros(1, dtype=np.int64)
+
+
+def _read(
+    samples: Samples, numbers: NDArray[np.int64], draw: Callable[[int], np.random.Generator]
+) -> Arrays:
+    """Returns samples with dimension b first.
+
+    Args:
+        samples: The samples of one source.
+        numbers: Their numbers, [b] int64.
+        draw: Returns the random numbers of a place in `numbers`.
+    """
+    if isinstance(samples, ReadTogether):
+        return samples.together(numbers)
+    read = [samples.sample(number, draw(place)) for place, number in enumerate(numbers.tolist())]
+    return {key: np.stack([one[key] for one in read]) for key in read[0]}
 
 
 @dataclass(frozen=True)
@@ -129,6 +203,32 @@ class Restarted:
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """See Batches."""
         return self.batches.batch(step - self.start, rows)
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """The first batches of several sets, one set after the other.
+
+    Attributes:
+        sets: The sets.
+        each: How many batches of each set there are.
+    """
+
+    sets: Sequence[Batches]
+    each: int
+
+    @property
+    def n_samples(self) -> int:
+        return sum(one.n_samples for one in self.sets)
+
+    @property
+    def n_left_out(self) -> int:
+        return sum(one.n_left_out for one in self.sets)
+
+    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
+        """Returns a batch of the set whose turn it is; `step` is below len(sets) * each."""
+        number, within = divmod(step, self.each)
+        return self.sets[number].batch(within, rows)
 
 
 def padded(ids: NDArray[np.int64], length: int, value: int) -> NDArray[np.int64]:

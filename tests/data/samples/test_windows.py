@@ -1,4 +1,4 @@
-"""Batches: what they contain, and that only (seed, step) decides it."""
+"""Batches of windows: what they contain, and that only (seed, step) decides it."""
 
 from dataclasses import replace
 
@@ -7,9 +7,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.data import BatchSampler
+from gridformer.data import TokenSplit
+from gridformer.data.samples.order import Order, Rows
+from gridformer.data.samples.samples import Dealt
+from gridformer.data.samples.windows import WindowSamples
 from gridformer.utils.errors import DataError
 from tests.support.data import counting_split
+
+
+class Windows:
+    """Batches of windows, with the last target beside the tokens."""
+
+    def __init__(
+        self,
+        split: TokenSplit,
+        seq_len: int,
+        global_batch: int,
+        seed: int = 0,
+        *,
+        sequential: bool = False,
+    ) -> None:
+        samples = WindowSamples(split, seq_len)
+        self.n_samples = samples.n_samples
+        order = Order(samples.n_samples, global_batch, seed, sequential)
+        self.batches, self.indices = Dealt(samples, order, "test"), order.indices
+
+    def batch(self, step: int, rows: Rows | None = None) -> np.ndarray:
+        found = self.batches.batch(step, rows)
+        assert np.array_equal(found["tokens"][:, 1:], found["targets"][:, :-1])
+        return np.concatenate([found["tokens"], found["targets"][:, -1:]], axis=1)
+
 
 sizes = st.tuples(st.integers(1, 400), st.integers(1, 12), st.integers(1, 40)).filter(
     lambda size: size[0] > size[1]
@@ -21,7 +48,7 @@ def test_rows_are_windows_with_their_targets(
     size: tuple[int, int, int], seed: int, step: int
 ) -> None:
     n_tokens, seq_len, global_batch = size
-    sampler = BatchSampler(counting_split(n_tokens), seq_len, global_batch, seed)
+    sampler = Windows(counting_split(n_tokens), seq_len, global_batch, seed)
     batch = sampler.batch(step)
     assert batch.shape == (global_batch, seq_len + 1)
     assert batch.dtype == np.int64
@@ -37,7 +64,7 @@ def test_every_epoch_visits_every_sample_once(
 ) -> None:
     n_tokens, seq_len, global_batch = size
     split = counting_split(n_tokens)
-    sampler = BatchSampler(split, seq_len, global_batch, seed, sequential=sequential)
+    sampler = Windows(split, seq_len, global_batch, seed, sequential=sequential)
     n = sampler.n_samples
     steps = -(-n * epochs // global_batch)
     stream = np.concatenate([sampler.indices(step) for step in range(steps)])[: n * epochs]
@@ -52,32 +79,32 @@ def test_any_cut_into_rows_gives_the_same_batch(
     size: tuple[int, int, int], step: int, data: st.DataObject
 ) -> None:
     n_tokens, seq_len, global_batch = size
-    whole = BatchSampler(counting_split(n_tokens), seq_len, global_batch, 5).batch(step)
+    whole = Windows(counting_split(n_tokens), seq_len, global_batch, 5).batch(step)
     cuts = sorted(data.draw(st.lists(st.integers(0, global_batch), max_size=4)))
     parts = [
         # Each has its own sampler: what one process reads does not depend on the others.
-        BatchSampler(counting_split(n_tokens), seq_len, global_batch, 5).batch(step, slice(a, b))
+        Windows(counting_split(n_tokens), seq_len, global_batch, 5).batch(step, slice(a, b))
         for a, b in zip([0, *cuts], [*cuts, global_batch])
     ]
     assert np.array_equal(np.concatenate(parts), whole)
     numbers = data.draw(st.lists(st.integers(0, global_batch - 1), max_size=6))
     rows = np.array(numbers, dtype=np.int64)
-    some = BatchSampler(counting_split(n_tokens), seq_len, global_batch, 5).batch(step, rows)
+    some = Windows(counting_split(n_tokens), seq_len, global_batch, 5).batch(step, rows)
     assert np.array_equal(some, whole[rows])
 
 
 def test_resuming_reads_on() -> None:
-    first = BatchSampler(counting_split(1001), 10, 8, seed=3)
+    first = Windows(counting_split(1001), 10, 8, seed=3)
     straight = [first.batch(step) for step in range(30)]
-    resumed = BatchSampler(counting_split(1001), 10, 8, seed=3)
+    resumed = Windows(counting_split(1001), 10, 8, seed=3)
     for step in range(17, 30):
         assert np.array_equal(resumed.batch(step), straight[step])
 
 
 def test_the_stream_does_not_depend_on_the_batch_size() -> None:
     split = counting_split(1001)
-    small = BatchSampler(split, 10, 4, seed=3)
-    large = BatchSampler(split, 10, 8, seed=3)
+    small = Windows(split, 10, 4, seed=3)
+    large = Windows(split, 10, 8, seed=3)
     for step in range(30):
         pair = np.concatenate([small.indices(2 * step), small.indices(2 * step + 1)])
         assert np.array_equal(large.indices(step), pair)
@@ -85,7 +112,7 @@ def test_the_stream_does_not_depend_on_the_batch_size() -> None:
 
 def test_seeds_and_epochs_shuffle_differently() -> None:
     split = counting_split(1001)
-    a, b = (BatchSampler(split, 10, 100, seed) for seed in (1, 2))
+    a, b = (Windows(split, 10, 100, seed) for seed in (1, 2))
     orders = [a.indices(0), a.indices(1), b.indices(0)]
     for i, order in enumerate(orders):
         assert not any(np.array_equal(order, other) for other in orders[:i])
@@ -93,11 +120,11 @@ def test_seeds_and_epochs_shuffle_differently() -> None:
 
 def test_reads_only_the_rows_asked_for() -> None:
     """All other tokens are outside the vocabulary, which raises an error when they are read."""
-    sampler = BatchSampler(counting_split(1001), 10, 16, seed=0)
+    sampler = Windows(counting_split(1001), 10, 16, seed=0)
     want = sampler.batch(2, slice(4, 7))
     tokens = np.full(1001, 1001)
     tokens[want] = want
-    damaged = BatchSampler(replace(counting_split(1001), tokens=tokens), 10, 16, seed=0)
+    damaged = Windows(replace(counting_split(1001), tokens=tokens), 10, 16, seed=0)
     assert np.array_equal(damaged.batch(2, slice(4, 7)), want)
     with pytest.raises(DataError, match="outside the vocabulary"):
         damaged.batch(2, slice(3, 7))
@@ -105,7 +132,7 @@ def test_reads_only_the_rows_asked_for() -> None:
 
 
 def test_fewer_samples_than_a_batch_wrap() -> None:
-    sampler = BatchSampler(counting_split(31), 10, 8, seed=0)
+    sampler = Windows(counting_split(31), 10, 8, seed=0)
     stream = np.concatenate([sampler.indices(step) for step in range(3)])
     assert np.array_equal(np.sort(stream.reshape(8, 3)), np.tile(np.arange(3), (8, 1)))
 
@@ -113,32 +140,31 @@ def test_fewer_samples_than_a_batch_wrap() -> None:
 @pytest.mark.parametrize("n_tokens", [0, 1, 10])
 def test_too_short_names_a_length_that_works(n_tokens: int) -> None:
     with pytest.raises(DataError, match="prepare more text") as error:
-        BatchSampler(counting_split(n_tokens), 10, 4)
+        Windows(counting_split(n_tokens), 10, 4)
     assert "data.seq_len=10, which takes 11" in str(error.value)
     if n_tokens == 10:
         assert "use data.seq_len of at most 9" in str(error.value)
-        assert BatchSampler(counting_split(10), 9, 4).n_samples == 1
+        assert Windows(counting_split(10), 9, 4).n_samples == 1
 
 
 def test_too_short_validation_suggests_a_larger_fraction() -> None:
     with pytest.raises(DataError, match="larger --val-fraction"):
-        BatchSampler(counting_split(5, "val"), 10, 4)
+        Windows(counting_split(5, "val"), 10, 4)
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
     split = replace(counting_split(101), vocab_size=50)
     with pytest.raises(DataError, match="outside the vocabulary of 50"):
-        BatchSampler(split, 10, 10, sequential=True).batch(0)
+        Windows(split, 10, 10, sequential=True).batch(0)
     with pytest.raises(DataError, match="contains token 60 outside"):  # the first window's largest
         split.windows(np.array([10, 50, 80]), 11)
 
 
-@pytest.mark.parametrize(("seq_len", "global_batch"), [(0, 1), (1, 0)])
-def test_impossible_sizes(seq_len: int, global_batch: int) -> None:
+def test_impossible_lengths() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        BatchSampler(counting_split(10), seq_len, global_batch)
+        WindowSamples(counting_split(10), 0)
 
 
 def test_negative_steps() -> None:
     with pytest.raises(ValueError, match="must not be negative"):
-        BatchSampler(counting_split(10), 3, 2).indices(-1)
+        Windows(counting_split(10), 3, 2).indices(-1)

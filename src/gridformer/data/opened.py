@@ -1,0 +1,72 @@
+"""The open token folders of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from gridformer.config import DataConfig
+from gridformer.data.tokenfolder import TokenFolder, TokenSplit
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The sources and validation sets of a run. A folder that is named twice is opened once.
+
+    Attributes:
+        sources: The folder of each source by its name, which is empty for data.path alone.
+        validation: The split of each validation set by its name.
+        folders: All folders by a phrase such as `data.sources.web`.
+    """
+
+    sources: dict[str, TokenFolder]
+    validation: dict[str, TokenSplit]
+    folders: dict[str, TokenFolder]
+
+    @property
+    def first(self) -> TokenFolder:
+        """The first source, whose tokenizer and labels are those of all."""
+        return next(iter(self.sources.values()))
+
+    @property
+    def n_train_tokens(self) -> int:
+        """The tokens of all sources."""
+        return sum(folder.train.n_tokens for folder in self.sources.values())
+
+    def folder_of(self, split: TokenSplit) -> TokenFolder:
+        """Returns the folder that a split is of."""
+        return next(one for one in self.folders.values() if split is one.train or split is one.val)
+
+    @classmethod
+    def open(cls, data: DataConfig) -> Self:
+        """Opens all folders of a run.
+
+        Raises:
+            DataError: A folder is missing or damaged; see `TokenFolder.open`.
+        """
+        opened: dict[Path, TokenFolder] = {}
+
+        def folder_at(path: Path) -> TokenFolder:
+            if path not in opened:
+                opened[path] = TokenFolder.open(path)
+            return opened[path]
+
+        sources = {one.name: folder_at(one.path) for one in data.train_sources}
+        found = {
+            f"data.sources.{name}" if name else "data.path": folder
+            for name, folder in sources.items()
+        }
+        validation = {}
+        for one in data.validation_sets:
+            assert one.path is not None
+            folder = folder_at(one.path)
+            validation[one.name] = folder.train if one.split == "train" else folder.val
+            if all(folder is not other for other in found.values()):
+                found[f"data.validation.{one.name}"] = folder
+        return cls(sources, validation, found)
+
+    @classmethod
+    def of(cls, folder: TokenFolder) -> Self:
+        """Returns one folder as the data of a run with data.path."""
+        return cls({"": folder}, {"": folder.val}, {"data.path": folder})

@@ -1,0 +1,98 @@
+"""The order of samples of several sources: the source and the sample of each row of each step.
+
+Like `Order`, it is a function of (seed, step, row), so every layout and every resumed run reads the
+same samples in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gridformer.data.samples.cycle import cycle_of
+from gridformer.data.samples.order import Rows, generator_of, in_epochs, row_numbers
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Weights that hold from a step on.
+
+    Attributes:
+        first_step: The first of these steps, counted from 0.
+        weights: One whole number per source, without a common divisor.
+    """
+
+    first_step: int
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Assigns the samples of several sources to global batches.
+
+    Each source goes through epochs of its own, without a gap and across stages: it visits every
+    sample once before it visits one again. `Cycle` says which source comes when; it begins anew
+    with every stage.
+
+    Attributes:
+        names: The names of the sources. Each has its own shuffles, drawn from the seed and its
+            name, so that a source that is added does not change the others' order.
+        sizes: The number of samples of each source.
+        stages: At least one stage, in ascending order; the first one begins with step 0.
+        global_batch: Samples per step.
+        seed: The seed.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    global_batch: int
+    seed: int
+
+    def places(
+        self, step: int, rows: Rows | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the sources and the sample numbers in them, each [rows] int64, of a step.
+
+        Args:
+            step: The number of the step, counted from 0.
+            rows: The rows of the global batch; None returns all.
+
+        Raises:
+            ValueError: `step` is negative.
+        """
+        if step < 0:
+            raise ValueError(f"{step=} must not be negative")
+        number = max(n for n, stage in enumerate(self.stages) if stage.first_step <= step)
+        stage = self.stages[number]
+        cycle = cycle_of(stage.weights)
+        wanted = row_numbers(self.global_batch, rows)
+        # Slots of a stage are counted with Python's integers; those within a cycle are small.
+        cycles, start = divmod((step - stage.first_step) * self.global_batch, cycle.length)
+        ahead, slots = np.divmod(start + wanted, cycle.length)
+        sources = cycle.sources[slots]
+        numbers = np.empty_like(sources)
+        for i in np.unique(sources).tolist():
+            here = sources == i
+            first = self._read_before[number][i] + cycles * cycle.counts[i]
+            later = ahead[here] * cycle.counts[i] + cycle.ranks[slots[here]]
+            seed = f"{self.seed}/{self.names[i]}"
+            numbers[here] = in_epochs(first, later, self.sizes[i], seed)
+        return sources, numbers
+
+    def generator(self, step: int, row: int, purpose: str) -> np.random.Generator:
+        """Returns the random numbers for one row of one step and one purpose; see `Order`."""
+        return generator_of(self.seed, purpose, step * self.global_batch + row)
+
+    @cached_property
+    def _read_before(self) -> list[list[int]]:
+        """For each stage, how many samples of each source are read before it."""
+        found = [[0] * len(self.names)]
+        for stage, after in zip(self.stages, self.stages[1:]):
+            slots = (after.first_step - stage.first_step) * self.global_batch
+            new = cycle_of(stage.weights).before(slots)
+            found.append([one + more for one, more in zip(found[-1], new)])
+        return found
