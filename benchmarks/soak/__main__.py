@@ -12,6 +12,7 @@ exits with 1 if anything was not as expected.
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="The page to write.")] = None,
 ) -> None:
     """Disturb runs, compare each with an undisturbed one, and print a page in Markdown."""
+    # A shell starts what runs in its background with Ctrl-C ignored, and so would start the runs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if keep:
         keep.mkdir(parents=True)
         runs, left_out = soak(faults, seed, keep.resolve())

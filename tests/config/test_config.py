@@ -309,7 +309,9 @@ def test_scaling_of_rotary_positions(scaling: dict[str, Any], text: str) -> None
 
 def test_tasks_belong_to_families() -> None:
     text = problem(BASE, "data.task=pairs")
-    assert text.endswith("gpt2 learns from causal; use data.task=auto or causal")
+    assert text.endswith(
+        "gpt2 learns from causal or classify; use data.task=auto, causal or classify"
+    )
 
 
 def test_an_old_key_is_refused_with_its_new_name() -> None:

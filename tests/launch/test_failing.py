@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from gridformer.cli.door import door
 from gridformer.launch import worker_process as working
-from gridformer.launch.failures import Failure
+from gridformer.launch.failures import Failure, report
 from gridformer.mesh.process_group import abandon_world
+from gridformer.utils.errors import DataError, DivergedError
 from gridformer.utils.signals import StopPolicy, StopRequest
 from tests.support.launch.programs import TORCHRUN, Start, assert_gone, finish, wait_for
 
@@ -137,3 +139,17 @@ def test_what_explains_the_end_of_a_run() -> None:
     assert first(broken, killed, raised) is killed
     assert first(aborted, broken) is aborted
     assert first(stopped, broken) is broken
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DivergedError("loss is nan in step 9"), 1), (DataError("no tokens"), 2)]
+)
+def test_exit_code_of_a_run_that_fails_in_the_middle(
+    error: Exception, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    working._write_failure(error, tmp_path / "error.json")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    with pytest.raises(SystemExit) as ended, door():
+        report(Failure(1, 1, None, message))
+    assert ended.value.code == code
+    assert str(error) in capsys.readouterr().err

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch import Tensor, nn
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import read_manifest
-from gridformer.models import Model
-from gridformer.train import trainer
 from gridformer.train.metrics import read_metrics
-from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
-from gridformer.utils.errors import DivergedError
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import n_of
+from tests.support.multirank.poison import LAYER, poisoned
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import MIDDLE, STEPS, losses, plan_of, start_from, train
 
-LAYER = "layers.1.mlp"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "megatron": {"scheme": "megatron", "cols": 2},
@@ -34,50 +27,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "grid": {"scheme": "optimus", "rows": 2, "cols": 2},
 }
 QUICK = full_unless(("pipeline", "sharded").__contains__, LAYOUTS)
-
-
-class Poison:
-    """Makes something of LAYER infinite in some steps."""
-
-    def __init__(self, what: str, steps: set[int], times: int = 99) -> None:
-        self.what, self.steps, self.times = what, steps, times
-
-    def into(self, model: Model) -> None:
-        for name, module in model.named_modules():
-            if name == LAYER:
-                module.register_forward_hook(self._hook(model))
-
-    def _hook(self, model: Model) -> Callable[..., Tensor | None]:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-            if model.clock.step not in self.steps or not model.training or self.times == 0:
-                return None
-            self.times -= 1
-            if self.what == "output":
-                return output * math.inf
-            if self.what == "weights":
-                next(module.parameters()).data.view(-1)[0] = math.nan
-            elif output.requires_grad:
-                output.register_hook(lambda grad: grad * math.nan)
-            return None
-
-        return hook
-
-
-def poisoned(plan: Plan, what: str, steps: set[int], times: int = 99) -> str:
-    """Train with poison; return the error that ends the run, or an empty text."""
-    build = trainer.build_parallel
-
-    def built(*args: Any) -> Model:
-        model = build(*args)
-        Poison(what, steps, times).into(model)
-        return model
-
-    with patch.object(trainer, "build_parallel", built):
-        try:
-            train(plan)
-        except DivergedError as error:
-            return str(error)
-    return ""
 
 
 SAID = {

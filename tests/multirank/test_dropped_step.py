@@ -5,27 +5,18 @@ The step is dropped at the same micro-batch on all ranks, whatever they send to 
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import verify
-from gridformer.train import ending
-from gridformer.train.ending import Ending
-from gridformer.train.trainer import Trainer
-from gridformer.utils import signals as stopping
 from tests.support.multirank.layouts import name_of
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import STEPS, losses, plan_of, stored, train
+from tests.support.multirank.told import MICRO, told
 
-MICRO = 6
 LAYOUTS: list[dict[str, Any]] = [
     {"scheme": "single", "dp": 2},
     {"scheme": "megatron", "cols": 2, "pp": 2},
@@ -33,50 +24,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"scheme": "single", "pp": 2, "stages_per_rank": 2},
     {"scheme": "optimus", "rows": 2, "cols": 2},
 ]
-
-
-def told(plan: Any, store: Path, step: int, border: int) -> tuple[int, int, str]:
-    """Send SIGTERM to a rank inside a step; return micro-batches left out, exit code and cause.
-
-    It is a rank that needs no message of a rank which waits at the same border.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    chosen = 0 if plan.run.layout.pp > 1 else size - 1
-    policy = stopping.StopPolicy(grace_s=600.0, requeue=("SIGTERM",))
-    stopping.install().uninstall()  # that of an earlier run in this process
-    stop = stopping.install(policy)
-    steps, left_out = 0, 0
-
-    def ending_of(self: Trainer) -> Ending:
-        return Ending(self.stop, rank, size, dist.FileStore(str(store)))
-
-    passes = Ending.at
-
-    def at(self: Ending, number: int) -> bool:
-        nonlocal steps, left_out
-        steps += number == 0 and self._kind == "step"
-        if (steps, number, rank) == (step, border, chosen) and not stop.requested:
-            os.kill(os.getpid(), signal.SIGTERM)
-            while not stop.requested:
-                time.sleep(0.001)
-        if steps == step and number == border:
-            while self._promise is None:  # all have heard of it
-                time.sleep(0.001)
-        ends = passes(self, number)
-        left_out = left_out or (MICRO - number) * ends
-        return ends
-
-    try:
-        with (
-            patch.object(Trainer, "_ending", ending_of),
-            patch.object(Ending, "at", at),
-            patch.object(Ending, "_rest_s", lambda self: float("inf")),
-            patch.object(ending, "_LOOK_S", 0.01),
-        ):
-            train(plan)
-        return left_out, stop.exit_code, stop.cause
-    finally:
-        stop.uninstall()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "evaluate": ("evaluate", "trained", "--tasks", "text:corpus/1.txt"),
     "export": ("export", "trained", "--out", "exported"),
     "average": ("average", "trained", "--last", "2", "--out", "averaged"),
+    "report": ("report", "trained", "--html", "page.html", "--seconds", "0"),
     "import": ("import", "hf", "--out", "imported"),
 }
 # Every second command trains: it checks the most, and it is what a mistake costs hours with.
@@ -64,6 +65,7 @@ FILES = {
     "evaluate": (*_TRAINED, "corpus/1.txt"),
     "export": _TRAINED,
     "average": _TRAINED,
+    "report": ("trained", "trained/config.yaml", "trained/metrics.jsonl", "trained/heartbeat.json"),
     "import": ("hf", "hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
 }
 OPTIONS = (

@@ -162,10 +162,12 @@ def load(
 
 def shards_of(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:
     """Returns what this rank updates and therefore saves: parameters and moments."""
-    parameters = {
-        f"model.{name}": (parameter, shard_of(parameter)) for name, parameter in owned(model)
-    }
-    return parameters | _moments(model, optimizer)
+    return parameters_of(model) | _moments(model, optimizer)
+
+
+def parameters_of(model: nn.Module) -> dict[str, tuple[Tensor, ParamShard]]:
+    """Returns the parameters that this rank updates."""
+    return {f"model.{name}": (parameter, shard_of(parameter)) for name, parameter in owned(model)}
 
 
 def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:

@@ -24,7 +24,7 @@ from gridformer.checkpoint.block import Block, Shards, written_here
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.place import LocalPlace, Place
 from gridformer.checkpoint.saving import Kept, Outcome, Save
-from gridformer.checkpoint.snapshot import Snapshot
+from gridformer.checkpoint.snapshot import Snapshot, bytes_of
 from gridformer.config import RunConfig
 from gridformer.mesh import Axes
 from gridformer.mesh.groups import objects_group
@@ -101,6 +101,17 @@ class Saver:
     def sweep(self) -> None:
         """Removes what killed processes left beside the checkpoints. The first rank calls it."""
         self.place.sweep()
+
+    def reserve(self, parameters: Shards) -> None:
+        """Takes the memory for copies before the first step, so that no step waits for it.
+
+        Only memory that is pinned for a GPU takes long.
+
+        Args:
+            parameters: This rank's parameters. Each has two moments of its size.
+        """
+        if any(tensor.is_cuda for tensor, _ in parameters.values()):
+            self._copies.reserve(3 * bytes_of(written_here(parameters, self.axes)), pinned=True)
 
     def save(
         self, manifest: Manifest, shards: Shards, wait: bool = True, last: bool = True

@@ -32,7 +32,7 @@ class Snapshot:
     def take(self, blocks: Mapping[str, Block]) -> dict[str, Block]:
         """Copies blocks. The copies may be read after `wait`, until the next call."""
         device = next((b.tensor.device for b in blocks.values() if b.tensor.is_cuda), None)
-        self._reserve(bytes_of(blocks), device is not None)
+        self.reserve(bytes_of(blocks), device is not None)
         found, begin = {}, 0
         for name, block in blocks.items():
             end = begin + block.tensor.numel() * block.tensor.element_size()
@@ -69,7 +69,13 @@ class Snapshot:
         with contextlib.suppress(Exception):
             self._unpin()
 
-    def _reserve(self, n_bytes: int, pinned: bool) -> None:
+    def reserve(self, n_bytes: int, pinned: bool) -> None:
+        """Takes memory for copies. To pin it takes seconds, in which nothing else runs on the GPU.
+
+        Args:
+            n_bytes: As many bytes as all copies take; see `bytes_of`.
+            pinned: Whether a GPU will write to it.
+        """
         if self._memory.numel() >= n_bytes and self._pinned >= pinned:
             return
         self.close()

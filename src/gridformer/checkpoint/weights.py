@@ -7,7 +7,7 @@ that the weights do not have, whose initial values depend on seed and name as al
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import as_yaml
 
 # Heads for one task, which another task replaces.
-_HEADS = ("classifier.", "pair.")
+_HEADS = ("classifier.", "pair.", "span.")
 # Tables with a row for each token or position, and biases with an element for each token.
 _TABLES = ("tokens.weight", "positions.weight", "head.weight", "head.bias")
 # Keys of `model` that do not change what the weights compute, or that shapes show.
@@ -42,6 +42,8 @@ _FREE = {
     "max_seq_len",
     "n_labels",
     "sentence_pair",
+    "span_head",
+    "token_head",
 }
 # Keys that a model needs for longer sequences, and that have no weights.
 _OF_LENGTH = {"rope_theta", "rope_scaling", "window"}
@@ -55,11 +57,13 @@ class Start:
         folder: The checkpoint that holds them.
         rows: For each table of another size, how many rows it has there and here.
         fresh: Parameters that get their initial values, because they are not there.
+        renamed: Parameters that have another name there.
     """
 
     folder: Path
     rows: dict[str, tuple[int, int]]
     fresh: tuple[str, ...]
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Returns a line for the terminal."""
@@ -94,6 +98,14 @@ def start_of(run: RunConfig) -> Start | None:
         if fresh:  # a head is new as a whole
             heads = {name.split(".")[0] for name in fresh}
             fresh = tuple(name for name in ours if name.split(".")[0] in heads)
+        # A classifier begins with the pooler of pre-training, as it does in Hugging Face's BERT.
+        renamed = {
+            name: pooler
+            for name in fresh
+            if name.startswith("classifier.pooler.")
+            and theirs.get(pooler := name.replace("classifier", "pair")) == ours[name]
+        }
+        fresh = tuple(name for name in fresh if name not in renamed)
         rows = {
             name: (theirs[name][0], shape[0])
             for name, shape in ours.items()
@@ -109,7 +121,7 @@ def start_of(run: RunConfig) -> Start | None:
     if problems:
         where = f"train.init_from={run.train.init_from}"
         raise ConfigError([f"{where}: {problem}".replace("  ", " ") for problem in problems])
-    return Start(folder, rows, fresh)
+    return Start(folder, rows, fresh, renamed)
 
 
 def load(start: Start, model: Model, axes: Axes) -> None:
@@ -135,7 +147,7 @@ def load(start: Start, model: Model, axes: Axes) -> None:
         block = Block.of(stored(parameter), shard_of(stored(parameter)))
         if name in start.rows:
             block = _with_rows(block, start.rows[name][0])
-        wanted[f"model.{name}"] = block
+        wanted[f"model.{start.renamed.get(name, name)}"] = block
     with torch.no_grad():
         read_into(wanted, folder, manifest.index or index_of_files(folder, manifest.files))
 

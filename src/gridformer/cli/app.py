@@ -26,6 +26,7 @@ from gridformer.cli.memory import memory
 from gridformer.cli.plan import plan
 from gridformer.cli.predict import predict
 from gridformer.cli.prepare import prepare
+from gridformer.cli.report import report
 from gridformer.cli.train import train
 from gridformer.cli.verify import verify
 from gridformer.utils.allocator import use_expandable_segments
@@ -56,6 +57,7 @@ app.command("import")(import_)
 app.command()(export)
 app.command()(average)
 app.command()(evaluate)
+app.command()(report)
 app.command()(layouts)
 app.command()(memory)
 app.command()(check)

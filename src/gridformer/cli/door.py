@@ -92,7 +92,7 @@ def door() -> Iterator[None]:
         yield
     except UserError as error:
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-        _end(problems, BAD_INPUT)
+        _end(problems, error.exit_code)
     except BrokenPipeError:  # typer ends silently where it sees one; others come from other threads
         sys.exit(FAILED)
     except OSError as error:

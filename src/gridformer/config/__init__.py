@@ -7,7 +7,7 @@ reports all problems at once in a `ConfigError`, each with a value that works.
 """
 
 from gridformer.config.base import Config, any_of, divisors
-from gridformer.config.data import TASKS, DataConfig, Task
+from gridformer.config.data import FINE_TUNING, TASKS, DataConfig, Task
 from gridformer.config.layout import SCHEMES, LayoutConfig, PipelineOrder, Scheme
 from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig
 from gridformer.config.reading import (
@@ -24,6 +24,7 @@ from gridformer.config.train import DecayShape, LRSchedule, TrainConfig
 
 __all__ = [
     "ENCODER_DECODER",
+    "FINE_TUNING",
     "SCHEMES",
     "TASKS",
     "Config",

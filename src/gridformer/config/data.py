@@ -20,14 +20,21 @@ from gridformer.config.mixture import (
 from gridformer.config.model import Family
 from gridformer.utils.limits import MOST_TOKENS
 
-Task = Literal["auto", "causal", "masked", "spans", "pairs"]
+Task = Literal["auto", "causal", "masked", "spans", "pairs", "classify", "choice", "answer"]
 # The tasks that each family can be trained on. The first one is what `auto` means.
 TASKS: dict[Family, tuple[Task, ...]] = {
-    "gpt2": ("causal",),
-    "bert": ("masked",),
+    "gpt2": ("causal", "classify"),
+    "bert": ("masked", "classify", "choice", "answer"),
     "t5": ("spans", "pairs"),
     "transformer": ("pairs",),
-    "llama": ("causal",),
+    "llama": ("causal", "classify"),
+}
+# The tasks that have a head of their own instead of the head that predicts tokens, and the keys of
+# `model` that they set.
+FINE_TUNING: dict[Task, dict[str, Any]] = {
+    "classify": {},
+    "choice": {"n_labels": 1},
+    "answer": {"span_head": True},
 }
 
 
@@ -57,7 +64,10 @@ class DataConfig(Config):
         default="auto",
         description="The model learns to predict next tokens (causal, for gpt2 and llama), masked "
         "tokens (masked, for bert), masked spans (spans, for t5), or the second text of a pair "
-        "from the first (pairs, for transformer and t5). auto means the first task of the family.",
+        "from the first (pairs, for transformer and t5). Fine-tuning predicts the label of a text "
+        "or of a pair of texts (classify, for bert, gpt2 and llama), the right one of several "
+        "answers (choice, for bert), or where a text answers a question (answer, for bert), and "
+        "no tokens. auto means the first task of the family.",
     )
     seq_len: int = Field(
         default=0,
@@ -72,6 +82,25 @@ class DataConfig(Config):
         le=MOST_TOKENS,
         description="For t5 and transformer, a source has this number of tokens; 0 means "
         "model.max_seq_len.",
+    )
+    n_choices: int = Field(
+        default=4,
+        ge=2,
+        le=64,
+        description="For choice, each question has this number of answers to choose from.",
+    )
+    stride: int = Field(
+        default=128,
+        ge=1,
+        le=MOST_TOKENS,
+        description="For answer, a context that is too long is read in windows, each of which "
+        "begins this number of tokens after the one before.",
+    )
+    max_answer_len: int = Field(
+        default=30,
+        ge=1,
+        le=MOST_TOKENS,
+        description="For answer, an evaluation looks for answers of at most this number of tokens.",
     )
     restart: bool = Field(
         default=False,

@@ -19,7 +19,7 @@ LONGEST_CYCLE = 100_000
 _OFFERED = 10_000  # offered weights are multiples of 1/10000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 # Metrics have the keys val_loss_NAME, and these names there are parts of a loss already.
-_TAKEN = ("tokens", "pair", "labels")
+_TAKEN = ("tokens", "pair", "labels", "answer")
 
 
 def _source_name(name: str) -> str:

@@ -16,6 +16,8 @@ _ONLY_IN: dict[str, tuple[Family, ...]] = {
     "n_decoder_layers": ENCODER_DECODER,
     "sentence_pair": ("bert",),
     "n_labels": ("gpt2", "bert", "llama"),
+    "span_head": ("bert",),
+    "token_head": ("gpt2", "bert", "llama"),
     "relative_buckets": ("t5",),
     "relative_max_distance": ("t5",),
     "init_std": ("gpt2", "bert", "llama"),
@@ -111,8 +113,18 @@ class ModelConfig(Config):
         default=0,
         ge=0,
         le=WIDEST,
-        description="gpt2 and bert get a classification head with this number of labels; 0 means "
-        "that there is no such head.",
+        description="gpt2, bert and llama get a classification head with this number of labels; 0 "
+        "means that there is no such head.",
+    )
+    span_head: bool = Field(
+        default=False,
+        description="For bert, true adds a head that tells where an answer begins and ends; "
+        "data.task=answer sets it.",
+    )
+    token_head: bool = Field(
+        default=True,
+        description="false leaves out the head that predicts tokens, for models that are "
+        "fine-tuned; data.task=classify, choice and answer set it.",
     )
     relative_buckets: int = Field(
         default=32,

@@ -8,12 +8,19 @@ import yaml
 from pydantic import Field, model_validator
 
 from gridformer.config.base import Config, FileName, any_of
-from gridformer.config.data import TASKS, DataConfig, Task
+from gridformer.config.data import FINE_TUNING, TASKS, DataConfig, Task
 from gridformer.config.layout import LayoutConfig
 from gridformer.config.model import ModelConfig
 from gridformer.config.train import TrainConfig
+from gridformer.utils.units import as_yaml
 
 _MOST_NUMBERS = 2**58
+
+
+def _heads_of(task: Task, family: Any) -> dict[str, Any]:
+    """Returns the keys of `model` that a task of fine-tuning sets."""
+    pair = {"sentence_pair": False} if family == "bert" else {}
+    return {"token_head": False} | pair | FINE_TUNING[task]
 
 
 class RunConfig(Config):
@@ -37,6 +44,53 @@ class RunConfig(Config):
         rest = {key: value for key, value in train.items() if key != "micro_batches"}
         layout = {"micro_batches": train["micro_batches"], **(values.get("layout") or {})}
         return {**values, "train": rest, "layout": layout}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_heads(cls, values: Any) -> Any:
+        """Fills in which heads a task of fine-tuning gives the model, unless the run says it."""
+        if not isinstance(values, dict):
+            return values
+        model, data = values.get("model"), values.get("data")
+        if not isinstance(model, dict) or not isinstance(data, dict):
+            return values
+        task = data.get("task")
+        if not isinstance(task, str) or task not in FINE_TUNING:
+            return values
+        heads = _heads_of(task, model.get("family"))
+        return {**values, "model": heads | model}
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        """The heads of the model must be those that the task trains."""
+        model, task, problems = self.model, self.task, []
+        if task not in FINE_TUNING:
+            if not model.token_head or model.span_head:
+                key = "token_head=false" if not model.token_head else "span_head=true"
+                raise ValueError(
+                    f"model.{key} does not fit data.task={task}: use data.task="
+                    f"{any_of([t for t in TASKS[model.family] if t in FINE_TUNING])}"
+                )
+            return self
+        for key, value in _heads_of(task, model.family).items():
+            if getattr(model, key) != value:
+                problems.append(
+                    f"data.task={task} does not fit model.{key}={as_yaml(getattr(model, key))}: "
+                    f"use model.{key}={as_yaml(value)}, or leave it out"
+                )
+        if task == "classify" and not model.n_labels:
+            problems.append(
+                "data.task=classify needs model.n_labels, the number of labels: use "
+                "model.n_labels=2, for example"
+            )
+        if task == "answer" and model.n_labels:
+            problems.append(
+                f"data.task=answer does not fit model.n_labels={model.n_labels}: use "
+                "model.n_labels=0"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
     @model_validator(mode="after")
     def _check_task(self) -> Self:
@@ -80,6 +134,11 @@ class RunConfig(Config):
     def source_len(self) -> int:
         """The length of sources in tokens; 0 for models without an encoder-decoder pair."""
         return (self.data.source_len or self.model.max_seq_len) if self.model.two_stacks else 0
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """How many sequences a model reads for each sample of a batch: more than 1 for choice."""
+        return self.data.n_choices if self.task == "choice" else 1
 
     @property
     def task(self) -> Task:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gridformer.config import RunConfig
+from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.data.opened import RunData
 from gridformer.data.samples.batches import open_samples, special_ids
 from gridformer.data.samples.spans import SHORTEST_SOURCE, target_length
@@ -108,6 +108,8 @@ def _same(one: Tokenizer, other: Tokenizer) -> bool:
 
 def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
     path, family = folder.path, run.model.family
+    if run.task in FINE_TUNING:
+        return _example_problems(run, folder)
     if run.task == "pairs" and folder.kind != "pairs":
         other = ", or use data.task=spans for text" if family == "t5" else ""
         return [
@@ -130,9 +132,13 @@ def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
     return []
 
 
+def _example_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
+    return [f"{folder.path} has no examples for data.task={run.task}"]
+
+
 def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
     n_labels = run.model.n_labels
-    if not n_labels:
+    if not n_labels or run.task in FINE_TUNING:
         return []
     found = len(folder.index.labels)
     if folder.kind != "labeled":

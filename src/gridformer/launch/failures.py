@@ -99,7 +99,9 @@ def report(failure: Failure, advise: Advise = general) -> NoReturn:
     if failure.is_user_error:
         if message.get("problems"):
             raise ConfigError(message["problems"])
-        raise UserError(message["user_error"])
+        error = UserError(message["user_error"])
+        error.exit_code = message["exit_code"]
+        raise error
     if failure.told_to_stop:
         requeue = exitcode == stopping.REQUEUE
         name = "" if requeue else signal.Signals(exitcode - 128).name

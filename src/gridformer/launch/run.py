@@ -21,6 +21,7 @@ from gridformer.mesh.rendezvous import store_of
 from gridformer.train.numerics import set_numerics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
+from gridformer.utils.disk import leave_to_callers
 from gridformer.utils.errors import SaveError
 from gridformer.utils.signals import StopPolicy, install
 
@@ -119,6 +120,7 @@ def worker(plan: Plan) -> None:
     failure and ends the process.
     """
     train = plan.run.train
+    leave_to_callers()
     set_numerics(train)
     world = init_world(train.device, plan.n_processes, train.timeout_s + MARGIN_S)
     place, watch = joined(), None

@@ -234,7 +234,7 @@ def _fail(
             _write_failure(error, error_file)
         if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
             _print_failure(error)
-        code = 2 if isinstance(error, UserError) else 1
+        code = error.exit_code if isinstance(error, UserError) else 1
     abandon_world()
     # Not sys.exit: at interpreter shutdown the destructors of groups wait for pending messages.
     stopping.end_process(code)
@@ -272,6 +272,7 @@ def _write_failure(error: Exception, path: Path) -> None:
     }
     if isinstance(error, UserError):
         message["user_error"] = str(error)
+        message["exit_code"] = error.exit_code
         message["problems"] = getattr(error, "problems", [])
     if isinstance(error, SaveError):  # a sentence that needs no traceback
         message["report"] = f"gridformer: {error}"

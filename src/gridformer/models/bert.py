@@ -21,9 +21,11 @@ from gridformer.models.blocks import (
     LayerNorm,
     Linear,
     PaddingMask,
+    PooledDropout,
     PositionEmbedding,
     Role,
     SegmentEmbedding,
+    SpanHead,
     Spread,
     Style,
     StyledLayer,
@@ -36,10 +38,12 @@ from gridformer.utils.batch import Batch
 
 
 class BERT(Model):
-    """Maps tokens [b, s] to logits [b, s, v] and to the logits of two optional branches.
+    """Maps tokens [b, s] to logits [b, s, v] and to the logits of optional branches.
 
     The branch `pair` reads the first token ([CLS]) and tells whether sentence B follows sentence A:
-    [b, 2]. The branch `labels` classifies one chosen token of each sequence: [b, n_labels].
+    [b, 2]. The branch `labels` classifies one chosen token of each sequence: [b, n_labels]. The
+    branch `answer` tells where an answer begins and ends: [b, 2, s]. Without `token_head` there are
+    no logits of tokens, as in models that are fine-tuned.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -62,14 +66,20 @@ class BERT(Model):
         )
         if not self.post:
             self.norm = LayerNorm(h, config.norm_eps)
-        self.transform = Linear(h, h, Role("transform", "head"), Init(std=std))
-        self.gelu = nn.GELU()
-        self.head_norm = LayerNorm(h, config.norm_eps, "head")
-        self.head = TiedHead(biases=v)
+        if config.token_head:
+            self.transform = Linear(h, h, Role("transform", "head"), Init(std=std))
+            self.gelu = nn.GELU()
+            self.head_norm = LayerNorm(h, config.norm_eps, "head")
+        self.head = TiedHead(biases=v if config.token_head else 0)
         if config.sentence_pair:
             self.pair = Classifier(h, 2, std)
         if config.n_labels:
-            self.classifier = Classifier(h, config.n_labels, std)
+            # A fine-tuned BERT drops out what the pooler returns; pre-training does not.
+            drops = config.dropout if not config.token_head else 0.0
+            dropout = PooledDropout(drops, "classifier", self.clock)
+            self.classifier = Classifier(h, config.n_labels, std, dropout)
+        if config.span_head:
+            self.span = SpanHead(h, std)
 
     def forward(
         self,
@@ -136,6 +146,8 @@ class BERT(Model):
             logits["pair"] = self.pair(hidden_BSH, first)
         if "at" in batch:
             logits["labels"] = self.classifier(hidden_BSH, batch["at"])
+        if "answer" in batch:
+            logits["answer"] = self.span(hidden_BSH)
         return logits
 
     def head_modules(self) -> tuple[nn.Module, ...]:
@@ -143,10 +155,15 @@ class BERT(Model):
 
     def links(self) -> list[Link]:
         first = ("tokens", "positions", "segments", "dropout") + ("embedding_norm",) * self.post
-        last = ("norm",) * (not self.post) + ("transform", "head_norm", "head", "tokens", "loss")
-        branches = ("pair",) * self.config.sentence_pair + ("classifier",) * bool(
-            self.config.n_labels
-        )
+        config = self.config
+        words = ("transform", "head_norm", "head", "tokens") if config.token_head else ("head",)
+        last = (*("norm",) * (not self.post), *words, "loss")
+        has = {
+            "pair": config.sentence_pair,
+            "classifier": bool(config.n_labels),
+            "span": config.span_head,
+        }
+        branches = tuple(name for name, there in has.items() if there)
         return [
             Link("embedding", first),
             *(Link(f"layers.{i}", (f"layers.{i}", "mask")) for i in range(self.config.n_layers)),

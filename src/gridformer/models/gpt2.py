@@ -109,7 +109,8 @@ class GPT2(Model):
         return self.norm, self.head
 
     def links(self) -> list[Link]:
-        head = ("norm", "head", "tokens", "loss") + ("classifier",) * bool(self.config.n_labels)
+        tied, labels = ("tokens",) * self.config.token_head, bool(self.config.n_labels)
+        head = ("norm", "head", *tied, "loss", *("classifier",) * labels)
         return [
             Link("embedding", ("tokens", "positions", "dropout")),
             *(Link(f"layers.{i}", (f"layers.{i}", "mask")) for i in range(self.config.n_layers)),

@@ -45,7 +45,8 @@ class Llama(Model):
             {str(i): GatedLayer(config, self.clock, f"layers.{i}") for i in range(config.n_layers)}
         )
         self.norm = RMSNorm(h, config.norm_eps, None if config.n_labels else "head")
-        self.head = TiedHead() if config.tied_head else UntiedHead(v, h, std)
+        tied = config.tied_head or not config.token_head  # which has no weights of its own
+        self.head = TiedHead() if tied else UntiedHead(v, h, std)
         if config.n_labels:
             self.classifier = Classifier(h, config.n_labels, std)
 
@@ -111,7 +112,8 @@ class Llama(Model):
 
     def links(self) -> list[Link]:
         config = self.config
-        tied, labels = ("tokens",) * config.tied_head, ("classifier",) * bool(config.n_labels)
+        tied = ("tokens",) * (config.tied_head and config.token_head)
+        labels = ("classifier",) * bool(config.n_labels)
         layers = (f"layers.{i}" for i in range(config.n_layers))
         return [
             Link("embedding", ("tokens", "dropout")),

@@ -35,7 +35,7 @@ from gridformer.models.blocks import (
 from gridformer.utils.batch import IGNORE, Batch
 
 # Maps each loss of a model to the key of a batch that holds its targets.
-LOSSES = {"tokens": "targets", "pair": "pair", "labels": "labels"}
+LOSSES = {"tokens": "targets", "pair": "pair", "labels": "labels", "answer": "answer"}
 
 
 @dataclass
@@ -189,9 +189,10 @@ class Model(nn.Module):
         return hidden
 
     def logits(self, batch: Batch) -> dict[str, Tensor]:
-        """Computes logits by loss: `tokens` [b, s, v] and [b, n_labels] of the batch's branches."""
+        """Computes logits by loss: `tokens` [b, s, v], and those of the batch's branches."""
         hidden = self.hidden(batch)
-        return {"tokens": self.token_logits(hidden)} | self.branch_logits(hidden, batch)
+        words = {"tokens": self.token_logits(hidden)} if self.config.token_head else {}
+        return words | self.branch_logits(hidden, batch)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """Computes each loss, summed over this device's targets; `counts` returns their number."""

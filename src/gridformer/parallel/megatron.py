@@ -123,6 +123,7 @@ def one_dimensional(
         RowParallelLabelHead,
         Schedules,
         SequenceParallelChosenToken,
+        SequenceParallelJoin,
         keep_gathered_of,
     )
     from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
@@ -161,6 +162,9 @@ def one_dimensional(
     def dropout(plain: blocks.Dropout) -> None:
         plain.block = (col.index, 0)
 
+    def pooled_dropout(plain: blocks.PooledDropout) -> None:
+        plain.block = (0, col.index)  # the pooler's columns are sharded
+
     roles: dict[str, Any] = {
         "opening": linear,
         "closing": linear,
@@ -173,6 +177,7 @@ def one_dimensional(
         "attention": attention,
         "head_norm": head_norm,
         "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
+        "pooled_dropout": pooled_dropout,
         "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
         "cross_entropy": lambda plain: VocabParallelCrossEntropy(
             col, vocab_size, plain.smoothing, vocabulary_width(axes, vocab_size)
@@ -182,5 +187,6 @@ def one_dimensional(
         roles |= {
             "dropout": dropout,
             "chosen_token": lambda plain: SequenceParallelChosenToken(axes),
+            "whole_sequence": lambda plain: SequenceParallelJoin(axes),
         }
     return ModuleTable(roles, rest=everywhere, partition=partition)

@@ -140,7 +140,9 @@ class Optimus(SchemeSpec):
                 "attention": attention,
                 "head_norm": head_norm,
                 "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
+                "pooled_dropout": dropout,
                 "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
+                "span_ends": lambda plain: RowParallelLabelHead(plain, "row", axes),
                 "cross_entropy": lambda plain: VocabParallelCrossEntropy(
                     axes.col, vocab_size, plain.smoothing, vocabulary_width(axes, vocab_size)
                 ),

@@ -243,6 +243,7 @@ class Branched(SchemeSpec):
                 "cross_entropy": lambda plain: Elsewhere(),
                 "label_loss": lambda plain: Elsewhere(),
                 "classifier": lambda plain: Elsewhere(),
+                "span_head": lambda plain: Elsewhere(),
             }
         # The first sub-grid recomputes a block to its last product, or to its end; the others must
         # recompute as far.

@@ -23,9 +23,13 @@ _ROLES: dict[type[nn.Module], str] = {
     blocks.PaddingMask: "padding_mask",
     blocks.FeedForward: "feed_forward",
     blocks.GatedFeedForward: "feed_forward",
+    blocks.PooledDropout: "pooled_dropout",  # before its base class
     blocks.Dropout: "dropout",
     blocks.TiedHead: "tied_head",
+    blocks.SpanEnds: "span_ends",  # before its base class
     blocks.LabelHead: "label_head",
+    blocks.SpanHead: "span_head",
+    blocks.WholeSequence: "whole_sequence",
     blocks.ChosenToken: "chosen_token",
     blocks.Classifier: "classifier",
     blocks.CrossEntropy: "cross_entropy",

@@ -19,6 +19,7 @@ from gridformer.plan.predict import predict
 from gridformer.plan.ranking import settings_of
 from gridformer.plan.search import Found, Result, Search
 from gridformer.plan.timeline import summarized
+from gridformer.utils.page import document
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -41,15 +42,7 @@ COLORS = {
 _ABOVE = {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 SMALL = 0.002  # kinds that take less than this fraction of every step are not drawn
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the batch and of the number of devices
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 32px auto;
-  padding: 0 24px; }
-h1 { font-size: 26px; margin-bottom: 4px; } h2 { font-size: 19px; margin: 36px 0 4px; }
-p.note { color: #555; margin-top: 0; } code { background: #f3f3f3; padding: 1px 4px;
-  font-size: 13px; } table { border-collapse: collapse; width: 100%; font-size: 14px; }
-td, th { text-align: right; padding: 4px 10px; border-bottom: 1px solid #ddd; }
-td:nth-child(2), th:nth-child(2) { text-align: left; } ol li { margin-bottom: 12px; }
-"""
+_STYLE = "td:nth-child(2), th:nth-child(2) { text-align: left; }"
 
 
 @dataclass(frozen=True)
@@ -124,9 +117,7 @@ def write_page(
         plots[4],
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
-    body = "\n".join(sections)
-    text = f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>"
+    text = document(title, "\n".join(sections), _STYLE)
     path.write_text(text, encoding="utf-8")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from gridformer.config import RunConfig
+from gridformer.config.data import FINE_TUNING
 from gridformer.data.samples.order import Rows
 from gridformer.utils.batch import Batch
 
@@ -26,6 +29,8 @@ def rows_like(run: RunConfig, rows: Rows) -> Batch:
         return torch.ones(n, *shape, dtype=torch.bool)
 
     model, s, source = run.model, run.seq_len, run.source_len
+    if run.task in FINE_TUNING:
+        return _fine_tuning(run, ids, real)
     batch = {"tokens": ids(s), "targets": ids(s)}
     if model.two_stacks:
         batch |= {"source": ids(source)}
@@ -38,3 +43,13 @@ def rows_like(run: RunConfig, rows: Rows) -> Batch:
     if model.n_labels:
         batch |= {"valid": real(s), "at": ids(), "labels": ids()}
     return batch
+
+
+def _fine_tuning(run: RunConfig, ids: Callable[..., Tensor], real: Callable[..., Tensor]) -> Batch:
+    shape = (*(run.data.n_choices,) * (run.task == "choice"), run.seq_len)
+    batch = {"tokens": ids(*shape), "valid": real(*shape)}
+    if run.model.family == "bert":
+        batch |= {"segments": ids(*shape)}
+    if run.task == "answer":
+        return batch | {"answer": ids(2)}
+    return batch | {"at": ids(*shape[:-1]), "labels": ids()}

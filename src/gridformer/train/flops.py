@@ -49,14 +49,14 @@ class StepFlops:
                 _Stack(model, model.n_decoder_layers, s, source),
             ]
         forward = sum(stack.forward for stack in stacks) + _heads(model, s)
+        sequences = run.train.global_batch * run.sequences_per_sample
         mode, unfused = run.train.recompute, model.attention_dropout > 0.0
         again = 0
         if mode == "full":
             again = sum(stack.recomputed_fully(stops_early) for stack in stacks)
         elif mode == "selective":
             again = sum(stack.recomputed_selectively(unfused) for stack in stacks)
-        rows = run.train.global_batch
-        return StepFlops(rows * 3 * forward, rows * (3 * forward + again))
+        return StepFlops(sequences * 3 * forward, sequences * (3 * forward + again))
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,12 @@ class _Stack:
 def _heads(model: ModelConfig, s: int) -> int:
     """The forward pass of all heads for one sequence."""
     h = model.hidden_size
-    found = 2 * s * h * model.vocab_size
+    found = 2 * s * h * model.vocab_size * model.token_head
     if model.family == "bert":
-        found += 2 * s * h * h  # the transform before the head
+        found += 2 * s * h * h * model.token_head  # the transform before the head
         if model.sentence_pair and not model.n_labels:
             found += 2 * h * (h + 2)
+        found += 2 * s * h * 2 * model.span_head
     if model.n_labels:
         found += 2 * h * (h + model.n_labels)
     return found

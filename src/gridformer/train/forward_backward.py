@@ -56,8 +56,8 @@ class Passes(Protocol):
         Call it without gradients.
         """
 
-    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
-        """Computes the losses without gradients."""
+    def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
+        """Computes the losses without gradients, and calls `also` as `forward` calls `finish`."""
 
 
 class WholeModel:
@@ -94,8 +94,8 @@ class WholeModel:
         for micro in work:
             finish(self.model.hidden(micro.batch), micro.batch)
 
-    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
-        return evaluated(self, work)
+    def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
+        return evaluated(self, work, also)
 
     def _timed(self, kind: str, micro: int) -> AbstractContextManager[None]:
         return timed(self.on_action, kind, 0, micro, torch.cuda.is_initialized())
@@ -144,16 +144,20 @@ class Pipeline:
     def forward(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         self.executor.evaluate(work, finish)
 
-    def evaluate(self, work: Sequence[MicroBatch]) -> Losses:
-        return evaluated(self, work)
+    def evaluate(self, work: Sequence[MicroBatch], also: Finish | None = None) -> Losses:
+        return evaluated(self, work, also)
 
 
-def evaluated(passes: WholeModel | Pipeline, work: Sequence[MicroBatch]) -> Losses:
+def evaluated(
+    passes: WholeModel | Pipeline, work: Sequence[MicroBatch], also: Finish | None = None
+) -> Losses:
     """Returns `Passes.evaluate`: the sum of each loss over micro-batches."""
     totals = zeros(Model.counts(work[0].batch))
 
     def finish(hidden: Tensor, batch: Batch) -> None:
         add(totals, passes.model.losses_of(hidden, batch))
+        if also is not None:
+            also(hidden, batch)
 
     passes.forward(work, finish)
     return totals

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from gridformer.mesh import Axes
 from gridformer.utils.batch import Batch, MicroBatch
 
+# The keys of a batch that hold something of every sequence.
+_OF_SEQUENCES = ("tokens", "valid", "segments", "at")
+
 
 class RowSplit:
     """The rows of a global batch that this device reads.
@@ -46,10 +49,24 @@ class RowSplit:
         return np.concatenate([np.arange(part.start, part.stop) for part in parts])
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """Divides the data of `all_rows` into micro-batches, which are views of it."""
+        """Divides the data of `all_rows` into micro-batches, which are views of it.
+
+        Models see the n sequences of each sample of `data.task: choice` as rows of their own.
+        """
         size = len(self.all_rows) // self.n_micro
-        parts = {key: value.split(size) for key, value in batch.items()}
+        tokens = batch["tokens"]
+        n = tokens.shape[1] if tokens.dim() == 3 else 1
+        if n > 1:
+            batch = {k: x.flatten(0, 1) if k in _OF_SEQUENCES else x for k, x in batch.items()}
+        parts = {
+            key: value.split(size * n if key in _OF_SEQUENCES else size)
+            for key, value in batch.items()
+        }
+        rows = [self.rows(micro) for micro in range(self.n_micro)]
         return [
-            MicroBatch(self.rows(micro), {key: part[micro] for key, part in parts.items()})
+            MicroBatch(
+                slice(n * rows[micro].start, n * rows[micro].stop),
+                {key: part[micro] for key, part in parts.items()},
+            )
             for micro in range(self.n_micro)
         ]

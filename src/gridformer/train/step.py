@@ -22,7 +22,7 @@ from gridformer.parallel.data.copies import share_copies, share_parts
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
 from gridformer.parallel.pipeline import Executor, timed
 from gridformer.parallel.tensor.linear import weights_kept
-from gridformer.train.forward_backward import Passes, Pipeline, WholeModel
+from gridformer.train.forward_backward import Finish, Passes, Pipeline, WholeModel
 from gridformer.train.loss_scale import LossScale
 from gridformer.train.optimizer import Updates
 from gridformer.train.rows import RowSplit
@@ -244,13 +244,15 @@ class Stepper:
         self._last = self._failed = None
 
     @torch.no_grad()
-    def evaluate(self, reads: Sequence[ReadRows]) -> Evaluation:
+    def evaluate(self, reads: Sequence[ReadRows], also: Finish | None = None) -> Evaluation:
         """Computes mean losses over several global batches, without dropout.
 
         All ranks call it together and get the same result.
 
         Args:
             reads: For each global batch, a function that reads rows of it, called once each.
+            also: Called with the last hidden states of each micro-batch, and the micro-batch,
+                where its last link runs.
         """
         self.model.eval()
         totals: dict[str, Tensor] = {}
@@ -258,7 +260,7 @@ class Stepper:
             for read in reads:
                 batch = self._read(read)
                 counts = Model.counts(batch)
-                found = self.passes.evaluate(self.split.micro_batches(batch))
+                found = self.passes.evaluate(self.split.micro_batches(batch), also)
                 for name, loss in found.items():
                     count = counts[name] * self._reads_first()
                     both = torch.stack((loss, count.to(loss.dtype)))

@@ -15,30 +15,28 @@ from gridformer import comm
 from gridformer.checkpoint import checkpoint, weights
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.saver import Saver
+from gridformer.checkpoint.snapshot import saves_meanwhile
 from gridformer.comm import progress
 from gridformer.data import Batches, RunData, open_training, open_validation
-from gridformer.data.samples.order import Rows
-from gridformer.data.samples.samples import InTurn
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import World
 from gridformer.mesh.rendezvous import store_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
-from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.train.compile import compile_model
 from gridformer.train.diagnosis import diagnose
 from gridformer.train.divergence import Recovery
 from gridformer.train.ending import Ending, StepDropped
+from gridformer.train.evaluation import Evaluator, Measure, ValidationSet
 from gridformer.train.flops import Utilization
 from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
 from gridformer.train.plan import Plan
 from gridformer.train.resuming import intact
-from gridformer.train.step import Evaluation, ReadRows, StartedStep, Stepper
+from gridformer.train.step import ReadRows, StartedStep, Stepper
 from gridformer.train.trace import StepTrace
 from gridformer.train.under_way import Ended, StepsUnderWay, lag_of
-from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
 from gridformer.utils.signals import install
 from gridformer.utils.units import GIB
@@ -52,9 +50,10 @@ class Trainer:
     Args:
         plan: The checked run.
         world: The processes of the run.
+        measures: What evaluations measure besides the losses.
     """
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: Plan, world: World, measures: Sequence[Measure] = ()) -> None:
         run = plan.run
         self.plan, self.run, self.world = plan, run, world
         self.stop = install()
@@ -65,7 +64,6 @@ class Trainer:
         plan = self.plan
         data = RunData.open(run.data)
         self.batches = open_training(run, data, plan.data_start)
-        self.held_out = open_validation(run, data)
         self.model = build_parallel(
             run.model,
             run.layout,
@@ -78,6 +76,14 @@ class Trainer:
         if run.train.compile:
             compile_model(self.model)
         self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
+        numbers = range(run.train.eval_batches)
+        sets = [
+            ValidationSet(name, batches, numbers)
+            for name, batches in open_validation(run, data).items()
+        ]
+        self.evaluate = Evaluator(
+            self.stepper, sets, world.device, measures, run.train.sanity_checks
+        )
         self.utilization = Utilization.of(run, world.device, self.model.recompute.stops_early)
         self.under_way = StepsUnderWay(lag_of(run.train, world.device))
         self.tokens = 0
@@ -88,6 +94,8 @@ class Trainer:
             self.recovery.done = self._load(plan.resume, verified).divergences
             self.stepper.train = self.recovery.present
         self.saver = Saver(plan.out, run, self.axes, self.stop.hold, self.stop.release)
+        if saves_meanwhile(run.train):
+            self.saver.reserve(checkpoint.parameters_of(self.model))
         if world.rank == 0:
             self.saver.sweep()
         self.journal.begin(plan, data.n_train_tokens, self.batches)
@@ -120,7 +128,7 @@ class Trainer:
             at_end.callback(self._finish_saves)
             if step == 0:
                 with suppress(StepDropped):
-                    self.journal.metrics({"step": 0, "tokens": 0, **self._evaluate()})
+                    self.journal.metrics({"step": 0, "tokens": 0, **self._evaluate(0)})
             while step < train.steps and not told:
                 if self.ending.begins("step", self.stepper.micro_batches):
                     break
@@ -136,7 +144,7 @@ class Trainer:
                     continue
                 if not told and self._evaluates_after(step):
                     with suppress(StepDropped):  # the next border ends the run
-                        metrics |= self._evaluate() | self._peak_memory()
+                        metrics |= self._evaluate(step) | self._peak_memory()
                 self.journal.metrics(metrics)
                 self.journal.state("training", metrics["step"], metrics.get("loss"))
                 if self._saves_after(step):
@@ -308,32 +316,9 @@ class Trainer:
         self.journal.traced(path, idle)
         return started
 
-    def _evaluate(self) -> dict[str, float]:
-        """Returns `val_loss`, and its parts if there are several losses.
-
-        With several sets it is their mean, and each set has its own `val_loss_NAME`.
-        """
-        if self.run.train.sanity_checks:
-            assert_copies_equal(self.model, self.axes)
+    def _evaluate(self, step: int) -> dict[str, float]:
         self.journal.state("evaluating")
-        each, sets = self.run.train.eval_batches, self.held_out
-        numbers = range(each * len(sets))
-        if self.ending.begins("evaluation", len(numbers)):
-            raise StepDropped
-        with self._loader(InTurn([*sets.values()], each), numbers) as ahead:
-
-            def read(number: int, rows: Rows) -> Batch:
-                if number:
-                    self.ending.drop_at(number)
-                return ahead.read(number, rows)
-
-            reads = [partial(read, number) for number in numbers]
-            found = {
-                name: self.stepper.evaluate(reads[each * n : each * (n + 1)])
-                for n, name in enumerate(sets)
-            }
-        self.ending.ended()
-        return val_losses(found)
+        return self.evaluate(step, self.ending)
 
     def _peak_memory(self) -> dict[str, float]:
         """Returns the most memory that the tensors of any process have taken on its GPU."""
@@ -387,21 +372,6 @@ class Trainer:
 def _parts(name: str, losses: dict[str, float]) -> dict[str, float]:
     """Names the parts of a loss, such as `loss_tokens` and `loss_pair`, if there are several."""
     return {f"{name}_{part}": loss for part, loss in losses.items()} if len(losses) > 1 else {}
-
-
-def val_losses(found: dict[str, Evaluation]) -> dict[str, float]:
-    """Returns the metrics of an evaluation of several sets, given by name.
-
-    `val_loss` and its parts are the means over the sets, each of which counts the same.
-    """
-    sets = [*found.values()]
-    losses: dict[str, float] = {}
-    for name, one in found.items():
-        if name:
-            losses |= {f"val_loss_{name}": one.loss, **_parts(f"val_loss_{name}", one.losses)}
-    mean = sum(one.loss for one in sets) / len(sets)
-    parts = {key: sum(one.losses[key] for one in sets) / len(sets) for key in sets[0].losses}
-    return {"val_loss": mean, **_parts("val_loss", parts), **losses}
 
 
 def _due(step: int, every: int) -> bool:

@@ -10,6 +10,12 @@ source         [b, S] int64    t5, transformer: what the encoder reads
 source_valid   [b, S] bool     t5, transformer: False for padding; absent without padding
 at             [b] int64       the position whose vector the classification head reads
 labels         [b] int64       the label that this head should predict
+answer         [b, 2] int64    bert: the first and the last token of the answer; both 0 for none
+context        [b, s] int64    answers, in evaluations only: 2 where an answer may begin or end, 1
+                               where it may only end, otherwise 0
+
+With data.task=choice a sample is n sequences, of which `labels` tells the right one: tokens, valid
+and segments are [b, n, s] and `at` is [b, n]. Micro-batches have them as b n sequences.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,21 @@ def writing(path: Path, n_bytes: int = 0) -> Iterator[None]:
         if not is_full(error):
             raise
         raise FullDiskError(error.errno or errno.ENOSPC, path, n_bytes) from None
+
+
+def leave_to_callers() -> None:
+    """Lets no thread print a traceback because a disk is full.
+
+    The thread that writes TensorBoard's events hands the error to whoever writes next or closes,
+    who says what it means; the same error from the thread would stand between other lines.
+    """
+    before = threading.excepthook
+
+    def quiet(args: threading.ExceptHookArgs) -> None:
+        if not (args.exc_value and is_full(args.exc_value)):
+            before(args)
+
+    threading.excepthook = quiet
 
 
 def sentence(error: OSError) -> str:

@@ -1,10 +1,16 @@
-"""Errors that a user can fix. The command line prints only their text and exits with code 2."""
+"""Errors that a user can fix. The command line prints only their text, without a traceback."""
 
 from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """A request that cannot be fulfilled; the message says what is wrong, where, and the remedy."""
+    """A request that cannot be fulfilled; the message says what is wrong, where, and the remedy.
+
+    Attributes:
+        exit_code: With which code the command ends: 2 for what is found before work begins.
+    """
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -33,6 +39,8 @@ class DivergedError(UserError):
         message: what is not finite.
         step: the number of the step, counted from 0; -1 if only the caller knows it.
     """
+
+    exit_code = 1  # found in the middle of the work
 
     def __init__(self, message: str, step: int = -1) -> None:
         super().__init__(message)

@@ -28,6 +28,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "Transformer": {"family": "transformer", "label_smoothing": 0.1},
     # Its 3 heads of keys and values do not divide over 2 columns, so both columns have all of them.
     "Llama": {"family": "llama", "n_kv_heads": 3, "qk_norm": True, "tied_head": False},
+    # The heads of fine-tuning, without that of tokens: labels of sequences, and spans.
+    "BERT, fine-tuned": {
+        "family": "bert",
+        "sentence_pair": False,
+        "token_head": False,
+        "span_head": True,
+        "n_labels": 3,
+    },
 }
 # What a model also has in cells with dropout.
 WITH_DROPOUT: dict[str, dict[str, Any]] = {
@@ -51,7 +59,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
 }
 # Schemes and models added after the quick cells were chosen, in order.
-ADDED = ("Megatron 2-D", "Llama")
+ADDED = ("Megatron 2-D", "Llama", "BERT, fine-tuned")
 PIPELINES = (1, 2, 4)
 REPLICAS = ("none", "replicate", "zero1", "fsdp")
 DROPOUT = (False, True)
@@ -160,6 +168,7 @@ QUICK_ON_NCCL = {
     Cell("T5", "D&SP-cSub", 1, "fsdp", True),
     Cell("Transformer", "single", 4, "none", True),
     Cell("Llama", "Optimus", 1, "none", True),
+    Cell("BERT, fine-tuned", "Megatron, sequence parallel", 1, "none", True),
 }
 
 
@@ -170,11 +179,12 @@ def n_of(cell: Cell) -> int:
 @functools.cache
 def refusal(cell: Cell) -> str:
     """Return why `gridformer train` would refuse a combination, or an empty string."""
+    model = tiny(**cell.config)
     run = RunConfig.model_validate(
         {
-            "model": tiny(**cell.config),
+            "model": model,
             "layout": cell.layout,
-            "data": {"path": "."},
+            "data": {"path": ".", "task": "auto" if model.token_head else "classify"},
             "train": {"global_batch": SETTINGS["global_batch"]},
         }
     )

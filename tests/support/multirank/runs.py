@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -19,11 +20,13 @@ from gridformer.config import parse_run
 from gridformer.mesh.process_group import World
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
-from gridformer.train import journal
+from gridformer.train import journal, trainer
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from tests.support.multirank.layouts import name_of
+
+Result = TypeVar("Result")
 
 STEPS, MIDDLE = 5, 3
 
@@ -71,6 +74,15 @@ def train(plan: Plan) -> None:
     world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"), "gloo", "test")
     with patch.object(journal, "plot_loss"):
         Trainer(plan, world).fit()
+
+
+def train_a_step_ahead(how: Callable[..., Result], *args: Any) -> Result:
+    """Call a function that trains; as on a GPU, a step starts before the last one's result is read.
+
+    Example: `pool.run(2, train_a_step_ahead, train, plan)`.
+    """
+    with patch.object(trainer, "lag_of", lambda *_: 1):
+        return how(*args)
 
 
 def losses(out: Path) -> dict[int, tuple[float, float]]:

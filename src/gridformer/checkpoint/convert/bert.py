@@ -31,11 +31,19 @@ def entries(config: ModelConfig) -> list[Entry]:
             *_linear(f"{here}.mlp.down", [f"{there}.output.dense"]),
             *_norm(f"{here}.norm2", f"{there}.output.LayerNorm"),
         ]
-    found += [
-        *_linear("transform", ["cls.predictions.transform.dense"]),
-        *_norm("head_norm", "cls.predictions.transform.LayerNorm"),
-        Entry("head.bias", ("cls.predictions.bias",)),
-    ]
+    if config.token_head:
+        found += [
+            *_linear("transform", ["cls.predictions.transform.dense"]),
+            *_norm("head_norm", "cls.predictions.transform.LayerNorm"),
+            Entry("head.bias", ("cls.predictions.bias",)),
+        ]
+    elif config.n_labels:
+        found += [
+            *_linear("classifier.pooler", ["bert.pooler.dense"]),
+            *_linear("classifier.labels", ["classifier"]),
+        ]
+    if config.span_head:
+        found += _linear("span.ends", ["qa_outputs"])
     if config.sentence_pair:
         found += [
             *_linear("pair.pooler", ["bert.pooler.dense"]),
@@ -64,14 +72,13 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
     keys.only("is_decoder", (False,), False)
     keys.only("add_cross_attention", (False,), False)
     keys.only("tie_word_embeddings", (True,), True)
-    return {
+    return _heads_of(keys, names) | {
         "n_layers": keys.size("num_hidden_layers"),
         "hidden_size": keys.size("hidden_size"),
         "n_heads": keys.size("num_attention_heads"),
         "ffn_size": keys.size("intermediate_size"),
         "vocab_size": keys.size("vocab_size"),
         "max_seq_len": keys.size("max_position_embeddings"),
-        "sentence_pair": _NEXT_SENTENCE in names,
         "dropout": keys.get("hidden_dropout_prob", 0.1),
         "attention_dropout": keys.get("attention_probs_dropout_prob", 0.1),
         "norm_eps": keys.get("layer_norm_eps", 1e-12),
@@ -79,20 +86,31 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
     }
 
 
+def _heads_of(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the keys of our model that tell its heads, which tensors of theirs show."""
+    if "qa_outputs.weight" in names:
+        return {"sentence_pair": False, "token_head": False, "span_head": True}
+    if "classifier.weight" in names:
+        # BertForMultipleChoice has one logit for each choice, whatever its config says.
+        choice = "BertForMultipleChoice" in (keys.get("architectures", None) or ())
+        n_labels = 1 if choice else len(keys.get("id2label", None) or {0: "", 1: ""})
+        return {"sentence_pair": False, "token_head": False, "n_labels": n_labels}
+    return {"sentence_pair": _NEXT_SENTENCE in names}
+
+
 def write_config(config: ModelConfig) -> dict[str, Any] | list[str]:
     problems = []
     if config.norm_position != "post":
         problems.append(f"norm_position={config.norm_position}: BERT there has only post")
-    if config.n_labels:
+    if config.n_labels and (config.token_head or config.span_head):
         problems.append(f"n_labels={config.n_labels}: no model there has this head too")
     if config.head_width * config.n_heads != config.hidden_size:
         problems.append(
             f"head_dim={config.head_dim}: there it is hidden_size / n_heads, "
             f"{config.hidden_size // config.n_heads}"
         )
-    architecture = "BertForPreTraining" if config.sentence_pair else "BertForMaskedLM"
     return problems or {
-        "architectures": [architecture],
+        **_head_keys(config),
         "num_hidden_layers": config.n_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.n_heads,
@@ -105,6 +123,24 @@ def write_config(config: ModelConfig) -> dict[str, Any] | list[str]:
         "attention_probs_dropout_prob": config.attention_dropout,
         "layer_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
+    }
+
+
+def _head_keys(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of their config.json that tell the class of a model and its labels."""
+    if config.token_head:
+        return {
+            "architectures": ["BertForPreTraining" if config.sentence_pair else "BertForMaskedLM"]
+        }
+    if config.span_head:
+        return {"architectures": ["BertForQuestionAnswering"]}
+    if config.n_labels == 1:
+        return {"architectures": ["BertForMultipleChoice"]}
+    names = [f"LABEL_{i}" for i in range(config.n_labels)]
+    return {
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
     }
 
 

@@ -34,7 +34,7 @@ from gridformer.checkpoint.convert.weights_only import write_weights
 from gridformer.checkpoint.manifest import KEPT
 from gridformer.checkpoint.safetensors_file import Streamed
 from gridformer.checkpoint.shapes import shapes_of
-from gridformer.config import DataConfig, ModelConfig, RunConfig, any_of
+from gridformer.config import DataConfig, ModelConfig, RunConfig, Task, any_of
 from gridformer.config.base import file_name
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
@@ -120,7 +120,7 @@ def import_folder(
     run = RunConfig(
         name=file_name(out.resolve().name, "imported"),
         model=source.model,
-        data=DataConfig(path=Path("data")),
+        data=DataConfig(path=Path("data"), task=_task_of(source.model)),
     )
     with new_folder(out) as writing:
         step = writing / "checkpoints" / "step-00000000"
@@ -136,6 +136,15 @@ def import_folder(
             shutil.copyfile(folder / "tokenizer.json", writing / "tokenizer.json")
     n_parameters = sum(torch.Size(shape).numel() for shape in source.shapes.values())
     return Imported(run, source.kind.model_type, n_parameters, has_tokenizer)
+
+
+def _task_of(model: ModelConfig) -> Task:
+    """Returns the task of fine-tuning whose heads a model has."""
+    if model.token_head:
+        return "auto"
+    if model.span_head:
+        return "answer"
+    return "choice" if model.n_labels == 1 else "classify"
 
 
 def open_source(folder: Path) -> Source:

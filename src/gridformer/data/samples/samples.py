@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -203,32 +203,6 @@ class Restarted:
     def batch(self, step: int, rows: Rows | None = None) -> Arrays:
         """See Batches."""
         return self.batches.batch(step - self.start, rows)
-
-
-@dataclass(frozen=True)
-class InTurn:
-    """The first batches of several sets, one set after the other.
-
-    Attributes:
-        sets: The sets.
-        each: How many batches of each set there are.
-    """
-
-    sets: Sequence[Batches]
-    each: int
-
-    @property
-    def n_samples(self) -> int:
-        return sum(one.n_samples for one in self.sets)
-
-    @property
-    def n_left_out(self) -> int:
-        return sum(one.n_left_out for one in self.sets)
-
-    def batch(self, step: int, rows: Rows | None = None) -> Arrays:
-        """Returns a batch of the set whose turn it is; `step` is below len(sets) * each."""
-        number, within = divmod(step, self.each)
-        return self.sets[number].batch(within, rows)
 
 
 def padded(ids: NDArray[np.int64], length: int, value: int) -> NDArray[np.int64]:

@@ -7,7 +7,15 @@ are sharded.
 """
 
 from gridformer.models.blocks.attention import Attention, CrossAttention
-from gridformer.models.blocks.branch import ChosenToken, Classifier, LabelHead
+from gridformer.models.blocks.branch import (
+    ChosenToken,
+    Classifier,
+    LabelHead,
+    PooledDropout,
+    SpanEnds,
+    SpanHead,
+    WholeSequence,
+)
 from gridformer.models.blocks.cache import KVCache
 from gridformer.models.blocks.cast import attach_copies, cast, copy_of, keep_copies
 from gridformer.models.blocks.dropout import Clock, Dropout, DropoutClock
@@ -72,6 +80,7 @@ __all__ = [
     "Linear",
     "PaddingMask",
     "Part",
+    "PooledDropout",
     "PositionEmbedding",
     "RMSNorm",
     "Recompute",
@@ -82,12 +91,15 @@ __all__ = [
     "Rotation",
     "SegmentEmbedding",
     "SinusoidalPositions",
+    "SpanEnds",
+    "SpanHead",
     "Spread",
     "Style",
     "StyledLayer",
     "TiedHead",
     "TokenEmbedding",
     "UntiedHead",
+    "WholeSequence",
     "Window",
     "added_to_scores",
     "attach_copies",

@@ -1,10 +1,14 @@
-"""The second output branch: classifies one vector of each sequence (Optimus, figure 2)."""
+"""Heads that classify sequences or find a span in them, beside the head that predicts tokens.
+
+`Classifier` is also the second output branch of Optimus' figure 2.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from gridformer.models.blocks.dropout import Dropout
 from gridformer.models.blocks.linear import Init, Linear, Role, linear, new_parameter
 
 
@@ -12,18 +16,24 @@ class Classifier(nn.Module):
     """Classifies each sequence by the hidden vector of one chosen token.
 
     Maps x [b, s, h] and positions [b] to logits [b, n_labels] through `choose`, a pooler with tanh,
-    and `labels`.
+    dropout if there is any, and `labels`.
     """
 
-    def __init__(self, h: int, n_labels: int, std: float) -> None:
+    def __init__(
+        self, h: int, n_labels: int, std: float, dropout: PooledDropout | None = None
+    ) -> None:
         super().__init__()
         self.choose: nn.Module = ChosenToken()
         role = Role("pooler", "head", reads="sequences")
         self.pooler = Linear(h, h, role, Init(std=std))
+        self.dropout = dropout
         self.labels: nn.Module = LabelHead(h, n_labels, std)
 
     def forward(self, x_BSH: Tensor, at_B: Tensor) -> Tensor:
-        logits: Tensor = self.labels(torch.tanh(self.pooler(self.choose(x_BSH, at_B))))
+        pooled = torch.tanh(self.pooler(self.choose(x_BSH, at_B)))
+        if self.dropout is not None:
+            pooled = self.dropout(pooled)
+        logits: Tensor = self.labels(pooled)
         return logits
 
 
@@ -32,6 +42,13 @@ class ChosenToken(nn.Module):
 
     def forward(self, x_BSH: Tensor, at_B: Tensor) -> Tensor:
         return x_BSH[torch.arange(len(at_B), device=at_B.device), at_B]
+
+
+class PooledDropout(Dropout):
+    """Dropout of one vector per sequence, [b, h] or a block of columns of it."""
+
+    def forward(self, x_BH: Tensor) -> Tensor:
+        return super().forward(x_BH.unsqueeze(1)).squeeze(1)
 
 
 class LabelHead(nn.Module):
@@ -46,3 +63,27 @@ class LabelHead(nn.Module):
 
     def forward(self, x_BH: Tensor) -> Tensor:
         return linear(x_BH, self.weight, self.bias)
+
+
+class SpanHead(nn.Module):
+    """Tells where an answer begins and ends: x [b, s, h] to logits [b, 2, s] over the tokens."""
+
+    def __init__(self, h: int, std: float) -> None:
+        super().__init__()
+        self.ends: nn.Module = SpanEnds(h, 2, std)
+        self.join: nn.Module = WholeSequence()
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        logits: Tensor = self.join(self.ends(x_BSH))
+        return logits.transpose(1, 2)
+
+
+class SpanEnds(LabelHead):
+    """Maps every token [b, s, h] to two logits: that the answer begins, and that it ends there."""
+
+
+class WholeSequence(nn.Module):
+    """Returns logits [b, s, 2] of whole sequences; schemes that shard s gather them here."""
+
+    def forward(self, logits_BS2: Tensor) -> Tensor:
+        return logits_BS2

@@ -79,10 +79,21 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class LabelLoss(nn.Module):
-    """Sums the cross entropy of one label per sequence: logits [b, n_labels], labels [b]."""
+    """Sums the cross entropy of labels over those that are not IGNORE.
 
-    def forward(self, logits_BL: Tensor, labels_B: Tensor) -> Tensor:
-        return F.cross_entropy(_wide(logits_BL), labels_B, ignore_index=IGNORE, reduction="sum")
+    logits [b, n_labels], labels [b]    a label per sequence
+    logits [b n, 1], labels [b]         which of a sample's n sequences is right
+    logits [b, 2, s], labels [b, 2]     at which tokens an answer begins and ends
+    """
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        each, wanted = by_label(logits, labels), labels.flatten()
+        return F.cross_entropy(_wide(each), wanted, ignore_index=IGNORE, reduction="sum")
+
+
+def by_label(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the logits [labels, values] of each label; see `LabelLoss` for their shapes."""
+    return logits.reshape(labels.numel(), -1)
 
 
 def places_per_chunk(hidden_BSH: Tensor, targets_BS: Tensor, chunk_tokens: int) -> int:

@@ -126,6 +126,7 @@ def work_of(run: RunConfig) -> Work:
     """Returns the amount of work of one replica of a run, which `decide` reads."""
     layout, train = run.layout, run.train
     sequences = train.global_batch // (layout.dp * layout.micro_batches)
+    sequences *= run.sequences_per_sample
     devices = layout.rows * layout.cols * layout.branches
     return Work(
         tokens=sequences * run.seq_len,

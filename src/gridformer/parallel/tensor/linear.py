@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.comm import autograd
@@ -305,6 +306,23 @@ class SequenceParallelChosenToken(nn.Module):
         here = (local >= 0) & (local < part)
         mine = x_BSH[torch.arange(b, device=at_B.device), torch.where(here, local, 0)]
         terms = mine * here.unsqueeze(-1).to(mine.dtype)
+        return autograd.allreduce_identity(terms, self.col)
+
+
+class SequenceParallelJoin(nn.Module):
+    """Returns logits [b, s, n] on every column, given each column's [b, s/c, n]; n is small.
+
+    Forward all-reduce of logits that are zero at the other columns' tokens, backward identity.
+    """
+
+    def __init__(self, axes: Axes) -> None:
+        super().__init__()
+        self.col = axes.col
+
+    def forward(self, logits_BSN: Tensor) -> Tensor:
+        part, before = logits_BSN.shape[1], self.col.index
+        after = self.col.size - before - 1
+        terms = F.pad(logits_BSN, (0, 0, before * part, after * part))
         return autograd.allreduce_identity(terms, self.col)
 
 

@@ -1,0 +1,82 @@
+"""`gridformer report`: what one run has done, or how several compare, as a table and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gridformer.cli.patience import LONGEST
+
+if TYPE_CHECKING:
+    from gridformer.report.estimates import Estimates
+    from gridformer.report.reading import Run
+
+_SECONDS = 10.0
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNDIR...", help="Run directories.")],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with curves and timelines."),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            "--seconds",
+            min=0.0,
+            max=LONGEST,
+            help="Estimate memory and messages of each run for the page for at most this number "
+            "of seconds of the processor's time; 0 leaves them out.",
+        ),
+    ] = _SECONDS,
+) -> None:
+    """Report what one run has done, or how several runs compare.
+
+    The terminal shows a few numbers and the settings that differ. The page of --html
+    also has losses, learning rate, norms and speed over steps, tokens or hours, what
+    has happened to the run, the timeline of a step (train.trace_step), where its
+    communication and memory go, and text that it has generated. It is one file that
+    loads nothing from elsewhere.
+
+    [bold]Examples:[/bold]
+
+    gridformer report runs/demo
+
+    gridformer report runs/wide runs/deep --html compared.html
+    """
+    from rich.console import Console
+
+    from gridformer.report.reading import read_runs
+    from gridformer.report.text import print_summary
+
+    console = Console(highlight=False)
+    found = read_runs(runs)
+    print_summary(found, console)
+    if html is None:
+        return
+    from gridformer.report.page import write_page
+
+    estimates: list[Estimates | None] = [None] * len(found)
+    if seconds:
+        with Console(stderr=True).status("estimating memory and messages"):
+            estimates = [_estimated(run, seconds) for run in found]
+    write_page(found, estimates, html)
+    console.print(f"The report: {html}", soft_wrap=True)
+
+
+def _estimated(run: Run, seconds: float) -> Estimates | None:
+    """Returns the estimates of a run, or a sentence why there are none."""
+    from gridformer.cli.patience import at_most
+    from gridformer.report.estimates import Estimates, estimate
+    from gridformer.utils.errors import UserError
+
+    if run.config is None:
+        return None
+    try:
+        with at_most(seconds, "its run is large"):
+            return estimate(run.config)
+    except UserError as error:
+        return Estimates(problem=f"not estimated, because {error}")

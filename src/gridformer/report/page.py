@@ -1,0 +1,334 @@
+"""Writes what was read from run directories as a page: one file that loads nothing from elsewhere.
+
+Runs are not trusted: every text that comes from one is escaped, and the page's own script is the
+only one that the page allows.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from gridformer import __version__
+from gridformer.report import charts
+from gridformer.report.bars import KINDS, axis_colors, bars, memory_colors, time_colors
+from gridformer.report.estimates import Estimates
+from gridformer.report.history import Mark, marks_of
+from gridformer.report.reading import Run, Sample
+from gridformer.report.settings import table as settings_table
+from gridformer.report.steptrace import Slice, StepTimeline, Traffic, read_timeline
+from gridformer.report.summary import summary
+from gridformer.utils.page import DARK, document
+from gridformer.utils.units import byte_unit, format_bytes, three_digits
+
+_MOST_MARKS = 60  # rows of a run in the table of what has happened; starts and troubles stay
+_MOST_TRAFFIC = 12
+
+
+def write_page(runs: Sequence[Run], estimates: Sequence[Estimates | None], path: Path) -> None:
+    """Writes the report.
+
+    Args:
+        runs: The runs, at least one.
+        estimates: For each run what its code shows; None if that was not asked for.
+        path: The file, whose folder is created if needed.
+    """
+    timelines = [_last_timeline(run) for run in runs]
+    title = f"{runs[0].label}: report" if len(runs) == 1 else f"Comparison of {len(runs)} runs"
+    sections = [
+        f"<h1>{_text(title)}</h1>",
+        _summary(runs),
+        _differences(runs),
+        _curves(),
+        _history(runs),
+        _timelines(runs, timelines),
+        _communication(runs, timelines, estimates),
+        _memory(runs, estimates),
+        _samples(runs),
+        _all_settings(runs),
+        f"<footer>Written by gridformer {_text(__version__)} from run directories.</footer>",
+        f'<script type="application/json" id="data">{_data(runs, timelines)}</script>',
+    ]
+    here = files("gridformer.report")
+    style = DARK + (here / "page.css").read_text(encoding="utf-8")
+    script = (here / "page.js").read_text(encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        document(title, "\n".join(filter(None, sections)), style, script), encoding="utf-8"
+    )
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _data(runs: Sequence[Run], timelines: Sequence[StepTimeline | None]) -> str:
+    """Returns what the script draws, as JSON that no text in it can end."""
+    found = charts.as_json(runs)
+    found["timelines"] = [
+        {
+            "place": number,
+            "step": line.step,
+            "names": line.names,
+            "end": line.end,
+            "work": _rounded(line.work),
+            "waits": _rounded(line.waits),
+            "messages": _rounded(line.messages),
+        }
+        for number, line in enumerate(timelines)
+        if line is not None
+    ]
+    slices = (one for line in timelines if line for row in line.messages for one in row)
+    found |= {"kinds": KINDS, "axes": axis_colors(one.kind for one in slices)}
+    text = json.dumps(found, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _rounded(rows: Sequence[Sequence[Slice]]) -> list[list[list[Any]]]:
+    return [
+        [[round(one.start, 3), round(one.end, 3), one.kind, one.name] for one in row]
+        for row in rows
+    ]
+
+
+def _last_timeline(run: Run) -> StepTimeline | None:
+    return next((line for path in reversed(run.traces) if (line := read_timeline(path))), None)
+
+
+# --------------------------------------------------------------------------- tables
+
+
+def _rows(
+    head: Sequence[str], rows: Iterable[Sequence[object]], kind: str, numbers: Sequence[int] = ()
+) -> str:
+    """Returns a table of texts, whose columns `numbers` stand at the right."""
+
+    def cells(name: str, values: Sequence[object]) -> str:
+        return "".join(
+            f"<{name}{' class=n' if i in numbers else ''}>{_text(value)}</{name}>"
+            for i, value in enumerate(values)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table class="{kind}"><tr>{cells("th", head)}</tr>{body}</table>'
+        "</div>"
+    )
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    return ["", *(run.label for run in runs)]
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    rows = [[row.name, *row.values] for row in summary(runs)]
+    problems = "".join(
+        f'<p class="note bad">{_text(run.label)}: its settings cannot be read: '
+        f"{_text(run.problem)}</p>"
+        for run in runs
+        if run.problem
+    )
+    return _rows(_labels(runs), rows, "runs") + problems
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return ""
+    rows = [[key, *values] for key, values in settings_table(runs, differing=True)]
+    what = _rows(_labels(runs), rows, "runs") if rows else '<p class="note">None.</p>'
+    return f"<h2>Settings that differ</h2>{what}"
+
+
+def _all_settings(runs: Sequence[Run]) -> str:
+    rows = [[key, *values] for key, values in settings_table(runs, differing=False)]
+    if not rows:
+        return ""
+    return f"<details><summary>All settings</summary>{_rows(_labels(runs), rows, 'runs')}</details>"
+
+
+def _curves() -> str:
+    return (
+        "<h2>Training</h2>"
+        '<p class="note">Drag over a chart to enlarge a part of all charts, and double-click for '
+        "the whole run. Dashed blue lines mark where a run was resumed, red lines steps that were "
+        "not finite and saves that failed, and short gray ones checkpoints. Of long runs each "
+        "curve shows the smallest and the largest value of every small part.</p>"
+        '<div id="bar"></div><div id="charts"></div>'
+        "<noscript><p>The curves need JavaScript.</p></noscript>"
+    )
+
+
+def _history(runs: Sequence[Run]) -> str:
+    several = len(runs) > 1
+    rows: list[list[object]] = []
+    left_out = 0
+    for run in runs:
+        marks = marks_of(run)
+        kept = _important(marks)
+        left_out += len(marks) - len(kept)
+        for mark in kept:
+            name = [run.label] if several else []
+            rows.append([*name, mark.step, mark.text, mark.time])
+    if not rows:
+        return ""
+    timed = any(row[-1] for row in rows)
+    head = [*([""] if several else []), "step", "what", *(["time (UTC)"] if timed else [])]
+    rows = [row[: len(head)] for row in rows]
+    more = f'<p class="note">{left_out} more saves are not listed.</p>' if left_out else ""
+    table = _rows(head, rows, "many", numbers=(int(several),))
+    opened = " open" if len(rows) <= 12 else ""
+    return (
+        f"<h2>What has happened</h2><details{opened}><summary>{len(rows)} entries</summary>{table}"
+        f"{more}</details>"
+    )
+
+
+def _important(marks: Sequence[Mark]) -> list[Mark]:
+    """Returns all marks without most saves, if there are many."""
+    if len(marks) <= _MOST_MARKS:
+        return [*marks]
+    last = max((i for i, mark in enumerate(marks) if mark.kind == "save"), default=-1)
+    return [mark for i, mark in enumerate(marks) if mark.kind != "save" or i == last][-_MOST_MARKS:]
+
+
+# --------------------------------------------------------------------------- one step
+
+
+def _timelines(runs: Sequence[Run], timelines: Sequence[StepTimeline | None]) -> str:
+    found = []
+    for number, (run, line) in enumerate(zip(runs, timelines)):
+        if line is None:
+            continue
+        shown = (
+            f", the first {len(line.names)} of {line.n_ranks} processes"
+            if line.n_ranks > len(line.names)
+            else ""
+        )
+        rows = [(name, _in_order(seconds)) for name, seconds in zip(line.names, line.seconds)]
+        found.append(
+            f"<h3>{_text(run.label)}: step {line.step}{shown}</h3>"
+            f'<div id="timeline-{number}"></div>'
+            + bars(rows, time_colors(rows), lambda value: f"{three_digits(1000 * value)} ms")
+        )
+    if not found:
+        return ""
+    return (
+        "<h2>Timeline of a step</h2>"
+        '<p class="note">As it was measured (train.trace_step). The thin line below a process '
+        "shows messages under way; where the process waits for one, it is orange. The bars add up "
+        "what each process spent its time on.</p>" + "".join(found)
+    )
+
+
+def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:
+    first = ("forward", "backward", "update")
+    kinds = [*(kind for kind in first if kind in seconds), *sorted({*seconds} - {*first})]
+    return {kind: seconds[kind] for kind in kinds}
+
+
+def _communication(
+    runs: Sequence[Run],
+    timelines: Sequence[StepTimeline | None],
+    estimates: Sequence[Estimates | None],
+) -> str:
+    """Shows the messages of a step: those that were measured, or else those of the run's code."""
+    found: list[tuple[str, list[Traffic]]] = []
+    for run, line, estimated in zip(runs, timelines, estimates):
+        if line is not None and line.traffic:
+            found.append((f"{run.label}, measured", line.traffic))
+        elif estimated is not None and estimated.traffic:
+            found.append((f"{run.label}, rank {estimated.rank} by its code", estimated.traffic))
+    if not found:
+        return ""
+    rows = []
+    for name, traffic in found:
+        by_axis: dict[str, float] = {}
+        for one in traffic:
+            by_axis[one.axis] = by_axis.get(one.axis, 0.0) + one.bytes
+        rows.append((name, dict(sorted(by_axis.items(), key=lambda item: -item[1]))))
+    tables = "".join(
+        f"<details><summary>{_text(name)}: {_of_all(traffic)}</summary>{_traffic(traffic)}"
+        "</details>"
+        for name, traffic in found
+    )
+    return (
+        "<h2>Where communication goes</h2>"
+        '<p class="note">Bytes that a process sends or receives in a step, by axis of the layout: '
+        "those that have to cross its link with any algorithm.</p>"
+        + bars(rows, axis_colors(axis for _, parts in rows for axis in parts), format_bytes)
+        + tables
+    )
+
+
+def _of_all(traffic: Sequence[Traffic]) -> str:
+    total, count = sum(one.bytes for one in traffic), sum(one.messages for one in traffic)
+    return f"{three_digits(count)} messages, {format_bytes(total)}"
+
+
+def _traffic(traffic: Sequence[Traffic]) -> str:
+    rows = [
+        [one.axis, one.op, one.label, three_digits(one.messages), format_bytes(one.bytes)]
+        for one in traffic[:_MOST_TRAFFIC]
+    ]
+    if len(traffic) > _MOST_TRAFFIC:
+        rest = traffic[_MOST_TRAFFIC:]
+        count, n_bytes = sum(one.messages for one in rest), sum(one.bytes for one in rest)
+        rows.append(["", "others", "", three_digits(count), format_bytes(n_bytes)])
+    head = ("axis", "collective", "purpose", "messages", "bytes")
+    return _rows(head, rows, "many", numbers=(3, 4))
+
+
+def _memory(runs: Sequence[Run], estimates: Sequence[Estimates | None]) -> str:
+    rows, notes = [], []
+    for run, found in zip(runs, estimates):
+        if found is None:
+            continue
+        if found.problem:
+            notes.append(f"{run.label}: {found.problem}")
+            continue
+        which = f"rank {found.rank}" + (f", {found.stands_for}" if found.stands_for else "")
+        rows.append((f"{run.label} ({which})", {k: float(v) for k, v in found.memory.items()}))
+        notes.append(f"{run.label}: the peak is in {found.moment}.")
+    if not rows and not notes:
+        return ""
+    unit, name = byte_unit(max((sum(values.values()) for _, values in rows), default=0.0))
+    return (
+        "<h2>Memory</h2>"
+        '<p class="note">What the tensors of the fullest process hold at the peak of a step, as '
+        "`gridformer memory` estimates it from the run's code. "
+        + " ".join(_text(note) for note in notes)
+        + "</p>"
+        + bars(rows, memory_colors(rows), lambda value: f"{three_digits(value / unit)} {name}")
+    )
+
+
+# --------------------------------------------------------------------------- samples
+
+
+def _samples(runs: Sequence[Run]) -> str:
+    found = []
+    for run in runs:
+        if not run.samples:
+            continue
+        name = f"<h3>{_text(run.label)}</h3>" if len(runs) > 1 else ""
+        *earlier, last = [_sample(one) for one in run.samples]
+        more = (
+            f"<details><summary>{len(earlier)} earlier samples</summary>"
+            f"{''.join(reversed(earlier))}</details>"
+            if earlier
+            else ""
+        )
+        found.append(name + last + more)
+    return f"<h2>Generated text</h2>{''.join(found)}" if found else ""
+
+
+def _sample(one: Sample) -> str:
+    step = f'<p class="note">After step {one.step}</p>' if one.step is not None else ""
+    reference = (
+        f'<p class="note">Reference</p><pre>{_text(one.reference)}</pre>' if one.reference else ""
+    )
+    return f"{step}<pre><b>{_text(one.prompt)}</b>{_text(one.text)}</pre>{reference}"

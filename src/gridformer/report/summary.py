@@ -1,0 +1,128 @@
+"""A few numbers of each run: the head of a page, and all that a terminal shows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gridformer.models import count_parameters
+from gridformer.parallel.registry import describe
+from gridformer.report.history import starts
+from gridformer.report.reading import Run
+from gridformer.train.console import perplexity
+from gridformer.utils.units import format_count, three_digits
+
+NOTHING = "-"
+_RECENT = 20  # steps over which the last training loss is a mean
+
+
+class Row(NamedTuple):
+    """A number of all runs.
+
+    Attributes:
+        name: What it is.
+        values: Its value in each run, as text.
+    """
+
+    name: str
+    values: list[str]
+
+
+def summary(runs: Sequence[Run]) -> list[Row]:
+    """Returns the rows of the summary. Those that no run has a value for are left out."""
+    rows = [
+        Row("model", [_model(run) for run in runs]),
+        Row("layout", [describe(run.config.layout) if run.config else NOTHING for run in runs]),
+        Row("processes", [_processes(run) for run in runs]),
+        Row("steps", [_steps(run) for run in runs]),
+        Row("state", [run.state or NOTHING for run in runs]),
+        Row("starts", [str(n) if (n := starts(run)) > 1 else NOTHING for run in runs]),
+        Row("training loss", [_recent(run, "loss") for run in runs]),
+        *(Row(_name(key), [_last(run, key) for run in runs]) for key in _evaluated(runs)),
+        Row("lowest validation loss", [_lowest(run) for run in runs]),
+        Row("tokens", [_count(run, "tokens") for run in runs]),
+        Row("tokens/s, median", [_median(run, "tokens_per_s") for run in runs]),
+        Row("MFU, median", [_percent(run, "mfu") for run in runs]),
+        Row("peak of memory", [_most(run, "peak_memory_gib", " GiB") for run in runs]),
+        Row("rollbacks", [_count(run, "rollbacks") for run in runs]),
+        Row("steps skipped for overflow", [_count(run, "skipped") for run in runs]),
+        Row("steps left out", [_left_out(run) for run in runs]),
+    ]
+    return [row for row in rows if any(value != NOTHING for value in row.values)]
+
+
+def _model(run: Run) -> str:
+    if run.config is None:
+        return NOTHING
+    model = run.config.model
+    name = model.family if model.name == "custom" else model.name
+    return f"{name} ({format_count(count_parameters(model))} parameters)"
+
+
+def _processes(run: Run) -> str:
+    return str(run.config.layout.n_processes) if run.config else NOTHING
+
+
+def _steps(run: Run) -> str:
+    of = f" of {run.config.train.steps:,}" if run.config else ""
+    return f"{run.last_step:,}{of}" if run.metrics else NOTHING
+
+
+def _evaluated(runs: Sequence[Run]) -> list[str]:
+    """Returns the names of all metrics of evaluations, `val_loss` first."""
+    keys = dict.fromkeys(key for run in runs for key in run.names if key.startswith("val_"))
+    return sorted(keys, key=lambda key: key != "val_loss")
+
+
+def _name(key: str) -> str:
+    return "validation " + key.removeprefix("val_").replace("_", " ")
+
+
+def _last(run: Run, key: str) -> str:
+    _, values = run.series(key)
+    if not values:
+        return NOTHING
+    text = f"{values[-1]:.4g}"
+    return f"{text} (perplexity {perplexity(values[-1]):,.4g})" if key == "val_loss" else text
+
+
+def _lowest(run: Run) -> str:
+    steps, values = run.series("val_loss")
+    if not values:
+        return NOTHING
+    lowest = min(range(len(values)), key=values.__getitem__)
+    return f"{values[lowest]:.4g} at step {steps[lowest]:,}"
+
+
+def _recent(run: Run, key: str) -> str:
+    _, values = run.series(key)
+    if not values:
+        return NOTHING
+    n = min(_RECENT, len(values))
+    return f"{statistics.fmean(values[-n:]):.4g} (mean of the last {n} steps)"
+
+
+def _median(run: Run, key: str) -> str:
+    _, values = run.series(key)
+    return three_digits(statistics.median(values)) if values else NOTHING
+
+
+def _percent(run: Run, key: str) -> str:
+    _, values = run.series(key)
+    return f"{statistics.median(values):.1%}" if values else NOTHING
+
+
+def _most(run: Run, key: str, unit: str) -> str:
+    _, values = run.series(key)
+    return f"{max(values):.3g}{unit}" if values else NOTHING
+
+
+def _count(run: Run, key: str) -> str:
+    _, values = run.series(key)
+    return format_count(values[-1]) if values and values[-1] else NOTHING
+
+
+def _left_out(run: Run) -> str:
+    n = sum("left_out" in line for line in run.metrics)
+    return str(n) if n else NOTHING

@@ -1,0 +1,198 @@
+"""What an evaluation during training computes: losses and scores of validation sets, and measures.
+
+A validation set is a sequence of global batches. Its mean losses are computed from all of them;
+sets whose samples have right answers also get scores, such as accuracy. `Measure`s from elsewhere
+add numbers that take more than a forward pass, such as BLEU of generated texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gridformer import comm
+from gridformer.data import Batches
+from gridformer.data.samples.order import Rows
+from gridformer.mesh import Axes
+from gridformer.models import Model
+from gridformer.parallel.data.copies import assert_copies_equal
+from gridformer.train.ending import Ending, StepDropped
+from gridformer.train.loader import BatchLoader
+from gridformer.train.step import Evaluation, Stepper
+from gridformer.utils.batch import Batch
+
+LABEL = "scores"
+
+
+class Measure(Protocol):
+    """Further numbers of an evaluation during training."""
+
+    def __call__(self, stepper: Stepper, step: int) -> Mapping[str, float]:
+        """Returns numbers by their keys in metrics.jsonl, such as `val_bleu`.
+
+        All ranks call it together and get the same numbers.
+
+        Args:
+            stepper: Holds this rank's model and axes. The model is in no particular mode.
+            step: How many steps the model has been trained.
+        """
+
+
+class Scorer(Protocol):
+    """Scores the answers that a model gives to the samples of a validation set.
+
+    Attributes:
+        n_samples: How many samples the set has.
+        n_columns: How many numbers `answers` keeps of each sample.
+    """
+
+    @property
+    def n_samples(self) -> int: ...
+    @property
+    def n_columns(self) -> int: ...
+
+    def answers(self, model: Model, hidden_BSH: Tensor, batch: Batch) -> Tensor | None:
+        """Returns the numbers [b, n_columns] that `scores` needs of each sample of a micro-batch.
+
+        Args:
+            model: This rank's part of the model.
+            hidden_BSH: The last hidden states, sharded as they are between sections.
+            batch: The micro-batch, whose key `item` numbers its samples.
+
+        Returns:
+            The numbers; None if another process computes them.
+        """
+
+    def scores(self, found: Tensor) -> dict[str, float]:
+        """Returns scores by name, such as `accuracy`, from the numbers of all samples.
+
+        Args:
+            found: The numbers [n_samples, n_columns] in float64 on the CPU, equal on all ranks.
+        """
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """One set that an evaluation reads.
+
+    Attributes:
+        name: Its name in metrics, `val_loss_NAME`; empty for the only set of a run.
+        batches: Its global batches.
+        numbers: Which of them an evaluation reads.
+        scorer: Scores its samples, if they have right answers; then the batches hold each sample
+            once.
+    """
+
+    name: str
+    batches: Batches
+    numbers: range
+    scorer: Scorer | None = None
+
+
+class Evaluator:
+    """Evaluates a model during training. All ranks call it together and get the same numbers.
+
+    Args:
+        stepper: Holds the model.
+        sets: The validation sets.
+        device: Where the batches are needed.
+        measures: What else is measured.
+        check_copies: Whether to check first that all ranks hold equal copies of parameters.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        sets: Sequence[ValidationSet],
+        device: torch.device,
+        measures: Sequence[Measure] = (),
+        check_copies: bool = False,
+    ) -> None:
+        self.stepper, self.sets, self.device = stepper, sets, device
+        self.measures, self.check_copies = measures, check_copies
+
+    def __call__(self, step: int, ending: Ending) -> dict[str, float]:
+        """Returns `val_loss`, its parts, those of named sets, scores and measures.
+
+        The loss of several sets is the mean of their losses.
+
+        Args:
+            step: How many steps the model has been trained.
+            ending: Decides whether the run ends inside the evaluation.
+
+        Raises:
+            StepDropped: It does.
+        """
+        if self.check_copies:
+            assert_copies_equal(self.stepper.model, self.stepper.axes)
+        if ending.begins("evaluation", sum(len(one.numbers) for one in self.sets)):
+            raise StepDropped
+        found: dict[str, float] = {}
+        losses = []
+        border = 0  # the number of batches of earlier sets
+        for one in self.sets:
+            answers = None
+            if one.scorer is not None:
+                answers = Answers(one.scorer, self.stepper.model, self.stepper.axes, self.device)
+            result = self._losses(one, ending, border, answers)
+            border += len(one.numbers)
+            losses.append(result.loss)
+            suffix = f"_{one.name}" if one.name else ""
+            found |= {f"val_loss{suffix}": result.loss}
+            if len(result.losses) > 1:
+                found |= {f"val_loss_{part}{suffix}": v for part, v in result.losses.items()}
+            if one.scorer is not None and answers is not None:
+                scores = one.scorer.scores(answers.gathered())
+                found |= {f"val_{name}{suffix}": value for name, value in scores.items()}
+        for measure in self.measures:
+            found |= measure(self.stepper, step)
+        ending.ended()
+        return {"val_loss": sum(losses) / len(losses), **found}
+
+    def _losses(
+        self, one: ValidationSet, ending: Ending, border: int, answers: Answers | None
+    ) -> Evaluation:
+        rows = self.stepper.all_rows
+        with BatchLoader(one.batches, rows, one.numbers, self.device) as ahead:
+
+            def read(number: int, rows: Rows) -> Batch:
+                if border + number - one.numbers.start:
+                    ending.drop_at(border + number - one.numbers.start)
+                return ahead.read(number, rows)
+
+            return self.stepper.evaluate([partial(read, number) for number in one.numbers], answers)
+
+
+class Answers:
+    """Collects what a scorer needs of every sample, from all ranks.
+
+    Args:
+        scorer: The scorer.
+        model: This rank's part of the model.
+        axes: The axes of the mesh.
+        device: Where the model computes.
+    """
+
+    def __init__(self, scorer: Scorer, model: Model, axes: Axes, device: torch.device) -> None:
+        self.scorer, self.model, self.axes = scorer, model, axes
+        # A row more, for the rows that fill up the last batch.
+        shape = (scorer.n_samples + 1, scorer.n_columns)
+        self.found = torch.zeros(shape, dtype=torch.float64, device=device)
+        # Ranks that hold the same rows have the same answers, and one of them says them.
+        self.speaks = axes.same_batch.index == 0
+
+    def __call__(self, hidden_BSH: Tensor, batch: Batch) -> None:
+        """Keeps the answers to the samples of a micro-batch, where its last link has run."""
+        values = self.scorer.answers(self.model, hidden_BSH, batch)
+        if values is not None and self.speaks:
+            self.found[batch["item"]] = values.double()
+
+    def gathered(self) -> Tensor:
+        """Returns the answers to all samples [n_samples, n_columns] on the CPU of every rank."""
+        whole = self.found[:-1].contiguous()
+        return comm.all_reduce(whole, self.axes.world, label=LABEL).cpu()

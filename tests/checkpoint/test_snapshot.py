@@ -1,0 +1,53 @@
+"""The memory in which asynchronous saves keep their copies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.block import Block, written_here
+from gridformer.checkpoint.snapshot import Snapshot, bytes_of
+from gridformer.config import LayoutConfig, TrainConfig, parse_run
+from gridformer.config.train import DType
+from gridformer.mesh import Axes
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper
+
+MODEL = {"n_layers": 2, "hidden_size": 12, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
+RUN = parse_run({"model": MODEL, "data": {"path": "unused"}})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_what_is_reserved_for_parameters_and_moments_is_what_they_take(dtype: DType) -> None:
+    train = TrainConfig(dtype=dtype)
+    model = build_parallel(RUN.model, LayoutConfig(), Axes(), 1, torch.device("cpu"), train.dtype)
+    updates = Stepper(model, train, Axes()).updates
+    parameters = bytes_of(written_here(checkpoint.parameters_of(model), Axes()))
+    updates.allocate(1)
+    shards = checkpoint.shards_of(model, updates)
+    assert 3 * parameters == bytes_of(written_here(shards, Axes())) > 0
+
+
+def test_memory_that_was_reserved_is_not_pinned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def register(_: int, n_bytes: int, __: int) -> int:
+        pinned.append(n_bytes)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    blocks = {"x": Block(torch.arange(6.0), (6,), (0,)), "y": Block(torch.ones(3), (3,), (0,))}
+    snapshot = Snapshot()
+    snapshot.reserve(bytes_of(blocks), pinned=True)
+    copies = snapshot.take(blocks)
+    snapshot.reserve(bytes_of(blocks), pinned=True)
+    assert pinned == [bytes_of(blocks)]
+    assert {name: copy.tensor.tolist() for name, copy in copies.items()} == {
+        "x": [0, 1, 2, 3, 4, 5],
+        "y": [1, 1, 1],
+    }

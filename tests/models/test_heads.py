@@ -1,0 +1,139 @@
+"""Heads for fine-tuning compute what Hugging Face's BertFor... classes compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gridformer.checkpoint.convert.kinds import entries_of
+from gridformer.checkpoint.convert.table import to_ours
+from gridformer.config import ModelConfig
+from gridformer.mesh import Axes
+from gridformer.models import Model
+from gridformer.models.blocks import IGNORE
+from gridformer.train.rows import RowSplit
+from gridformer.utils.batch import Batch
+from tests.support.reference.bert import S, V, config_of
+from tests.support.reference.shared import (
+    assert_close,
+    lengths_mask,
+    plain,
+    randomize,
+    tokens_of,
+    transformers,
+)
+
+HEADS: dict[str, dict[str, Any]] = {
+    "BertForSequenceClassification": {"n_labels": 3},
+    "BertForMultipleChoice": {"n_labels": 1},
+    "BertForQuestionAnswering": {"span_head": True},
+}
+# Parameters whose gradients are rounding noise around zero, as are those of the keys' biases:
+# softmax does not see what is added to all keys, choices or tokens.
+NOISE = {
+    "BertForSequenceClassification": (),
+    "BertForMultipleChoice": ("classifier.labels.bias",),
+    "BertForQuestionAnswering": ("span.ends.bias", "layers.2.norm2.bias"),
+}
+
+
+def both(name: str) -> tuple[Model, Any, ModelConfig]:
+    """Return our model with the weights of theirs."""
+    config = config_of(sentence_pair=False, token_head=False, **HEADS[name])
+    theirs = getattr(transformers, name)(
+        transformers.BertConfig(
+            vocab_size=V,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            intermediate_size=config.ffn_size,
+            max_position_embeddings=S,
+            layer_norm_eps=config.norm_eps,
+            num_labels=2 if config.span_head else config.n_labels,
+            pad_token_id=None,
+            attn_implementation="eager",
+        )
+    )
+    theirs = randomize(theirs, torch.float64)
+    ours = plain(config, torch.float64, to_ours(entries_of(config), theirs.state_dict()))
+    return ours, theirs, config
+
+
+def of_name(name: str, b: int) -> tuple[Batch, dict[str, Tensor]]:
+    """Return our batch, and the labels as theirs takes them."""
+    rows = b * 3 if name == "BertForMultipleChoice" else b
+    lengths = [24, 17, 5, 20, 11, 24, 9, 13, 2, 24, 8, 3][:rows]
+    batch = {
+        "tokens": tokens_of(V, rows, S),
+        "segments": (~lengths_mask([n // 2 for n in lengths], S)).long(),
+        "valid": lengths_mask(lengths, S),
+    }
+    if name == "BertForQuestionAnswering":
+        answer = torch.tensor([[3, 5], [0, 0], [2, 2], [7, 19]])[:b]
+        theirs = {"start_positions": answer[:, 0], "end_positions": answer[:, 1]}
+        return batch | {"answer": answer}, theirs
+    labels = torch.tensor([2, 0, 1, 2])[:b]
+    return batch | {"at": torch.zeros(rows, dtype=torch.int64), "labels": labels}, {
+        "labels": labels
+    }
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_loss_and_gradients_are_those_of_hugging_face(name: str) -> None:
+    ours, theirs, config = both(name)
+    batch, labels = of_name(name, 4)
+    inputs = {
+        "input_ids": batch["tokens"],
+        "attention_mask": batch["valid"].long(),
+        "token_type_ids": batch["segments"],
+    }
+    if name == "BertForMultipleChoice":
+        inputs = {key: value.view(4, 3, S) for key, value in inputs.items()}
+    want = theirs(**inputs, **labels)
+    want.loss.backward()
+    logits = ours.logits(batch)
+    if name == "BertForQuestionAnswering":
+        assert_close(
+            logits["answer"].detach(),
+            torch.stack((want.start_logits, want.end_logits), 1).detach(),
+        )
+    else:
+        assert_close(logits["labels"].detach().view(4, -1), want.logits.detach())
+    losses, counts = ours.losses(batch), ours.counts(batch)
+    assert losses.keys() == counts.keys()
+    assert len(losses) == 1, "only the loss of the task"
+    (loss,), (count,) = losses.values(), counts.values()
+    (loss / count).backward()
+    assert_close((loss / count).detach(), want.loss.detach())
+    expected = to_ours(entries_of(config), {n: p.grad for n, p in theirs.named_parameters()})
+    assert expected.keys() == {n for n, _ in ours.named_parameters()}
+    for parameter_name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        if parameter_name not in NOISE[name] and not parameter_name.endswith("qkv.bias"):
+            assert_close(parameter.grad, expected[parameter_name])
+
+
+def test_micro_batches_of_choices_are_sequences() -> None:
+    """The sequences of a sample stay together, and the numbers of rows count sequences."""
+    tokens = torch.arange(4 * 3 * 5).view(4, 3, 5)
+    batch = {"tokens": tokens, "at": torch.zeros(4, 3), "labels": torch.arange(4)}
+    first, second = RowSplit(4, 2, Axes()).micro_batches(batch)
+    assert (first.rows, second.rows) == (slice(0, 6), slice(6, 12))
+    assert torch.equal(second.batch["tokens"], tokens[2:].flatten(0, 1))
+    assert second.batch["at"].shape == (6,)
+    assert second.batch["labels"].tolist() == [2, 3]
+    assert np.array_equal(RowSplit(4, 2, Axes()).all_rows, np.arange(4))
+
+
+def test_labels_that_are_ignored_count_nothing() -> None:
+    ours, _, _ = both("BertForMultipleChoice")
+    batch, _ = of_name("BertForMultipleChoice", 4)
+    with torch.no_grad():
+        whole = ours.losses(batch)["labels"]
+        part = ours.losses({**batch, "labels": torch.tensor([2, IGNORE, 1, IGNORE])})["labels"]
+        rest = ours.losses({**batch, "labels": torch.tensor([IGNORE, 0, IGNORE, 2])})["labels"]
+    assert_close(part + rest, whole)

@@ -1,0 +1,119 @@
+"""The page: complete, alone, and safe to open whatever a run contains."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridformer.config import parse_run
+from gridformer.report.estimates import estimate
+from gridformer.report.page import write_page
+from gridformer.report.reading import Run, Sample
+from gridformer.report.steptrace import read_timeline
+from gridformer.train.trace import merged
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>"
+
+
+def evil_run(folder: Path) -> Run:
+    """A run whose every text is an attack."""
+    metrics = [{"step": step, "loss": 5.0 - step, EVIL: 1.0 * step} for step in range(3)]
+    events = [
+        {"event": "start", "step": 0, "layout": EVIL, "devices": EVIL, "device": EVIL, "time": 1e9},
+        {"event": "diverged", "step": 1, "why": EVIL},
+    ]
+    return Run(
+        label=EVIL,
+        folder=folder,
+        config=None,
+        problem=EVIL,
+        settings={EVIL: EVIL, "train.lr": [EVIL]},
+        metrics=metrics,
+        events=events,
+        state=EVIL,
+        traces=[step_trace(folder)],
+        samples=[Sample(3, EVIL, EVIL, EVIL)],
+    )
+
+
+def step_trace(folder: Path) -> Path:
+    """Write a timeline: a forward pass of 10 ms, 4 ms of which are waits."""
+    part: dict[str, Any] = {
+        "host": "a",
+        "zero": 100.0,
+        "place": {"row": 0},
+        "events": [["forward", 0, 0, 100.0, 100.010], [EVIL, -1, -1, 100.012, 100.013]],
+        "messages": [
+            {
+                **{"op": "all_gather", "axis": "row", "ranks": 2, "bytes": 64, "label": EVIL},
+                "times": [100.001, 100.002, 100.006],
+            }
+        ],
+    }
+    path = folder / "trace-step-7.json"
+    path.write_text(json.dumps(merged([part, part])))
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("evil")
+    run = evil_run(folder)
+    path = folder / "out" / "page.html"
+    write_page([run, run], [None, None], path)
+    return path.read_text()
+
+
+def test_nothing_from_a_run_becomes_html(page: str) -> None:
+    assert "<img" not in page
+    assert page.count("<script") == 2  # the data and the page's own
+    assert "alert(1)" in page  # it is shown as text
+
+
+def test_the_page_loads_nothing_and_allows_only_its_own_script(page: str) -> None:
+    assert not re.search(r"(src|href)\s*=|@import|url\((?!#)", page.replace("src=x", ""))
+    script = page.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+
+
+def test_the_data_of_the_script_is_complete(page: str) -> None:
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert [run["label"] for run in data["runs"]] == [EVIL, EVIL]
+    assert data["charts"][0]["curves"][1]["y"] == [5.0, 4.0, 3.0]
+    assert [mark["kind"] for mark in data["runs"][0]["marks"]] == ["start", "trouble"]
+    [first, _] = data["timelines"]
+    assert first["work"][0][0][:3] == [0.0, 10.0, "forward"]
+
+
+def test_waits_do_not_count_as_the_work_in_which_they_are(tmp_path: Path) -> None:
+    line = read_timeline(step_trace(tmp_path))
+    assert line is not None
+    seconds = line.seconds[1]
+    assert seconds["forward"] == pytest.approx(0.006)
+    assert seconds["waits for row"] == pytest.approx(0.004)
+    assert seconds["between"] == pytest.approx(0.002)
+    assert [(one.axis, one.op, one.messages, one.bytes) for one in line.traffic] == [
+        ("row", "all_gather", 1.0, 64.0)
+    ]
+    (tmp_path / "trace-step-8.json").write_text('{"traceEvents": [{"ph": "X"}]}')
+    assert read_timeline(tmp_path / "trace-step-8.json") is None
+
+
+def test_estimates_of_a_run_without_its_data() -> None:
+    model = {"family": "gpt2", "n_layers": 2, "hidden_size": 16, "n_heads": 2, "vocab_size": 64}
+    layout = {"scheme": "megatron", "cols": 2}
+    run = parse_run({"model": {**model, "max_seq_len": 8}, "data": {"path": "x"}, "layout": layout})
+    found = estimate(run)
+    assert found.peak == sum(found.memory.values()) > 0
+    [products] = [one for one in found.traffic if one.label == "product"]
+    # Two of each layer in either direction, and one of the embedding and of the head.
+    activations = 4 * 8 * 8 * 16
+    assert (products.axis, products.op, products.messages) == ("col", "all_reduce", 10)
+    assert products.bytes == 10 * activations

@@ -1,0 +1,95 @@
+"""What is read from a run directory, also from a damaged one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gridformer.report.charts import chart_list, decimated
+from gridformer.report.history import marks_of
+from gridformer.report.reading import labels, read_runs
+from gridformer.report.settings import table
+from gridformer.report.summary import summary
+from gridformer.utils.errors import UserError
+
+METRICS = [
+    {"step": 0, "tokens": 0, "val_loss": 5.5},
+    {"step": 1, "loss": 5.4, "grad_norm": 1.5, "lr": 1e-3, "tokens": 64, "tokens_per_s": 100.0},
+    {"step": 2, "left_out": "row 3 of the batch", "tokens": 128},
+    {"step": 3, "loss": 5.0, "lr": 1e-3, "tokens": 192, "val_loss": 5.1, "val_accuracy": 0.25},
+]
+
+
+def run_folder(folder: Path, name: str = "run", rows: int = 1) -> Path:
+    """Write the files of a run."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        f"name: {name}\n"
+        "model: {family: gpt2, n_layers: 1, hidden_size: 8, n_heads: 2, vocab_size: 32}\n"
+        "data: {path: /home/someone/secret/tokens}\n"
+        f"layout: {{scheme: megatron, rows: {rows}}}\n"
+        "train: {steps: 4}\n"
+    )
+    text = "".join(json.dumps(line) + "\n" for line in METRICS)
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'[1]\n\xff\xfe\n{"step": "4"}\n{"step": true}\n{"step": -1}\n' + b"[" * 9999)
+        file.write(b'\n{"step": 4, "loss": NaN, "lr": 1e999}\n{"step": 5, "loss": 4.')
+    (folder / "heartbeat.json").write_text("{")
+    (folder / "events.jsonl").write_text('{"event": 3}\n{"event": "saved", "step": "x"}\n')
+    [run] = read_runs([folder])
+    assert run.series("loss") == ([1, 3], [5.4, 5.0])
+    assert (run.last_step, run.state, marks_of(run)) == (4, "", [])
+
+
+def test_numbers_and_charts_of_a_run(tmp_path: Path) -> None:
+    [run] = read_runs([run_folder(tmp_path / "run")])
+    rows = {row.name: row.values[0] for row in summary([run])}
+    assert rows["validation loss"] == "5.1 (perplexity 164)"
+    assert rows["steps"] == "3 of 4"
+    assert rows["steps left out"] == "1"
+    assert [chart.title for chart in chart_list([run])] == [
+        "Loss",
+        "Validation accuracy",
+        "Learning rate",
+        "Gradient norm",
+        "Speed",
+    ]
+    assert [(mark.kind, mark.step) for mark in marks_of(run)] == [("trouble", 2)]
+
+
+def test_only_settings_that_differ_are_listed_and_no_path_of_the_machine(tmp_path: Path) -> None:
+    runs = read_runs([run_folder(tmp_path / "a", "a"), run_folder(tmp_path / "b", "b", 2)])
+    differing = dict(table(runs, differing=True))
+    assert differing == {"name": ["a", "b"], "layout.rows": ["1", "2"]}
+    assert dict(table(runs, differing=False))["data.path"] == [".../tokens"] * 2
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path / "runs" / "mine")
+    with pytest.raises(UserError, match=r"no run directory; .*runs/mine is one"):
+        read_runs([tmp_path / "runs"])
+    with pytest.raises(UserError, match="is no folder: name a run directory"):
+        read_runs([tmp_path / "runs" / "mine" / "metrics.jsonl"])
+
+
+def test_labels_are_short_and_differ() -> None:
+    assert labels([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
+    assert labels([Path("x/run"), Path("y/run")]) == ["x/run", "y/run"]
+    assert len({*labels([Path("a"), Path("a")])}) == 2
+
+
+def test_few_points_keep_every_spike() -> None:
+    values = [0.0] * 10_000
+    values[1234], values[7777] = 9.0, -9.0
+    kept = decimated(values, 100)
+    assert len(kept) <= 100
+    assert {0, 1234, 7777, 9_999} <= {*kept}
+    assert decimated(values[:50], 100) == [*range(50)]
