@@ -122,6 +122,9 @@ class Tokenizer:
     def add_special(self, tokens: Sequence[str]) -> None:
         """Adds special tokens, which get the ids after the vocabulary, in their order."""
         self._backend.add_special_tokens(list(tokens))
+        vocab = self._backend.get_vocab()
+        self.vocab_size = max(vocab.values()) + 1
+        self.special_ids |= {vocab[token] for token in tokens}
 
     @cached_property
     def begin_ids(self) -> list[int]:
@@ -147,6 +150,25 @@ class Tokenizer:
         """Returns the ids of several texts, which are encoded in parallel threads."""
         clean = [encodable(text) for text in texts]
         return [e.ids for e in self._backend.encode_batch(clean, add_special_tokens=False)]
+
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Returns the ids of texts in which special tokens are spelled out, as templates do.
+
+        Returns:
+            For each text its ids, and for each id the characters [begin, end) that it stands for.
+        """
+        clean = [encodable(text) for text in texts]
+        self._backend.encode_special_tokens = False
+        try:
+            found = self._backend.encode_batch(clean, add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = True
+        return [(e.ids, e.offsets) for e in found]
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The spellings of all special tokens, which `encode` takes for ordinary text."""
+        return frozenset(name for i in self.special_ids if (name := self.token_of(i)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of some ids, special tokens included."""
