@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -36,7 +36,7 @@ _MARK = re.compile(f"\x00{_NAME}([<>])\x00")
 class Answers(Extension):
     """The block `{% generation %} ... {% endgeneration %}`, which contains what the model says."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -145,7 +146,7 @@ class ChatTemplate:
         assert pipe is not None
         while b"\n" not in self._unread:
             ready, _, _ = select.select([pipe], [], [], PATIENCE_S)
-            part = pipe.read1(1 << 20) if ready else b""  # type: ignore[union-attr]
+            part = os.read(pipe.fileno(), 1 << 20) if ready else b""
             if not part:
                 self._process.kill()
                 return b""

@@ -84,13 +84,13 @@ def open_template(spec: str, tokenizer: Path | None) -> tuple[StoredChat, tuple[
             f"--chat {OWN} takes the template of a tokenizer: name one with --tokenizer, or use "
             f"--chat chatml"
         )
-    template = _own(beside)
-    if template is None:
+    own = _own(beside)
+    if own is None:
         raise UserError(
             f"--chat {OWN}: {beside} has neither {_FILE} nor a chat_template in {_CONFIG}: use "
             f"--chat chatml, llama3, or the path of a jinja file"
         )
-    return StoredChat(template=template, special=special, origin=str(beside)), ()
+    return StoredChat(template=own, special=special, origin=str(beside)), ()
 
 
 def _read(path: Path) -> str:
