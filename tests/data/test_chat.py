@@ -1,4 +1,4 @@
-"""Conversations as tokens: equal to transformers, whatever a record looks like or a template does."""
+"""Conversations as tokens: equal to transformers, whatever a record or a template looks like."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_message_cannot_forge_a_turn() -> None:
 
 
 def test_the_template_of_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="neither chat_template.jinja nor a chat_template"):
+    with pytest.raises(UserError, match=r"neither chat_template\.jinja nor"):
         open_template("tokenizer", tmp_path / "tokenizer.json")
     config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     config["chat_template"] = [{"name": "default", "template": UNMARKED}]

@@ -44,7 +44,7 @@ def check_same_run(
     """
     if manifest.weights_only:
         raise CheckpointError(
-            f"{folder} holds imported weights without the state of an optimizer, so no run "
+            f"{folder} holds weights without the state of an optimizer, so no run "
             f"resumes from it: use another --out, with train.init_from={folder.parents[1]} to "
             "begin with these weights"
         )

@@ -43,6 +43,17 @@ def generate(
             "JSON lines with prompt and text.",
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="For models that were trained on conversations: the prompt is what a user says, "
+            "and the output is the answer. A line of --prompts may have messages instead.",
+        ),
+    ] = False,
+    system: Annotated[
+        str, typer.Option("--system", help="With --chat: what the system says first.")
+    ] = "",
     batch_size: Annotated[
         int,
         typer.Option(
@@ -119,6 +130,7 @@ def generate(
     """
     import sys
     from contextlib import ExitStack
+    from dataclasses import replace
 
     from gridformer.cli.waiting import waiting
     from gridformer.evaluate.beams import Search
@@ -141,12 +153,33 @@ def generate(
     sampling, how = Sampling(**sampled), Search(**searched, max_tokens=max_tokens)
     if prompt and prompts:
         raise ConfigError(["--prompt and --prompts both name what to continue: leave one out"])
-    texts = read_prompts(prompts) if prompts else [sys.stdin.read() if prompt == "-" else prompt]
+    if system and not chat:
+        raise ConfigError(["--system is a message of a conversation: also use --chat"])
+    texts = (
+        []
+        if chat and prompts
+        else read_prompts(prompts)
+        if prompts
+        else [sys.stdin.read() if prompt == "-" else prompt]
+    )
     with ExitStack() as at_end:
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
             overrides = overrides or []
             job = plan_job(found, overrides, device_of(device), dtype=dtype_of(dtype))
-            check_options(job.run.model, given)
+            check_options(job.run.model, given, chat)
         wanted = Generation(texts, prompts is not None, batch_size, sampling, how)
+        if chat:
+            from gridformer.evaluate.chat import chat_prompts
+            from gridformer.evaluate.prompts import read_conversations, said_by_system, said_by_user
+
+            talks = read_conversations(prompts) if prompts else [said_by_user(texts[0])]
+            talks = [said_by_system(system, talk) for talk in talks] if system else talks
+            rendered = chat_prompts(job.folder, talks)
+            wanted = replace(
+                wanted,
+                prompts=[*rendered.texts],
+                shown=[*rendered.shown],
+                stops=rendered.stops,
+            )
         launch(generate_worker, (job, wanted), job.n_processes)

@@ -70,6 +70,16 @@ def prepare(
             help="Take the label of a file from its folder: SOURCE/LABEL/...",
         ),
     ] = False,
+    chat: Annotated[
+        str | None,
+        typer.Option(
+            "--chat",
+            metavar="TEMPLATE",
+            help="Read records as conversations: messages with role and content, or instruction, "
+            "input and output, or prompt and completion. The template makes text of them: chatml, "
+            "llama3, tokenizer (the one beside --tokenizer), or the path of a jinja file.",
+        ),
+    ] = None,
     split: Annotated[
         str, typer.Option("--split", help="The split of a Hugging Face data set.")
     ] = "train",
@@ -117,6 +127,34 @@ def prepare(
     from gridformer.data.prepare.sources import open_sources
     from gridformer.data.tokenizer import Tokenizer
 
+    if chat is not None:
+        ways = (pair_keys, pair_files, label_key, labels_from_folders, suffix)
+        if any(ways):
+            raise UserError(
+                "--chat reads conversations, so omit --pair-keys, --pair-files, --label-key, "
+                "--labels-from-folders and --suffix"
+            )
+        from gridformer.data.chat import open_template
+        from gridformer.data.prepare.chat import prepare_chat
+
+        template, needed = open_template(chat, tokenizer)
+        with _Bar(Console(stderr=True)) as bar:
+            folder = prepare_chat(
+                sources,
+                out,
+                template,
+                needed,
+                split=split,
+                tokenizer=Tokenizer.load(tokenizer) if tokenizer else None,
+                vocab_size=vocab_size,
+                sample_bytes=int(tokenizer_sample_mb * 1e6),
+                val_fraction=val_fraction,
+                seed=seed,
+                overwrite=overwrite,
+                on_progress=bar.show,
+            )
+        _summarize(folder, out, Console())
+        return
     with _Bar(Console(stderr=True)) as bar:
         folder = prepare_corpus(
             open_sources(
@@ -199,7 +237,7 @@ def _summarize(folder: TokenFolder, out: Path, console: Console) -> None:
     counts = f"{index.train.documents // unit:,} train, {index.val.documents // unit:,} val"
     longest = ", ".join(f"{name} {n}" for name, n in _usual_lengths(folder).items())
     rows = {
-        "pairs" if index.kind == "pairs" else "documents": counts,
+        {"pairs": "pairs", "chat": "conversations"}.get(index.kind, "documents"): counts,
         "languages": " to ".join(index.languages or ()),
         "labels": _shortened(index.labels),
         "tokens": f"{index.train.tokens:,} train, {index.val.tokens:,} val",
@@ -221,8 +259,8 @@ def _summarize(folder: TokenFolder, out: Path, console: Console) -> None:
 
 def _next(folder: TokenFolder, out: Path) -> str:
     """Returns a command that trains on the folder."""
-    words = ["gridformer", "train", "translate" if folder.kind == "pairs" else "demo"]
-    words.append(f"data.path={out}")
+    shipped = {"pairs": "translate", "chat": "chat"}.get(folder.kind, "demo")
+    words = ["gridformer", "train", shipped, f"data.path={out}"]
     if folder.kind == "labeled":
         words.append(f"model.n_labels={len(folder.index.labels)}")
     words += [f"{key}={n}" for key, n in _usual_lengths(folder).items()]
@@ -231,10 +269,14 @@ def _next(folder: TokenFolder, out: Path) -> str:
 
 
 def _usual_lengths(folder: TokenFolder) -> dict[str, int]:
-    """Returns lengths of source and target, multiples of 8, that hold 90% of the pairs' texts."""
-    if folder.kind != "pairs":
+    """Returns lengths, multiples of 8, that hold 90% of the pairs' texts or conversations."""
+    if folder.kind not in ("pairs", "chat"):
         return {}
     import numpy as np
+
+    if folder.kind == "chat":
+        nine = np.quantile(np.diff(folder.train.offsets), 0.9)
+        return {"data.seq_len": 8 * -(-int(nine) // 8)}
 
     lengths = np.diff(folder.train.offsets).reshape(-1, 2)
     nine = np.quantile(lengths, 0.9, axis=0)

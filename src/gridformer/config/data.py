@@ -20,14 +20,14 @@ from gridformer.config.mixture import (
 from gridformer.config.model import Family
 from gridformer.utils.limits import MOST_TOKENS
 
-Task = Literal["auto", "causal", "masked", "spans", "pairs", "classify", "choice", "answer"]
+Task = Literal["auto", "causal", "masked", "spans", "pairs", "classify", "choice", "answer", "chat"]
 # The tasks that each family can be trained on. The first one is what `auto` means.
 TASKS: dict[Family, tuple[Task, ...]] = {
-    "gpt2": ("causal", "classify"),
+    "gpt2": ("causal", "classify", "chat"),
     "bert": ("masked", "classify", "choice", "answer"),
     "t5": ("spans", "pairs"),
     "transformer": ("pairs",),
-    "llama": ("causal", "classify"),
+    "llama": ("causal", "classify", "chat"),
 }
 # The tasks that have a head of their own instead of the head that predicts tokens, and the keys of
 # `model` that they set.
@@ -64,7 +64,8 @@ class DataConfig(Config):
         default="auto",
         description="The model learns to predict next tokens (causal, for gpt2 and llama), masked "
         "tokens (masked, for bert), masked spans (spans, for t5), or the second text of a pair "
-        "from the first (pairs, for transformer and t5). Fine-tuning predicts the label of a text "
+        "from the first (pairs, for transformer and t5), or the answers of conversations (chat, "
+        "for gpt2 and llama). Fine-tuning predicts the label of a text "
         "or of a pair of texts (classify, for bert, gpt2 and llama), the right one of several "
         "answers (choice, for bert), or where a text answers a question (answer, for bert), and "
         "no tokens. auto means the first task of the family.",

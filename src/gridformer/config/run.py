@@ -106,6 +106,11 @@ class RunConfig(Config):
                 f"data.source_len={self.data.source_len}: {family} has no source; use "
                 "data.source_len=0"
             )
+        if self.data.task == "chat" and self.model.n_labels:
+            problems.append(
+                f"model.n_labels={self.model.n_labels}: conversations have no labels; use "
+                "model.n_labels=0"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gridformer.config import FINE_TUNING, RunConfig
+from gridformer.config.data import TASKS
 from gridformer.data.opened import RunData
 from gridformer.data.samples.batches import open_samples, special_ids
 from gridformer.data.samples.spans import SHORTEST_SOURCE, target_length
@@ -128,6 +129,17 @@ def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
         return [
             f"{key}={path} contains pairs ({one} to {other}), but data.task={run.task} needs "
             f"running text: {remedy}"
+        ]
+    if run.task == "chat" and folder.kind != "chat":
+        return [
+            f"{key}={path} contains no conversations, which data.task=chat needs: write some "
+            f"with `gridformer prepare FILE.jsonl --chat chatml --out FOLDER`"
+        ]
+    if run.task != "chat" and folder.kind == "chat":
+        remedy = "use data.task=chat" if "chat" in TASKS[family] else "use a gpt2 or llama"
+        return [
+            f"{key}={path} contains conversations, but data.task={run.task} does not tell "
+            f"their answers from the rest: {remedy}"
         ]
     return []
 

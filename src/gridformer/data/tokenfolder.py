@@ -6,6 +6,7 @@
                          after the other, each followed by the end-of-text token
     train.idx            where documents begin; both files are Megatron-LM's (see `indexed`)
     train.NAME.bin       the column NAME, values of each document or token (see `columns`)
+    chat.json            in folders of conversations, the template of their text
     val.bin, val.idx, val.NAME.bin
 
 Labeled folders have the column labels. A corpus of a single document is split in two; only then
@@ -42,12 +43,12 @@ INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 _OFFSET_DTYPE = np.dtype("<i8")  # of versions 1 and 2
 _AT_A_TIME = 1 << 20  # documents that are compared at a time
-Kind = Literal["text", "pairs", "labeled"]
+Kind = Literal["text", "pairs", "labeled", "chat"]
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 COLUMN_NAME: Final = r"[a-z][a-z0-9_]*"
 _OWN_FILE = re.compile(
-    rf"{re.escape(INDEX)}|{re.escape(TOKENIZER)}|(train|val)\.(bin|idx|{COLUMN_NAME}\.bin)"
+    rf"{re.escape(INDEX)}|{re.escape(TOKENIZER)}|chat\.json|(train|val)\.(bin|idx|{COLUMN_NAME}\.bin)"
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from gridformer.config import ModelConfig
-from gridformer.data import SpecialIds
+from gridformer.data import SpecialIds, Tokenizer
 from gridformer.evaluate.beams import Search, search
 from gridformer.evaluate.continuing import Prompt, Speed, continue_texts
 from gridformer.evaluate.fill import fill_spans, fill_words, parts_of
@@ -16,13 +16,18 @@ from gridformer.evaluate.sampling import MOST_SEED, Sampling
 from gridformer.models import BERT, EncoderDecoder
 from gridformer.utils.errors import ConfigError
 
+# Of prompts that a chat template has rendered: the ids of tokens that end an answer. Special tokens
+# are spelled out in such prompts. None means plain prompts, which only the end of text ends.
+Stops = frozenset[int] | None
 
-def check_options(model: ModelConfig, given: Sequence[str]) -> None:
+
+def check_options(model: ModelConfig, given: Sequence[str], chat: bool = False) -> None:
     """Checks that a model uses all options that were given.
 
     Args:
         model: config of the model.
         given: names of fields of `Sampling` and `Search`.
+        chat: whether prompts are conversations.
 
     Raises:
         ConfigError: the family of the model does not use one of the options.
@@ -31,6 +36,8 @@ def check_options(model: ModelConfig, given: Sequence[str]) -> None:
     samples, searches = continues(model), model.two_stacks
     of_sampling = {field.name for field in fields(Sampling)}
     problems = []
+    if chat and not samples:
+        problems.append(f"--chat is for gpt2 and llama, and this model is a {family}: leave it out")
     for name in given:
         option = f"--{name.replace('_', '-')}"
         if name in of_sampling and not samples:
@@ -55,7 +62,12 @@ def continues(model: ModelConfig) -> bool:
 
 
 def answer(
-    trained: Trained, prompt: str, sampling: Sampling, how: Search, speed: Speed | None = None
+    trained: Trained,
+    prompt: str,
+    sampling: Sampling,
+    how: Search,
+    speed: Speed | None = None,
+    stops: Stops = None,
 ) -> Iterator[str]:
     """Yields the output of a model for a prompt in pieces of text.
 
@@ -69,6 +81,7 @@ def answer(
         sampling: settings for gpt2 and llama.
         how: settings for t5 and transformer. `max_tokens` applies to all of them.
         speed: counts tokens and seconds of gpt2 and llama.
+        stops: see `Stops`. With stops, the prompt of gpt2 and llama is not yielded.
 
     Raises:
         UserError: blanks are missing, or the prompt is too long; see `fill_words` and `fill_spans`.
@@ -81,8 +94,9 @@ def answer(
     elif isinstance(model, EncoderDecoder):
         yield from translate(trained, trained.special, [prompt], how)
     else:
-        yield prompt
-        yield from stream(trained, prompt, how.max_tokens, sampling, speed)
+        if stops is None:
+            yield prompt
+        yield from stream(trained, prompt, how.max_tokens, sampling, speed, stops)
 
 
 def answer_prompts(
@@ -136,8 +150,21 @@ def _filled(prompt: str, words: list[str]) -> str:
 # --------------------------------------------------------------------------- continuations
 
 
+def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str], stops: Stops) -> list[list[int]]:
+    """Returns the tokens of prompts; see `Stops` for those of conversations."""
+    if stops is not None:
+        return [ids for ids, _ in tokenizer.encode_marked(texts)]
+    begin = tokenizer.begin_ids
+    return [[*begin, *ids] for ids in tokenizer.encode_batch(texts)]
+
+
 def stream(
-    trained: Trained, prompt: str, max_tokens: int, sampling: Sampling, speed: Speed | None = None
+    trained: Trained,
+    prompt: str,
+    max_tokens: int,
+    sampling: Sampling,
+    speed: Speed | None = None,
+    stops: Stops = None,
 ) -> Iterator[str]:
     """Yields the continuation of `prompt` in pieces of text while it is sampled.
 
@@ -146,9 +173,9 @@ def stream(
     """
     tokenizer = trained.tokenizer
     shown, done = "", []
-    ids = [*tokenizer.begin_ids, *tokenizer.encode(prompt)]
-    for token in sample(trained, ids, max_tokens, sampling, speed):
-        if token == tokenizer.eos_id:
+    (ids,) = prompt_ids(tokenizer, [prompt], stops)
+    for token in sample(trained, ids, max_tokens, sampling, speed, stops):
+        if token in _ends(tokenizer, stops):
             break
         done.append(token)
         text = tokenizer.decode(done)
@@ -166,6 +193,7 @@ def sample(
     max_tokens: int,
     sampling: Sampling,
     speed: Speed | None = None,
+    stops: Stops = None,
 ) -> Iterator[int]:
     """Yields up to max_tokens token ids that continue `ids`; the last may be the end of text.
 
@@ -173,9 +201,10 @@ def sample(
     """
     tokenizer = trained.tokenizer
     prompt = Prompt(ids or [tokenizer.eos_id], max_tokens, sampling.seed)
+    ends = _ends(tokenizer, stops)
 
     def ended(text: int, token: int) -> bool:
-        return token == tokenizer.eos_id
+        return token in ends
 
     with trained.in_use():
         for found in continue_texts(
@@ -183,6 +212,10 @@ def sample(
         ):
             assert found[0] is not None
             yield found[0]
+
+
+def _ends(tokenizer: Tokenizer, stops: Stops) -> frozenset[int]:
+    return frozenset({tokenizer.eos_id}) if stops is None else stops
 
 
 @dataclass(frozen=True)
@@ -200,6 +233,7 @@ def continue_prompts(
     sampling: Sampling,
     batch_size: int,
     speed: Speed | None = None,
+    stops: Stops = None,
 ) -> list[Continued]:
     """Continues prompts, of which `batch_size` of about equal length go through the model together.
 
@@ -213,13 +247,13 @@ def continue_prompts(
         sampling: settings.
         batch_size: prompts at a time.
         speed: counts tokens and seconds.
+        stops: see `Stops`.
     """
-    begin = trained.tokenizer.begin_ids
     work = [
-        Prompt([*begin, *ids], max_tokens, (sampling.seed + number) % MOST_SEED)
-        for number, ids in enumerate(trained.tokenizer.encode_batch(prompts))
+        Prompt(ids, max_tokens, (sampling.seed + number) % MOST_SEED)
+        for number, ids in enumerate(prompt_ids(trained.tokenizer, prompts, stops))
     ]
-    said = continued_ids(trained, work, sampling, batch_size, speed)
+    said = continued_ids(trained, work, sampling, batch_size, speed, stops=stops)
     return [Continued(p, trained.tokenizer.decode(ids)) for p, ids in zip(prompts, said)]
 
 
@@ -230,6 +264,7 @@ def continued_ids(
     batch_size: int,
     speed: Speed | None = None,
     until: Sequence[str] = (),
+    stops: Stops = None,
 ) -> list[list[int]]:
     """Returns the tokens that continue prompts, without the end of text.
 
@@ -237,8 +272,10 @@ def continued_ids(
         trained, sampling, batch_size, speed: see `continue_prompts`.
         work: the prompts; the end of text takes the place of one without tokens.
         until: a continuation also ends when it contains one of these texts.
+        stops: see `Stops`.
     """
     tokenizer = trained.tokenizer
+    ends = _ends(tokenizer, stops)
     said: list[list[int]] = [[] for _ in work]
     order = sorted(range(len(work)), key=lambda i: len(work[i].ids))
     with trained.in_use():
@@ -246,7 +283,7 @@ def continued_ids(
             batch = order[start : start + batch_size]
 
             def ended(text: int, token: int, batch: Sequence[int] = batch) -> bool:
-                if token == tokenizer.eos_id:
+                if token in ends:
                     return True
                 ids = said[batch[text]]
                 ids.append(token)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from gridformer.evaluate.beams import Search
 from gridformer.evaluate.continuing import Speed
-from gridformer.evaluate.generate import answer, answer_prompts, continue_prompts, continues
+from gridformer.evaluate.generate import (
+    Stops,
+    answer,
+    answer_prompts,
+    continue_prompts,
+    continues,
+)
 from gridformer.evaluate.job import Job
 from gridformer.evaluate.sampling import Sampling
 
@@ -23,6 +29,8 @@ class Generation:
         batch_size: prompts that go through the model together.
         sampling: settings for models that continue texts.
         how: settings for encoder-decoders.
+        shown: what the output calls each prompt, if that is not the prompt itself.
+        stops: of conversations, see `gridformer.evaluate.generate.Stops`.
     """
 
     prompts: list[str]
@@ -30,6 +38,8 @@ class Generation:
     batch_size: int = 16
     sampling: Sampling = field(default_factory=Sampling)
     how: Search = field(default_factory=Search)
+    shown: list[str] | None = None
+    stops: Stops = None
 
 
 def generate_worker(job: Job, asked: Generation) -> None:
@@ -44,9 +54,11 @@ def generate_worker(job: Job, asked: Generation) -> None:
                 asked.sampling,
                 asked.batch_size,
                 speed,
+                asked.stops,
             )
-            for one in found:
-                _write(rank, json.dumps(asdict(one), ensure_ascii=False) + "\n")
+            for prompt, one in zip(asked.shown or asked.prompts, found):
+                line = {"prompt": prompt, "text": one.text}
+                _write(rank, json.dumps(line, ensure_ascii=False) + "\n")
         elif asked.many and job.run.model.two_stacks:
             texts = answer_prompts(trained, asked.prompts, asked.how, asked.batch_size)
             for prompt, text in zip(asked.prompts, texts):
@@ -54,7 +66,7 @@ def generate_worker(job: Job, asked: Generation) -> None:
                 _write(rank, json.dumps(line, ensure_ascii=False) + "\n")
         else:
             for prompt in asked.prompts:  # of bert one after the other
-                pieces = answer(trained, prompt, asked.sampling, asked.how, speed)
+                pieces = answer(trained, prompt, asked.sampling, asked.how, speed, asked.stops)
                 if asked.many:
                     line = {"prompt": prompt, "text": "".join(pieces)}
                     _write(rank, json.dumps(line, ensure_ascii=False) + "\n")

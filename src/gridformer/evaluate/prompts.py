@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gridformer.data.chat.messages import SYSTEM, USER, Message, messages_of
 from gridformer.utils import files
 from gridformer.utils.errors import DataError
 from gridformer.utils.units import GIB
@@ -83,3 +84,35 @@ def read_prompts(path: Path) -> list[str]:
     if not texts:
         raise DataError(f"{path}: has no prompts: write one a line")
     return texts
+
+
+def read_conversations(path: Path) -> list[list[Message]]:
+    """Returns conversations to go on: those under `messages` of JSON lines, or lines of users.
+
+    Raises:
+        DataError: the file cannot be read, or has no conversations.
+    """
+    if path.suffix not in JSON_LINES:
+        return [said_by_user(text) for text in read_prompts(path)]
+    found = []
+    for number, record in enumerate(read_records(path), 1):
+        where = f"{path}: record {number}"
+        if isinstance(record, dict) and "messages" in record:
+            found.append(messages_of(record, where))
+        elif isinstance(record, dict) and isinstance(record.get("prompt"), str):
+            found.append(said_by_user(record["prompt"]))
+        else:
+            raise DataError(f"{where} must be an object with a text under prompt, or messages")
+    if not found:
+        raise DataError(f"{path}: has no prompts: write one a line")
+    return found
+
+
+def said_by_user(text: str) -> list[Message]:
+    """Returns a conversation that a user begins."""
+    return [{"role": USER, "content": text}]
+
+
+def said_by_system(text: str, messages: list[Message]) -> list[Message]:
+    """Returns a conversation with a message of the system before it."""
+    return [{"role": SYSTEM, "content": text}, *messages]

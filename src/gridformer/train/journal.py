@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gridformer.checkpoint import weights
+from gridformer.data.chat import CHAT_FILE
 from gridformer.train.console import Reporter, title_of
 from gridformer.train.heartbeat import Heartbeat, State
 from gridformer.train.metrics import MetricsLog, plot_loss
@@ -54,8 +55,9 @@ class Journal:
     def _prepare_folder(self, plan: Plan) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
-        tokenizer = self.run.data.first_path / "tokenizer.json"
-        shutil.copyfile(tokenizer, self.out / "tokenizer.json")
+        for name in ("tokenizer.json", CHAT_FILE):
+            if (self.run.data.first_path / name).is_file():
+                shutil.copyfile(self.run.data.first_path / name, self.out / name)
         if plan.start is not None:
             weights.keep_files(plan.start, self.out)
 

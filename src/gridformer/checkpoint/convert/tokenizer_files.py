@@ -47,12 +47,14 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": run.model.max_seq_len,
         "clean_up_tokenization_spaces": False,
-        **_named(special, tokenizer, decoder=run.task == "causal"),
+        **_named(
+            special, tokenizer, decoder=not run.model.two_stacks and run.model.family != "bert"
+        ),
     }
     text = json.dumps(config, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
     ids = {"eos_token_id": special.eos, "pad_token_id": special.pad}
-    if run.task == "causal":
+    if not run.model.two_stacks and run.model.family != "bert":
         ids["bos_token_id"] = special.eos
     if run.model.two_stacks:
         ids["decoder_start_token_id"] = special.start

@@ -102,7 +102,12 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
 
 
 def table_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
-    """Yields the documents of one .parquet or .arrow file.
+    """Yields the documents of one .parquet or .arrow file; see `open_table`."""
+    return _rows(str(path), open_table(path), fields, skipped)
+
+
+def open_table(path: Path) -> Any:
+    """Opens one .parquet or .arrow file for streaming.
 
     Raises:
         UserError: `datasets` is not installed.
@@ -110,12 +115,11 @@ def table_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[
     """
     datasets = _library(str(path))
     try:
-        table = datasets.load_dataset(
+        return datasets.load_dataset(
             path.suffix[1:], data_files=[str(path)], split="train", streaming=True
         )
     except Exception as error:
         raise DataError(f"{path}: cannot be read ({_reason(error)})") from error
-    return _rows(str(path), table, fields, skipped)
 
 
 def _rows(name: str, table: Any, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:

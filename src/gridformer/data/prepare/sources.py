@@ -199,7 +199,7 @@ def _check_same(one: Source, other: Source) -> None:
 
 
 def _called(kind: Kind) -> str:
-    return {"text": "text", "pairs": "pairs", "labeled": "labeled documents"}[kind]
+    return {"text": "text", "pairs": "pairs", "labeled": "labeled documents", "chat": "chats"}[kind]
 
 
 def _open_source(

@@ -17,6 +17,7 @@ from gridformer.data.tokenfolder import SPLITS, Kind, SplitEntry, SplitName
 from gridformer.utils.errors import DataError
 
 MOST_LABELS = 10_000
+_ONE = {"pairs": "pair", "labeled": "labeled document", "chat": "conversation"}
 
 
 def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
@@ -173,7 +174,7 @@ class SplitWriter:
         train, val = self._files["train"], self._files["val"]
         if self.documents == self.unit:
             if self._kind != "text":
-                what = {"pairs": "pair", "labeled": "labeled document"}[self._kind]
+                what = _ONE[self._kind]
                 raise DataError(
                     f"there is only one {what}, but training and validation need one each: "
                     f"prepare more text"

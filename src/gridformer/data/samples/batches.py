@@ -5,6 +5,7 @@ from __future__ import annotations
 from gridformer.config import RunConfig
 from gridformer.config.mixture import whole_weights
 from gridformer.data.opened import RunData
+from gridformer.data.samples.chat import ChatSamples
 from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
 from gridformer.data.samples.masked import MaskedSamples
 from gridformer.data.samples.mixture import Mixture, Stage
@@ -43,6 +44,8 @@ def open_samples(run: RunConfig, text: TokenSplit, tokenizer: Tokenizer) -> Samp
         return kind(text, run.seq_len, special)
     if run.task == "masked":
         return MaskedSamples(text, run.seq_len, special, run.model.sentence_pair)
+    if run.task == "chat":
+        return ChatSamples(text, run.seq_len, special)
     if run.task == "spans":
         return SpanSamples(text, run.source_len, run.seq_len, special)
     return PairSamples(text, run.source_len, run.seq_len, special)

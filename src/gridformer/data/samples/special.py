@@ -56,9 +56,10 @@ class SpecialIds:
     ) -> SpecialIds:
         """Returns the ids that `family` needs to learn `task`.
 
-        The task causal adds no ids: padding, which only labeled documents need, is the end-of-text
-        token if the tokenizer has no padding. A decoder starts with padding in t5 and with the
-        end-of-text token in transformer, as in the reference implementations.
+        The tasks causal and chat add no ids: padding, which labeled documents and conversations
+        need, is the end-of-text token if the tokenizer has no padding. A decoder starts with
+        padding in t5 and with the end-of-text token in transformer, as in the reference
+        implementations.
 
         Args:
             family: The model's family.
@@ -67,7 +68,9 @@ class SpecialIds:
             n_sentinels: How many sentinels the task spans needs; it gets at least 100.
         """
         size, eos = tokenizer.vocab_size, tokenizer.eos_id
-        wanted = {"masked": ("pad", "mask", "cls", "sep"), "causal": ()}.get(task, ("pad",))
+        wanted = {"masked": ("pad", "mask", "cls", "sep"), "causal": (), "chat": ()}.get(
+            task, ("pad",)
+        )
         found: dict[str, int] = {}
         total = size
         for role in wanted:

@@ -1,0 +1,86 @@
+"""Prompts of conversations, rendered by the template with which a model was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gridformer.checkpoint.manifest import KEPT
+from gridformer.data import Tokenizer
+from gridformer.data.chat import (
+    CHAT_FILE,
+    ChatTemplate,
+    Message,
+    StoredChat,
+    encode,
+    open_template,
+    read_chat,
+)
+from gridformer.data.chat.messages import ASSISTANT, USER
+from gridformer.evaluate.loading import tokenizer_file
+from gridformer.utils.errors import DataError, UserError
+
+
+@dataclass(frozen=True)
+class ChatPrompts:
+    """Conversations that a model is to go on.
+
+    Attributes:
+        texts: The text of each, in which special tokens are spelled out.
+        shown: What the user wrote last in each.
+        stops: The ids of tokens that end an answer.
+    """
+
+    texts: tuple[str, ...]
+    shown: tuple[str, ...]
+    stops: frozenset[int]
+
+
+def chat_prompts(folder: Path, conversations: Sequence[Sequence[Message]]) -> ChatPrompts:
+    """Renders conversations with the template of a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        conversations: The messages of each so far.
+
+    Raises:
+        DataError: There is no template, or it refuses a conversation.
+    """
+    tokenizer = Tokenizer.load(tokenizer_file(folder))
+    with stored_chat(folder).open() as template:
+        texts = [template.prompt(messages) for messages in conversations]
+        stops = frozenset({tokenizer.eos_id, *_stops(template, tokenizer)})
+    shown = [messages[-1]["content"] for messages in conversations]
+    return ChatPrompts(tuple(texts), tuple(shown), stops)
+
+
+def stored_chat(folder: Path) -> StoredChat:
+    """Returns the chat template of a checkpoint: that of its run's data, or of its import.
+
+    Raises:
+        DataError: There is none.
+    """
+    for root in (folder, *folder.resolve().parents[:2]):
+        if (root / CHAT_FILE).is_file():
+            return read_chat(root)
+        if (root / KEPT).is_dir():
+            try:
+                return open_template("tokenizer", root / KEPT)[0]
+            except UserError:
+                continue
+    raise DataError(
+        f"{folder.resolve().parents[1]} has no chat template: --chat is for models that were "
+        f"trained with data.task=chat, or imported with a template"
+    )
+
+
+def _stops(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+    """Returns the special token with which answers end, if the template has one."""
+    talk = [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+    try:
+        (found,) = encode([talk], template, tokenizer)
+    except DataError:  # a template that needs more, or does not tell where answers are
+        return []
+    said = [number for number, is_said in zip(found.ids, found.answer) if is_said]
+    return [number for number in said if number in tokenizer.special_ids][-1:]
