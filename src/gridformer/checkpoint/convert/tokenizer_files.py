@@ -12,6 +12,7 @@ from gridformer.checkpoint.convert.importing import KEPT_FILES
 from gridformer.checkpoint.manifest import KEPT
 from gridformer.config import RunConfig
 from gridformer.data import SpecialIds, Tokenizer, special_ids
+from gridformer.data.chat import CHAT_FILE, read_chat
 
 # Keys of an imported config.json that name tokens, which our config does not hold.
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -34,6 +35,9 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
     for name in KEPT_FILES:
         if name != CONFIG and (kept / name).is_file():
             shutil.copyfile(kept / name, folder / name)
+    if (root / CHAT_FILE).is_file():
+        template = read_chat(root).template
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if (kept / CONFIG).is_file():
         before = read_json(kept / CONFIG)
         return {key: before[key] for key in _TOKEN_KEYS if key in before}
