@@ -120,22 +120,24 @@ def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) ->
 def test_records_of_every_form() -> None:
     asked, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     system = {"role": "system", "content": "s"}
-    for record, want in (
+    forms: list[tuple[dict[str, Any], list[dict[str, str]]]] = [
         ({"messages": [asked, said], "id": 3}, [asked, said]),
         ({"instruction": "q", "input": "", "output": "a"}, [asked, said]),
         ({"prompt": "q", "completion": "a", "system": "s"}, [system, asked, said]),
         ({"prompt": [system, asked], "completion": [said]}, [system, asked, said]),
-    ):
+    ]
+    for record, want in forms:
         assert messages_of(record, "here") == want
     found = messages_of({"instruction": "add", "input": "1 2", "output": "3"}, "here")
     assert found[0]["content"] == "add\n\n1 2"
-    for record, said_of in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"text": "x"}, "is no conversation; a record has messages, or instruction and output"),
         ({"messages": "x"}, "'messages' is not a list of messages"),
         ({"messages": [{"role": "user", "content": None}]}, r"'messages\[0\]' is NoneType"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\] is not an object with the keys role"),
         ({"prompt": "q", "completion": 3}, "'completion' is int, not text"),
-    ):
+    ]
+    for record, said_of in wrong:
         with pytest.raises(DataError, match=f"here: .*{said_of}"):
             messages_of(record, "here")
 

@@ -86,7 +86,9 @@ def test_what_cannot_be_learned_is_left_out_and_counted(
     )
     assert done.index.skipped == {FORGED: 1, NO_ANSWER: 1}
     assert done.train.n_documents + done.val.n_documents == 4
-    with pytest.raises(DataError, match=r"there are no conversations to prepare \(left out: 1 conv"):
+    with pytest.raises(
+        DataError, match=r"there are no conversations to prepare \(left out: 1 conv"
+    ):
         prepare_chat([written(root / "b.jsonl", odd[1:])], root / "no", chat)
     broken: list[dict[str, object]] = [{"text": "x"}]
     with pytest.raises(DataError, match=r"b\.jsonl, line 1: is no conversation"):
