@@ -43,10 +43,17 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "average": ("average", "trained", "--last", "2", "--out", "averaged"),
     "report": ("report", "trained", "--html", "page.html", "--seconds", "0"),
     "import": ("import", "hf", "--out", "imported"),
+    "plan": ("plan", "run.yaml", "--cluster", "cluster.yaml", "--devices", "2"),
+    "verify": ("verify", "trained"),
+    "health": ("health", "trained"),
+    "slurm": ("launch", "slurm", "run.yaml", "--devices-per-node", "1"),
+    "kubernetes": ("launch", "kubernetes", "run.yaml", "--devices-per-node", "1", "--image", "x"),
+    "torchrun": ("launch", "torchrun", "run.yaml", "--cluster", "cluster.yaml"),
 }
 # Every second command trains: it checks the most, and it is what a mistake costs hours with.
 NAMES = [*["train"] * 9, "resume", *COMMANDS]
-OVERRIDDEN = ("train", "resume", "explain", "memory", "check", "predict")
+LAUNCHES = ("slurm", "kubernetes", "torchrun")
+OVERRIDDEN = ("train", "resume", "explain", "memory", "check", "predict", "plan", *LAUNCHES)
 _TOKENS = (
     *("run.yaml", "tokens", "tokens/index.json", "tokens/tokenizer.json", "tokens/train.bin"),
     *("tokens/train.idx", "tokens/val.bin", "tokens/val.idx"),
@@ -66,6 +73,9 @@ FILES = {
     "export": _TRAINED,
     "average": _TRAINED,
     "report": ("trained", "trained/config.yaml", "trained/metrics.jsonl", "trained/heartbeat.json"),
+    "plan": ("run.yaml", "cluster.yaml"),
+    "verify": _TRAINED,
+    "health": ("trained", "trained/heartbeat.json"),
     "import": ("hf", "hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
 }
 OPTIONS = (
@@ -74,6 +84,9 @@ OPTIONS = (
     *("--tokenizer-sample-mb", "--seed", "--suffix", "--text-key", "--max-tokens", "--batch-size"),
     *("--temperature", "--top-k", "--top-p", "--beams", "--device", "--tasks", "--stride"),
     *("--length", "--limit", "--dtype", "--shard-gib", "--prompts", "--json", "--no-such-option"),
+    *("--devices", "--batch", "--top", "--emit", "--html", "--seconds", "--max-age-s", "--last"),
+    *("--devices-per-node", "--run-dir", "--hours", "--interface", "--sbatch", "--before"),
+    *("--image", "--claim", "--memory-gib", "--rendezvous", "--master", "--max-restarts"),
 )
 VALUES: tuple[Any, ...] = (
     *(0, 1, 2, 3, 5, 7, -1, 2**31, 2**40, 2**53 + 1, 2**63, 2**64, 10**30, -(10**30)),

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from gridformer.utils.files import UnreadableError, read_json
+
 HEARTBEAT = "heartbeat.json"
 State = Literal["starting", "training", "evaluating", "saving", "stopped", "failed", "done"]
 # States after which the file is not written again.
@@ -104,13 +106,13 @@ def health_of(run_dir: Path, max_age_s: float | None = None, now: float | None =
         now: Seconds since 1970; None means the present.
     """
     try:
-        told = json.loads((run_dir / HEARTBEAT).read_text(encoding="utf-8"))
+        told = read_json(run_dir / HEARTBEAT)
         state, step = told["state"], int(told["step"])
         age = max(0.0, (time.time() if now is None else now) - float(told["time"]))
         limit = float(told.get("max_age_s", _DEFAULT_MAX_AGE_S)) if max_age_s is None else max_age_s
         pid, host = int(told["pid"]), told["host"]
-    except OSError as error:
-        return Health(False, f"{run_dir}: no heartbeat can be read: {error.strerror}")
+    except UnreadableError as error:
+        return Health(False, f"{run_dir}: no heartbeat can be read: {error.reason}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Health(False, f"{run_dir / HEARTBEAT} is damaged")
     if state not in get_args(State):
