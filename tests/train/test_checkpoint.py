@@ -306,6 +306,27 @@ def test_a_run_may_resume_with_another(saved: Path, key: str) -> None:
     check_same_run(manifest, changed(a_run(), key, OTHER[key]), saved)
 
 
+def test_weights_of_steps_that_have_run_are_compared(saved: Path) -> None:
+    """Those of later steps may change, and only ratios count."""
+
+    def mixed(weights: tuple[float, float], *stages: tuple[int, float]) -> RunConfig:
+        sources = [{"path": name, "weight": weight} for name, weight in zip("ab", weights)]
+        later = [{"from_step": step, "weights": {"a": 1, "b": b}} for step, b in stages]
+        data = {"sources": sources, "stages": later}
+        return parse_run({"model": MODEL, "data": data, "train": {"global_batch": 2}})
+
+    manifest = read_manifest(saved)
+    before = mixed((0.7, 0.3), (5, 2))
+    manifest = manifest.model_copy(update={"run": before.model_dump(mode="json"), "step": 8})
+    for same in (mixed((7, 3), (5, 2)), mixed((0.7, 0.3), (5, 2), (9, 0.5))):
+        check_same_run(manifest, same, saved)
+    for other in (mixed((0.7, 0.3)), mixed((0.7, 0.3), (5, 2), (8, 1)), mixed((1, 1), (5, 2))):
+        with pytest.raises(CheckpointError, match=r"weights of data.sources up to step 8 are"):
+            check_same_run(manifest, other, saved)
+    with pytest.raises(CheckpointError, match=r"data\.sources\.a is a, there unused; the weights"):
+        check_same_run(read_manifest(saved), before, saved)
+
+
 def test_every_setting_of_a_model_is_one_or_the_other() -> None:
     named = {key.removeprefix("model.") for key in (*SAME, *OTHER) if key.startswith("model.")}
     assert named == set(ModelConfig.model_fields)

@@ -1,0 +1,142 @@
+"""The folders of a run: mixtures of equal tokenizers, and what is said about those that differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gridformer.config import RunConfig, parse_run
+from gridformer.data import RunData, TokenFolder, open_training, open_validation, resolve
+from gridformer.data.fingerprint import fingerprint
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.utils.errors import ConfigError
+from tests.support.data import labeled_source, listed, sentences
+
+MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "max_seq_len": 16}
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory, text_folder: TokenFolder) -> TokenFolder:
+    """Return a folder in capitals with the tokenizer of `text_folder`."""
+    out = tmp_path_factory.mktemp("second") / "capitals"
+    texts = [text.upper() for text in sentences(80)]
+    tokenizer = text_folder.tokenizer
+    return prepare_corpus([listed(*texts)], out, tokenizer=tokenizer, val_fraction=0.2)
+
+
+def a_mixture(
+    *sources: tuple[str, TokenFolder, float], family: str = "gpt2", **values: Any
+) -> RunConfig:
+    listed = [{"name": n, "path": str(one.path), "weight": w} for n, one, w in sources]
+    data = {"sources": listed, **values.pop("data", {})}
+    model = {"family": family, **MODEL, **values.pop("model", {})}
+    return parse_run({"model": model, "data": data, "train": {"global_batch": 10, **values}})
+
+
+def resolved(run: RunConfig) -> tuple[RunConfig, RunData]:
+    data = RunData.open(run.data)
+    return resolve(run, data), data
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
+def test_every_task_mixes_its_samples(
+    text_folder: TokenFolder, second: TokenFolder, family: str
+) -> None:
+    """Weight 0.7 is 7 rows of a batch of 10, and each row is of its source alone."""
+    run, data = resolved(a_mixture(("a", text_folder, 0.7), ("b", second, 0.3), family=family))
+    batches = open_training(run, data)
+    capital = np.array([second.tokenizer.token_of(i) or "" for i in range(run.model.vocab_size)])
+    letters = np.array([any("A" <= c <= "Z" for c in token) for token in capital])
+    key = "source" if family == "t5" else "tokens"
+    whole = batches.batch(5)
+    assert sorted((letters[whole[key]].sum(axis=1) > 5).tolist()) == [False] * 7 + [True] * 3
+    parts = [batches.batch(5, slice(a, b)) for a, b in ((0, 4), (4, 4), (4, 10))]
+    for name, value in whole.items():
+        assert np.array_equal(np.concatenate([part[name] for part in parts]), value)
+    assert batches.n_samples == sum(
+        open_training(*resolved(a_mixture(("x", one, 1.0), family=family))).n_samples
+        for one in (text_folder, second)
+    )
+
+
+def test_labels_and_pairs_are_mixed_too(
+    labeled_folder: TokenFolder, pairs_folder: TokenFolder
+) -> None:
+    labels = {"n_labels": 10}
+    run = a_mixture(("a", labeled_folder, 1), ("b", labeled_folder, 1), model=labels)
+    assert open_training(*resolved(run)).batch(0)["labels"].shape == (10,)
+    run = a_mixture(("a", pairs_folder, 1), ("b", pairs_folder, 3), family="transformer")
+    assert open_training(*resolved(run)).batch(0)["source"].shape == (10, 16)
+
+
+def test_a_restarted_order_keeps_the_steps_of_stages(
+    text_folder: TokenFolder, second: TokenFolder
+) -> None:
+    """The order begins at the fourth step (number 3 from 0), the stage at step 6 for users."""
+    stages = [{"from_step": 6, "weights": {"b": 1}}]
+    run, data = resolved(
+        a_mixture(("a", text_folder, 1), ("b", second, 1), data={"stages": stages})
+    )
+    later = open_training(run, data, start=3)
+    one = open_training(*resolved(a_mixture(("a", text_folder, 1), ("b", second, 1))))
+    only_b = open_training(*resolved(a_mixture(("b", second, 1))))
+    assert np.array_equal(later.batch(4)["tokens"], one.batch(1)["tokens"])
+    # Half of two batches of 10 were b's.
+    begun = np.concatenate([only_b.batch(n)["tokens"] for n in (1, 2)])
+    assert np.array_equal(later.batch(5)["tokens"], begun[:10])
+    past = open_training(run, data, start=9)
+    assert np.array_equal(past.batch(9)["tokens"], only_b.batch(0)["tokens"])
+
+
+def test_validation_sets_are_splits_of_named_folders(
+    text_folder: TokenFolder, second: TokenFolder
+) -> None:
+    sets = [{"name": "b"}, {"name": "seen", "path": str(text_folder.path), "split": "train"}]
+    run, data = resolved(
+        a_mixture(("a", text_folder, 1), ("b", second, 1), data={"validation": sets})
+    )
+    assert data.validation == {"b": data.sources["b"].val, "seen": data.sources["a"].train}
+    batches = open_validation(run, data)
+    assert [*batches] == ["b", "seen"]
+    assert batches["seen"].n_samples > batches["b"].n_samples
+
+
+def test_folders_that_do_not_fit_are_named(
+    text_folder: TokenFolder, labeled_folder: TokenFolder, pairs_folder: TokenFolder, tmp_path: Path
+) -> None:
+    def problems(run: RunConfig) -> str:
+        with pytest.raises(ConfigError) as error:
+            resolved(run)
+        return str(error.value)
+
+    mixed = a_mixture(("a", text_folder, 1), ("b", pairs_folder, 1))
+    said = problems(mixed)
+    assert f"data.sources.b={pairs_folder.path} contains pairs" in said
+    assert f"b={pairs_folder.path} has another tokenizer than data.sources.a=" in said
+    assert f"--tokenizer {text_folder.path} --out FOLDER" in said
+    other = prepare_corpus(
+        [labeled_source(20)], tmp_path / "l", tokenizer=labeled_folder.tokenizer, val_fraction=0.2
+    )
+    if other.index.labels != labeled_folder.index.labels:
+        run = a_mixture(("a", labeled_folder, 1), ("b", other, 1), model={"n_labels": 10})
+        assert f"data.sources.b={other.path} has the labels" in problems(run)
+
+
+def test_fingerprints_name_the_source_that_changed(
+    text_folder: TokenFolder, second: TokenFolder
+) -> None:
+    one, other = ("a", text_folder, 1.0), ("b", second, 1.0)
+    there = fingerprint(RunData.open(a_mixture(one, other).data))
+    swapped = fingerprint(RunData.open(a_mixture(one, ("b", text_folder, 1.0)).data))
+    assert any(said.startswith("b: tokens of train is") for said in swapped.differences(there))
+    renamed = fingerprint(RunData.open(a_mixture(one, ("c", second, 1.0)).data))
+    assert renamed.differences(there) == ["it is read from a and c, there from a and b"]
+    sets = {"validation": [{"name": "b"}]}
+    fewer = fingerprint(RunData.open(a_mixture(one, other, data=sets).data))
+    assert fewer.differences(there) == [], "a validation set may come or go"
+    moved = {"validation": [{"name": "b", "path": str(text_folder.path)}]}
+    changed = fingerprint(RunData.open(a_mixture(one, other, data=moved).data))
+    assert any(said.startswith("validation set b: ") for said in changed.differences(fewer))
