@@ -44,7 +44,9 @@ def mixed(plan: Plan, data: Path, second: Path) -> Plan:
         "stages": [{"from_step": 4, "weights": {"one": 1, "two": 2}}],
         "seq_len": 12,
     }
-    return replace(plan, run=plan.run.model_copy(update={"data": DataConfig(**values)}))
+    return replace(
+        plan, run=plan.run.model_copy(update={"data": DataConfig.model_validate(values)})
+    )
 
 
 def test_a_mixture_is_the_same_on_every_layout_and_after_resume(
