@@ -18,6 +18,7 @@ from gridformer.config.mixture import (
     weight_problems,
 )
 from gridformer.config.model import Family
+from gridformer.utils.files import tokens_exist
 from gridformer.utils.limits import MOST_TOKENS
 
 Task = Literal["auto", "causal", "masked", "spans", "pairs", "classify", "choice", "answer", "chat"]
@@ -42,7 +43,9 @@ class DataConfig(Config):
     """Token folders written by `gridformer prepare`, and how samples are made from them."""
 
     path: AnyPath = Field(
-        default=Path(), description="This is the token folder that `gridformer prepare` wrote."
+        default=Path(),
+        description="This is the token folder that `gridformer prepare` wrote, the PREFIX of "
+        "Megatron-LM's PREFIX.bin and PREFIX.idx, or datatrove's NAME.ds.",
     )
     sources: tuple[SourceConfig, ...] = Field(
         default=(),
@@ -102,6 +105,20 @@ class DataConfig(Config):
         ge=1,
         le=MOST_TOKENS,
         description="For answer, an evaluation looks for answers of at most this number of tokens.",
+    )
+    tokenizer: AnyPath | None = Field(
+        default=None,
+        description="This is the tokenizer.json, or its folder, of token files that another "
+        "program wrote. By default it is the one beside them. A folder of `gridformer prepare` "
+        "has its own.",
+    )
+    val_fraction: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="Of token files that another program wrote, documents at the end that hold "
+        "this fraction of the tokens are for validation; 0 means none. A folder of `gridformer "
+        "prepare` has its own validation split.",
     )
     restart: bool = Field(
         default=False,
@@ -219,7 +236,7 @@ class DataConfig(Config):
         named = [("data.sources", one.name, one.path) for one in self.train_sources]
         named += [("data.validation", one.name, one.path) for one in self.validation if one.path]
         for section, name, path in named:
-            if not path.exists():
+            if not tokens_exist(path):
                 return f"{section}.{name}={path}" if name else f"data.path={path}"
         return ""
 

@@ -92,7 +92,7 @@ def fingerprint(data: RunData | TokenFolder) -> Fingerprint:
 
 
 def _of_folder(folder: TokenFolder, splits: Sequence[SplitName]) -> Fingerprint:
-    index, names = folder.index, [TOKENIZER]
+    index = folder.index
     numbers: dict[str, str | int] = {
         "kind": index.kind,
         "languages": ", ".join(index.languages or ()),
@@ -103,8 +103,8 @@ def _of_folder(folder: TokenFolder, splits: Sequence[SplitName]) -> Fingerprint:
     for split in splits:
         entry = index.entry(split)
         numbers |= {f"tokens of {split}": entry.tokens, f"documents of {split}": entry.documents}
-        names += index.files(split)
-    return Fingerprint(numbers=numbers, hashes={n: _hash(folder.path / n) for n in names})
+    files = folder.files(splits)
+    return Fingerprint(numbers=numbers, hashes={name: _hash(files[name]) for name in files})
 
 
 def _hash(path: Path) -> str:

@@ -72,8 +72,11 @@ class Indexed:
         return len(self.documents) - 1
 
     def starts(self) -> DocumentStarts:
-        """Returns where all documents begin."""
-        return DocumentStarts(self.pointers, self.documents, self.dtype.itemsize, self.n_tokens)
+        """Returns where documents begin. Documents without tokens are left out."""
+        if any((np.diff(self.documents[some]) <= 0).any() for some in _blocks(self.n_documents)):
+            kept = np.flatnonzero(np.diff(self.documents) > 0)
+            return _Starts(self, np.append(self.documents[kept], self.documents[-1]))
+        return _Starts(self, self.documents)
 
     @classmethod
     def open(cls, path: Path) -> Indexed:
@@ -126,26 +129,43 @@ class Indexed:
         Raises:
             DataError: They are not.
         """
-        for begin in range(0, len(self.lengths), _AT_A_TIME):
-            some = slice(begin, begin + _AT_A_TIME)
+        for some in _blocks(len(self.lengths)):
             lengths = self.lengths[some].astype(np.int64)
-            pointers = self.pointers[begin : begin + len(lengths) + 1]
-            steps = np.diff(pointers)
+            steps = np.diff(self.pointers[some])
             wrong = (steps != lengths[: len(steps)] * self.dtype.itemsize) | (steps < 0)
             if wrong.any():
-                number = begin + int(wrong.argmax())
+                number = some.start + int(wrong.argmax())
                 raise DataError(
                     f"{self.path}: sequence {number} begins at byte {self.pointers[number]} and "
                     f"has {self.lengths[number]} tokens of {self.dtype.name}, but the next begins "
                     f"at byte {self.pointers[number + 1]}: it is damaged"
                 )
-        for begin in range(0, self.n_documents, _AT_A_TIME):
-            wrong = np.diff(self.documents[begin : begin + _AT_A_TIME + 1]) < 0
+        for some in _blocks(self.n_documents):
+            wrong = np.diff(self.documents[some]) < 0
             if wrong.any():
-                number = begin + int(wrong.argmax())
+                number = some.start + int(wrong.argmax())
                 raise DataError(
                     f"{self.path}: document {number} begins after the next one: it is damaged"
                 )
+
+
+@dataclass(frozen=True)
+class _Starts(DocumentStarts):
+    """The starts of documents, from the sequences with which they begin [n_documents + 1]."""
+
+    indexed: Indexed
+    documents: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See DocumentStarts."""
+        sequences = np.asarray(self.documents[numbers], dtype=np.int64)
+        pointers = self.indexed.pointers
+        n = len(pointers)
+        found = np.asarray(pointers[np.minimum(sequences, n - 1)]) // self.indexed.dtype.itemsize
+        return np.where(sequences < n, found, self.indexed.n_tokens)
 
 
 def index_bytes(documents: int) -> int:
@@ -180,6 +200,12 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.integer[An
         for begin in range(0, n + 1, _AT_A_TIME):
             some = np.arange(begin, min(begin + _AT_A_TIME, n + 1))
             file.write(some.astype(_POINTER).tobytes())
+
+
+def _blocks(n: int) -> Iterator[slice]:
+    """Yields slices of n values and the value after each slice, a million at a time."""
+    for begin in range(0, n, _AT_A_TIME):
+        yield slice(begin, begin + _AT_A_TIME + 1)
 
 
 def _bytes_of(sequences: int, borders: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from gridformer.config import DataConfig
+from gridformer.data.opening import open_tokens
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
 
 
@@ -43,16 +44,18 @@ class RunData:
         """Opens all folders of a run.
 
         Raises:
-            DataError: A folder is missing or damaged; see `TokenFolder.open`.
+            DataError: A folder is missing or damaged; see `open_tokens`.
         """
         opened: dict[Path, TokenFolder] = {}
 
-        def folder_at(path: Path) -> TokenFolder:
+        def folder_at(path: Path, val_fraction: float) -> TokenFolder:
             if path not in opened:
-                opened[path] = TokenFolder.open(path)
+                opened[path] = open_tokens(path, data.tokenizer, val_fraction)
             return opened[path]
 
-        sources = {one.name: folder_at(one.path) for one in data.train_sources}
+        sources = {
+            one.name: folder_at(one.path, data.val_fraction) for one in data.train_sources
+        }
         found = {
             f"data.sources.{name}" if name else "data.path": folder
             for name, folder in sources.items()
@@ -60,7 +63,8 @@ class RunData:
         validation = {}
         for one in data.validation_sets:
             assert one.path is not None
-            folder = folder_at(one.path)
+            # Foreign files that are no source are wholly the split that the set names.
+            folder = folder_at(one.path, float(one.split == "val"))
             validation[one.name] = folder.train if one.split == "train" else folder.val
             if all(folder is not other for other in found.values()):
                 found[f"data.validation.{one.name}"] = folder

@@ -20,6 +20,7 @@ int64: the start of each document, and the end of the last. Past 65536 tokens th
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -131,7 +132,7 @@ class Index(Config):
     columns: dict[Annotated[str, Field(pattern=f"^{COLUMN_NAME}$")], Column] = Field(
         default_factory=dict, description="the columns of both splits by name"
     )
-    dtype: Literal["uint16", "int32", "uint32"]
+    dtype: Literal["uint16", "int32", "uint32", "uint8", "int8", "int16", "int64"]
     vocab_size: int = Field(ge=1)
     eos_token: str
     eos_id: int = Field(ge=0)
@@ -186,6 +187,16 @@ class TokenFolder:
     def eos_id(self) -> int:
         return self.index.eos_id
 
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer.json."""
+        return self.path / TOKENIZER
+
+    def files(self, splits: Iterable[SplitName]) -> Mapping[str, Path]:
+        """Returns the files of splits and the tokenizer, by names without their folder."""
+        names = (name for split in splits for name in self.index.files(split))
+        return {TOKENIZER: self.tokenizer_file} | {name: self.path / name for name in names}
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The folder's tokenizer.
@@ -193,11 +204,11 @@ class TokenFolder:
         Raises:
             DataError: It is damaged, or not the one that wrote the folder's tokens.
         """
-        tokenizer = Tokenizer.load(self.path / TOKENIZER)
+        tokenizer = Tokenizer.load(self.tokenizer_file)
         found = (tokenizer.vocab_size, tokenizer.eos_id)
         if found != (self.vocab_size, self.eos_id):
             raise DataError(
-                f"{self.path / TOKENIZER}: has vocabulary and end-of-text id {found}, but {INDEX} "
+                f"{self.tokenizer_file}: has vocabulary and end-of-text id {found}, but {INDEX} "
                 f"says {(self.vocab_size, self.eos_id)}: it was replaced, so prepare the folder "
                 f"again"
             )
@@ -370,14 +381,23 @@ def _check_borders(split: TokenSplit, file: Path) -> None:
             Indexed.open(file).check()
         except DataError as error:
             raise DataError(f"{error}: {_again(file.parent)}") from None
-    for begin in range(0, split.n_documents, _AT_A_TIME):
-        some = np.asarray(split.offsets[begin : begin + _AT_A_TIME + 1])
+    check_ascending(split.offsets, file, f"so the file is damaged: {_again(file.parent)}")
+
+
+def check_ascending(starts: Offsets, file: Path, remedy: str) -> None:
+    """Checks that each document starts after the one before, so that none is empty.
+
+    Raises:
+        DataError: One does not. The message names the file and ends with `remedy`.
+    """
+    for begin in range(0, len(starts) - 1, _AT_A_TIME):
+        some = np.asarray(starts[begin : begin + _AT_A_TIME + 1])
         wrong = some[1:] <= some[:-1]
         if wrong.any():
-            number = begin + int(wrong.argmax())
+            number = int(wrong.argmax())
             raise DataError(
-                f"{file}: document {number} runs from token {split.offsets[number]} to "
-                f"{split.offsets[number + 1]}, so the file is damaged: {_again(file.parent)}"
+                f"{file}: document {begin + number} runs from token {some[number]} to "
+                f"{some[number + 1]}, {remedy}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,45 +15,59 @@ from gridformer.data.columns import LABELS
 from gridformer.utils.errors import DataError
 
 
-@dataclass(frozen=True)
-class DocumentStarts:
-    """Where documents begin, computed from a mapped index of Megatron-LM when it is asked for.
+class DocumentStarts(ABC):
+    """Where documents begin, computed from a mapped file when it is asked for.
 
-    It stands for an array [n_documents + 1] int64 of starts and the end of the last document.
-    Numbers, slices and arrays of numbers select from it as from an array; `numpy.asarray` reads
-    all of it, 8 bytes per document.
-
-    Attributes:
-        pointers: The byte at which each sequence begins [n_sequences] int64.
-        documents: The first sequence of each document, and the end of the last one
-            [n_documents + 1] int64.
-        item_bytes: The bytes of a token.
-        end: The token at which the last sequence of the file ends.
-        base: The token from which starts are counted.
+    It stands for an array [n_documents + 1] int64 of starts, in tokens, and the end of the last
+    document. Numbers, slices and arrays of numbers select from it as from an array;
+    `numpy.asarray` reads all of it, 8 bytes per document.
     """
 
-    pointers: NDArray[np.int64]
-    documents: NDArray[np.int64]
-    item_bytes: int
-    end: int
-    base: int = 0
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def __len__(self) -> int:
-        return len(self.documents)
+    @abstractmethod
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the starts of documents with these numbers, in [0, len(self))."""
 
     @overload
     def __getitem__(self, key: int) -> np.int64: ...
     @overload
     def __getitem__(self, key: slice | NDArray[Any]) -> NDArray[np.int64]: ...
     def __getitem__(self, key: int | slice | NDArray[Any]) -> np.int64 | NDArray[np.int64]:
-        sequences = np.asarray(self.documents[key], dtype=np.int64)
-        n = len(self.pointers)
-        at = np.asarray(self.pointers[np.minimum(sequences, n - 1)]) // self.item_bytes
-        found = np.where(sequences < n, at, self.end) - self.base
+        n = len(self)
+        if isinstance(key, slice):
+            return self.at(np.arange(*key.indices(n)))
+        numbers = np.asarray(key, dtype=np.int64)
+        if numbers.size and not (-n <= numbers.min() and numbers.max() < n):
+            raise IndexError(f"there are starts 0 to {n - 1}, not {key}")
+        found = self.at(np.where(numbers < 0, numbers + n, numbers))
         return np.int64(found) if found.ndim == 0 else found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return self[:] if dtype is None else self[:].astype(dtype)
+
+
+@dataclass(frozen=True)
+class SomeStarts(DocumentStarts):
+    """The starts of consecutive documents out of all, counted from the start of the first.
+
+    Attributes:
+        every: The starts of all documents.
+        first: The number of the first document.
+        n_documents: How many there are.
+    """
+
+    every: DocumentStarts
+    first: int
+    n_documents: int
+
+    def __len__(self) -> int:
+        return self.n_documents + 1
+
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See DocumentStarts."""
+        return self.every.at(numbers + self.first) - int(self.every[self.first])
 
 
 Offsets = NDArray[np.int64] | DocumentStarts

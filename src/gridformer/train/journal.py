@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gridformer.checkpoint import weights
 from gridformer.data.chat import CHAT_FILE
+from gridformer.data.opening import tokenizer_of
 from gridformer.train.console import Reporter, title_of
 from gridformer.train.heartbeat import Heartbeat, State
 from gridformer.train.metrics import MetricsLog, plot_loss
@@ -55,9 +56,9 @@ class Journal:
     def _prepare_folder(self, plan: Plan) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
-        for name in ("tokenizer.json", CHAT_FILE):
-            if (self.run.data.first_path / name).is_file():
-                shutil.copyfile(self.run.data.first_path / name, self.out / name)
+        shutil.copyfile(tokenizer_of(self.run.data), self.out / "tokenizer.json")
+        if (self.run.data.first_path / CHAT_FILE).is_file():
+            shutil.copyfile(self.run.data.first_path / CHAT_FILE, self.out / CHAT_FILE)
         if plan.start is not None:
             weights.keep_files(plan.start, self.out)
 

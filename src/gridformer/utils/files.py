@@ -41,6 +41,11 @@ def exists(path: Path) -> bool:
         return False
 
 
+def tokens_exist(path: Path) -> bool:
+    """Returns whether there is a token source at a path: PREFIX stands for PREFIX.bin as well."""
+    return exists(path) or exists(path.with_name(f"{path.name or '.'}.bin"))
+
+
 def read_bytes(path: Path, at_most: int = 64 * MIB) -> bytes:
     """Returns the content of a file that is meant to be small.
 

@@ -1,0 +1,276 @@
+"""Opens token sources: our token folders, and files of Megatron-LM and datatrove in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gridformer.config import DataConfig
+from gridformer.data.datatrove import SUFFIX, open_datatrove
+from gridformer.data.indexed import Indexed
+from gridformer.data.tokenfolder import (
+    INDEX,
+    TOKENIZER,
+    Index,
+    SourceEntry,
+    SplitEntry,
+    SplitName,
+    TokenFolder,
+    TokenizerEntry,
+    check_ascending,
+)
+from gridformer.data.tokenizer import Tokenizer
+from gridformer.data.tokensplit import DocumentStarts, SomeStarts, TokenSplit
+from gridformer.utils.errors import DataError
+
+VAL_FRACTION = 0.02
+_SEARCHED_BLOCKS, _BLOCK_TOKENS = 16, 1 << 16  # where `check` looks for ids of other vocabularies
+
+
+def open_tokens(
+    path: Path | str,
+    tokenizer: Path | str | None = None,
+    val_fraction: float = VAL_FRACTION,
+) -> TokenFolder:
+    """Opens a token source, whichever of these it is.
+
+    * A token folder that `gridformer prepare` wrote.
+    * Files of Megatron-LM: PREFIX.bin and PREFIX.idx, given as PREFIX or as either file.
+    * A file NAME.ds of datatrove, or a folder with one.
+
+    Foreign files are read where they are. They have no splits, so the documents at their end are
+    for validation, as many as hold `val_fraction` of the tokens.
+
+    Args:
+        path: The source.
+        tokenizer: The tokenizer.json of foreign files, or its folder. None means the one beside
+            them.
+        val_fraction: The fraction of the tokens of foreign files for validation; 0 means none, and
+            1 all.
+
+    Raises:
+        DataError: There is no such source, or it is damaged. The message names the file and what
+            was expected of it.
+    """
+    path = Path(path)
+    if prefix := megatron_prefix(path):
+        return _open_megatron(path, prefix, tokenizer, val_fraction)
+    if (file := _datatrove_file(path)) is not None:
+        return _open_datatrove(path, file, tokenizer, val_fraction)
+    folder = TokenFolder.open(path)
+    if (
+        tokenizer is not None
+        and Tokenizer.load(tokenizer).vocabulary != folder.tokenizer.vocabulary
+    ):
+        raise DataError(
+            f"data.tokenizer={tokenizer} is not the tokenizer with which {path} was written: omit "
+            f"data.tokenizer, or prepare the folder again with --tokenizer {tokenizer}"
+        )
+    return folder
+
+
+def tokenizer_of(data: DataConfig) -> Path:
+    """Returns the tokenizer.json of a run's first token source, without opening it.
+
+    Raises:
+        DataError: It is not known.
+    """
+    path = data.first_path
+    prefix = megatron_prefix(path)
+    file = _with(prefix, ".bin") if prefix else _datatrove_file(path)
+    return path / TOKENIZER if file is None else _tokenizer_file(file, data.tokenizer)
+
+
+def megatron_prefix(path: Path) -> Path | None:
+    """Returns PREFIX if PREFIX.idx is there and `path` is PREFIX or one of its two files."""
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if not prefix.name or prefix.is_dir():
+        return None
+    return prefix if _with(prefix, ".idx").is_file() or _with(prefix, ".bin").is_file() else None
+
+
+@dataclass(frozen=True)
+class ForeignTokens(TokenFolder):
+    """Files of tokens of another program, which are described as a token folder is.
+
+    Attributes:
+        borders: The file that says where documents begin.
+        every: Where all documents begin.
+        loaded: The tokenizer.
+        loaded_from: Its file.
+    """
+
+    borders: Path = field(kw_only=True)
+    every: DocumentStarts = field(kw_only=True)
+    loaded: Tokenizer = field(kw_only=True)
+    loaded_from: Path = field(kw_only=True)
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer.json."""
+        return self.loaded_from
+
+    def files(self, splits: Iterable[SplitName]) -> Mapping[str, Path]:
+        """Returns the files, which hold both splits, by names without their folder."""
+        files = (self.train.path, self.borders)
+        return {TOKENIZER: self.loaded_from} | {file.name: file for file in files}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        return self.loaded
+
+    def check(self) -> None:
+        """Reads where every document begins, and some of the tokens.
+
+        Raises:
+            DataError: Documents do not follow one another, or ids are outside the vocabulary.
+        """
+        if self.borders.suffix == ".idx":
+            Indexed.open(self.borders).check()
+        check_ascending(self.every, self.borders, "so the file is damaged")
+        tokens = self.train.tokens
+        last = max(0, len(tokens) - _BLOCK_TOKENS)
+        for start in {
+            number * last // (_SEARCHED_BLOCKS - 1) for number in range(_SEARCHED_BLOCKS)
+        }:
+            try:
+                self.train.window(start, start + _BLOCK_TOKENS)
+            except DataError as error:
+                raise DataError(f"{error} (the vocabulary is that of {self.loaded_from})") from None
+
+
+def _open_megatron(
+    path: Path, prefix: Path, tokenizer: Path | str | None, val_fraction: float
+) -> TokenFolder:
+    file, index = _with(prefix, ".bin"), _with(prefix, ".idx")
+    indexed = Indexed.open(index)
+    if not file.is_file():
+        raise DataError(f"{file}: is missing, and {index.name} only says where documents begin")
+    expected, found = indexed.n_tokens * indexed.dtype.itemsize, file.stat().st_size
+    if found != expected:
+        raise DataError(
+            f"{file}: has {found} bytes, expected {expected} ({indexed.n_tokens} tokens of "
+            f"{indexed.dtype.name}, as {index.name} says): one of them is damaged"
+        )
+    tokens = np.memmap(file, dtype=indexed.dtype, mode="r")
+    return _foreign(path, file, index, tokens, indexed.starts(), tokenizer, val_fraction)
+
+
+def _open_datatrove(
+    path: Path, file: Path, tokenizer: Path | str | None, val_fraction: float
+) -> TokenFolder:
+    dtype, starts = open_datatrove(file)
+    tokens = np.memmap(file, dtype=dtype, mode="r")
+    index = file.with_name(f"{file.name}.index")
+    return _foreign(path, file, index, tokens, starts, tokenizer, val_fraction)
+
+
+def _datatrove_file(path: Path) -> Path | None:
+    if path.suffix == SUFFIX and path.is_file():
+        return path
+    if not path.is_dir() or (path / INDEX).exists():
+        return None
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    if len(found) > 1:
+        raise DataError(
+            f"{path}: holds {len(found)} files of datatrove, and one is read: name one of them, "
+            f"such as {found[0]}, name each as a source in data.sources, or join them with "
+            f"datatrove's DocumentTokenizerMerger"
+        )
+    return found[0] if found else None
+
+
+def _foreign(
+    path: Path,
+    file: Path,
+    borders: Path,
+    tokens: NDArray[Any],
+    starts: DocumentStarts,
+    tokenizer: Path | str | None,
+    val_fraction: float,
+) -> ForeignTokens:
+    loaded_from = _tokenizer_file(file, tokenizer)
+    loaded = Tokenizer.load(loaded_from)
+    n, total = len(starts) - 1, len(tokens)
+    if not n or not total:
+        raise DataError(f"{file}: has no documents")
+    cut, first_of_val = _cut(starts, total, val_fraction)
+    vocab = loaded.vocab_size
+    train_starts: Any = SomeStarts(starts, 0, first_of_val)
+    val_starts: Any = SomeStarts(starts, first_of_val, n - first_of_val)
+    if n == 1 and 0 < cut < total:  # a single document is divided
+        train_starts, val_starts = np.array([0, cut]), np.array([0, total - cut])
+    train = TokenSplit("train", file, tokens[:cut], train_starts, vocab)
+    val = TokenSplit("val", file, tokens[cut:], val_starts, vocab)
+    size = borders.stat().st_size
+    entries = [
+        SplitEntry.model_construct(  # without its checks, because val may be empty
+            tokens=split.n_tokens,
+            documents=split.n_documents,
+            bin_bytes=split.n_tokens * tokens.dtype.itemsize,
+            offsets_bytes=size,
+        )
+        for split in (train, val)
+    ]
+    index = Index(
+        dtype=cast(Any, tokens.dtype.name),
+        vocab_size=vocab,
+        eos_token=loaded.eos_token,
+        eos_id=loaded.eos_id,
+        seed=0,
+        val_fraction=val_fraction,
+        train=entries[0],
+        val=entries[1],
+        tokenizer=TokenizerEntry(origin=loaded.origin, bytes=loaded_from.stat().st_size),
+        sources=(SourceEntry(source=str(path), license=None, documents=n, bytes=0),),
+        skipped={},
+    )
+    return ForeignTokens(
+        path,
+        index,
+        train,
+        val,
+        borders=borders,
+        every=starts,
+        loaded=loaded,
+        loaded_from=loaded_from,
+    )
+
+
+def _cut(starts: DocumentStarts, total: int, val_fraction: float) -> tuple[int, int]:
+    """Returns the token and the document with which validation begins."""
+    n = len(starts) - 1
+    if val_fraction in (0, 1):
+        return (0, 0) if val_fraction else (total, n)
+    wanted = total - max(1, round(val_fraction * total))
+    if n == 1:
+        return max(1, wanted), 1
+    low, high = 1, n - 1  # each split gets a document at least
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if starts[middle] <= wanted else (low, middle - 1)
+    return int(starts[low]), low
+
+
+def _tokenizer_file(file: Path, tokenizer: Path | str | None) -> Path:
+    if tokenizer is not None:
+        given = Path(tokenizer)
+        return given / TOKENIZER if given.is_dir() else given
+    beside = file.with_name(TOKENIZER)
+    if not beside.is_file():
+        raise DataError(
+            f"{file}: its tokenizer is not known: set data.tokenizer to the tokenizer.json that "
+            f"wrote it, or to a folder that holds it, or put it there as {beside}"
+        )
+    return beside
+
+
+def _with(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)

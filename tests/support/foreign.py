@@ -1,0 +1,57 @@
+"""Token files as Megatron-LM and datatrove write them, made from the formats' descriptions alone.
+
+None of this uses the library's own reader or writer, so that both are compared with the formats.
+"""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+# The letters that stand for the dtypes of Megatron-LM's codes in the module struct.
+LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+
+Documents = Sequence[Sequence[Sequence[int]]]  # the sequences of each document
+
+
+def megatron_bytes(documents: Documents, code: int, modes: bool = False) -> tuple[bytes, bytes]:
+    """Return the contents of a .bin and an .idx file."""
+    sequences = [sequence for document in documents for sequence in document]
+    item = struct.calcsize(LETTERS[code])
+    tokens = b"".join(struct.pack(f"<{len(s)}{LETTERS[code]}", *s) for s in sequences)
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    index += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(documents) + 1)
+    at = 0
+    pointers = []
+    for sequence in sequences:
+        index += struct.pack("<i", len(sequence))
+        pointers.append(at)
+        at += item * len(sequence)
+    index += struct.pack(f"<{len(pointers)}q", *pointers)
+    borders = [0]
+    for document in documents:
+        borders.append(borders[-1] + len(document))
+    index += struct.pack(f"<{len(borders)}q", *borders)
+    return tokens, index + (b"\0" * len(sequences) if modes else b"")
+
+
+def write_megatron(prefix: Path, documents: Documents, code: int = 8, modes: bool = False) -> Path:
+    """Write PREFIX.bin and PREFIX.idx, and return PREFIX."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    tokens, index = megatron_bytes(documents, code, modes)
+    prefix.with_name(f"{prefix.name}.bin").write_bytes(tokens)
+    prefix.with_name(f"{prefix.name}.idx").write_bytes(index)
+    return prefix
+
+
+def write_datatrove(file: Path, documents: Sequence[Sequence[int]], item: int = 2) -> Path:
+    """Write NAME.ds, its index and its metadata, and return NAME.ds."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    ids = [i for document in documents for i in document]
+    file.write_bytes(struct.pack(f"<{len(ids)}{'H' if item == 2 else 'I'}", *ids))
+    ends, at = [], 0
+    for document in documents:
+        at += len(document)
+        ends.append(at)
+    file.with_name(f"{file.name}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
+    file.with_name(f"{file.name}.metadata").write_text(f"gpt2|{item}\n{len(ids)}\n{len(ids)} T")
+    return file
