@@ -53,9 +53,7 @@ class RunData:
                 opened[path] = open_tokens(path, data.tokenizer, val_fraction)
             return opened[path]
 
-        sources = {
-            one.name: folder_at(one.path, data.val_fraction) for one in data.train_sources
-        }
+        sources = {one.name: folder_at(one.path, data.val_fraction) for one in data.train_sources}
         found = {
             f"data.sources.{name}" if name else "data.path": folder
             for name, folder in sources.items()

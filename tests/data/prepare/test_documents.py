@@ -7,6 +7,7 @@ import pytest
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
 from gridformer.data.prepare.documents import Document, write_documents
+from gridformer.data.tokenfolder import SplitName
 from gridformer.utils.errors import DataError
 from tests.support.data import sentences
 
@@ -18,11 +19,10 @@ COLUMNS = {
 }
 
 
-def given(number: int, split: str) -> Document:
+def given(number: int, split: SplitName) -> Document:
     ids = list(range(10, 12 + number))
     values = {"span": [number, -1], "loss": [i % 2 for i in ids] + [1]}
-    where = "train" if split == "train" else "val"
-    return Document(ids, values, label="odd" if number % 2 else "even", split=where)
+    return Document(ids, values, label="odd" if number % 2 else "even", split=split)
 
 
 def write(out: Path, documents: list[Document]) -> TokenFolder:
