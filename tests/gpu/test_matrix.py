@@ -55,7 +55,8 @@ def gpus() -> Iterator[WorkerPool]:
 
 @pytest.mark.parametrize("cell", cells(N_GPUS), ids=lambda cell: cell.title)
 def test_equals_one_gpu(gpus: WorkerPool, cell: Cell) -> None:
-    worst_of(gpus.run(n_of(cell), compare, cell.layout, cell.config, SETTINGS, QUICK_STEPS))
+    how = cell.layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents
+    worst_of(gpus.run(n_of(cell), compare, *how))
 
 
 def test_cells_that_do_not_run_are_counted() -> None:

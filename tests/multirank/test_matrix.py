@@ -53,7 +53,8 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
             "without and with dropout (of activations and of attention probabilities). Written by "
             "tests/multirank/test_matrix.py, all of which `make test-all` runs, torch "
             f"{torch.__version__}, gloo, {platform.machine()}. Tied embeddings, padding, two "
-            "losses (GPT-2, BERT) and label smoothing (Transformer) are in it; "
+            "losses (GPT-2, BERT), label smoothing (Transformer) and rows of several documents "
+            "(GPT-2 with dropout, Llama without) are in it; "
             "with pp > 1 there are as many micro-batches as "
             "stages, and stages are of unequal size. Optimus is on a 2x2 grid where that takes at "
             "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all."
@@ -84,7 +85,8 @@ def test_equals_one_device(
         assert ": use " in why, "a refusal says what to use instead"
         return
     steps = STEPS if request.config.getoption("--exactness-table") else QUICK_STEPS
-    found[cell] = worst_of(pool.run(n_of(cell), compare, cell.layout, cell.config, SETTINGS, steps))
+    how = cell.layout, cell.config, SETTINGS, steps, cell.documents
+    found[cell] = worst_of(pool.run(n_of(cell), compare, *how))
 
 
 @pytest.mark.parametrize(
@@ -97,9 +99,8 @@ def test_equals_one_device(
 )
 def test_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
     """NCCL's path runs over gloo; see tests/support/multirank/nccl_path.py."""
-    worst_of(
-        pool.run(n_of(cell), on_nccl, compare, cell.layout, cell.config, SETTINGS, QUICK_STEPS)
-    )
+    how = cell.layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents
+    worst_of(pool.run(n_of(cell), on_nccl, compare, *how))
 
 
 GATHERED = [cell for cell in CELLS if cell.replicas == "fsdp" and not refusal(cell)]
@@ -117,7 +118,8 @@ def test_weights_gathered_once_a_step_equal_one_device_over_nccl(
 ) -> None:
     """tests/multirank/test_dp_modes.py tests them over gloo."""
     layout = {"micro_batches": 2, **cell.layout, "reshard": "step"}
-    worst_of(pool.run(n_of(cell), on_nccl, compare, layout, cell.config, SETTINGS, QUICK_STEPS))
+    how = layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents
+    worst_of(pool.run(n_of(cell), on_nccl, compare, *how))
 
 
 RESNEXT: dict[str, tuple[int, dict[str, Any]]] = {

@@ -21,7 +21,7 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models.blocks import DropoutClock
 from gridformer.models.blocks.attention import _Heads
-from gridformer.models.blocks.scores import ScoreParts, Window
+from gridformer.models.blocks.scores import ScoreParts, Window, document_bounds
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
 from gridformer.utils import rng
@@ -49,7 +49,12 @@ ATTENTION: dict[str, tuple[Sizes, bool, bool, bool, float, int, int]] = {
     "causal, padding": ((2, 1, 40, 40, 8), True, True, False, 0.0, 1, 0),
     "shared keys": ((2, 6, 17, 19, 8), True, False, False, 0.1, 3, 0),
     "window": ((1, 2, 70, 75, 8), True, False, False, 0.0, 2, 20),
+    "documents": ((2, 2, 70, 70, 8), True, False, False, 0.2, 2, 0),
+    "documents, window": ((2, 1, 70, 70, 8), True, False, False, 0.0, 1, 20),
+    "documents, both ways": ((2, 1, 70, 70, 8), False, False, True, 0.0, 1, 0),
 }
+# Where documents begin in each sample: one goes through several tiles, and several share a tile.
+DOCUMENTS = ((0, 3, 4, 21, 63), (0, 16, 48))
 # Several tiles of a real run.
 LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1, 2, 70)
 
@@ -114,7 +119,10 @@ def run_attention(
     heads = _Heads(d, True, p, "x", DropoutClock(1, 2, 2**32 + 3)).train()
     heads.head_block, heads.fused = 2, fused
     window = Window(size, seen, torch.device(device)) if size else None
-    mask = ScoreParts(valid, bias, causal, window) if padded or biased or size else None
+    bounds = bounds_of(seen).to(device) if "documents" in name else None
+    mask = None
+    if padded or biased or size or bounds is not None:
+        mask = ScoreParts(valid, bias, causal, window, bounds)
     with ExitStack() as stack:
         if tile:
             width = max(16, 1 << (d - 1).bit_length())
@@ -124,8 +132,16 @@ def run_attention(
         return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
+def bounds_of(length: int) -> Tensor:
+    """Return the bounds of `DOCUMENTS`, or of as many documents in samples of another length."""
+    begins = torch.zeros(len(DOCUMENTS), length, dtype=torch.int64)
+    for begin, places in zip(begins, DOCUMENTS):
+        begin[torch.tensor(places) * length // 70] = 1
+    return document_bounds(begins.cumsum(1))
+
+
 def run_model(
-    family: str, padded: bool, rate: float, fused: bool
+    family: str, padded: bool, rate: float, fused: bool, packed: bool = False
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and all gradients; if fused, no mask is made with PyTorch's operators."""
     values = {"n_layers": 1, "hidden_size": 12, "n_heads": 2, "vocab_size": 31, "max_seq_len": 9}
@@ -141,11 +157,15 @@ def run_model(
         if fused:
             for owner, name in ((rng, "keep"), (_Heads, "_unfused")):
                 stack.enter_context(patch.object(owner, name, side_effect=AssertionError))
-            if rate or padded or family == "llama":  # T5 does not bias cross-attention
+            if rate or padded or packed or family == "llama":  # T5 does not bias cross-attention
                 stack.enter_context(
                     patch.object(F, "scaled_dot_product_attention", side_effect=AssertionError)
                 )
-        loss = model.train().losses(batch_of(config, padded))["tokens"]
+        batch = batch_of(config, padded)
+        if packed:
+            batch["documents"] = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
+            batch["positions"] = torch.tensor([[0, 1, 0, 1, 2, 0, 1], [0, 0, 1, 2, 3, 4, 5]])
+        loss = model.train().losses(batch)["tokens"]
         loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return float(loss.detach()), gradients

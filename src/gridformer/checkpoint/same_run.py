@@ -21,6 +21,9 @@ _OF_DATA = (
     ("data", "task"),
     ("data", "seq_len"),
     ("data", "source_len"),
+    ("data", "document_mask"),
+    ("data", "reset_positions"),
+    ("data", "packing"),
 )
 
 

@@ -120,6 +120,22 @@ class DataConfig(Config):
         "this fraction of the tokens are for validation; 0 means none. A folder of `gridformer "
         "prepare` has its own validation split.",
     )
+    document_mask: bool = Field(
+        default=False,
+        description="true keeps attention within documents, for gpt2 and llama on running text. "
+        "The last token of a document then predicts nothing.",
+    )
+    reset_positions: bool = Field(
+        default=True,
+        description="With document_mask, positions begin at 0 in each document; false counts them "
+        "from the start of the sample.",
+    )
+    packing: Literal["windows", "documents"] = Field(
+        default="windows",
+        description="windows divides the text into samples of equal length, wherever documents "
+        "begin. documents fills samples with whole documents, which needs document_mask: only "
+        "documents that are longer than a sample are divided, and the rest of a sample is padding.",
+    )
     restart: bool = Field(
         default=False,
         description="true lets a run that resumes have another train.global_batch, or other "

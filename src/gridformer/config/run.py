@@ -116,6 +116,26 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _check_documents(self) -> Self:
+        """Attention can stay within documents where samples are running text."""
+        if not self.data.document_mask:
+            if self.data.packing == "windows":
+                return self
+            raise ValueError(
+                f"data.packing={self.data.packing}: documents that share a sample must not see "
+                "each other; use data.document_mask=true, or data.packing=windows"
+            )
+        if self.task != "causal":
+            why = f"samples of data.task={self.task} ({self.model.family}) are not running text"
+        elif self.model.n_labels:
+            why = f"with model.n_labels={self.model.n_labels} each sample is one document"
+        else:
+            return self
+        raise ValueError(
+            f"data.document_mask=true: {why}; use data.document_mask=false and data.packing=windows"
+        )
+
+    @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         """No tensor of a step may have more numbers than can be counted in bytes with 64 bits."""
         model, batch = self.model, self.train.global_batch

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
+    AttendingRows,
     Classifier,
     Dropout,
     KVCache,
@@ -21,6 +22,7 @@ from gridformer.models.blocks import (
     TiedHead,
     TokenEmbedding,
     added_to_scores,
+    document_bounds,
 )
 from gridformer.models.model import Activations, Link, Model
 from gridformer.utils.batch import Batch
@@ -40,7 +42,7 @@ class GPT2(Model):
         self.tokens = TokenEmbedding(config.vocab_size, h, std)
         self.positions = PositionEmbedding(config.max_seq_len, h, std)
         self.dropout = Dropout(config.dropout, "embedding", self.clock)
-        self.mask = PaddingMask()
+        self.mask, self.rows = PaddingMask(), AttendingRows()
         # A ModuleDict keeps parameter names the same on a device that holds only some layers.
         self.layers = nn.ModuleDict(
             {
@@ -79,13 +81,18 @@ class GPT2(Model):
         s = tokens_BS.shape[1]
 
         if "embedding" in links:
-            hidden = self.tokens(tokens_BS) + self.positions(s, start)
+            hidden = self.tokens(tokens_BS)
+            hidden = hidden + self.positions(s, start, batch.get("positions"))
             hidden = self.dropout(self._cast(hidden))
 
         layers = self._layers(self.layers, "layers", links)
-        mask = None  # needed for padding only: attention is causal without one
-        if layers and "valid" in batch:
-            valid, fused = self.mask(batch["valid"]), self.fused and not caches
+        mask = None  # needed for padding and documents only: attention is causal without one
+        fused = self.fused and not caches
+        if layers and "documents" in batch:  # padding has a number of its own
+            bounds = document_bounds(self.rows(batch["documents"]))
+            mask = added_to_scores(s, hidden.dtype, causal=True, fused=fused, documents=bounds)
+        elif layers and "valid" in batch:
+            valid = self.mask(batch["valid"])
             mask = added_to_scores(s, hidden.dtype, valid, causal=True, fused=fused)
         for i, layer in layers:
             cache = caches[i] if caches else None
@@ -113,6 +120,9 @@ class GPT2(Model):
         head = ("norm", "head", *tied, "loss", *("classifier",) * labels)
         return [
             Link("embedding", ("tokens", "positions", "dropout")),
-            *(Link(f"layers.{i}", (f"layers.{i}", "mask")) for i in range(self.config.n_layers)),
+            *(
+                Link(f"layers.{i}", (f"layers.{i}", "mask", "rows"))
+                for i in range(self.config.n_layers)
+            ),
             Link("head", head),
         ]

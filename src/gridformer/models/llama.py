@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
+    AttendingRows,
     Classifier,
     Dropout,
     GatedLayer,
@@ -25,6 +26,7 @@ from gridformer.models.blocks import (
     UntiedHead,
     Window,
     added_to_scores,
+    document_bounds,
 )
 from gridformer.models.model import Activations, Link, Model
 from gridformer.utils.batch import Batch
@@ -38,7 +40,7 @@ class Llama(Model):
         h, v, std = config.hidden_size, config.vocab_size, config.init_std
         self.tokens = TokenEmbedding(v, h, std)
         self.dropout = Dropout(config.dropout, "embedding", self.clock)
-        self.mask = PaddingMask()
+        self.mask, self.rows = PaddingMask(), AttendingRows()
         self.rotary = RotaryPositions(config.head_width, config.rope_theta, config.rope_scaling)
         # A ModuleDict keeps parameter names the same on a device that holds only some layers.
         self.layers = nn.ModuleDict(
@@ -82,13 +84,18 @@ class Llama(Model):
         rotation = mask = None
         if layers:
             device, dtype = tokens_BS.device, hidden.dtype
-            rotation = self.rotary(s, start, device, dtype)
-            # Needed for padding and windows only: attention is causal without a mask.
+            places = self.rows(batch["positions"]) if "positions" in batch else None
+            rotation = self.rotary(s, start, device, dtype, places)
+            # Needed for padding, documents and windows only: attention is causal without a mask.
             keys = s + (min(start, window - 1) if caches else 0)  # of past tokens, and new ones
             near = Window(window, keys, device) if window else None
-            valid = self.mask(batch["valid"]) if "valid" in batch else None
+            valid = bounds = None
+            if "documents" in batch:  # padding has a number of its own
+                bounds = document_bounds(self.rows(batch["documents"]))
+            elif "valid" in batch:
+                valid = self.mask(batch["valid"])
             fused = self.fused and not caches
-            mask = added_to_scores(s, dtype, valid, None, True, fused, near)
+            mask = added_to_scores(s, dtype, valid, None, True, fused, near, bounds)
         for i, layer in layers:
             cache = caches[i] if caches else None
             hidden = self.recompute.block(layer, hidden, rotation, mask, cache)
@@ -117,6 +124,6 @@ class Llama(Model):
         layers = (f"layers.{i}" for i in range(config.n_layers))
         return [
             Link("embedding", ("tokens", "dropout")),
-            *(Link(name, (name, "mask", "rotary")) for name in layers),
+            *(Link(name, (name, "mask", "rows", "rotary")) for name in layers),
             Link("head", ("norm", "head", *tied, "loss", *labels)),
         ]

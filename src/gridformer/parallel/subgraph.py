@@ -164,6 +164,7 @@ class Branched(SchemeSpec):
             Elsewhere,
             GatheredClock,
             GatheredMask,
+            GatheredRows,
             NoEmbedding,
             NoPositions,
             SliceLinear,
@@ -230,6 +231,7 @@ class Branched(SchemeSpec):
         }
         if not first:
             roles["padding_mask"] = lambda plain: GatheredMask(branch)
+            roles["attending_rows"] = lambda plain: GatheredRows(branch)
         if absent:
             roles |= {
                 "feed_forward": feed_forward,

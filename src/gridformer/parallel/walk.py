@@ -21,6 +21,7 @@ _ROLES: dict[type[nn.Module], str] = {
     blocks.Attention: "attention",
     blocks.CrossAttention: "attention",
     blocks.PaddingMask: "padding_mask",
+    blocks.AttendingRows: "attending_rows",
     blocks.FeedForward: "feed_forward",
     blocks.GatedFeedForward: "feed_forward",
     blocks.PooledDropout: "pooled_dropout",  # before its base class

@@ -40,6 +40,9 @@ def rows_like(run: RunConfig, rows: Rows) -> Batch:
         batch |= {"segments": ids(s)}
         if model.sentence_pair and not model.n_labels:
             batch |= {"pair": ids()}
+    if run.data.document_mask:
+        batch |= {"documents": ids(s)} | ({"positions": ids(s)} if run.data.reset_positions else {})
+        batch |= {"valid": real(s)} if run.data.packing == "documents" else {}
     if model.n_labels:
         batch |= {"valid": real(s), "at": ids(), "labels": ids()}
     return batch

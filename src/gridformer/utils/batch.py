@@ -5,6 +5,10 @@ tokens         [b, s] int64    what the model (or its decoder) reads
 targets        [b, s] int64    the token to predict at each position; IGNORE does not count
 valid          [b, s] bool     bert, gpt2: False for padding; absent without padding
 segments       [b, s] int64    bert: 0 for sentence A, 1 for sentence B
+documents      [b, s] int64    gpt2, llama: the number of each position's document, ascending in a
+                               row; attention stays within it. Padding has a number of its own.
+                               Absent if attention crosses documents
+positions      [b, s] int64    gpt2, llama: each position's number; absent if it is that in the row
 pair           [b] int64       bert: 1 if B follows A in the text, 0 if B is from elsewhere
 source         [b, S] int64    t5, transformer: what the encoder reads
 source_valid   [b, S] bool     t5, transformer: False for padding; absent without padding

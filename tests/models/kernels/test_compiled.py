@@ -66,7 +66,7 @@ def compile_dropout(dtype: torch.dtype, architecture: int) -> int:
 def test_attention_compiles(
     compiler: InProcess, name: str, dtype: torch.dtype, head_dim: int, architecture: int
 ) -> None:
-    """With all that it can do: dropout, padding, a bias, causality, a window."""
+    """With all that it can do: dropout, padding, a bias, causality, a window, documents."""
     used = compiler(compile_attention, name, dtype, head_dim, architecture)
     assert 0 < used <= SHARED_MEMORY[architecture]
 
@@ -79,7 +79,7 @@ def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture
     tiles = flash_launch.tile_sizes(q, forward=name == "forward")
     options = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
     one = torch.ones(1)
-    constants = flash_launch._constants(True, 100, head_dim**-0.5, 0.1, one, one) | tiles
+    constants = flash_launch._constants(True, 100, head_dim**-0.5, 0.1, one, one, one) | tiles
     types: dict[str, Any] = {}
     for argument in kernel.arg_names:
         if argument.endswith("strides"):
@@ -90,6 +90,8 @@ def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture
             types[argument] = ("i32",) * 2
         elif argument == "valid":
             types[argument] = "*u8"
+        elif argument == "documents":
+            types[argument] = "*i32"
         elif argument in ("bias", "grad_bias", "lse", "delta"):
             types[argument] = "*fp32"
         else:

@@ -99,7 +99,7 @@ def run_dropout() -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("name", full_unless({"everything"}.__contains__, ATTENTION))
+@pytest.mark.parametrize("name", full_unless({"everything", "documents"}.__contains__, ATTENTION))
 def test_attention_of_several_tiles(loops: InProcess, name: str) -> None:
     """Results and all gradients equal the unfused path's, with its dropout masks."""
     got, want = (loops(run_attention, name, fused, torch.float64, "cpu") for fused in (True, False))
@@ -144,11 +144,11 @@ def check_operators() -> None:
     k, v = torch.randn(2, b, n, seen, d)
     valid, bias = torch.ones(b, seen, dtype=torch.bool), torch.randn(n, s, seen)
     settings = attention.Settings(True, 0.5, KEY, 3, 4, 0.1).arguments()
-    out, lse = ops.attention(q, k, v, valid, bias, *settings)
+    out, lse = ops.attention(q, k, v, valid, bias, None, *settings)
     tests = ("test_schema", "test_faketensor")
     x = torch.randn(2, 3, 4).transpose(0, 1)
     torch.library.opcheck(ops.masked.default, (x, 5, 0, 0, 0, 0.1), test_utils=tests)
-    found = (q, k, v, valid, bias)
+    found = (q, k, v, valid, bias, None)
     torch.library.opcheck(ops.attention.default, (*found, *settings), test_utils=tests)
     for wants_bias in (False, True):
         given = (out, *found, out, lse, *settings, wants_bias)
@@ -165,6 +165,19 @@ MODELS = {
     if family in ("t5", "llama") or padded or rate  # else there is nothing that the kernels compute
 }
 QUICK = {("gpt2", False, 0.2), ("bert", True, 0.0), ("t5", True, 0.2)}
+
+
+@pytest.mark.parametrize("rate", full_unless(lambda rate: rate == 0.0, [0.0, 0.2]))
+@pytest.mark.parametrize("family", full_unless(lambda name: name == "llama", ["gpt2", "llama"]))
+def test_models_of_documents_have_the_same_loss_and_gradients(
+    loops: InProcess, family: str, rate: float
+) -> None:
+    (got, gradients), (want, others) = (
+        loops(run_model, family, False, rate, fused, True) for fused in (True, False)
+    )
+    assert got == pytest.approx(want, rel=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize(

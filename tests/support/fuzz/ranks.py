@@ -28,6 +28,7 @@ from tests.support.multirank.exactness import (
     distance,
     keep_gradients,
     values,
+    with_documents,
     without_methods,
 )
 from tests.support.multirank.pool import group_cache
@@ -219,6 +220,12 @@ def batch_of(case: Case, run: RunConfig, step: int) -> Batch:
         batch["segments"] = numbers(2, rows, s)
         if model.sentence_pair:
             batch["pair"] = numbers(2, rows)
+    if run.data.document_mask:
+        chance = torch.rand(rows, s, generator=generator)
+        batch = with_documents(batch, chance, run.data.reset_positions)
+        if run.data.packing == "documents":
+            batch["valid"] = lengths(s)
+            batch["targets"] = torch.where(batch["valid"], batch["targets"], IGNORE)
     if model.n_labels:
         batch["at"] = numbers(s, rows)
         batch["labels"] = numbers(model.n_labels, rows)

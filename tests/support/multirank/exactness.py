@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
@@ -95,6 +96,22 @@ def batches_of(step: int, config: ModelConfig, rows: int) -> Batch:
     return batch
 
 
+def with_documents(batch: Batch, chance: Tensor, reset: bool = True) -> Batch:
+    """Return a batch of running text in which some tokens begin a document.
+
+    Args:
+        chance: Numbers in [0, 1); a third of the tokens begin a document.
+        reset: Whether positions restart there.
+    """
+    begins = chance < 1 / 3
+    documents = begins.cumsum(1)
+    first = torch.searchsorted(documents, documents)
+    ends = F.pad(begins[:, 1:], (0, 1))  # a window ends within a document
+    targets = torch.where(ends, IGNORE, batch["targets"])
+    found = {**batch, "targets": targets, "documents": documents}
+    return found | ({"positions": torch.arange(begins.shape[1]) - first} if reset else {})
+
+
 def axes_of(layout: LayoutConfig) -> Axes:
     """Return the axes of a layout over the worker's default group, made once per group."""
     key = ("axes", layout.model_dump_json())
@@ -112,23 +129,28 @@ def device() -> torch.device:
 
 
 def compare(
-    layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any], n_steps: int = 5
+    layout: dict[str, Any],
+    model: dict[str, Any],
+    train: dict[str, Any],
+    n_steps: int = 5,
+    documents: bool = False,
 ) -> dict[str, float]:
     """Return the largest relative differences to one device: loss, gradients, parameters, norm.
 
-    They are relative to the largest element of the reference's whole tensor.
+    They are relative to the largest element of the reference's whole tensor. With `documents`,
+    rows of the batches hold several documents.
     """
     torch.set_num_threads(1)
     config, settings, plan = tiny(**model), TrainConfig(**train), LayoutConfig(**layout)
     plain = without_methods(settings).model_dump_json()
-    want = computed_once(_one_device, config.model_dump_json(), plain, n_steps)
+    want = computed_once(_one_device, config.model_dump_json(), plain, n_steps, documents)
     axes = axes_of(plan)
     cut = build_parallel(config, plan, axes, settings.seed, device(), settings.dtype)
     worst = {"init": distance(cut, values(cut), want.initial), "loss": 0.0, "norm": 0.0}
 
     stepper = Stepper(cut, settings, axes, plan)
     _check_decay(stepper)
-    reads = _reads(config, settings, n_steps)
+    reads = _reads(config, settings, n_steps, documents)
     found = keep_gradients(stepper)
     for step, read in enumerate(reads):
         got = stepper(step, read)
@@ -240,14 +262,14 @@ def _from_first(value: Any) -> Any:
     return value if first else pickle.loads(sent.cpu().numpy().tobytes())
 
 
-def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Reference:
+def _one_device(config_json: str, settings_json: str, n_steps: int, documents: bool) -> _Reference:
     config = ModelConfig.model_validate_json(config_json)
     settings = TrainConfig.model_validate_json(settings_json)
     axes = Axes(device_type=device().type)
     whole = build_parallel(config, LayoutConfig(), axes, settings.seed, device(), settings.dtype)
     initial = {name: value.clone().cpu() for name, value in values(whole).items()}
     stepper = Stepper(whole, settings, axes)
-    reads = _reads(config, settings, n_steps)
+    reads = _reads(config, settings, n_steps, documents)
     first = keep_gradients(stepper)
     results = [stepper(step, read) for step, read in enumerate(reads)]
     norms = [result.grad_norm for result in results]
@@ -262,11 +284,17 @@ def _one_device(config_json: str, settings_json: str, n_steps: int) -> _Referenc
     )
 
 
-def _reads(config: ModelConfig, settings: TrainConfig, n_steps: int) -> list[ReadRows]:
-    def read_of(batch: Batch) -> ReadRows:
+def _reads(
+    config: ModelConfig, settings: TrainConfig, n_steps: int, documents: bool
+) -> list[ReadRows]:
+    def read_of(step: int) -> ReadRows:
+        batch = batches_of(step, config, settings.global_batch)
+        if documents:
+            generator = torch.Generator().manual_seed(3000 + step)
+            batch = with_documents(batch, torch.rand(batch["tokens"].shape, generator=generator))
         return lambda rows: {key: value[rows] for key, value in batch.items()}
 
-    return [read_of(batches_of(step, config, settings.global_batch)) for step in range(n_steps)]
+    return [read_of(step) for step in range(n_steps)]
 
 
 def keep_gradients(stepper: Stepper) -> Tensors:

@@ -41,6 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
 WITH_DROPOUT: dict[str, dict[str, Any]] = {
     "Llama": {"qk_norm": False, "tied_head": True, "qkv_bias": True, "window": 5},
 }
+# In these cells rows hold several documents, to which attention and positions are confined.
+DOCUMENTS = {("GPT-2", True), ("Llama", False)}
 # Each scheme uses the first of its grids if that takes at most 8 processes, else the second.
 SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
@@ -97,6 +99,10 @@ class Cell(NamedTuple):
             changes = {"dropout": 0.1, "attention_dropout": 0.1, **WITH_DROPOUT.get(self.model, {})}
         n_layers = 3 if self.pp > 1 else 2
         return {"n_layers": n_layers, "max_seq_len": 12, **MODELS[self.model], **changes}
+
+    @property
+    def documents(self) -> bool:
+        return (self.model, self.dropout) in DOCUMENTS
 
     @property
     def title(self) -> str:

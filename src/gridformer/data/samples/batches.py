@@ -6,6 +6,7 @@ from gridformer.config import RunConfig
 from gridformer.config.mixture import whole_weights
 from gridformer.data.opened import RunData
 from gridformer.data.samples.chat import ChatSamples
+from gridformer.data.samples.documents import with_documents
 from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
 from gridformer.data.samples.masked import MaskedSamples
 from gridformer.data.samples.mixture import Mixture, Stage
@@ -36,6 +37,8 @@ def open_samples(run: RunConfig, text: TokenSplit, tokenizer: Tokenizer) -> Samp
     Raises:
         DataError: The split contains no sample.
     """
+    if run.data.document_mask:
+        return with_documents(run.data, text, run.seq_len, tokenizer.eos_id)
     if run.task == "causal" and not run.model.n_labels:
         return WindowSamples(text, run.seq_len)
     special = special_ids(run, tokenizer)

@@ -46,16 +46,19 @@ from gridformer.models.blocks.recompute import ActivationPartition, Recompute
 from gridformer.models.blocks.recompute import Mode as RecomputeMode
 from gridformer.models.blocks.rotary import RotaryPositions, Rotation
 from gridformer.models.blocks.scores import (
+    AttendingRows,
     PaddingMask,
     RelativeBias,
     Window,
     added_to_scores,
+    document_bounds,
 )
 from gridformer.utils.batch import IGNORE
 
 __all__ = [
     "IGNORE",
     "ActivationPartition",
+    "AttendingRows",
     "Attention",
     "ChosenToken",
     "Classifier",
@@ -106,6 +109,7 @@ __all__ = [
     "cast",
     "chunked_loss",
     "copy_of",
+    "document_bounds",
     "init_of",
     "keep_copies",
     "new_norm",

@@ -91,7 +91,7 @@ class _Heads(nn.Module):
             settings = kernel.Settings(
                 parts.causal, self.scale, key, sample, head, self.dropout, window
             )
-        return kernel.attention(q, k, v, parts.valid, parts.bias, settings)
+        return kernel.attention(q, k, v, parts.valid, parts.bias, settings, parts.documents)
 
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention with a dropout mask that is indexed globally, as PyTorch's kernels' is not."""

@@ -29,16 +29,27 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Returns rows `start` to `start + s` of a [max_seq_len, h] table, [s, h]."""
+    """Returns rows of a [max_seq_len, h] table: `start` to `start + s`, or those of `positions`."""
 
     def __init__(self, max_seq_len: int, h: int, std: float) -> None:
         super().__init__()
         self.part = (0, 1)
         self.weight = new_parameter(max_seq_len, h, init=Init(std=std))
 
-    def forward(self, s: int, start: int = 0) -> Tensor:
-        """Returns the embeddings of `s` positions from `start` on, or this device's part."""
+    def forward(self, s: int, start: int = 0, positions: Tensor | None = None) -> Tensor:
+        """Returns the embeddings of `s` positions, or this device's part of them.
+
+        Args:
+            s: Number of positions.
+            start: The first of them.
+            positions: Positions [b, s], in place of those from `start` on.
+
+        Returns:
+            [s, h], or [b, s, h] of `positions`.
+        """
         first, size = chunk_bounds(s, self.part)
+        if positions is not None:
+            return F.embedding(positions[:, first : first + size], self.weight)
         return self.weight[start + first : start + first + size]
 
 

@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.config import RopeScaling
@@ -20,8 +21,8 @@ class Rotation(NamedTuple):
     """The rotations of s positions.
 
     Attributes:
-        cos: Cosines of all angles [s, 1, d].
-        sin: Sines [s, 1, d], negative for the first feature of each pair.
+        cos: Cosines of all angles [s, 1, d], or [b, s, 1, d] if each row has its own positions.
+        sin: Sines of the same shape, negative for the first feature of each pair.
     """
 
     cos: Tensor
@@ -47,14 +48,27 @@ class RotaryPositions(nn.Module):
         super().__init__()
         self.d, self.theta, self.scaling = d, theta, scaling
 
-    def forward(self, s: int, start: int, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """Returns the rotations of positions `start` to `start + s`."""
+    def forward(
+        self,
+        s: int,
+        start: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        positions: Tensor | None = None,
+    ) -> Rotation:
+        """Returns the rotations of positions `start` to `start + s`.
+
+        With `positions` [b, s], it returns theirs, which are below `start + s`.
+        """
         at = torch.arange(start, start + s, device=device).float()
         angles = torch.outer(at, self._frequencies(device)).double().unsqueeze(1)
         factor = self.scaling.attention if self.scaling else 1.0
         cos, sin = angles.cos() * factor, angles.sin() * factor
         both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return Rotation(*(x.to(dtype) for x in both))
+        found = Rotation(*(x.to(dtype) for x in both))
+        if positions is None:
+            return found
+        return Rotation(*(F.embedding(positions - start, x.squeeze(1)).unsqueeze(2) for x in found))
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Returns the radians per position of each pair of features, [d/2] in float32."""

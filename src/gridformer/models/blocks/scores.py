@@ -21,6 +21,27 @@ class PaddingMask(nn.Module):
         return valid_BS[:, None, None, :]
 
 
+class AttendingRows(nn.Module):
+    """Returns a tensor of the batch [b, s] for the rows that attention computes: the same ones."""
+
+    def forward(self, x_BS: Tensor) -> Tensor:
+        return x_BS
+
+
+def document_bounds(documents_BS: Tensor) -> Tensor:
+    """Returns where the document of each position starts and ends in its row.
+
+    Args:
+        documents_BS: The number of each position's document, ascending in a row, int64 [b, s].
+
+    Returns:
+        The first position of the document, and the one after its last, int32 [b, 2, s].
+    """
+    x_BS = documents_BS.contiguous()
+    sides = (torch.searchsorted(x_BS, x_BS, out_int32=True, right=after) for after in (False, True))
+    return torch.stack([*sides], 1)
+
+
 class RelativeBias(nn.Module):
     """A learned bias of scores per head and bucket of distances (Raffel et al. 2020, section 2.1).
 
@@ -119,17 +140,21 @@ class ScoreParts:
         bias: Bias of the scores [n, s, S].
         causal: See `added_to_scores`.
         window: See `added_to_scores`.
+        documents: See `added_to_scores`.
     """
 
     valid: Tensor | None
     bias: Tensor | None
     causal: bool
     window: Window | None = None
+    documents: Tensor | None = None
 
     def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | None:
         """Returns them as one tensor, for attention that the kernels cannot compute."""
         mask = None if self.valid is None else self.valid[:, None, None, :]
-        out = added_to_scores(queries, dtype, mask, self.bias, self.causal, window=self.window)
+        out = added_to_scores(
+            queries, dtype, mask, self.bias, self.causal, False, self.window, self.documents
+        )
         assert not isinstance(out, ScoreParts)
         return out
 
@@ -145,6 +170,7 @@ def added_to_scores(
     causal: bool = False,
     fused: bool = False,
     window: Window | None = None,
+    documents: Tensor | None = None,
 ) -> ScoreBias | None:
     """Builds what all layers of a stack add to their scores, so that it exists once.
 
@@ -157,17 +183,21 @@ def added_to_scores(
             last key are at the same position.
         fused: Whether attention may use the kernels of `gridformer.models.kernels`.
         window: The window of causal attention, if there is one.
+        documents: The bounds of documents in self-attention, which a query does not leave; see
+            `document_bounds`.
 
     Returns:
         [b or 1, n or 1, queries or 1, S], as a `SharedBias` if it needs gradients in another dtype;
-        or the parts of that where a kernel takes them. None without `mask` and `bias_NST` if no
-        window hides a key: attention applies causality by itself.
+        or the parts of that where a kernel takes them. None without `mask`, `bias_NST` and
+        `documents` if no window hides a key: attention applies causality by itself.
     """
     if window is not None and window.size >= window.keys:
         window = None
     which = bias_NST if mask is None else mask
     if which is not None:
         seen, device = which.shape[-1], which.device
+    elif documents is not None:
+        seen, device = documents.shape[-1], documents.device
     elif window is not None:
         seen, device = window.keys, window.device
     else:
@@ -175,7 +205,7 @@ def added_to_scores(
     if fused and library.available(device, dtype):
         valid = None if mask is None else mask[:, 0, 0, :]
         bias = None if bias_NST is None else bias_NST.contiguous()
-        return ScoreParts(valid, bias, causal, window)
+        return ScoreParts(valid, bias, causal, window, documents)
     if causal and (queries > 1 or window is not None):
         near = past(queries, seen, device, None if window is None else window.size)
         mask = near if mask is None else mask & near
@@ -183,6 +213,9 @@ def added_to_scores(
             # All keys in the window of a padded query may be padding. It sees itself, because
             # attention to nothing is not a number, and so are gradients that pass through it.
             mask = mask | past(queries, seen, device, 1)
+    if documents is not None:
+        within = same_document(documents, causal)
+        mask = within if mask is None else mask & within
     if bias_NST is None:
         assert mask is not None
         return torch.where(mask, 0.0, -torch.inf).to(dtype)
@@ -192,6 +225,19 @@ def added_to_scores(
         values = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         return SharedBias(bias_NST, values, mask)
     return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+
+
+def same_document(documents: Tensor, causal: bool) -> Tensor:
+    """Returns a mask [b, 1, s, s]: True where a key is in the document of the query.
+
+    Args:
+        documents: The result of `document_bounds`.
+        causal: Whether another mask hides all later keys, so that this one need not.
+    """
+    key = torch.arange(documents.shape[-1], dtype=documents.dtype, device=documents.device)
+    first, after = documents.unsqueeze(-1).unbind(1)
+    mask = key >= first if causal else (key >= first) & (key < after)
+    return mask.unsqueeze(1)
 
 
 def past(queries: int, seen: int, device: torch.device, size: int | None = None) -> Tensor:

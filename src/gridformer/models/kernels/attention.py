@@ -16,12 +16,13 @@ _SETTINGS = (
     "bool causal, float scale, int key, int first_sample, int first_head, float p, int window"
 )
 define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, "
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, Tensor? documents, "
     f"{_SETTINGS}) -> (Tensor, Tensor)"
 )
 define(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, "
-    f"Tensor out, Tensor lse, {_SETTINGS}, bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor? documents, Tensor out, Tensor lse, {_SETTINGS}, bool wants_bias) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -63,6 +64,7 @@ def attention(
     valid_BT: Tensor | None,
     bias_NST: Tensor | None,
     settings: Settings,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Computes attention; it is differentiable in q, k, v and the bias.
 
@@ -74,11 +76,14 @@ def attention(
         valid_BT: False where no query may attend to a key, bool [b, S].
         bias_NST: Added to the scores [n, s, S].
         settings: The rest.
+        documents: Where the document of each position, which a query does not leave, begins and
+            ends, int32 [b, 2, s]; only for s = S. Tiles outside are left out.
 
     Returns:
         [b, n, s, d], in memory [b, s, n, d]. A query that sees no key gets zeros.
     """
-    out: Tensor = _Attention.apply(q_BNSD, k_BNTD, v_BNTD, valid_BT, bias_NST, settings)
+    assert documents is None or q_BNSD.shape[2] == k_BNTD.shape[2] == documents.shape[2]
+    out: Tensor = _Attention.apply(q_BNSD, k_BNTD, v_BNTD, valid_BT, bias_NST, documents, settings)
     return out
 
 
@@ -93,11 +98,12 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         valid: Tensor | None,
         bias: Tensor | None,
+        documents: Tensor | None,
         settings: Settings,
     ) -> Tensor:
         ops = torch.ops.gridformer
-        out, lse = ops.attention(q, k, v, valid, bias, *settings.arguments())
-        ctx.save_for_backward(q, k, v, valid, bias, out, lse)
+        out, lse = ops.attention(q, k, v, valid, bias, documents, *settings.arguments())
+        ctx.save_for_backward(q, k, v, valid, bias, documents, out, lse)
         ctx.settings = settings
         return out
 
@@ -107,7 +113,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias = torch.ops.gridformer.attention_backward(
             grads[0], *ctx.saved_tensors, *ctx.settings.arguments(), wants_bias
         )
-        return q, k, v, None, bias if wants_bias else None, None
+        return q, k, v, None, bias if wants_bias else None, None, None
 
 
 def empty_heads(q_BNSD: Tensor) -> Tensor:
@@ -151,6 +157,7 @@ def _(
     v: Tensor,
     valid: Tensor | None,
     bias: Tensor | None,
+    documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *settings: Any,

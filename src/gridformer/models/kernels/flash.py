@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gridformer.models.kernels.tiles import drop, head_of, load, product, scores, store
+from gridformer.models.kernels.tiles import drop, head_of, load, product, scores, store, within
 
 
 @triton.jit(do_not_specialize=["key", "first"])
@@ -19,6 +19,7 @@ def forward(
     v,
     valid,
     bias,
+    documents,
     out,
     lse,
     q_strides,
@@ -33,6 +34,7 @@ def forward(
     WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     GAIN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -47,10 +49,12 @@ def forward(
         k, v: [b, m, S, d]; n / m heads of queries in a row share one head.
         valid: 0 where a key may not be attended to, uint8 [b, S], contiguous.
         bias: [n, s, S], contiguous.
+        documents: Where each position's document begins and ends, int32 [b, 2, s], contiguous.
         lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
         q_strides, k_strides, v_strides, out_strides, sizes, key, first: See `tiles`.
         SCALE: A factor of the scores.
-        CAUSAL, VALID, BIAS: Whether queries see only the past, and whether there are the others.
+        CAUSAL: Whether queries see only the past.
+        VALID, BIAS, DOCUMENTS: Whether there are these.
         WINDOW: How many keys a query sees at most if `CAUSAL`; 0 means all of them.
         THRESHOLD: What random bits must reach for a probability to be kept.
         GAIN: 1 / (1 - p), with the probability p of dropping one.
@@ -65,6 +69,7 @@ def forward(
     of_keys = head // sizes[5]
     k, v = head_of(k, k_strides, sample, of_keys), head_of(v, v_strides, sample, of_keys)
     valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
+    documents += sample * 2 * n_rows
     row = first_row + tl.arange(0, R)
     tile_q = load(q, q_strides, first_row, n_rows, width, R, D)
     wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
@@ -75,13 +80,15 @@ def forward(
         end = tl.minimum(end, first_row + R + n_columns - n_rows)
         if WINDOW > 0:  # the tile of the first key that one of these queries sees
             begin = tl.maximum(0, first_row + n_columns - n_rows - WINDOW + 1) // C * C
+    if DOCUMENTS:
+        begin, end = within(documents, begin, end, first_row, R, n_rows, C)
     for start in range(begin, end, C):
         column = start + tl.arange(0, C)
         tile_k = load(k, k_strides, start, n_columns, width, C, D)
         tile_v = load(v, v_strides, start, n_columns, width, C, D)
         x = scores(
-            tile_q, tile_k, valid, bias, row, column, n_rows, n_columns,
-            SCALE, CAUSAL, WINDOW, VALID, BIAS, PRECISION,
+            tile_q, tile_k, valid, bias, documents, row, column, n_rows, n_columns,
+            SCALE, CAUSAL, WINDOW, VALID, BIAS, DOCUMENTS, PRECISION,
         )  # fmt: skip
         now = tl.maximum(largest, tl.max(x, 1))
         finite = tl.where(now == float("-inf"), 0.0, now)  # a query may not have seen a key yet

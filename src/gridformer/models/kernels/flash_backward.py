@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gridformer.models.kernels.tiles import drop, head_of, load, product, scores, store
+from gridformer.models.kernels.tiles import drop, head_of, load, product, scores, store, within
 
 
 @triton.jit(do_not_specialize=["key", "first"])
@@ -19,6 +19,7 @@ def backward_queries(
     v,
     valid,
     bias,
+    documents,
     out,
     grad,
     lse,
@@ -38,6 +39,7 @@ def backward_queries(
     WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     GAIN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -56,6 +58,7 @@ def backward_queries(
     k, v = head_of(k, k_strides, sample, of_keys), head_of(v, v_strides, sample, of_keys)
     grad = head_of(grad, grad_strides, sample, head)
     valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
+    documents += sample * 2 * n_rows
     row = first_row + tl.arange(0, R)
     tile_q = load(q, q_strides, first_row, n_rows, width, R, D)
     tile_out = load(out, out_strides, first_row, n_rows, width, R, D)
@@ -71,13 +74,15 @@ def backward_queries(
         end = tl.minimum(end, first_row + R + n_columns - n_rows)
         if WINDOW > 0:  # the tile of the first key that one of these queries sees
             begin = tl.maximum(0, first_row + n_columns - n_rows - WINDOW + 1) // C * C
+    if DOCUMENTS:
+        begin, end = within(documents, begin, end, first_row, R, n_rows, C)
     for start in range(begin, end, C):
         column = start + tl.arange(0, C)
         tile_k = load(k, k_strides, start, n_columns, width, C, D)
         tile_v = load(v, v_strides, start, n_columns, width, C, D)
         x = scores(
-            tile_q, tile_k, valid, bias, row, column, n_rows, n_columns,
-            SCALE, CAUSAL, WINDOW, VALID, BIAS, PRECISION,
+            tile_q, tile_k, valid, bias, documents, row, column, n_rows, n_columns,
+            SCALE, CAUSAL, WINDOW, VALID, BIAS, DOCUMENTS, PRECISION,
         )  # fmt: skip
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)
@@ -96,6 +101,7 @@ def backward_keys(
     v,
     valid,
     bias,
+    documents,
     grad,
     lse,
     delta,
@@ -115,6 +121,7 @@ def backward_keys(
     WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     GAIN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -130,6 +137,7 @@ def backward_keys(
     sample, of_keys = pair // (n_heads // n_sharing), pair % (n_heads // n_sharing)
     k, v = head_of(k, k_strides, sample, of_keys), head_of(v, v_strides, sample, of_keys)
     valid += sample * n_columns
+    documents += sample * 2 * n_rows
     column = start + tl.arange(0, C)
     tile_k = load(k, k_strides, start, n_columns, width, C, D)
     tile_v = load(v, v_strides, start, n_columns, width, C, D)
@@ -140,6 +148,8 @@ def backward_keys(
         begin = tl.maximum(0, start - (n_columns - n_rows)) // R * R
         if WINDOW > 0:
             end = tl.minimum(end, start + C - 1 + WINDOW - (n_columns - n_rows))
+    if DOCUMENTS:
+        begin, end = within(documents, begin, end, start, C, n_columns, R)
     for index in range(0, n_sharing):
         head = of_keys * n_sharing + index
         this_q = head_of(q, q_strides, sample, head)
@@ -153,8 +163,8 @@ def backward_keys(
             log = tl.load(lse + first_place + row, row < n_rows, float("inf"))
             row_delta = tl.load(delta + first_place + row, row < n_rows, 0.0)
             x = scores(
-                tile_q, tile_k, valid, this_bias, row, column, n_rows, n_columns,
-                SCALE, CAUSAL, WINDOW, VALID, BIAS, PRECISION,
+                tile_q, tile_k, valid, this_bias, documents, row, column, n_rows, n_columns,
+                SCALE, CAUSAL, WINDOW, VALID, BIAS, DOCUMENTS, PRECISION,
             )  # fmt: skip
             p = tl.exp(x - log[:, None])
             factor = tl.full([R, C], GAIN, wide)
@@ -178,6 +188,7 @@ def backward_bias(
     v,
     valid,
     bias,
+    documents,
     grad,
     lse,
     delta,
@@ -194,6 +205,7 @@ def backward_bias(
     WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     THRESHOLD: tl.constexpr,
     GAIN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -233,8 +245,9 @@ def backward_bias(
         log = tl.load(lse + place, row < n_rows, float("inf"))
         row_delta = tl.load(delta + place, row < n_rows, 0.0)
         x = scores(
-            tile_q, tile_k, valid + sample * n_columns, bias, row, column, n_rows, n_columns,
-            SCALE, CAUSAL, WINDOW, VALID, BIAS, PRECISION,
+            tile_q, tile_k, valid + sample * n_columns, bias, documents + sample * 2 * n_rows,
+            row, column, n_rows, n_columns,
+            SCALE, CAUSAL, WINDOW, VALID, BIAS, DOCUMENTS, PRECISION,
         )  # fmt: skip
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)

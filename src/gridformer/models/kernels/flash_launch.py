@@ -24,6 +24,7 @@ def attention(
     v: Tensor,
     valid: Tensor | None,
     bias: Tensor | None,
+    documents: Tensor | None,
     causal: bool,
     scale: float,
     key: int,
@@ -42,14 +43,14 @@ def attention(
             q,
             k,
             v,
-            *_masks(q, valid, bias),
+            *_masks(q, valid, bias, documents),
             out,
             lse,
             *(x.stride()[:3] for x in (q, k, v, out)),
             _sizes(q, k),
             halves(key),
             (first_sample, first_head),
-            **_constants(causal, window, scale, p, valid, bias),
+            **_constants(causal, window, scale, p, valid, bias, documents),
             **tiles,
         )
     return out, lse
@@ -62,6 +63,7 @@ def attention_backward(
     v: Tensor,
     valid: Tensor | None,
     bias: Tensor | None,
+    documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     causal: bool,
@@ -82,12 +84,12 @@ def attention_backward(
     if not lse.numel():
         return grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias.zero_()
     delta = torch.empty_like(lse)
-    tiles, masks = tile_sizes(q, forward=False), _masks(q, valid, bias)
+    tiles, masks = tile_sizes(q, forward=False), _masks(q, valid, bias, documents)
     sizes = _sizes(q, k)
     heads, of_keys = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     n_rows, n_columns = triton.cdiv(sizes[2], tiles["R"]), triton.cdiv(sizes[3], tiles["C"])
     rest = (sizes, halves(key), (first_sample, first_head))
-    constants = {**_constants(causal, window, scale, p, valid, bias), **tiles}
+    constants = {**_constants(causal, window, scale, p, valid, bias, documents), **tiles}
 
     def strides(*tensors: Tensor) -> tuple[Any, ...]:
         return tuple(x.stride()[:3] for x in tensors)
@@ -134,6 +136,7 @@ def _constants(
     p: float,
     valid: Tensor | None,
     bias: Tensor | None,
+    documents: Tensor | None,
 ) -> dict[str, Any]:
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
@@ -142,6 +145,7 @@ def _constants(
         "WINDOW": window,
         "VALID": valid is not None,
         "BIAS": bias is not None,
+        "DOCUMENTS": documents is not None,
         "THRESHOLD": threshold(p),
         "GAIN": 1.0 / (1.0 - p),
         "PRECISION": "tf32" if tf32 else "ieee",
@@ -152,10 +156,13 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _masks(q: Tensor, valid: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns both as the kernels read them; q takes the place of one that does not exist."""
+def _masks(
+    q: Tensor, valid: Tensor | None, bias: Tensor | None, documents: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns them as the kernels read them; q takes the place of one that does not exist."""
     mask = q if valid is None else valid.contiguous().view(torch.uint8)
-    return mask, q if bias is None else bias.contiguous()
+    added = q if bias is None else bias.contiguous()
+    return mask, added, q if documents is None else documents.contiguous()
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:

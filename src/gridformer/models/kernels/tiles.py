@@ -55,6 +55,7 @@ def scores(
     k,
     valid,
     bias,
+    documents,
     row,
     column,
     n_rows,
@@ -64,6 +65,7 @@ def scores(
     WINDOW: tl.constexpr,
     VALID: tl.constexpr,
     BIAS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Returns the scores of a tile [R, C]; minus infinity where a query does not see a key.
@@ -73,6 +75,8 @@ def scores(
         k: Keys [C, D].
         valid: Pointer to the sample's mask of keys [n_columns], if `VALID`.
         bias: Pointer to the head's bias [n_rows, n_columns], if `BIAS`.
+        documents: Pointer to the sample's bounds of documents [2, n_rows], if `DOCUMENTS`; then
+            there are as many keys as queries.
         row: Indices of the queries [R].
         column: Indices of the keys [C].
         n_rows: Number of queries.
@@ -94,7 +98,28 @@ def scores(
         seen = seen & (column[None, :] <= row[:, None] + (n_columns - n_rows))
         if WINDOW > 0:
             seen = seen & (column[None, :] > row[:, None] + (n_columns - n_rows - WINDOW))
+    if DOCUMENTS:
+        begin = tl.load(documents + row, row < n_rows, 0)
+        end = tl.load(documents + n_rows + row, row < n_rows, 0)
+        seen = seen & (column[None, :] >= begin[:, None]) & (column[None, :] < end[:, None])
     return tl.where(seen, found, float("-inf"))
+
+
+@triton.jit
+def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
+    """Shrinks a range of tiles, [begin, end) in steps of TILE, to the documents of some positions.
+
+    Args:
+        documents: Pointer to the sample's bounds of documents [2, length].
+        begin: Where the range begins, a multiple of TILE.
+        end: Where it ends.
+        start: The first of the positions.
+        size: Their number, of which those beyond `length` do not exist.
+        length: The length of the sample.
+    """
+    last = tl.minimum(start + size, length) - 1
+    first = tl.load(documents + start) // TILE * TILE
+    return tl.maximum(begin, first), tl.minimum(end, tl.load(documents + length + last))
 
 
 @triton.jit

@@ -52,6 +52,17 @@ class GatheredMask(nn.Module):
         return comm.all_gather(valid_BS, self.branch, 0, "mask")[:, None, None, :]
 
 
+class GatheredRows(nn.Module):
+    """The rows of a branch in D&SP: all-gathers x [b, s] over `branch`, [g b, s]."""
+
+    def __init__(self, branch: Axis) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x_BS: Tensor) -> Tensor:
+        return comm.all_gather(x_BS, self.branch, 0, "mask")
+
+
 class SliceLinear(nn.Module):
     """A common projection to q, k, v or all three, followed by SUPER's slice: its heads per branch.
 
@@ -135,7 +146,7 @@ class NoPositions(nn.Module):
         super().__init__()
         self.h = h
 
-    def forward(self, s: int, start: int = 0, like: Tensor | None = None) -> Tensor:
+    def forward(self, s: int, start: int = 0, _: Tensor | None = None) -> Tensor:
         return torch.empty(s, self.h, device="meta")
 
 

@@ -1,0 +1,136 @@
+"""Documents that share a sample: each is computed as if it were alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gridformer.checkpoint.convert.kinds import entries_of
+from gridformer.checkpoint.convert.table import to_ours
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
+from gridformer.models import Model
+from gridformer.models.blocks.scores import document_bounds
+from gridformer.parallel import build_parallel
+from gridformer.utils.batch import IGNORE, Batch
+from tests.support.reference import gpt2, llama
+from tests.support.reference.shared import assert_close
+
+S, WORDS = 13, 31
+# The lengths of the documents in each row; the last one of the second row is padding.
+ROWS = ((4, 1, 8), (6, 5, 2), (13,))
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2"},
+    "llama": {"family": "llama", "n_kv_heads": 2, "qk_norm": True},
+    "mistral": {"family": "llama", "n_kv_heads": 1, "window": 3},
+}
+
+
+def build(name: str) -> Model:
+    values: dict[str, Any] = {
+        "n_layers": 2,
+        "hidden_size": 24,
+        "n_heads": 4,
+        "vocab_size": WORDS,
+        "init_std": 0.3,
+    }
+    config = ModelConfig(**values, max_seq_len=S, **FAMILIES[name])
+    return build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"), "float64")
+
+
+def batch_of(reset: bool = True) -> Batch:
+    """Return rows of documents, whose last tokens predict nothing."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, WORDS, (len(ROWS), S), generator=generator)
+    targets = tokens.roll(-1, 1)
+    documents, positions = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    for row, lengths in enumerate(ROWS):
+        sizes = torch.tensor(lengths)
+        documents[row] = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
+        positions[row] = torch.cat([torch.arange(n) for n in lengths])
+        targets[row, sizes.cumsum(0) - 1] = IGNORE
+    targets[1, -2:] = IGNORE
+    batch = {"tokens": tokens, "targets": targets, "documents": documents}
+    return batch | ({"positions": positions} if reset else {})
+
+
+def alone(batch: Batch) -> list[Batch]:
+    """Return each document with a target as a batch of its own, without any of the new keys."""
+    found = []
+    for row, number in ((r, n) for r, lengths in enumerate(ROWS) for n in range(len(lengths))):
+        here = batch["documents"][row] == number
+        one = {key: batch[key][row][here][None] for key in ("tokens", "targets")}
+        found += [one] if (one["targets"] != IGNORE).any() else []
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_batch_equals_its_documents_alone(name: str) -> None:
+    """So do all gradients."""
+    model, batch = build(name), batch_of()
+    found = model.losses(batch)["tokens"]
+    found.backward()
+    got = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    want = sum(model.losses(one)["tokens"] for one in alone(batch))
+    assert isinstance(want, Tensor)
+    want.backward()
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=0)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(got[key], parameter.grad, rtol=1e-9, atol=1e-11, msg=key)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_document_does_not_change_others(name: str) -> None:
+    """Their logits stay the same to the bit."""
+    model, batch = build(name).eval(), batch_of()
+    before = model.logits(batch)["tokens"]
+    tokens = batch["tokens"].clone()
+    changed = batch["documents"] == 1
+    tokens[changed] = (tokens[changed] + 1) % WORDS
+    after = model.logits(batch | {"tokens": tokens})["tokens"]
+    assert torch.equal(after[~changed], before[~changed])
+    assert not torch.isclose(after[changed], before[changed]).all(-1).any()
+
+
+PAIRS: dict[str, Callable[[], tuple[Model, Any]]] = {
+    "gpt2": lambda: gpt2.pair(torch.float64),
+    "llama": lambda: llama.pair("llama", torch.float64),
+    "mistral": lambda: llama.pair("mistral", torch.float64),
+}
+
+
+@pytest.mark.parametrize(("name", "reset"), [("gpt2", True), ("llama", True), ("mistral", False)])
+def test_a_packed_batch_equals_transformers_on_each_document(name: str, reset: bool) -> None:
+    """Positions restart, or go on within the row."""
+    ours, theirs = PAIRS[name]()
+    batch = batch_of(reset)
+    logits = ours.logits(batch)["tokens"]
+    ours.losses(batch)["tokens"].backward()
+    for row, lengths in enumerate(ROWS):
+        start = 0
+        for n in lengths:
+            here = slice(start, start + n)
+            positions = torch.arange(n)[None] + (0 if reset else start)
+            want = theirs(batch["tokens"][row, here][None], position_ids=positions).logits[0]
+            assert_close(logits[row, here], want)
+            F.cross_entropy(want, batch["targets"][row, here], reduction="sum").backward()
+            start += n
+    entries = entries_of(ours.config)
+    grads = to_ours(entries, {key: p.grad for key, p in theirs.named_parameters()})
+    for key, parameter in ours.named_parameters():
+        assert parameter.grad is not None, key
+        assert_close(parameter.grad, grads[key])
+
+
+def test_bounds() -> None:
+    documents = torch.tensor([[0, 0, 1, 4, 4], [3, 3, 3, 3, 3]])
+    first = [[0, 0, 2, 3, 3], [0] * 5]
+    after = [[2, 2, 3, 5, 5], [5] * 5]
+    want = torch.stack([torch.tensor(first), torch.tensor(after)], 1)
+    assert torch.equal(document_bounds(documents), want.int())
