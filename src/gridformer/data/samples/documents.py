@@ -37,17 +37,25 @@ class DocumentWindows:
     def __init__(self, split: TokenSplit, seq_len: int, reset: bool = True) -> None:
         self.split, self.seq_len, self.reset = split, seq_len, reset
         self.n_samples = WindowSamples(split, seq_len).n_samples
+        self.starts = np.asarray(split.offsets)  # of documents
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
         """Returns tokens, targets, documents and positions [seq_len]."""
         start = number * self.seq_len
         ids = self.split.window(start, start + self.seq_len + 1)
-        begins = _begins(self.split, start, len(ids))
+        begins = self._begins(start, len(ids))
         return {
             "tokens": ids[:-1],
             "targets": np.where(begins[1:], IGNORE, ids[1:]),
             **_places(begins[:-1].cumsum(), self.reset),
         }
+
+    def _begins(self, start: int, n: int) -> NDArray[np.bool_]:
+        """Returns at which of n tokens from `start` on a document begins, [n]."""
+        first_one, after = np.searchsorted(self.starts, [start, start + n])
+        found = np.zeros(n, dtype=np.bool_)
+        found[self.starts[first_one:after] - start] = True
+        return found
 
 
 class PackedDocuments:
@@ -71,7 +79,7 @@ class PackedDocuments:
 
     def __init__(self, split: TokenSplit, seq_len: int, pad: int, reset: bool = True) -> None:
         self.split, self.seq_len, self.pad, self.reset = split, seq_len, pad, reset
-        self.packed = pack(split.offsets, seq_len)
+        self.packed = pack(np.asarray(split.offsets), seq_len)
         self.n_samples = self.packed.n_samples
         if not self.n_samples:
             raise DataError(
@@ -109,14 +117,6 @@ def with_documents(data: DataConfig, split: TokenSplit, seq_len: int, pad: int) 
     if data.packing == "documents":
         return PackedDocuments(split, seq_len, pad, data.reset_positions)
     return DocumentWindows(split, seq_len, data.reset_positions)
-
-
-def _begins(split: TokenSplit, start: int, n: int) -> NDArray[np.bool_]:
-    """Returns at which of n tokens from `start` on a document begins, [n]."""
-    first_one, after = np.searchsorted(split.offsets, [start, start + n])
-    found = np.zeros(n, dtype=np.bool_)
-    found[split.offsets[first_one:after] - start] = True
-    return found
 
 
 def _places(documents: NDArray[np.int64], reset: bool) -> Arrays:
