@@ -34,6 +34,7 @@ def calibrate(
     """
     from gridformer.calibrate.machine import calibrate as measure
     from gridformer.calibrate.write import write_cluster
+    from gridformer.utils.files import check_output
 
     try:
         counts = sorted({int(word) for word in processes.split(",") if word.strip()})
@@ -41,6 +42,7 @@ def calibrate(
         raise typer.BadParameter(f"--processes {processes}: write numbers, such as 1,2,4") from None
     if not counts or counts[0] < 1:
         raise typer.BadParameter(f"--processes {processes}: write numbers from 1, such as 1,2,4")
+    check_output("--out", out)
     cluster, failures = measure(counts, quick, limit, lambda text: typer.echo(text, err=True))
     write_cluster(cluster, out)
     for failure in failures:

@@ -24,7 +24,7 @@ from gridformer.evaluate.beams import Search
 from gridformer.evaluate.generate import answer
 from gridformer.evaluate.loading import load_model
 from gridformer.evaluate.sampling import Sampling
-from gridformer.launch.plan import plan_run
+from gridformer.launch.plan import check_run_dir, plan_run
 from gridformer.launch.run import execute
 from gridformer.launch.run_lock import RunLock
 from gridformer.train.console import perplexity
@@ -50,6 +50,8 @@ def run_demo(out: Path, run_file: Path | str = RUN_FILE) -> None:
     Raises:
         UserError: the run cannot be prepared, planned or trained; see `plan_run` and `execute`.
     """
+    check_run_dir(out)
+    out.mkdir(parents=True, exist_ok=True)  # or the error of it, before the text is prepared
     console = Console(highlight=False)
     warm_up("gridformer.launch.run")
     data = load_run(run_file).data.path

@@ -150,6 +150,7 @@ def launch(
     from gridformer.launch.cluster_jobs.job import make_job
     from gridformer.parallel.validation import check
     from gridformer.utils.errors import ConfigError
+    from gridformer.utils.files import check_output
 
     if print_ and out is not None:
         raise ConfigError(["--print and --out exclude each other: use one of them"])
@@ -179,4 +180,5 @@ def launch(
     if out is None:
         typer.echo(text, nl=False)
     else:
+        check_output("--out", out)
         out.write_text(text, encoding="utf-8")

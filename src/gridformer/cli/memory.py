@@ -60,10 +60,12 @@ def memory(
     from gridformer.memory.show import print_breakdowns, write_page
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.utils.extras import require
+    from gridformer.utils.files import check_output
     from gridformer.utils.units import GIB
 
     if html is not None:
         require("plotly", "--html", "html")
+        check_output("--html", html)
     checked = read_run_without_data(run, overrides or [])
     console = Console(highlight=False)
     with at_most(seconds, "choose some ranks with --ranks, or fewer layers or stages"):

@@ -77,9 +77,13 @@ def plan(
     from gridformer.plan.remedies import remedies
     from gridformer.plan.search import Search, search
     from gridformer.utils.extras import require
+    from gridformer.utils.files import check_output
 
     if html is not None:
         require("plotly", "--html", "html")
+        check_output("--html", html)
+    if emit is not None:
+        check_output("--emit", emit)
     machine = load_cluster(cluster)
     run = _run(model, overrides or [], machine, devices, batch)
     console = Console(highlight=False, stderr=as_json)

@@ -51,7 +51,10 @@ def report(
 
     from gridformer.report.reading import read_runs
     from gridformer.report.text import print_summary
+    from gridformer.utils.files import check_output
 
+    if html is not None:
+        check_output("--html", html)
     console = Console(highlight=False)
     found = read_runs(runs)
     print_summary(found, console)

@@ -88,6 +88,16 @@ def check_run(
     return run
 
 
+def check_run_dir(out: Path) -> None:
+    """Refuses a path that is no folder.
+
+    Raises:
+        ConfigError: It is a file.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError([f"--out {out} is a file: use the path of a folder"])
+
+
 def plan_checked(
     run: RunConfig,
     out: Path | None = None,
@@ -118,8 +128,7 @@ def plan_checked(
     if problems:
         raise ConfigError(problems)
     out = out or Path("runs") / run.name
-    if out.exists() and not out.is_dir():
-        raise ConfigError([f"--out {out} is a file: use the path of a folder"])
+    check_run_dir(out)
     if lock is not None:
         lock.take(out, lambda doing: (tell or silent)("", doing))
         LocalPlace(out).sweep()

@@ -46,6 +46,34 @@ def tokens_exist(path: Path) -> bool:
     return exists(path) or exists(path.with_name(f"{path.name or '.'}.bin"))
 
 
+def check_output(option: str, path: Path) -> None:
+    """Refuses a file that could not be written, before the work whose result it shall hold.
+
+    It makes the folder of the file if there is none.
+
+    Args:
+        option: The option that names the file, for the message.
+        path: The file.
+
+    Raises:
+        UserError: It is a folder or a device, or it or its folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mode = path.stat().st_mode if exists(path) else stat.S_IFREG
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"{option} {path}: the folder {path.parent} cannot be made ({reason})"
+        ) from None
+    if stat.S_ISDIR(mode):
+        raise UserError(f"{option} {path}: is a folder; name a file in it")
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{option} {path}: is {_kind(mode)}; name a file")
+    if not os.access(path if exists(path) else path.parent, os.W_OK):
+        raise UserError(f"{option} {path}: may not be written by this user")
+
+
 def read_bytes(path: Path, at_most: int = 64 * MIB) -> bytes:
     """Returns the content of a file that is meant to be small.
 
