@@ -23,7 +23,7 @@ from tests.support.marks import full_unless
 COMMAND = [sys.executable, "-m", "gridformer"]
 GRID = {"scheme": "optimus", "rows": 2, "cols": 2}
 KEYS = {
-    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s"),
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "data_wait_s"),
     *("model_tflops", "hardware_tflops"),
 }
 

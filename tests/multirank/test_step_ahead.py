@@ -34,7 +34,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pp": 2, "micro_batches": 2},
     "grid": {"scheme": "optimus", "rows": 2, "cols": 2},
 }
-TIMES = {"tokens_per_s", "step_time_s", "model_tflops", "hardware_tflops", "save_s", "save_stall_s"}
+TIMES = {
+    "tokens_per_s",
+    "step_time_s",
+    "data_wait_s",
+    "model_tflops",
+    "hardware_tflops",
+    "save_s",
+    "save_stall_s",
+}
 
 
 def recorded(plan: Plan) -> list[str]:

@@ -70,7 +70,10 @@ def test_a_step_of_all_processes(
             f"{kind} {i}" for kind in ("forward", "backward") for i in range(m)
         )
         assert {e["args"]["stage"] for e in passes} == ({rank // 2} if pp > 1 else {0})
-        assert {e["name"] for e in of_kind(trace, ph="X", cat="other", pid=rank)} >= {"update"}
+        assert {e["name"] for e in of_kind(trace, ph="X", cat="other", pid=rank)} >= {
+            "update",
+            "wait for data",
+        }
         began, ended = ({e["id"]: e for e in of_kind(trace, ph=ph, pid=rank)} for ph in ("b", "e"))
         assert began
         assert began.keys() == ended.keys()

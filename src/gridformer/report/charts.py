@@ -48,7 +48,7 @@ _KNOWN = (
         smooth=True,
         zero=True,
     ),
-    Curves("Time of a step", "seconds", ("step_time_s",), smooth=True, zero=True),
+    Curves("Time of a step", "seconds", ("step_time_s", "data_wait_s"), smooth=True, zero=True),
     Curves("Memory", "GiB at the peak of the fullest process", ("peak_memory_gib",), zero=True),
     Curves("Loss scale", "", ("loss_scale",)),
     Curves("Skipped steps", "since the run began", ("skipped",), zero=True),
@@ -59,6 +59,7 @@ _NAMES = {
     "loss": "Training loss",
     "mfu": "MFU",
     "hfu": "HFU",
+    "data_wait_s": "Waiting for data",
     "save_s": "Until a checkpoint is complete",
     "save_stall_s": "Training waits for it",
 }

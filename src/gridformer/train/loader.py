@@ -12,6 +12,7 @@ when they are needed, and nothing about them has to be saved in a checkpoint.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,10 @@ class BatchLoader:
         steps: The numbers of the batches, in the order in which they will be read.
         device: Where the batches are needed.
         depth: How many batches are made ahead at most.
+
+    Attributes:
+        waited: From when to when the last `read` waited for its batch to be made, in seconds of
+            `time.perf_counter`.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class BatchLoader:
         depth: int = DEPTH,
     ) -> None:
         self.batches, self.rows, self.steps, self.depth = batches, rows, steps, depth
+        self.waited = (0.0, 0.0)
         self._transfer = transfer_to(device, depth + 1)
         self._changed = threading.Condition()  # guards the next three
         self._ready: deque[tuple[int, Batch | BaseException]] = deque()
@@ -76,8 +82,10 @@ class BatchLoader:
             Exception: What making this batch has raised, with the traceback of the thread.
         """
         assert rows is self.rows, "the loader makes other rows"
+        began = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended)
+            self.waited = (began, time.perf_counter())
             assert self._ready, f"no batch is left for step {step}"
             number, made = self._ready.popleft()
             self._changed.notify_all()

@@ -18,12 +18,14 @@ from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.snapshot import saves_meanwhile
 from gridformer.comm import progress
 from gridformer.data import Batches, RunData, open_training, open_validation
+from gridformer.data.samples.order import Rows
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import World
 from gridformer.mesh.rendezvous import store_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.fsdp import drop_copies
+from gridformer.parallel.pipeline import Event
 from gridformer.train.compile import compile_model
 from gridformer.train.diagnosis import diagnose
 from gridformer.train.divergence import Recovery
@@ -37,6 +39,7 @@ from gridformer.train.resuming import intact
 from gridformer.train.step import ReadRows, StartedStep, Stepper
 from gridformer.train.trace import StepTrace
 from gridformer.train.under_way import Ended, StepsUnderWay, lag_of
+from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
 from gridformer.utils.signals import install
 from gridformer.utils.units import GIB
@@ -187,7 +190,8 @@ class Trainer:
             started = self._traced(step, read)
         else:
             started = self.stepper.start(step, read, self.stop.requested)
-        self.under_way.add(step, began, started)
+        waited_from, waited_to = self.ahead.waited
+        self.under_way.add(step, began, started, waited_to - waited_from)
 
     def _evaluates_after(self, step: int) -> bool:
         return step == self.run.train.steps or _due(step, self.run.train.eval_every)
@@ -241,7 +245,7 @@ class Trainer:
 
     def _metrics_of(self, ended: Ended) -> dict[str, Any]:
         """Counts a step that is over, and returns its line of metrics.jsonl."""
-        step, result, seconds = ended
+        step, result, seconds, data_wait_s = ended
         self.recovery.succeeded()
         self.tokens += result.tokens
         self._tell_of_saves()
@@ -260,6 +264,7 @@ class Trainer:
             "tokens": self.tokens,
             "tokens_per_s": result.tokens / seconds,
             "step_time_s": seconds,
+            "data_wait_s": data_wait_s,
             **self.utilization.metrics(seconds),
             **self.saver.metrics(),
         }
@@ -307,8 +312,14 @@ class Trainer:
         """Runs a step and writes its timeline to the run directory."""
         trace = StepTrace(self.axes)
         with trace.record() as told:
+
+            def read_told(rows: Rows) -> Batch:
+                batch = read(rows)
+                told(Event("wait for data", -1, -1, *self.ahead.waited))
+                return batch
+
             self.stepper.passes.on_action = told
-            started = self.stepper.start(step, read, self.stop.requested)
+            started = self.stepper.start(step, read_told, self.stop.requested)
             started.result()
             self.stepper.passes.on_action = None
         path = self.plan.out / f"trace-step-{step + 1}.json"

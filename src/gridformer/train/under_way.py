@@ -14,11 +14,19 @@ from gridformer.train.step import StartedStep, StepResult
 
 
 class Ended(NamedTuple):
-    """A step that is over: its number, counted from 0, its result, and how long it took."""
+    """A step that is over.
+
+    Attributes:
+        step: Its number, counted from 0.
+        result: Its result.
+        seconds: How long it took.
+        data_wait_s: For how many of these its launch waited for the batch to be made.
+    """
 
     step: int
     result: StepResult
     seconds: float
+    data_wait_s: float
 
 
 class StepsUnderWay:
@@ -32,18 +40,19 @@ class StepsUnderWay:
 
     def __init__(self, lag: int) -> None:
         self.lag = lag
-        self._started: deque[tuple[int, float, StartedStep]] = deque()
+        self._started: deque[tuple[int, float, StartedStep, float]] = deque()
         self._ended = 0.0  # when the result of the last step was there
 
-    def add(self, step: int, began: float, started: StartedStep) -> None:
+    def add(self, step: int, began: float, started: StartedStep, data_wait_s: float) -> None:
         """Adds a step.
 
         Args:
             step: Its number, counted from 0.
             began: When the host began with it, in seconds of `time.perf_counter`.
             started: The step.
+            data_wait_s: For how many seconds its launch waited for the batch to be made.
         """
-        self._started.append((step, began, started))
+        self._started.append((step, began, started, data_wait_s))
 
     def end(self, left: int) -> Iterator[Ended]:
         """Waits for steps until only `left` are under way, or for all if a rank was told to stop.
@@ -52,13 +61,13 @@ class StepsUnderWay:
             DivergedError: A step was not finite.
         """
         while len(self._started) > left:
-            step, began, started = self._started.popleft()
+            step, began, started, data_wait_s = self._started.popleft()
             result = started.result()
             now = time.perf_counter()
             # Until the step before was over, this one's launches only ran ahead of the device.
             seconds, self._ended = now - max(began, self._ended), now
             left = 0 if result.flagged else left
-            yield Ended(step, result, seconds)
+            yield Ended(step, result, seconds, data_wait_s)
 
     def clear(self) -> None:
         """Forgets all steps. After one that was not finite, those after it have updated nothing."""
