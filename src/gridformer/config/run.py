@@ -106,6 +106,11 @@ class RunConfig(Config):
                 f"data.source_len={self.data.source_len}: {family} has no source; use "
                 "data.source_len=0"
             )
+        if self.train.bleu_every and self.task != "pairs":
+            problems.append(
+                f"train.bleu_every={self.train.bleu_every}: data.task={self.task} has no pairs to "
+                "translate; use train.bleu_every=0"
+            )
         if self.data.task == "chat" and self.model.n_labels:
             problems.append(
                 f"model.n_labels={self.model.n_labels}: conversations have no labels; use "

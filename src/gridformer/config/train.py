@@ -187,6 +187,24 @@ class TrainConfig(FaultsConfig):
     eval_batches: int = Field(
         default=8, ge=1, description="An evaluation takes this number of global batches."
     )
+    bleu_every: int = Field(
+        default=0,
+        ge=0,
+        description="With data.task=pairs, every so many evaluations, and the last one, also "
+        "translate validation pairs and measure BLEU, which needs sacrebleu; 0 means none.",
+    )
+    bleu_pairs: int = Field(
+        default=0,
+        ge=0,
+        description="BLEU is measured on this number of pairs of each validation set; 0 means all "
+        "that fit data.source_len and data.seq_len.",
+    )
+    bleu_beams: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="For BLEU, translations are searched with this number of beams; 1 is greedy.",
+    )
     trace_step: int = Field(
         default=0,
         ge=0,

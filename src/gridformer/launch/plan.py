@@ -11,6 +11,7 @@ from gridformer.launch.preflight import preflight_problems
 from gridformer.mesh.process_group import check_devices
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError, DataError
+from gridformer.utils.extras import installed
 
 if TYPE_CHECKING:
     from gridformer.launch.run_lock import RunLock
@@ -79,6 +80,11 @@ def check_run(
         run, nproc = with_processes(run, nproc), None
     n = run.layout.n_processes
     problems += check_devices(run.train.device, n, nproc, run.train.elastic)
+    if run.train.bleu_every and not installed("sacrebleu"):
+        problems.append(
+            f"train.bleu_every={run.train.bleu_every} needs sacrebleu: pip install "
+            "'gridformer[bleu]', or use train.bleu_every=0"
+        )
     if run.train.compile:
         from gridformer.train.compile import compile_problems
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gridformer.data.samples.remarks import remarks
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import notes
 from gridformer.parallel.registry import describe
@@ -51,8 +52,8 @@ class Reporter:
         )
         for note in notes(run):
             self._print(f"  {note}")
-        if batches.n_left_out:
-            self._print(f"  {batches.n_left_out:,} pairs are left out: they are longer than that")
+        for remark in remarks(batches):
+            self._print(f"  {remark}")
         if plan.start is not None:
             self._print(f"  {plan.start.describe()}")
         if plan.resume is not None:
@@ -85,6 +86,11 @@ class Reporter:
             val = metrics["val_loss"]
             words = metrics.get("val_loss_tokens", val)
             parts.append(f"val {val:.3f} (perplexity {perplexity(words):,.1f})")
+        parts += [
+            f"{key.removeprefix('val_').replace('bleu', 'BLEU').replace('_', ' ')} {value:.1f}"
+            for key, value in metrics.items()
+            if key.startswith("val_bleu")
+        ]
         if "tokens_per_s" in metrics:
             parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
             parts.append(_speed(metrics, "GPU" if self.on_gpu else "process"))

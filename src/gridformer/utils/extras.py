@@ -7,6 +7,11 @@ import importlib.util
 from gridformer.utils.errors import UserError
 
 
+def installed(package: str) -> bool:
+    """Returns whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
 def require(package: str, what: str, extra: str) -> None:
     """Checks that an optional package is installed.
 
@@ -18,5 +23,5 @@ def require(package: str, what: str, extra: str) -> None:
     Raises:
         UserError: the package is missing; the message says how to install it.
     """
-    if importlib.util.find_spec(package) is None:
+    if not installed(package):
         raise UserError(f"{what} needs {package}: pip install 'gridformer[{extra}]'")

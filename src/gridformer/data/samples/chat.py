@@ -17,6 +17,10 @@ class ChatSamples:
     A conversation longer than seq_len + 1 tokens is truncated; `n_truncated` counts these. If
     nothing of an answer would be left, it is left out; `n_left_out` counts those.
 
+    Attributes:
+        n_held: The tokens that all samples read; what else they have is padding.
+        n_positions: The positions of a sample.
+
     Raises:
         DataError: No conversation fits.
     """
@@ -30,6 +34,8 @@ class ChatSamples:
         # The folder's end-of-text token is not a part of the conversation.
         lengths = np.diff(split.offsets)[self.numbers] - 1
         self.n_truncated = int((lengths > seq_len + 1).sum())
+        self.n_held = int(np.minimum(lengths - 1, seq_len).sum())
+        self.n_positions = seq_len
         if not self.n_samples:
             raise DataError(
                 f"{split.path}: no answer of its {split.n_documents} conversations begins within "

@@ -17,6 +17,10 @@ class PairSamples:
     Pairs are left out if the source is longer than source_len, or the target longer than seq_len,
     end-of-text tokens included; `n_left_out` counts them.
 
+    Attributes:
+        n_held: The tokens of all samples; what else they have is padding.
+        n_positions: The positions of a sample.
+
     Raises:
         DataError: No pair fits.
     """
@@ -31,6 +35,7 @@ class PairSamples:
         self.pairs = np.flatnonzero(fits)  # 8 bytes per pair, as much as an offset
         self.n_samples = len(self.pairs)
         self.n_left_out = len(lengths) - self.n_samples
+        self.n_held, self.n_positions = int(lengths[self.pairs].sum()), source_len + seq_len
         if not self.n_samples:
             shortest = lengths[lengths.sum(axis=1).argmin()]
             raise DataError(

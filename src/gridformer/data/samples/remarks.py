@@ -1,0 +1,34 @@
+"""What a run says about its samples when it starts: what is left out, truncated and padded."""
+
+from __future__ import annotations
+
+from gridformer.data.samples.chat import ChatSamples
+from gridformer.data.samples.samples import Batches, Dealt, Mixed, Restarted, Samples
+from gridformer.data.samples.translation import PairSamples
+
+
+def remarks(batches: Batches) -> list[str]:
+    """Returns sentences without a period about the samples of a run."""
+    found = []
+    samples = [one for one in _samples_of(batches) if isinstance(one, ChatSamples | PairSamples)]
+    for kind, what in ((PairSamples, "pairs"), (ChatSamples, "conversations")):
+        some = [one for one in samples if isinstance(one, kind)]
+        if left_out := sum(one.n_left_out for one in some):
+            why = "longer than that" if what == "pairs" else "no answer begins within that length"
+            are = "they are " if what == "pairs" else ""
+            found.append(f"{left_out:,} {what} are left out: {are}{why}")
+        if truncated := sum(one.n_truncated for one in some if isinstance(one, ChatSamples)):
+            found.append(f"{truncated:,} {what} are truncated: they are longer than that")
+    if samples:
+        held = sum(one.n_held for one in samples)
+        positions = sum(one.n_samples * one.n_positions for one in samples)
+        found.append(f"{1 - held / positions:.0%} of the positions are padding")
+    return found
+
+
+def _samples_of(batches: Batches) -> tuple[Samples, ...]:
+    if isinstance(batches, Restarted):
+        return _samples_of(batches.batches)
+    if isinstance(batches, Mixed):
+        return batches.samples
+    return (batches.samples,) if isinstance(batches, Dealt) else ()

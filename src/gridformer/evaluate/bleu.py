@@ -1,0 +1,130 @@
+"""BLEU during training: translates validation pairs with the model that is being trained.
+
+BLEU is that of sacrebleu (Papineni et al. 2002; Post 2018) on text, so it does not depend on the
+tokenizer. A pair counts if it fits the lengths of the run, as for the validation loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gridformer.config import RunConfig
+from gridformer.data import Tokenizer, TokenSplit
+from gridformer.data.opened import RunData
+from gridformer.evaluate.beams import Search, search
+from gridformer.evaluate.loading import Trained
+from gridformer.train.forward_backward import Pipeline
+from gridformer.train.step import Stepper
+
+SAMPLES_FILE = "samples.jsonl"
+_SHOWN = 5  # pairs of each evaluation that are written to SAMPLES_FILE
+_AT_A_TIME = 32  # pairs that go through the model together
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a validation set on which BLEU is measured.
+
+    Attributes:
+        sources: The tokens of each source, with the end of text.
+        texts: Each source as text.
+        references: Each target as text.
+    """
+
+    sources: list[list[int]]
+    texts: list[str]
+    references: list[str]
+
+    @classmethod
+    def of(cls, split: TokenSplit, run: RunConfig, tokenizer: Tokenizer) -> Pairs:
+        """Reads the first pairs of a split that fit the lengths of a run."""
+        found = cls([], [], [])
+        for number in range(0, split.n_documents, 2):
+            if run.train.bleu_pairs and len(found.sources) == run.train.bleu_pairs:
+                break
+            source, target = split.document(number).tolist(), split.document(number + 1).tolist()
+            if len(source) <= run.source_len and len(target) <= run.seq_len:
+                found.sources.append(source)
+                found.texts.append(tokenizer.decode(source[:-1]))
+                found.references.append(tokenizer.decode(target[:-1]))
+        return found
+
+
+class Bleu:
+    """A measure of evaluations during training; see `gridformer.train.evaluation.Measure`.
+
+    Args:
+        run: The run, which trains on pairs.
+        out: Its run directory, where the first translations are written to `samples.jsonl`.
+    """
+
+    def __init__(self, run: RunConfig, out: Path) -> None:
+        self.run, self.out = run, out
+        data = RunData.open(run.data)
+        self.tokenizer = data.first.tokenizer
+        self.sets = {
+            name: Pairs.of(split, run, self.tokenizer) for name, split in data.validation.items()
+        }
+        self._trained: Trained | None = None
+
+    def due(self, step: int) -> bool:
+        """Returns whether the evaluation after a step measures BLEU. That before training never."""
+        train = self.run.train
+        every = train.bleu_every * train.eval_every
+        return step == train.steps or (step > 0 and every > 0 and step % every == 0)
+
+    def __call__(self, stepper: Stepper, step: int) -> Mapping[str, float]:
+        """See Measure. All ranks translate together and compute the same score."""
+        if not self.due(step):
+            return {}
+        import sacrebleu
+
+        trained = self._model(stepper)
+        found = {}
+        for name, pairs in self.sets.items():
+            said = self._translated(trained, pairs.sources)
+            suffix = f"_{name}" if name else ""
+            score = sacrebleu.corpus_bleu(said, [pairs.references])
+            found[f"val_bleu{suffix}"] = float(score.score)
+            if stepper.axes.world.index == 0:
+                self._write(step, pairs, said)
+        return found
+
+    def _model(self, stepper: Stepper) -> Trained:
+        """Returns the model that is being trained as one that generates."""
+        if self._trained is None:
+            layout, axes = self.run.layout, stepper.axes
+            self._trained = Trained(self.run, stepper.model, self.tokenizer, layout, axes)
+            if isinstance(stepper.passes, Pipeline):
+                # It has the channels between the stages; the property would open further ones.
+                vars(self._trained)["executor"] = stepper.passes.executor
+        return self._trained
+
+    def _translated(self, trained: Trained, sources: Sequence[Sequence[int]]) -> list[str]:
+        special, said = trained.special, [""] * len(sources)
+        how = Search(self.run.train.bleu_beams, max_tokens=self.run.seq_len)
+        never = special.never(trained.model.config.vocab_size)
+        # Searches end at about the same time if the sources are about equally long.
+        order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+        with trained.in_use():
+            for start in range(0, len(order), _AT_A_TIME):
+                batch = order[start : start + _AT_A_TIME]
+                some = [sources[i] for i in batch]
+                found = search(trained, some, special.start, special.eos, how, never)
+                for i, ids in zip(batch, found):
+                    said[i] = self.tokenizer.decode(ids)
+        return said
+
+    def _write(self, step: int, pairs: Pairs, said: Sequence[str]) -> None:
+        lines = [
+            json.dumps(
+                {"step": step, "prompt": source, "text": text, "reference": reference},
+                ensure_ascii=False,
+            )
+            for source, text, reference in zip(pairs.texts, said, pairs.references)
+        ]
+        with (self.out / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in lines[:_SHOWN]))
