@@ -310,7 +310,7 @@ def test_scaling_of_rotary_positions(scaling: dict[str, Any], text: str) -> None
 def test_tasks_belong_to_families() -> None:
     text = problem(BASE, "data.task=pairs")
     assert text.endswith(
-        "gpt2 learns from causal or classify; use data.task=auto, causal or classify"
+        "gpt2 learns from causal, classify or chat; use data.task=auto, causal, classify or chat"
     )
 
 
