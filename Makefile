@@ -6,8 +6,9 @@ TORCH  := 2.13.0
 TRITON := 3.7.1
 RUN    ?= runs/demo
 FUZZ   ?= 200
-# Two files of tests at a time: what waits for messages or processes leaves a core to the other.
-TWO    := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three files of tests at a time on two cores: what waits for messages, processes or time-outs leaves
+# its core to the others.
+THREE  := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Where it is set, as in many container images, each of the hundreds of processes that tests start
 # would compile the package anew, and each test run would rewrite all asserts.
@@ -28,10 +29,10 @@ demo: $(VENV)/.ready
 	@echo 'To type `gridformer` as it is, in this shell: source $(BIN)/activate'
 
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest $(TWO)
+	$(BIN)/python -m pytest $(THREE)
 
 test-all: $(VENV)/.ready lint
-	$(BIN)/python -m pytest $(TWO) -m "full or not full" --hypothesis-profile=fresh --fuzz-cases $(FUZZ) --exactness-table docs/results/exactness.md
+	$(BIN)/python -m pytest $(THREE) -m "full or not full" --hypothesis-profile=fresh --fuzz-cases $(FUZZ) --exactness-table docs/results/exactness.md
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests benchmarks examples

@@ -9,17 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
-from typer.main import get_command
 
-from gridformer.cli.app import app
 from tests.support.bad_input import COMMANDS, FILES, INSTEAD, RUN, Change, Command, commands
 from tests.support.commands import Done, gridformer_here
 
@@ -61,12 +58,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.chdir(before)
 
 
-@cache
-def built() -> Callable[[], None]:
-    """The command line, which typer would build anew for each command, and that takes longest."""
-    return get_command(app)
-
-
 def answered(command: Command, folder: Path) -> Done:
     """Run a command in a copy of the folder, up to where it would start processes."""
     with tempfile.TemporaryDirectory(prefix="bad-input-") as place:
@@ -77,7 +68,6 @@ def answered(command: Command, folder: Path) -> Done:
         os.chdir(copy)
         try:
             with (
-                patch("gridformer.cli.app.app", built()),
                 patch("gridformer.launch.run.execute", lambda plan: print("starts")),
                 patch("gridformer.launch.launch", lambda *_: print("starts")),
                 patch("gridformer.utils.forkserver.warm_up", lambda *_: None),

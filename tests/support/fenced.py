@@ -8,14 +8,11 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import typer
-
-from gridformer.cli.app import app
 from gridformer.config import load_run, model_names, parse_run
 from gridformer.config.reading import closest
 from gridformer.utils.errors import ConfigError
+from tests.support.commands import built
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -77,7 +74,7 @@ def check_arguments(words: list[str]) -> None:
     unknown commands, options, keys, models and run files.
     """
     name, *rest = words
-    known: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = built().commands
     if name not in known:
         raise ConfigError([f"no command is called '{name}'{closest(name, known)}"])
     try:

@@ -24,7 +24,7 @@ class Table:
 
 def in_own_process(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls in a process of its own, because a trace registers a type of device."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
         return pool.submit(call, *args, **kwargs).result()
 
 
