@@ -24,6 +24,8 @@ _OF_DATA = (
     ("data", "document_mask"),
     ("data", "reset_positions"),
     ("data", "packing"),
+    ("data", "n_choices"),
+    ("data", "stride"),
 )
 
 

@@ -105,6 +105,17 @@ def prepare(
     seed: Annotated[
         int, typer.Option("--seed", help="The seed that chooses the held-out documents.")
     ] = 1234,
+    task_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="SOURCE is the folder of a data set for fine-tuning, with the files as they are "
+            "distributed: mnli, mnli-mismatched, qqp, qnli, rte, mrpc, sst-2, cola (GLUE's .tsv "
+            "files), squad (JSON of SQuAD 1.1 or 2.0) or race. It needs --tokenizer, and the "
+            "splits are those of the data set.",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing token folder at --out.")
     ] = False,
@@ -155,6 +166,10 @@ def prepare(
             )
         _summarize(folder, out, Console())
         return
+    if task_format is not None:
+        folder = _task_folder(task_format, sources, out, tokenizer, overwrite)
+        _summarize(folder, out, Console())
+        return
     with _Bar(Console(stderr=True)) as bar:
         folder = prepare_corpus(
             open_sources(
@@ -177,6 +192,37 @@ def prepare(
             on_progress=bar.show,
         )
     _summarize(folder, out, Console())
+
+
+def _task_folder(
+    task_format: str, sources: list[str], out: Path, tokenizer: Path | None, overwrite: bool
+) -> TokenFolder:
+    """Writes a folder of examples; see `prepare_task`."""
+    from rich.console import Console
+
+    from gridformer.config import closest
+    from gridformer.data.prepare.prepare import Progress
+    from gridformer.data.prepare.tasks.writing import FORMATS, prepare_task
+    from gridformer.data.tokenizer import Tokenizer
+
+    if task_format not in FORMATS:
+        raise UserError(f"--format {task_format} is unknown{closest(task_format, FORMATS)}")
+    if len(sources) != 1:
+        raise UserError(f"--format {task_format} reads one folder, not {len(sources)}: name one")
+    if tokenizer is None:
+        raise UserError(
+            f"--format {task_format} needs --tokenizer: name the tokenizer.json of the model that "
+            "you fine-tune, or the folder that holds it"
+        )
+    with _Bar(Console(stderr=True)) as bar:
+        return prepare_task(
+            task_format,
+            Path(sources[0]),
+            out,
+            Tokenizer.load(tokenizer),
+            overwrite,
+            lambda n: bar.show(Progress("tokenizing", documents=n)),
+        )
 
 
 class _Bar:
@@ -259,6 +305,13 @@ def _summarize(folder: TokenFolder, out: Path, console: Console) -> None:
 
 def _next(folder: TokenFolder, out: Path) -> str:
     """Returns a command that trains on the folder."""
+    if folder.kind == "examples":
+        of = {"answer": "squad", "right": "race"}
+        run = next((of[name] for name in of if name in folder.index.columns), "mnli")
+        words = ["gridformer", "train", run, f"data.path={out}"]
+        if folder.index.labels and len(folder.index.labels) != 3:
+            words.append(f"model.n_labels={len(folder.index.labels)}")
+        return shlex.join([*words, "--out", f"runs/{out.resolve().name}"])
     shipped = {"pairs": "translate", "chat": "chat"}.get(folder.kind, "demo")
     words = ["gridformer", "train", shipped, f"data.path={out}"]
     if folder.kind == "labeled":

@@ -20,7 +20,16 @@ class TrainConfig(FaultsConfig):
     """Optimizer, schedule and precision of training, when it evaluates and saves, and faults."""
 
     steps: int = Field(
-        default=1000, ge=1, description="Training takes this number of optimizer steps."
+        default=1000,
+        ge=1,
+        description="Training takes this number of optimizer steps, unless epochs is set.",
+    )
+    epochs: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1e6,
+        description="Training reads all samples this number of times, and steps is computed from "
+        "that; 0 means that steps decides.",
     )
     seed: int = Field(
         default=1234,
@@ -151,7 +160,15 @@ class TrainConfig(FaultsConfig):
     warmup_steps: int = Field(
         default=0,
         ge=0,
-        description="The learning rate rises linearly to lr over this number of steps.",
+        description="The learning rate rises linearly to lr over this number of steps, unless "
+        "warmup_fraction is set.",
+    )
+    warmup_fraction: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="The learning rate rises linearly to lr over this fraction of all steps, and "
+        "warmup_steps is computed from that; 0 means that warmup_steps decides.",
     )
     weight_decay: float = Field(
         default=0.1,
@@ -258,12 +275,12 @@ class TrainConfig(FaultsConfig):
         return problems
 
     def _schedule_problems(self) -> list[str]:
-        if self.lr_schedule == "inverse_sqrt" and not self.warmup_steps:
+        if self.lr_schedule == "inverse_sqrt" and not (self.warmup_steps or self.warmup_fraction):
             return [
                 "lr_schedule=inverse_sqrt falls as sqrt(warmup_steps / step), so it cannot use "
                 "warmup_steps=0; use warmup_steps=1 or a larger number"
             ]
-        if self.lr_schedule != "wsd":
+        if self.lr_schedule != "wsd" or self.epochs or self.warmup_fraction:
             return []
         stable = self.steps - self.decay_steps
         if self.warmup_steps <= stable:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from gridformer.config import FINE_TUNING, RunConfig
+import math
+
+from pydantic import ValidationError
+
+from gridformer.config import FINE_TUNING, RunConfig, Task, TrainConfig
 from gridformer.config.data import TASKS
+from gridformer.data.columns import LABELS
 from gridformer.data.opened import RunData
+from gridformer.data.samples.answers import ANSWER
 from gridformer.data.samples.batches import open_samples, special_ids
+from gridformer.data.samples.examples import RIGHT
 from gridformer.data.samples.spans import SHORTEST_SOURCE, target_length
 from gridformer.data.tokenfolder import TokenFolder
 from gridformer.data.tokenizer import Tokenizer
@@ -70,7 +77,42 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
         problems += _without_samples(resolved, data)
     if problems:
         raise ConfigError(problems)
-    return resolved
+    return _with_steps(resolved, data)
+
+
+def _with_steps(run: RunConfig, data: RunData) -> RunConfig:
+    """Returns the run with the steps of its epochs and of its warm-up filled in.
+
+    Raises:
+        ConfigError: The run has several sources, which have no common epoch, or the schedule does
+            not fit the number of steps.
+    """
+    train = run.train
+    if not train.epochs and not train.warmup_fraction:
+        return run
+    if train.epochs and run.data.sources:
+        raise ConfigError(
+            [
+                f"train.epochs={train.epochs:g}: a mixture of data.sources has no epochs; use "
+                "train.steps with train.epochs=0"
+            ]
+        )
+    steps, warmup = train.steps, train.warmup_steps
+    if train.epochs:
+        n = open_samples(run, data.first.train, data.first.tokenizer).n_samples
+        steps = max(1, math.ceil(train.epochs * n / train.global_batch))
+    if train.warmup_fraction:
+        warmup = round(train.warmup_fraction * steps)
+        if train.lr_schedule == "inverse_sqrt":
+            warmup = max(1, warmup)
+    chosen = train.model_copy(update={"steps": steps, "warmup_steps": warmup})
+    plain = {"epochs": 0.0, "warmup_fraction": 0.0}  # so that the schedule is checked
+    try:
+        TrainConfig.model_validate({**chosen.model_dump(), **plain})
+    except ValidationError as error:
+        texts = [one["msg"].removeprefix("Value error, ") for one in error.errors()]
+        raise ConfigError([f"train: {text}" for text in texts]) from None
+    return run.model_copy(update={"train": chosen})
 
 
 def _without_samples(run: RunConfig, data: RunData) -> list[str]:
@@ -110,7 +152,13 @@ def _same(one: Tokenizer, other: Tokenizer) -> bool:
 def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
     path, family = folder.path, run.model.family
     if run.task in FINE_TUNING:
-        return _example_problems(run, folder)
+        return _example_problems(run, key, folder)
+    if folder.kind == "examples":
+        fits = " or ".join(f"data.task={task}" for task in _tasks_of(folder))
+        return [
+            f"{key}={path} contains examples for fine-tuning, but data.task={run.task} needs text: "
+            f"use {fits}, or a folder written by `gridformer prepare SOURCE --out FOLDER`"
+        ]
     if run.task == "pairs" and folder.kind != "pairs":
         other = ", or use data.task=spans for text" if family == "t5" else ""
         return [
@@ -144,8 +192,34 @@ def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
     return []
 
 
-def _example_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
-    return [f"{folder.path} has no examples for data.task={run.task}"]
+def _tasks_of(folder: TokenFolder) -> list[Task]:
+    """Returns the tasks of fine-tuning that a folder has what they need for."""
+    columns = {"classify": LABELS, "choice": RIGHT, "answer": ANSWER}
+    return [task for task in FINE_TUNING if columns[task] in folder.index.all_columns]
+
+
+def _example_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
+    """Returns why a folder does not fit a task of fine-tuning."""
+    path, fits = folder.path, _tasks_of(folder)
+    if run.task not in fits:
+        formats = {
+            "classify": "mnli, or from your own records with --label-key",
+            "choice": "race",
+            "answer": "squad",
+        }
+        other = f", or use data.task={' or '.join(fits)}" if fits else ""
+        return [
+            f"{key}={path} contains no examples for data.task={run.task}: write some with "
+            f"`gridformer prepare FOLDER --format {formats[run.task]}`{other}"
+        ]
+    if run.task == "classify":
+        found, n_labels = len(folder.index.labels), run.model.n_labels
+        if n_labels < found:
+            return [
+                f"model.n_labels={n_labels} is less than the {found} labels of {path}: use "
+                f"model.n_labels={found}"
+            ]
+    return []
 
 
 def _label_problems(run: RunConfig, folder: TokenFolder) -> list[str]:
@@ -182,7 +256,9 @@ def _length_problems(run: RunConfig) -> list[str]:
     problems = []
     seq_len, source_len = run.seq_len, run.source_len
     shortest, why = 1, ""
-    if run.task == "masked":
+    if run.task in FINE_TUNING:
+        shortest, why = 5, "two texts of a word each and the tokens around them"
+    elif run.task == "masked":
         if run.model.n_labels:
             shortest, why = 3, "[CLS], a word and [SEP]"
         elif run.model.sentence_pair:

@@ -5,6 +5,7 @@
     train.bin            token ids, little-endian uint16 (int32 past 65536 tokens), documents one
                          after the other, each followed by the end-of-text token
     train.idx            where documents begin; both files are Megatron-LM's (see `indexed`)
+    val.questions.jsonl  of questions with answers: their texts (see `examples_file`)
     train.NAME.bin       the column NAME, values of each document or token (see `columns`)
     chat.json            in folders of conversations, the template of their text
     val.bin, val.idx, val.NAME.bin
@@ -44,12 +45,13 @@ INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 _OFFSET_DTYPE = np.dtype("<i8")  # of versions 1 and 2
 _AT_A_TIME = 1 << 20  # documents that are compared at a time
-Kind = Literal["text", "pairs", "labeled", "chat"]
+Kind = Literal["text", "pairs", "labeled", "chat", "examples"]
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 COLUMN_NAME: Final = r"[a-z][a-z0-9_]*"
 _OWN_FILE = re.compile(
-    rf"{re.escape(INDEX)}|{re.escape(TOKENIZER)}|chat\.json|(train|val)\.(bin|idx|{COLUMN_NAME}\.bin)"
+    rf"{re.escape(INDEX)}|{re.escape(TOKENIZER)}|chat\.json|"
+    rf"(train|val)\.(bin|idx|questions\.jsonl|{COLUMN_NAME}\.bin)"
 )
 
 

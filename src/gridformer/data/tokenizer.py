@@ -170,6 +170,14 @@ class Tokenizer:
         """The spellings of all special tokens, which `encode` takes for ordinary text."""
         return frozenset(name for i in self.special_ids if (name := self.token_of(i)))
 
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Returns the ids of several texts, and the characters (begin, end) of each token."""
+        clean = [encodable(text) for text in texts]
+        found = self._backend.encode_batch(clean, add_special_tokens=False)
+        return [(one.ids, one.offsets) for one in found]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of some ids, special tokens included."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))

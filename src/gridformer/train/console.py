@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,8 @@ class Reporter:
         if "val_loss" in metrics:
             val = metrics["val_loss"]
             words = metrics.get("val_loss_tokens", val)
-            parts.append(f"val {val:.3f} (perplexity {perplexity(words):,.1f})")
+            scores = _scores(metrics) or f"perplexity {perplexity(words):,.1f}"
+            parts.append(f"val {val:.3f} ({scores})")
         parts += [
             f"{key.removeprefix('val_').replace('bleu', 'BLEU').replace('_', ' ')} {value:.1f}"
             for key, value in metrics.items()
@@ -191,6 +193,16 @@ def title_of(run: RunConfig) -> str:
 def _lengths(run: RunConfig) -> str:
     """Returns `128`, or `128 + 114` if samples have a source."""
     return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
+
+
+def _scores(metrics: dict[str, Any]) -> str:
+    """Returns the scores of an evaluation, such as `accuracy 0.843, f1 0.791`; empty if none."""
+    others = re.compile("val_(loss|bleu)|.*_(has|no)_answer")
+    return ", ".join(
+        f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f}"
+        for name, value in metrics.items()
+        if name.startswith("val_") and not others.match(name)
+    )
 
 
 def _speed(metrics: dict[str, Any], device: str) -> str:

@@ -17,7 +17,7 @@ from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.snapshot import saves_meanwhile
 from gridformer.comm import progress
-from gridformer.data import Batches, RunData, open_training, open_validation
+from gridformer.data import Batches, RunData, open_training
 from gridformer.data.samples.order import Rows
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import World
@@ -30,12 +30,13 @@ from gridformer.train.compile import compile_model
 from gridformer.train.diagnosis import diagnose
 from gridformer.train.divergence import Recovery
 from gridformer.train.ending import Ending, StepDropped
-from gridformer.train.evaluation import Evaluator, Measure, ValidationSet
+from gridformer.train.evaluation import Evaluator, Measure
 from gridformer.train.flops import Utilization
 from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
 from gridformer.train.plan import Plan
 from gridformer.train.resuming import intact
+from gridformer.train.scorers import validation_sets
 from gridformer.train.step import ReadRows, StartedStep, Stepper
 from gridformer.train.trace import StepTrace
 from gridformer.train.under_way import Ended, StepsUnderWay, lag_of
@@ -79,11 +80,7 @@ class Trainer:
         if run.train.compile:
             compile_model(self.model)
         self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
-        numbers = range(run.train.eval_batches)
-        sets = [
-            ValidationSet(name, batches, numbers)
-            for name, batches in open_validation(run, data).items()
-        ]
+        sets = validation_sets(run, data)
         self.evaluate = Evaluator(
             self.stepper, sets, world.device, measures, run.train.sanity_checks
         )

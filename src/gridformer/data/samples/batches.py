@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from gridformer.config import RunConfig
+from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.config.mixture import whole_weights
 from gridformer.data.opened import RunData
+from gridformer.data.samples.answers import AnswerExamples
 from gridformer.data.samples.chat import ChatSamples
 from gridformer.data.samples.documents import with_documents
+from gridformer.data.samples.examples import ChoiceExamples, TextExamples
 from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
 from gridformer.data.samples.masked import MaskedSamples
 from gridformer.data.samples.mixture import Mixture, Stage
@@ -15,6 +17,7 @@ from gridformer.data.samples.samples import Batches, Dealt, Mixed, Restarted, Sa
 from gridformer.data.samples.spans import SpanSamples, sentinels_of
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.samples.translation import PairSamples
+from gridformer.data.samples.whole import Whole
 from gridformer.data.samples.windows import WindowSamples
 from gridformer.data.tokenfolder import SplitName, TokenFolder, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
@@ -26,13 +29,16 @@ def special_ids(run: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
     return SpecialIds.of(run.model.family, run.task, tokenizer, needed)
 
 
-def open_samples(run: RunConfig, text: TokenSplit, tokenizer: Tokenizer) -> Samples:
+def open_samples(
+    run: RunConfig, text: TokenSplit, tokenizer: Tokenizer, evaluating: bool = False
+) -> Samples:
     """Returns the samples that a run's task makes of one split.
 
     Args:
         run: The run, as `gridformer.data.resolve` returned it.
         text: The split.
         tokenizer: The tokenizer of the run.
+        evaluating: Whether the samples have what only an evaluation needs.
 
     Raises:
         DataError: The split contains no sample.
@@ -42,6 +48,12 @@ def open_samples(run: RunConfig, text: TokenSplit, tokenizer: Tokenizer) -> Samp
     if run.task == "causal" and not run.model.n_labels:
         return WindowSamples(text, run.seq_len)
     special = special_ids(run, tokenizer)
+    if run.task == "classify":
+        return TextExamples(text, run.seq_len, special)
+    if run.task == "choice":
+        return ChoiceExamples(text, run.seq_len, special, run.data.n_choices)
+    if run.task == "answer":
+        return AnswerExamples(text, run.seq_len, special, run.data.stride, evaluating)
     if run.model.n_labels:
         kind = LabeledForEncoder if run.task == "masked" else LabeledForDecoder
         return kind(text, run.seq_len, special)
@@ -99,12 +111,18 @@ def open_training(run: RunConfig, data: RunData, start: int = 0) -> Batches:
 def open_validation(run: RunConfig, data: RunData) -> dict[str, Batches]:
     """Opens the batches of each validation set by its name, which is empty for data.path alone.
 
-    Batch i of a set is the same in every evaluation, and has global_batch rows.
+    Batch i of a set is the same in every evaluation, and has global_batch rows. Fine-tuning
+    evaluates all samples of a set, so its batches are `Whole`.
 
     Raises:
         DataError: A set contains no sample.
     """
     tokenizer = data.first.tokenizer
+    if run.task in FINE_TUNING:
+        return {
+            name: Whole(open_samples(run, text, tokenizer, True), run.train.global_batch)
+            for name, text in data.validation.items()
+        }
     return {
         name: _dealt(run, open_samples(run, text, tokenizer), "val")
         for name, text in data.validation.items()

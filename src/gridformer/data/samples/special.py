@@ -14,6 +14,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "cls": ("[CLS]", "<s>"),
     "sep": ("[SEP]", "</s>"),
 }
+# What families need besides the end-of-text token, whatever they learn; others need padding.
+_WANTED: dict[Family, tuple[str, ...]] = {
+    "bert": ("pad", "mask", "cls", "sep"),
+    "gpt2": (),
+    "llama": (),
+}
 _SENTINEL = "<extra_id_{}>"
 SENTINELS = 100  # as in T5; more if a sample needs more
 
@@ -68,9 +74,7 @@ class SpecialIds:
             n_sentinels: How many sentinels the task spans needs; it gets at least 100.
         """
         size, eos = tokenizer.vocab_size, tokenizer.eos_id
-        wanted = {"masked": ("pad", "mask", "cls", "sep"), "causal": (), "chat": ()}.get(
-            task, ("pad",)
-        )
+        wanted = _WANTED.get(family, ("pad",))
         found: dict[str, int] = {}
         total = size
         for role in wanted:

@@ -40,7 +40,13 @@ from gridformer.models.blocks.linear import (
     new_parameter,
     with_init,
 )
-from gridformer.models.blocks.loss import CrossEntropy, LabelLoss, chunked_loss, places_per_chunk
+from gridformer.models.blocks.loss import (
+    CrossEntropy,
+    LabelLoss,
+    by_label,
+    chunked_loss,
+    places_per_chunk,
+)
 from gridformer.models.blocks.norm import HeadNorm, LayerNorm, RMSNorm, new_norm
 from gridformer.models.blocks.recompute import ActivationPartition, Recompute
 from gridformer.models.blocks.recompute import Mode as RecomputeMode
@@ -106,6 +112,7 @@ __all__ = [
     "Window",
     "added_to_scores",
     "attach_copies",
+    "by_label",
     "cast",
     "chunked_loss",
     "copy_of",

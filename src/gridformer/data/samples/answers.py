@@ -1,0 +1,132 @@
+"""Samples of question answering: a question and a window of the context in which its answer is.
+
+A sequence is [CLS] question [SEP] context [SEP]. A context that is too long is read in several
+windows, which are samples of their own (Devlin et al. 2019, section 4.2). The answer of a window
+that does not hold all of it is [CLS], as is that of a question without an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gridformer.data.samples.examples import PARTS
+from gridformer.data.samples.samples import Arrays, first, padded
+from gridformer.data.samples.special import SpecialIds
+from gridformer.data.tokenfolder import TokenSplit
+
+ANSWER = "answer"  # the column of the first and last token of the answer in the context; -1 if none
+MOST_QUESTION = 64  # tokens of a question that are read, as in the original code
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window of a context.
+
+    Attributes:
+        document: The number of the question.
+        start: The first token of the context in it.
+        length: How many tokens of the context it holds.
+        place: The position of its first token of the context in the sequence.
+    """
+
+    document: int
+    start: int
+    length: int
+    place: int
+
+
+class AnswerExamples:
+    """The windows of all questions.
+
+    Args:
+        split: A split of a folder of questions.
+        seq_len: Tokens of a sequence.
+        special: The special ids.
+        stride: How many tokens after the one before a window begins.
+        evaluating: Whether samples tell where answers may be, in the key `context`.
+    """
+
+    n_left_out = 0
+
+    def __init__(
+        self,
+        split: TokenSplit,
+        seq_len: int,
+        special: SpecialIds,
+        stride: int,
+        evaluating: bool = False,
+    ) -> None:
+        assert special.cls is not None
+        assert special.sep is not None
+        self.split, self.seq_len, self.special = split, seq_len, special
+        self.cls, self.sep, self.evaluating = special.cls, special.sep, evaluating
+        parts = np.asarray(split.columns[PARTS], dtype=np.int64)
+        self.n_context = parts[:, 1]
+        self.n_question = np.minimum(parts[:, 0], min(MOST_QUESTION, (seq_len - 3) // 2))
+        self.room = seq_len - 3 - self.n_question  # for tokens of the context
+        self.step = np.minimum(self.room, stride)
+        more = np.maximum(0, self.n_context - self.room)
+        # The first window of each question, and the number of all windows.
+        self.firsts = np.concatenate([[0], np.cumsum(1 - (-more // self.step))])
+        self.n_samples = int(self.firsts[-1])
+
+    def window(self, number: int) -> Window:
+        """Returns the window that is a sample."""
+        document = int(np.searchsorted(self.firsts, number, side="right")) - 1
+        start = (number - int(self.firsts[document])) * int(self.step[document])
+        length = min(int(self.n_context[document]) - start, int(self.room[document]))
+        return Window(document, start, length, int(self.n_question[document]) + 2)
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        """Returns tokens, valid, segments (and context) [seq_len], and answer [2]."""
+        window = self.window(number)
+        ids = self.split.document(window.document)
+        question = ids[: int(self.n_question[window.document])]
+        begin = int(self.split.columns[PARTS][window.document][0]) + window.start
+        context = ids[begin : begin + window.length]
+        tokens = np.concatenate([[self.cls], question, [self.sep], context, [self.sep]])
+        valid = first(len(tokens), self.seq_len)
+        found: Arrays = {
+            "tokens": padded(tokens.astype(np.int64), self.seq_len, self.special.pad),
+            "valid": valid,
+            "segments": (valid & ~first(window.place, self.seq_len)).astype(np.int64),
+            "answer": self._answer(window),
+        }
+        if self.evaluating:
+            found["context"] = self._context(number, window)
+        return found
+
+    def _answer(self, window: Window) -> NDArray[np.int64]:
+        low, high = (int(n) for n in self.split.columns[ANSWER][window.document])
+        if low < window.start or high >= window.start + window.length:
+            return np.zeros(2, dtype=np.int64)
+        return np.array([low, high], dtype=np.int64) - window.start + window.place
+
+    def _context(self, number: int, window: Window) -> NDArray[np.int64]:
+        """Returns where an answer may end (1), and where it may also begin (2) [seq_len].
+
+        An answer begins in the window that has the most context on both sides of its first token,
+        of several the first one. The score of a token is the smaller number of tokens on its left
+        and right in the window, plus a hundredth of the window's length, as in the original code.
+        """
+        place = np.arange(window.start, window.start + window.length)
+        here = _score(window, place)
+        begins = np.ones(window.length, dtype=bool)
+        firsts = self.firsts[window.document : window.document + 2]
+        for other in range(int(firsts[0]), int(firsts[1])):
+            if other != number:
+                score = _score(self.window(other), place)
+                begins &= here > score if other < number else here >= score
+        found = np.zeros(self.seq_len, dtype=np.int64)
+        found[window.place : window.place + window.length] = 1 + begins
+        return found
+
+
+def _score(window: Window, place: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns how much context a window has around tokens; -1 where it does not hold them."""
+    left, right = place - window.start, window.start + window.length - 1 - place
+    score = np.minimum(left, right) + 0.01 * window.length
+    return np.where((left >= 0) & (right >= 0), score, -1.0)

@@ -1,0 +1,118 @@
+"""Samples for fine-tuning: a text or a pair of texts with a label, or a question with choices.
+
+A document of a folder of examples consists of parts, whose lengths are in the column `parts`: the
+two texts of a pair, of which the second may be empty, or a passage and the continuations to choose
+from. An encoder reads [CLS] A [SEP] B [SEP], and a decoder A and B with an end-of-text token each.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gridformer.data.samples.samples import Arrays, first, padded
+from gridformer.data.samples.special import SpecialIds
+from gridformer.data.tokenfolder import TokenSplit
+from gridformer.utils.errors import DataError
+
+PARTS, LABELS, RIGHT = "parts", "labels", "right"
+
+
+class Reading:
+    """Puts two texts into one sequence of seq_len tokens, the longer text truncated to fit."""
+
+    def __init__(self, seq_len: int, special: SpecialIds) -> None:
+        self.seq_len, self.special = seq_len, special
+        self.encoder = special.cls is not None
+
+    def sequence(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> Arrays:
+        """Returns tokens, valid and, for encoders, segments [seq_len]; and at [].
+
+        Args:
+            a: The tokens of the first text.
+            b: Those of the second one; there is none if they are empty.
+        """
+        special = self.special
+        before = [special.cls] if special.cls is not None else []
+        end = special.sep if special.sep is not None and self.encoder else special.eos
+        room = self.seq_len - len(before) - (2 if len(b) else 1)
+        n_a, n_b = truncated(len(a), len(b), room)
+        parts = [before, a[:n_a], [end]] + ([b[:n_b], [end]] if len(b) else [])
+        tokens = np.concatenate(parts).astype(np.int64)
+        found: Arrays = {
+            "tokens": padded(tokens, self.seq_len, special.pad),
+            "valid": first(len(tokens), self.seq_len),
+            "at": np.array(0 if self.encoder else len(tokens) - 1, dtype=np.int64),
+        }
+        if self.encoder:
+            of_b = first(len(tokens), self.seq_len) & ~first(len(before) + n_a + 1, self.seq_len)
+            found["segments"] = of_b.astype(np.int64)
+        return found
+
+
+class TextExamples:
+    """A text, or a pair of texts, and its label."""
+
+    n_left_out = 0
+
+    def __init__(self, split: TokenSplit, seq_len: int, special: SpecialIds) -> None:
+        self.split, self.reading = split, Reading(seq_len, special)
+        self.n_samples = split.n_documents
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        """Returns what `Reading.sequence` returns, and labels []."""
+        ids = self.split.document(number)[:-1]  # without the end-of-text token
+        parts = self.split.columns.get(PARTS)
+        n_a = int(parts[number][0]) if parts is not None else len(ids)
+        return self.reading.sequence(ids[:n_a], ids[n_a:]) | {LABELS: label_of(self.split, number)}
+
+
+class ChoiceExamples:
+    """A passage with n continuations, each a sequence of its own, and which of them is right."""
+
+    n_left_out = 0
+
+    def __init__(
+        self, split: TokenSplit, seq_len: int, special: SpecialIds, n_choices: int
+    ) -> None:
+        self.split, self.reading, self.n_choices = split, Reading(seq_len, special), n_choices
+        self.n_samples = split.n_documents
+        if split.columns[PARTS].shape[1] != 1 + n_choices:
+            found = split.columns[PARTS].shape[1] - 1
+            raise DataError(
+                f"{split.path}: its questions have {found} choices, not data.n_choices="
+                f"{n_choices}: use data.n_choices={found}"
+            )
+
+    def sample(self, number: int, draw: np.random.Generator) -> Arrays:
+        """Returns tokens, valid and segments [n, seq_len], at [n] and labels []."""
+        ids = self.split.document(number)[:-1]
+        ends = np.cumsum(self.split.columns[PARTS][number])
+        passage = ids[: ends[0]]
+        choices = [ids[begin:end] for begin, end in pairwise(ends)]
+        read = [self.reading.sequence(passage, choice) for choice in choices]
+        return {key: np.stack([one[key] for one in read]) for key in read[0]} | {
+            LABELS: np.array(self.split.columns[RIGHT][number], dtype=np.int64)
+        }
+
+
+def truncated(n_a: int, n_b: int, room: int) -> tuple[int, int]:
+    """Returns how many tokens of two texts are kept: the longer one gives up one after the other.
+
+    If both are equally long, the second one does (Devlin et al. 2019's code).
+    """
+    excess = max(0, n_a + n_b - room)
+    longer = min(excess, abs(n_a - n_b))
+    if n_a > n_b:
+        n_a -= longer
+    else:
+        n_b -= longer
+    both = excess - longer
+    return n_a - both // 2, n_b - (both - both // 2)
+
+
+def label_of(split: TokenSplit, number: int) -> NDArray[np.int64]:
+    """Returns the label of a document []."""
+    return np.array(split.columns[LABELS][number], dtype=np.int64)
