@@ -39,8 +39,8 @@ class Reading:
         end = special.sep if special.sep is not None and self.encoder else special.eos
         room = self.seq_len - len(before) - (2 if len(b) else 1)
         n_a, n_b = truncated(len(a), len(b), room)
-        parts = [before, a[:n_a], [end]] + ([b[:n_b], [end]] if len(b) else [])
-        tokens = np.concatenate(parts).astype(np.int64)
+        ids = [*before, *a[:n_a], end, *([*b[:n_b], end] if len(b) else [])]
+        tokens = np.array(ids, dtype=np.int64)
         found: Arrays = {
             "tokens": padded(tokens, self.seq_len, special.pad),
             "valid": first(len(tokens), self.seq_len),

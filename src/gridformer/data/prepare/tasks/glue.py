@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,9 +104,7 @@ def read_glue(path: Path, task: GlueTask, skipped: Counter[str]) -> Iterator[Tex
         )
 
 
-def _places(
-    path: Path, task: GlueTask, rows: list[list[str]]
-) -> tuple[list[int], Sequence[list[str]]]:
+def _places(path: Path, task: GlueTask, rows: list[list[str]]) -> tuple[list[int], list[list[str]]]:
     """Returns the numbers of the columns, and the rows without the header."""
     if not task.header:
         return [int(column) for column in task.columns], rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -114,7 +114,7 @@ def _opened(kind: str, path: Path, tokenizer: Tokenizer, skipped: Counter[str]) 
     raise UserError(f"--format {kind} is unknown: use one of {', '.join(FORMATS)}")
 
 
-def _files(kind: str, path: Path, names: dict[str, tuple[str, ...]]) -> dict[SplitName, Path]:
+def _files(kind: str, path: Path, names: Mapping[str, Sequence[str]]) -> dict[SplitName, Path]:
     """Returns the first existing file of each split."""
     found: dict[SplitName, Path] = {}
     for split in SPLITS:

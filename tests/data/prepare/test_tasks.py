@@ -1,0 +1,128 @@
+"""Data sets for fine-tuning are read as they are distributed; folders of examples are written."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gridformer.data.examples_file import read_questions
+from gridformer.data.prepare.tasks.glue import BAD_ROWS, GLUE, Text, read_glue
+from gridformer.data.prepare.tasks.race import read_race
+from gridformer.data.prepare.tasks.squad import MISPLACED, read_squad
+from gridformer.data.prepare.tasks.writing import prepare_task
+from gridformer.utils.errors import DataError
+from tests.support.tasks import examples, words_tokenizer, write_mnli, write_squad
+
+
+def test_rows_of_glue(tmp_path: Path) -> None:
+    """Columns go by their names; rows without a known label or with fewer columns are left out."""
+    file = tmp_path / "dev.tsv"
+    skipped: Counter[str] = Counter()
+    file.write_bytes(
+        b"\xef\xbb\xbfid\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\r\n"
+        b'0\t1\t2\tHow \xc2\x85 old?\tWhat "age"?\t1\r\n'
+        b"1\t3\t4\tonly one\r\n"
+        b"2\t5\t6\tA\tB\t0\n"
+    )
+    found = [*read_glue(file, GLUE["qqp"], skipped)]
+    assert found == [Text("How \x85 old?", 'What "age"?', "1"), Text("A", "B", "0")]
+    assert skipped == {BAD_ROWS: 1}
+    file.write_text("gj04\t1\t\tThey drank.\ngj04\t0\t*\tThem drank.\n", encoding="utf-8")
+    assert [*read_glue(file, GLUE["cola"], skipped)] == [
+        Text("They drank.", "", "1"),
+        Text("Them drank.", "", "0"),
+    ]
+
+
+def test_files_that_are_not_of_a_data_set(tmp_path: Path) -> None:
+    for read, name, text, told in (
+        (
+            lambda f: read_glue(f, GLUE["rte"], Counter()),
+            "a.tsv",
+            "index\tsentence1\n",
+            "sentence2",
+        ),
+        (lambda f: read_glue(f, GLUE["sst-2"], Counter()), "t.tsv", "sentence\tlabel\n", "no row"),
+        (lambda f: read_squad(f, Counter()), "s.json", '{"version": "1.1"}', "KeyError: 'data'"),
+        (lambda f: read_squad(f, Counter()), "u.json", "{", "u.json"),
+        (lambda f: read_race(f.parent, Counter()), "r.txt", '{"article": "a"}', "questions"),
+    ):
+        file = tmp_path / name
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(DataError, match=told):
+            [*read(file)]
+    with pytest.raises(DataError, match=r"has no train\.tsv, which --format mnli reads"):
+        prepare_task("mnli", tmp_path, tmp_path / "out", words_tokenizer())
+
+
+def test_answers_that_are_not_at_their_place_are_left_out(tmp_path: Path) -> None:
+    answers = [{"text": "sea", "answer_start": 4}, {"text": "sea", "answer_start": 8}]
+    asked = [
+        {"id": str(i), "question": "Where?", "answers": [one]} for i, one in enumerate(answers)
+    ]
+    raw = {"data": [{"paragraphs": [{"context": "The sea is far.", "qas": asked}]}]}
+    file = tmp_path / "dev-v1.1.json"
+    file.write_text(json.dumps(raw), encoding="utf-8")
+    skipped: Counter[str] = Counter()
+    assert [one.question.id for one in read_squad(file, skipped)] == ["0"]
+    assert skipped == {MISPLACED: 1}
+
+
+def test_blanks_of_race_are_filled(tmp_path: Path) -> None:
+    raw = {
+        "article": "Text.",
+        "questions": ["The _ is _ red.", "Who?"],
+        "options": [["fox", "owl", "cat", "dog"], ["a", "b", "c", "d"]],
+        "answers": ["C", "A"],
+    }
+    (tmp_path / "1.txt").write_text(json.dumps(raw), encoding="utf-8")
+    first, second = read_race(tmp_path, Counter())
+    assert first.continuations[2] == "The cat is _ red."
+    assert (first.right, second.continuations[1], second.right) == (2, "Who? b", 0)
+
+
+def test_a_folder_of_pairs_with_labels(tmp_path: Path) -> None:
+    """The splits are those of the files, and the parts of a document are its two texts."""
+    folder = examples("mnli", tmp_path)
+    assert (folder.kind, folder.index.labels) == (
+        "examples",
+        ("contradiction", "entailment", "neutral"),
+    )
+    assert (folder.train.n_documents, folder.val.n_documents) == (60, 21)
+    assert folder.index.skipped == {BAD_ROWS: 2}
+    rows = (tmp_path / "mnli" / "dev_matched.tsv").read_text(encoding="utf-8").split("\n")
+    for number in (0, 20):
+        _, a, b, _, label = rows[1 + number].split("\t")
+        ids = folder.val.document(number)[:-1]
+        n_a, n_b = folder.val.columns["parts"][number]
+        assert n_a + n_b == len(ids)
+        decode = folder.tokenizer.decode
+        assert (decode(ids[:n_a].tolist()), decode(ids[n_a:].tolist())) == (a, b)
+        assert folder.index.labels[folder.val.columns["labels"][number]] == label
+    other = prepare_task(
+        "mnli-mismatched", write_mnli(tmp_path / "again"), tmp_path / "other", words_tokenizer()
+    )
+    assert other.val.n_documents == 10
+
+
+@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
+def test_tokens_of_answers_spell_the_answers(tmp_path: Path, version: str) -> None:
+    path = write_squad(tmp_path / "squad", version)
+    folder = prepare_task("squad", path, tmp_path / "out", words_tokenizer())
+    questions = read_questions(folder.path, "val")
+    assert len(questions) == folder.val.n_documents == (9 if version == "v1.1" else 18)
+    for number, question in enumerate(questions):
+        n_question, n_context = folder.val.columns["parts"][number]
+        low, high = folder.val.columns["answer"][number]
+        context = folder.val.document(number)[n_question:-1]
+        assert len(context) == n_context
+        if not question.answers:
+            assert (low, high) == (-1, -1)
+            continue
+        said = folder.tokenizer.decode(context[low : high + 1].tolist())
+        assert said.strip() == question.answers[0]
+    again = prepare_task("squad", path, tmp_path / "out", words_tokenizer(), overwrite=True)
+    assert again.val.n_documents == folder.val.n_documents

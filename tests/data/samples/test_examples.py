@@ -1,0 +1,129 @@
+"""Samples for fine-tuning: sequences of two texts, choices, and windows of contexts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gridformer.data.samples.answers import AnswerExamples
+from gridformer.data.samples.examples import ChoiceExamples, Reading, TextExamples, truncated
+from gridformer.data.samples.special import SpecialIds
+from gridformer.data.samples.whole import Whole
+from gridformer.data.tokenfolder import TokenSplit
+from gridformer.utils.batch import IGNORE
+from gridformer.utils.errors import DataError
+
+CLS, SEP, PAD, EOS = 101, 102, 100, 99
+ENCODER = SpecialIds(EOS, PAD, 103, CLS, SEP, PAD, (), 104, 100, frozenset())
+DECODER = SpecialIds(EOS, PAD, None, None, None, PAD, (), 104, 100, frozenset())
+DRAW = np.random.default_rng(0)
+
+
+def split_of(documents: list[list[int]], **columns: list[object]) -> TokenSplit:
+    """Return a split of documents, to which an end-of-text token is added."""
+    ended = [[*ids, EOS] for ids in documents]
+    return TokenSplit(
+        "val",
+        Path("val.bin"),
+        np.array([i for ids in ended for i in ids]),
+        np.cumsum([0, *map(len, ended)]),
+        104,
+        {name: np.array(values) for name, values in columns.items()},
+    )
+
+
+def test_truncation_shortens_the_longer_text_token_by_token() -> None:
+    for n_a in range(9):
+        for n_b in range(9):
+            for room in range(2, 17):
+                a, b = n_a, n_b
+                while a + b > room:
+                    if a > b:
+                        a -= 1
+                    else:
+                        b -= 1
+                assert truncated(n_a, n_b, room) == (a, b)
+
+
+def test_encoders_and_decoders_read_two_texts() -> None:
+    a, b = np.array([1, 2, 3]), np.array([7, 8])
+    found = Reading(10, ENCODER).sequence(a, b)
+    assert found["tokens"].tolist() == [CLS, 1, 2, 3, SEP, 7, 8, SEP, PAD, PAD]
+    assert found["segments"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0]
+    assert (int(found["valid"].sum()), int(found["at"])) == (8, 0)
+    one = Reading(6, ENCODER).sequence(a, b[:0])
+    assert one["tokens"].tolist() == [CLS, 1, 2, 3, SEP, PAD]
+    assert not one["segments"].any()
+    short = Reading(6, ENCODER).sequence(a, b)
+    assert short["tokens"].tolist() == [CLS, 1, 2, SEP, 7, SEP]
+    last = Reading(10, DECODER).sequence(a, b)
+    assert last["tokens"].tolist() == [1, 2, 3, EOS, 7, 8, EOS, PAD, PAD, PAD]
+    assert (int(last["at"]), "segments" in last) == (6, False)
+
+
+def test_texts_with_and_without_parts() -> None:
+    pairs = split_of([[1, 2, 3], [4]], parts=[[1, 2], [1, 0]], labels=[2, 0])
+    found = TextExamples(pairs, 8, ENCODER).sample(0, DRAW)
+    assert found["tokens"].tolist() == [CLS, 1, SEP, 2, 3, SEP, PAD, PAD]
+    assert int(found["labels"]) == 2
+    labeled = split_of([[1, 2, 3]], labels=[1])
+    found = TextExamples(labeled, 6, ENCODER).sample(0, DRAW)
+    assert found["tokens"].tolist() == [CLS, 1, 2, 3, SEP, PAD]
+
+
+def test_choices_are_sequences_of_their_own() -> None:
+    split = split_of([[1, 2, 5, 6, 7]], parts=[[2, 1, 2]], right=[1])
+    found = ChoiceExamples(split, 7, ENCODER, 2).sample(0, DRAW)
+    assert found["tokens"].tolist() == [
+        [CLS, 1, 2, SEP, 5, SEP, PAD],
+        [CLS, 1, 2, SEP, 6, 7, SEP],
+    ]
+    assert (found["at"].tolist(), int(found["labels"])) == ([0, 0], 1)
+    with pytest.raises(DataError, match=r"have 2 choices.*use data\.n_choices=2"):
+        ChoiceExamples(split, 7, ENCODER, 4)
+
+
+def test_windows_cover_contexts_and_hold_answers() -> None:
+    """A question of 2 and contexts of 10 and 3 tokens, in windows of 4 that begin 3 apart."""
+    context = [*range(10, 20)]
+    split = split_of(
+        [[1, 2, *context], [3, 4, 30, 31, 32]],
+        parts=[[2, 10], [2, 3]],
+        answer=[[4, 5], [-1, -1]],
+    )
+    samples = AnswerExamples(split, 9, ENCODER, 3, evaluating=True)
+    assert samples.n_samples == 4
+    found = [samples.sample(number, DRAW) for number in range(4)]
+    assert [one["tokens"].tolist() for one in found] == [
+        [CLS, 1, 2, SEP, 10, 11, 12, 13, SEP],
+        [CLS, 1, 2, SEP, 13, 14, 15, 16, SEP],
+        [CLS, 1, 2, SEP, 16, 17, 18, 19, SEP],
+        [CLS, 3, 4, SEP, 30, 31, 32, SEP, PAD],
+    ]
+    assert [one["answer"].tolist() for one in found] == [[0, 0], [5, 6], [0, 0], [0, 0]]
+    assert found[3]["segments"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0]
+    # Token 13 is at the end of the first window and at the beginning of the second: the first one
+    # wins. Every token may begin an answer in one window, and end it in all.
+    assert [one["context"].tolist()[4:8] for one in found] == [
+        [2, 2, 2, 2],
+        [1, 2, 2, 2],
+        [1, 2, 2, 2],
+        [2, 2, 2, 0],
+    ]
+    window = samples.window(2)
+    assert (window.document, window.start, window.length, window.place) == (0, 6, 4, 4)
+
+
+def test_every_sample_once() -> None:
+    split = split_of([[i] for i in range(1, 6)], labels=[0, 1, 0, 1, 1])
+    whole = Whole(TextExamples(split, 4, ENCODER), 4)
+    assert (whole.numbers, whole.n_samples) == (range(2), 5)
+    last = whole.batch(1)
+    assert last["item"].tolist() == [4, 5, 5, 5]
+    assert last["labels"].tolist() == [1, IGNORE, IGNORE, IGNORE]
+    assert last["tokens"][:, 1].tolist() == [5, 1, 1, 1]
+    some = whole.batch(1, np.array([2, 0]))
+    assert some["item"].tolist() == [5, 4]
+    assert whole.batch(0, np.zeros(0, dtype=np.int64))["tokens"].shape == (0, 4)

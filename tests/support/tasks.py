@@ -1,0 +1,89 @@
+"""Small data sets in the formats of GLUE, SQuAD and RACE, with answers that can be learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gridformer.data import TokenFolder, Tokenizer
+from gridformer.data.prepare.tasks.writing import prepare_task
+
+WORDS = ("red", "green", "blue", "stone", "river", "cloud", "fox", "owl", "runs", "sings", "over")
+LABELS = ("contradiction", "entailment", "neutral")
+SIZES = {"train": 60, "dev": 21}
+
+
+def text(draw: np.random.Generator, n: int) -> str:
+    return " ".join(draw.choice(WORDS, n))
+
+
+def write_mnli(folder: Path) -> Path:
+    """Write GLUE's files: the last word of the second sentence tells the label."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(0)
+    for name, n in (("train", SIZES["train"]), ("dev_matched", 21), ("dev_mismatched", 10)):
+        rows = ["index\tsentence1\tsentence2\tlabel1\tgold_label"]
+        for i in range(n):
+            label = int(draw.integers(3))
+            rows.append(f"{i}\t{text(draw, 5)}\t{text(draw, 2)} {WORDS[label]}\tx\t{LABELS[label]}")
+        rows.append("77\ta pair\twithout agreement\tx\t-")
+        (folder / f"{name}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+def write_squad(folder: Path, version: str = "v2.0") -> Path:
+    """Write SQuAD's files; in version 2.0 every other question has no answer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(1)
+    for name, n in (("train", 20), ("dev", 9)):
+        paragraphs = []
+        for i in range(n):
+            context, begin = text(draw, 40), int(draw.integers(38))
+            words = context.split()
+            start = sum(len(word) + 1 for word in words[:begin])
+            answer = {"text": " ".join(words[begin : begin + 2]), "answer_start": start}
+            one: dict[str, Any] = {"id": f"{name}-{i}", "question": "which words?"}
+            asked = [one | {"answers": [answer]}]
+            if version == "v2.0":
+                none = {"id": f"{name}-{i}-none", "question": "why?", "answers": []}
+                asked = [asked[0] | {"is_impossible": False}, none | {"is_impossible": True}]
+            paragraphs.append({"context": context, "qas": asked})
+        data = {"version": version, "data": [{"title": "t", "paragraphs": paragraphs}]}
+        (folder / f"{name}-{version}.json").write_text(json.dumps(data), encoding="utf-8")
+    return folder
+
+
+def write_race(folder: Path) -> Path:
+    """Write RACE's folders: two questions for each text, one with a blank."""
+    draw = np.random.default_rng(2)
+    for split, n in (("train", 12), ("dev", 5)):
+        for i in range(n):
+            right = [int(draw.integers(4)) for _ in range(2)]
+            raw = {
+                "article": text(draw, 20),
+                "questions": ["The _ is here.", "Which one?"],
+                "options": [[text(draw, 2) for _ in range(4)] for _ in right],
+                "answers": ["ABCD"[k] for k in right],
+                "id": f"{i}.txt",
+            }
+            place = folder / split / ("high" if i % 2 else "middle")
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{i}.txt").write_text(json.dumps(raw), encoding="utf-8")
+    return folder
+
+
+WRITE = {"mnli": write_mnli, "squad": write_squad, "race": write_race}
+
+
+def words_tokenizer() -> Tokenizer:
+    """Return a tokenizer that has seen the words of these data sets."""
+    return Tokenizer.train([" ".join(WORDS) + " which words? why? The is here. Which one?"], 340)
+
+
+def examples(kind: str, folder: Path) -> TokenFolder:
+    """Write a data set and prepare it; returns the token folder."""
+    out = folder / f"{kind}-tokens"
+    return prepare_task(kind, WRITE[kind](folder / kind), out, words_tokenizer())
