@@ -33,33 +33,33 @@ def read(folder: Path) -> dict[str, Any]:
 def test_steps_are_written_once_a_second_and_states_at_once(tmp_path: Path) -> None:
     clock, out = Clock(), tmp_path / "run"
     heart = Heartbeat(out, 60.0, clock)
-    heart.tell("starting", 4)
+    heart.on_state("starting", 4)
     assert read(out)["state"] == "starting"
-    heart.tell("training", 5, 2.5)
+    heart.on_state("training", 5, 2.5)
     assert read(out) == {
         "state": "training", "step": 5, "loss": 2.5, "time": NOW, "max_age_s": 60.0,
         "pid": os.getpid(), "host": socket.gethostname(),
     }  # fmt: skip
     clock.now += 0.5
-    heart.tell("training", 6, 2.25)
+    heart.on_state("training", 6, 2.25)
     assert read(out)["step"] == 5
-    heart.tell("saving")
+    heart.on_state("saving")
     assert (read(out)["step"], read(out)["loss"], read(out)["time"]) == (6, 2.25, NOW + 0.5)
     clock.now += 1.5
-    heart.tell("training", 7, math.nan)
-    heart.tell("training", 8, 2.0)
+    heart.on_state("training", 7, math.nan)
+    heart.on_state("training", 8, 2.0)
     assert (read(out)["step"], read(out)["loss"]) == (7, None)
     assert [path.name for path in out.iterdir()] == [HEARTBEAT]
 
 
 def test_a_heartbeat_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    Heartbeat(tmp_path / "file", 60.0).tell("training", 1, 1.0)
+    Heartbeat(tmp_path / "file", 60.0).on_state("training", 1, 1.0)
 
 
 def beat(folder: Path, **changed: Any) -> None:
     heart = Heartbeat(folder, 60.0, Clock())
-    heart.tell("training", 7, 2.0)
+    heart.on_state("training", 7, 2.0)
     (folder / HEARTBEAT).write_text(json.dumps(read(folder) | changed))
 
 

@@ -11,6 +11,7 @@ from gridformer.config.base import AnyPath
 from gridformer.config.faults import FaultsConfig
 from gridformer.utils.limits import MOST_TOKENS
 
+Logger = Literal["tensorboard", "wandb", "mlflow"]
 LRSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 DecayShape = Literal["linear", "cosine", "1-sqrt"]
@@ -221,6 +222,11 @@ class TrainConfig(FaultsConfig):
         ge=1,
         le=100,
         description="For BLEU, translations are searched with this number of beams; 1 is greedy.",
+    )
+    loggers: tuple[Logger, ...] = Field(
+        default=("tensorboard",),
+        description="Besides metrics.jsonl, the metrics of each step are logged to these of "
+        "tensorboard, wandb (Weights & Biases) and mlflow. wandb and mlflow are extras.",
     )
     trace_step: int = Field(
         default=0,

@@ -85,6 +85,10 @@ def check_run(
             f"train.bleu_every={run.train.bleu_every} needs sacrebleu: pip install "
             "'gridformer[bleu]', or use train.bleu_every=0"
         )
+    if {*run.train.loggers} - {"tensorboard"}:
+        from gridformer.train.loggers import missing_packages
+
+        problems += missing_packages(run.train.loggers)
     if run.train.compile:
         from gridformer.train.compile import compile_problems
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from gridformer.launch.worker_process import end_with_report, print_last
 from gridformer.mesh.launch_env import Joined, joined, use_only
 from gridformer.mesh.process_group import close_world, init_world
 from gridformer.mesh.rendezvous import store_of
+from gridformer.train.callbacks import Callback
 from gridformer.train.evaluation import Measure
 from gridformer.train.numerics import set_numerics
 from gridformer.train.plan import Plan
@@ -30,8 +32,12 @@ _ENDED = "run/ended"
 _LOOK_S = 1.0  # between two looks of a spare process at whether the run has ended
 
 
-def execute(plan: Plan) -> None:
+def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     """Starts the processes of a run and waits for them. A run that is done already is left alone.
+
+    Args:
+        plan: the run.
+        callbacks: are told what the run does. They are pickled into its first process.
 
     Raises:
         UserError: a worker raised it.
@@ -47,22 +53,23 @@ def execute(plan: Plan) -> None:
         )
         return
     policy, place = policy_of(plan.run.train), joined()
+    work = partial(worker, callbacks=tuple(callbacks)) if callbacks else worker
     if place and place.size > plan.n_processes:
         if place.rank >= plan.n_processes:
             wait_as_spare(place)
             return
         use_only(plan.n_processes)
         try:
-            launch(worker, (plan,), plan.n_processes, policy)
+            launch(work, (plan,), plan.n_processes, policy)
         finally:
             release_spares(place)
         return
     if plan.run.train.max_restarts and not joined():
-        launch_with_restarts(worker, plan, policy)
+        launch_with_restarts(work, plan, policy)
     else:
         advise = partial(memory_advice, plan)
         try:
-            launch(worker, (plan,), plan.n_processes, policy, advise)
+            launch(work, (plan,), plan.n_processes, policy, advise)
         except SaveError as error:  # of a run in this process alone
             print_last(f"gridformer: {error}")
             raise SystemExit(1) from None
@@ -70,6 +77,36 @@ def execute(plan: Plan) -> None:
             if (means := out_of_memory(error)) is not None:
                 print_last(f"rank 0 failed: {means}; {advise()}\n")
             raise
+
+
+def train(
+    run: Path | str,
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Trains a run from Python, or resumes it, as `gridformer train` does from the command line.
+
+    A run with several processes starts them on this machine, and each of them imports the script
+    that calls this. So the call must stand under `if __name__ == "__main__":`, and what `callbacks`
+    hold must be picklable.
+
+    Args:
+        run: the path of a run file, or the name of a shipped one.
+        overrides: `dotted.key=value` texts.
+        out: the run directory; None means `runs/NAME`.
+        callbacks: are told what the run does, in its first process.
+
+    Raises:
+        UserError: the run cannot start, see `gridformer.launch.plan.plan_run`, or a worker raised
+            it.
+        SystemExit: see `execute`.
+    """
+    from gridformer.launch.plan import plan_run
+    from gridformer.launch.run_lock import RunLock
+
+    with RunLock() as lock:
+        execute(plan_run(run, [*overrides], out=out, lock=lock), callbacks)
 
 
 def wait_as_spare(place: Joined) -> None:
@@ -122,12 +159,16 @@ def _measures(plan: Plan) -> list[Measure]:
     return [Bleu(plan.run, plan.out)]
 
 
-def worker(plan: Plan) -> None:
+def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     """The entrypoint of every process of a run: joins the process group and trains.
 
     The process group is destroyed only on success. A rank that fails must report it before it does
     anything that waits for its peers, which may be inside a collective: `launch` reports the
     failure and ends the process.
+
+    Args:
+        plan: the run.
+        callbacks: see `execute`.
     """
     train = plan.run.train
     leave_to_callers()
@@ -137,7 +178,7 @@ def worker(plan: Plan) -> None:
     if place and world.size > 1:
         nccl = world.backend == "nccl"
         watch = Watch(place, train.timeout_s, plan.out, end_with_report, nccl)
-    trainer = Trainer(plan, world, _measures(plan))
+    trainer = Trainer(plan, world, _measures(plan), callbacks)
     if watch:
         watch.where.model = trainer.model
     trainer.fit()

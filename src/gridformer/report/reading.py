@@ -17,13 +17,13 @@ import yaml
 
 from gridformer.checkpoint import find
 from gridformer.config import RunConfig, load_run
+from gridformer.train.events import EVENTS_FILE
 from gridformer.train.heartbeat import HEARTBEAT
 from gridformer.train.metrics import METRICS
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import read_bytes
 from gridformer.utils.units import GIB
 
-EVENTS = "events.jsonl"
 SAMPLES = "samples.jsonl"
 CONFIG = "config.yaml"
 _MOST_BYTES = GIB  # of a file of lines: a million steps have a third of that
@@ -145,7 +145,7 @@ def _read(folder: Path, label: str) -> Run:
         problem,
         settings,
         [by_step[step] for step in sorted(by_step)],
-        [line for line in lines(folder / EVENTS) if isinstance(line.get("event"), str)],
+        [line for line in lines(folder / EVENTS_FILE) if isinstance(line.get("event"), str)],
         _state(folder / HEARTBEAT),
         [int(path.name.split("-")[1]) for path in find.complete(folder)],
         sorted(folder.glob("trace-step-*.json"), key=lambda path: (len(path.name), path.name)),

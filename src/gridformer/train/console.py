@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,12 +16,12 @@ from gridformer.data.samples.remarks import remarks
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import notes
 from gridformer.parallel.registry import describe
+from gridformer.train.callbacks import Callback, End, Saved, State
 from gridformer.utils.units import GIB, format_bytes, format_count, three_digits
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gridformer.checkpoint.saver import Report
     from gridformer.config import LayoutConfig, RunConfig
     from gridformer.data import Batches
     from gridformer.mesh.process_group import World
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 5.0  # if the output is not a terminal
 
 
-class Reporter:
+class Reporter(Callback):
     """Prints a summary, a progress bar (or a line every few seconds off a terminal), and an end.
 
     Args:
@@ -79,7 +80,12 @@ class Reporter:
         """Shows what the run does between steps."""
         self.progress.update(self._task, description=what)
 
-    def step(self, metrics: dict[str, Any]) -> None:
+    def on_state(self, state: State, step: int | None = None, loss: float | None = None) -> None:
+        """Shows what the run does between steps."""
+        if state in ("evaluating", "saving"):
+            self.say(state)
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
         """Shows the metrics of one step, given its line of metrics.jsonl."""
         step = metrics["step"]
         parts = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
@@ -107,68 +113,49 @@ class Reporter:
             self._last_line = now
             self._print(f"  step {step:>5}/{self.plan.run.train.steps}  {text}")
 
-    def tell(self, sentence: str) -> None:
-        """Prints what has happened to the run."""
+    def on_note(self, sentence: str) -> None:
+        """Prints what has happened."""
         self._print(f"  {sentence}")
 
-    def skipped(self, step: int, scale: float) -> None:
-        """Prints that the gradients of a step overflowed float16, and the new loss scale."""
-        self._print(
-            f"  step {step}: gradients overflowed float16; nothing was updated, and the loss is "
-            f"now scaled by {scale:g}"
-        )
+    def on_diverged(self, step: int, why: str, back_to: int | None) -> None:
+        """Prints what became of a step that was not finite."""
+        self._print(f"  {why}")
 
-    def traced(self, path: Path, idle: float | None, layout: LayoutConfig) -> None:
-        """Prints where the timeline of a step was written, and how long pipeline ranks waited."""
-        text = f"  timeline of this step: {path} (open it in ui.perfetto.dev)"
-        if layout.pp > 1 and idle is not None:
-            ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
-            text += f"; ranks waited for {idle:.0%} of the time that they computed "
-            text += f"({ideal:.0%} with equal stages)"
-        self._print(text)
-
-    def saved(self, report: Report) -> None:
+    def on_saved(self, saved: Saved) -> None:
         """Prints that a checkpoint is complete, or why there is none."""
-        found = report.outcome
-        waited = f"training waited for {three_digits(report.stalled_s)} s"
-        if report.waited_s > 0.5 * report.stalled_s and report.waited_s > 0.1:
+        waited = f"training waited for {three_digits(saved.stalled_s)} s"
+        if saved.waited_s > 0.5 * saved.stalled_s and saved.waited_s > 0.1:
             waited += ", mostly for the save before it"
-        if found.removed:
-            self._print(f"  the disk was full: removed {', '.join(found.removed)}")
-        if found.failure:
+        if saved.removed:
+            self._print(f"  the disk was full: removed {', '.join(saved.removed)}")
+        if saved.failure:
             self._print(
-                f"  step {found.step}: no checkpoint was saved ({found.failure}); {waited}. The "
+                f"  step {saved.step}: no checkpoint was saved ({saved.failure}); {waited}. The "
                 "run goes on, and its next save tries again"
             )
         else:
             self._print(
-                f"  checkpoint of step {found.step} is complete: {format_bytes(found.n_bytes)} in "
-                f"{three_digits(found.seconds)} s; {waited}"
+                f"  checkpoint of step {saved.step} is complete: {format_bytes(saved.n_bytes)} in "
+                f"{three_digits(saved.seconds)} s; {waited}"
             )
 
-        if found.not_copied:
+        if saved.not_copied:
             self._print(
-                f"  checkpoint of step {found.step} could not be copied to "
-                f"{self.plan.run.train.checkpoint_to} ({found.not_copied}); the run goes on, and "
+                f"  checkpoint of step {saved.step} could not be copied to "
+                f"{self.plan.run.train.checkpoint_to} ({saved.not_copied}); the run goes on, and "
                 "the next one is copied again"
             )
 
-    def end(self, step: int, saved: int, stopped: bool) -> None:
-        """Stops the progress bar and prints how the run ended.
-
-        Args:
-            step: The last step that ran.
-            saved: The step of the last checkpoint.
-            stopped: Whether the run was told to stop before its last step.
-        """
+    def on_end(self, end: End) -> None:
+        """Stops the progress bar and prints how the run ended; the launcher says why one failed."""
         self.close()
         out = self.plan.out
-        if stopped:
+        if end.how == "stopped":
             self._print(
-                f"  stopped after step {step}; checkpoint of step {saved} saved: run the same "
-                "command to resume from it"
+                f"  stopped after step {end.step}; checkpoint of step {end.saved} saved: run the "
+                "same command to resume from it"
             )
-        else:
+        elif end.how == "done":
             self._print(
                 f"  done: {out}/loss.png, metrics.jsonl, tensorboard/, checkpoints/\n"
                 f'  next: gridformer generate {out} --prompt "..."'
@@ -183,6 +170,24 @@ class Reporter:
         self.console.print(text, soft_wrap=True)
 
 
+def overflow_note(step: int, scale: float) -> str:
+    """Returns that the gradients of a step overflowed float16, and the new loss scale."""
+    return (
+        f"step {step}: gradients overflowed float16; nothing was updated, and the loss is now "
+        f"scaled by {scale:g}"
+    )
+
+
+def trace_note(path: Path, idle: float | None, layout: LayoutConfig) -> str:
+    """Returns where the timeline of a step was written, and how long pipeline ranks waited."""
+    text = f"timeline of this step: {path} (open it in ui.perfetto.dev)"
+    if layout.pp > 1 and idle is not None:
+        ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
+        text += f"; ranks waited for {idle:.0%} of the time that they computed "
+        text += f"({ideal:.0%} with equal stages)"
+    return text
+
+
 def title_of(run: RunConfig) -> str:
     """Returns a title such as `demo: demo-4m (3.87M parameters) on optimus 2x2`."""
     model = run.model.family if run.model.name == "custom" else run.model.name
@@ -195,7 +200,7 @@ def _lengths(run: RunConfig) -> str:
     return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
 
 
-def _scores(metrics: dict[str, Any]) -> str:
+def _scores(metrics: Mapping[str, Any]) -> str:
     """Returns the scores of an evaluation, such as `accuracy 0.843, f1 0.791`; empty if none."""
     others = re.compile("val_(loss|bleu)|.*_(has|no)_answer")
     return ", ".join(
@@ -205,7 +210,7 @@ def _scores(metrics: dict[str, Any]) -> str:
     )
 
 
-def _speed(metrics: dict[str, Any], device: str) -> str:
+def _speed(metrics: Mapping[str, Any], device: str) -> str:
     """Returns `312 TFLOP/s per GPU`, or with a known peak `312 TFLOP/s per GPU (MFU 32%)`.
 
     With recomputation, the utilization of the hardware is larger and is added.

@@ -14,19 +14,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
+from gridformer.train.callbacks import Callback, State
 from gridformer.utils.files import UnreadableError, read_json
 
 HEARTBEAT = "heartbeat.json"
-State = Literal["starting", "training", "evaluating", "saving", "stopped", "failed", "done"]
 # States after which the file is not written again.
 _ENDED = ("stopped", "failed", "done")
 _EVERY_S = 1.0  # steps may be much shorter, and the folder may be on a network
 _DEFAULT_MAX_AGE_S = 600.0
 
 
-class Heartbeat:
+class Heartbeat(Callback):
     """Writes `heartbeat.json`. Rank 0 only.
 
     A change of state is written at once, a further step at most once a second. The file appears
@@ -60,7 +60,7 @@ class Heartbeat:
         """The state that was told last."""
         return str(self._told["state"])
 
-    def tell(self, state: State, step: int | None = None, loss: float | None = None) -> None:
+    def on_state(self, state: State, step: int | None = None, loss: float | None = None) -> None:
         """Says what the run does now.
 
         Args:

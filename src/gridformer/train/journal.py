@@ -1,17 +1,24 @@
-"""What a run tells about itself: heartbeat, metrics, TensorBoard, and lines on the terminal."""
+"""What a run tells about itself: to the callbacks of its first rank."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from gridformer.checkpoint import weights
 from gridformer.data.chat import CHAT_FILE
 from gridformer.data.opening import tokenizer_of
-from gridformer.train.console import Reporter, title_of
-from gridformer.train.heartbeat import Heartbeat, State
-from gridformer.train.metrics import MetricsLog, plot_loss
+from gridformer.parallel.registry import describe
+from gridformer.train.callbacks import Callback, Callbacks, End, Saved, Start, State
+from gridformer.train.console import Reporter, overflow_note, title_of, trace_note
+from gridformer.train.events import Events
+from gridformer.train.heartbeat import Heartbeat
+from gridformer.train.loggers import open_loggers
+from gridformer.train.metrics import MetricsFile, last_step, plot_loss
 
 if TYPE_CHECKING:
     from gridformer.checkpoint.saver import Report
@@ -28,16 +35,19 @@ class Journal:
     Args:
         plan: The checked run.
         world: The processes of the run.
+        callbacks: The callbacks of the user.
     """
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: Plan, world: World, callbacks: Sequence[Callback] = ()) -> None:
         self.run, self.out, self.world = plan.run, plan.out, world
-        self.heart: Heartbeat | None = None
-        self.log: MetricsLog | None = None
-        self.report: Reporter | None = None
+        self.users = callbacks
+        self.step = plan.resume_step
+        self.console: Reporter | None = None
+        self.told = Callbacks([], [])
+        self.heart = Heartbeat(plan.out, plan.run.train.timeout_s)
         if world.rank == 0:
-            self.heart = Heartbeat(plan.out, plan.run.train.timeout_s)
-            self.heart.tell("starting", plan.resume_step)
+            self.told.own.append(self.heart)
+            self.state("starting", plan.resume_step)
 
     def begin(self, plan: Plan, n_train_tokens: int, batches: Batches) -> None:
         """Writes config and tokenizer to the run directory, opens its logs, and says what runs.
@@ -50,8 +60,19 @@ class Journal:
         if self.world.rank:
             return
         self._prepare_folder(plan)
-        self.log = MetricsLog(self.out, plan.resume_step)
-        self.report = Reporter(plan, self.world, n_train_tokens, batches)
+        told = last_step(self.out)  # before the lines of steps that run again are removed
+        metrics = MetricsFile(self.out, plan.resume_step)
+        self.console = Reporter(plan, self.world, n_train_tokens, batches)
+        needed, loggers = open_loggers(self.run, self.out, plan.resume_step, told)
+        self.told.own += [metrics, self.console, Events(self.out), *needed]
+        self.told.others += [*loggers, *self.users]
+        device = self.world.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        layout = self.run.layout
+        start = Start(
+            self.run, self.out, plan.resume_step, describe(layout), layout.n_processes, name
+        )
+        self.told.tell(lambda callback: callback.on_start(start))
 
     def _prepare_folder(self, plan: Plan) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -63,48 +84,53 @@ class Journal:
             weights.keep_files(plan.start, self.out)
 
     def state(self, state: State, step: int | None = None, loss: float | None = None) -> None:
-        """Tells what the run does now, or how it ended; see `Heartbeat.tell`."""
-        if self.heart:
-            self.heart.tell(state, step, loss)
-        if state in ("evaluating", "saving"):
-            self.say(state)
+        """Tells what the run does now, or how it ended; see `Callback.on_state`."""
+        self.told.tell(lambda callback: callback.on_state(state, step, loss))
 
     def say(self, what: str) -> None:
         """Shows on the terminal what the run does between steps."""
-        if self.report:
-            self.report.say(what)
+        if self.console:
+            self.console.say(what)
 
     def metrics(self, metrics: dict[str, Any]) -> None:
-        """Writes and shows the metrics of one step."""
-        if self.log and self.report:
-            self.log.write(metrics)
-            self.report.step(metrics)
+        """Tells the metrics of one step, and of the evaluation after it."""
+        self.step = metrics["step"]
+        self.told.tell(lambda callback: callback.on_step(dict(metrics)))
+        results = {name: value for name, value in metrics.items() if name.startswith("val_")}
+        if results:
+            self.told.tell(lambda callback: callback.on_evaluation(self.step, dict(results)))
 
     def skipped(self, step: int, scale: float) -> None:
         """Tells that the gradients of a step overflowed float16, and the new loss scale."""
-        if self.report:
-            self.report.skipped(step, scale)
+        self.note(overflow_note(step, scale))
 
     def traced(self, path: Path, idle: float | None) -> None:
         """Tells where the timeline of a step was written, and how long pipeline ranks waited."""
-        if self.report:
-            self.report.traced(path, idle, self.run.layout)
+        self.note(trace_note(path, idle, self.run.layout))
+
+    def note(self, sentence: str) -> None:
+        """Tells what a reader of the terminal wants to know."""
+        self.told.tell(lambda callback: callback.on_note(sentence))
 
     def saved(self, one: Report) -> None:
         """Tells what became of a save."""
-        if self.report:
-            self.report.saved(one)
+        found = one.outcome
+        saved = Saved(
+            found.step,
+            found.target,
+            found.n_bytes,
+            found.seconds,
+            one.stalled_s,
+            one.waited_s,
+            found.failure,
+            tuple(found.removed),
+            found.not_copied,
+        )
+        self.told.tell(lambda callback: callback.on_saved(saved))
 
-    def tell(self, sentence: str) -> None:
-        """Tells what has happened to the run."""
-        if self.report:
-            self.report.tell(sentence)
-
-    def back_to(self, step: int) -> None:
-        """Removes the metrics of the steps after `step`, which run again."""
-        if self.log:
-            self.log.close()
-            self.log = MetricsLog(self.out, step)
+    def diverged(self, step: int, why: str, back_to: int | None) -> None:
+        """Tells what becomes of a step that was not finite; see `Callback.on_diverged`."""
+        self.told.tell(lambda callback: callback.on_diverged(step, why, back_to))
 
     def end(self, step: int, saved: int) -> None:
         """Plots the losses and says how the run has ended.
@@ -113,12 +139,27 @@ class Journal:
             step: The last step that is done.
             saved: The step of the last checkpoint.
         """
-        if self.report:
+        if self.world.rank == 0:
             plot_loss(self.out, title_of(self.run))
-            self.report.end(step, saved, stopped=step < self.run.train.steps)
+        end = End("done" if step == self.run.train.steps else "stopped", step, saved)
+        self.told.tell(lambda callback: callback.on_end(end))
+
+    def failed(self, error: BaseException) -> None:
+        """Tells that the run ends with an error."""
+        self.state("failed")
+        said = str(error).strip().splitlines()
+        why = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+        end = End("failed", self.step, why=why)
+        self.told.tell(lambda callback: callback.on_end(end))
 
     def close(self) -> None:
-        """Closes what `begin` has opened."""
-        for opened in (self.report, self.log):
-            if opened:
-                opened.close()
+        """Closes all callbacks.
+
+        Raises:
+            FullDiskError: A file of the run directory could not be completed.
+        """
+        try:
+            self.told.close()
+        except Exception:
+            self.heart.on_state("failed")
+            raise

@@ -1,13 +1,15 @@
-"""The metrics of a run: metrics.jsonl, TensorBoard events and loss.png."""
+"""The metrics of a run: metrics.jsonl and loss.png."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gridformer.train.callbacks import Callback
 from gridformer.utils.disk import writing
 
 METRICS = "metrics.jsonl"
@@ -15,8 +17,8 @@ PLOT = "loss.png"
 EVENTS = "tensorboard"
 
 
-class MetricsLog:
-    """Writes one JSON object per step to metrics.jsonl, and TensorBoard events. Rank 0 only.
+class MetricsFile(Callback):
+    """Writes one JSON object per step to metrics.jsonl. Rank 0 only.
 
     A run that died after its last checkpoint leaves lines of later steps. Resuming removes them,
     because those steps run again, with the same result.
@@ -27,9 +29,11 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.path = run_dir / METRICS
+        self._open(resume_step)
+
+    def _open(self, resume_step: int) -> None:
+        run_dir = self.path.parent
         kept = [m for m in read_metrics(run_dir) if m["step"] <= resume_step] if resume_step else []
         swap = self.path.with_suffix(".tmp")
         text = "".join(json.dumps(line) + "\n" for line in kept)
@@ -37,27 +41,22 @@ class MetricsLog:
             swap.write_text(text, encoding="utf-8")
             os.replace(swap, self.path)
         self._file = self.path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(run_dir / EVENTS), purge_step=resume_step + 1)
 
-    def write(self, metrics: dict[str, Any]) -> None:
-        """Appends the metrics of one step and flushes metrics.jsonl."""
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        """Appends the metrics of one step and flushes them."""
         line = json.dumps(metrics) + "\n"
         with writing(self.path, len(line)):
             self._file.write(line)
             self._file.flush()
-        with writing(self.path.with_name(EVENTS)):
-            for name, value in metrics.items():
-                if name != "step" and not isinstance(value, str):
-                    group = "val" if name.startswith("val_") else "train"
-                    self._events.add_scalar(
-                        f"{group}/{name.removeprefix('val_')}", value, metrics["step"]
-                    )
+
+    def on_diverged(self, step: int, why: str, back_to: int | None) -> None:
+        """Removes the lines of steps that run again."""
+        if back_to is not None:
+            self._file.close()
+            self._open(back_to)
 
     def close(self) -> None:
-        """Closes both files."""
         self._file.close()
-        with writing(self.path.with_name(EVENTS)):
-            self._events.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -72,6 +71,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return metrics
+
+
+def last_step(run_dir: Path) -> int:
+    """Returns the last step of which a run has metrics; 0 if there is none."""
+    return max((line["step"] for line in read_metrics(run_dir)), default=0)
 
 
 def plot_loss(run_dir: Path, title: str) -> Path | None:

@@ -26,6 +26,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.parallel.pipeline import Event
+from gridformer.train.callbacks import Callback
 from gridformer.train.compile import compile_model
 from gridformer.train.diagnosis import diagnose
 from gridformer.train.divergence import Recovery
@@ -55,13 +56,20 @@ class Trainer:
         plan: The checked run.
         world: The processes of the run.
         measures: What evaluations measure besides the losses.
+        callbacks: They are told what the run does, on the first rank.
     """
 
-    def __init__(self, plan: Plan, world: World, measures: Sequence[Measure] = ()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        measures: Sequence[Measure] = (),
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         run = plan.run
         self.plan, self.run, self.world = plan, run, world
         self.stop = install()
-        self.journal = Journal(plan, world)
+        self.journal = Journal(plan, world, callbacks)
         decisions = plan.decisions
         self.axes = build_axes(run.layout, world.device.type, decisions.block)
         self.plan, verified = intact(plan, self.axes)
@@ -119,12 +127,12 @@ class Trainer:
         train, step = self.run.train, self.plan.resume_step
         saved, told = step, False
         with ExitStack() as at_end:
-            at_end.push(self._on_error)
+            at_end.push(self._leave)
             self.ending = self._ending()
             at_end.callback(self.ending.close)
             self.stepper.passes.at_border = self.ending.at
             self.ahead = self._loader(self.batches, range(step, train.steps))
-            at_end.callback(self._close)
+            at_end.callback(lambda: self.ahead.close())  # a rollback opens another
             at_end.callback(self._finish_saves)
             if step == 0:
                 with suppress(StepDropped):
@@ -285,7 +293,8 @@ class Trainer:
         decision = self.recovery.decide(error, found)
         self.ahead.close()
         self.under_way.clear()
-        self.journal.tell(decision.told)
+        back_to = None if decision.back_to is None else int(decision.back_to.name.split("-")[1])
+        self.journal.diverged(step + 1, decision.told, back_to)
         left_out = None
         if decision.back_to is None:
             step += 1
@@ -297,13 +306,8 @@ class Trainer:
             for parameter in self.model.parameters():
                 drop_copies(parameter)
             self.stepper.train = self.recovery.present
-            self.journal.back_to(step)
         self.ahead = self._loader(self.batches, range(step, self.run.train.steps))
         return step, left_out
-
-    def _close(self) -> None:
-        self.ahead.close()
-        self.journal.close()
 
     def _traced(self, step: int, read: ReadRows) -> StartedStep:
         """Runs a step and writes its timeline to the run directory."""
@@ -355,9 +359,12 @@ class Trainer:
         )
         self._tell_of_saves()
 
-    def _on_error(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.journal.state("failed")
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        if error is not None:
+            self.journal.failed(error)
+        self.journal.close()
 
     def _tell_of_saves(self) -> None:
         """Prints what became of saves."""

@@ -71,6 +71,7 @@ FIXED: dict[str, Any] = {
     "train.bleu_pairs": 0,
     "train.bleu_beams": 1,
     "train.trace_step": 0,
+    "train.loggers": ["tensorboard"],
     "train.peak_tflops": 0.0,
     "train.timeout_s": 600.0,
 }

@@ -5,5 +5,5 @@ from gridformer.launch import run
 from tests.support.launch.dying import dies_once
 
 if __name__ == "__main__":
-    run.worker = dies_once
+    run.worker = dies_once  # type: ignore[assignment]
     main()

@@ -1,0 +1,129 @@
+"""What the loggers of services have in common: the id under which a resumed run goes on there.
+
+`loggers.json` in the run directory keeps it. A run that is resumed joins its run there, a run that
+begins anew begins one, and a run that goes back to a checkpoint after a step that was not finite
+begins one, too, because steps that were logged there cannot be taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gridformer.config import RunConfig
+from gridformer.train.callbacks import Callback, End, Start
+from gridformer.utils.errors import UserError
+from gridformer.utils.files import read_json
+
+IDS = "loggers.json"
+
+
+class JoinedLogger(Callback):
+    """Logs to a service whose runs have ids. A subclass says how.
+
+    Args:
+        run_dir: The run directory.
+        resume_step: The step of the checkpoint to resume from; 0 for a new run.
+
+    Attributes:
+        key: The name of the service in loggers.json.
+        logged: The last step that is known there, with all before it.
+    """
+
+    key = ""
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        self.run_dir, self.resume_step, self.logged = run_dir, resume_step, 0
+        self.settings: RunConfig | None = None
+        self.about: dict[str, Any] = {}
+        self.part = 0
+
+    @property
+    def name(self) -> str:
+        return self.key
+
+    def begin(self, run_id: str | None, title: str) -> tuple[str, int]:
+        """Begins a run, or joins one.
+
+        Args:
+            run_id: The id to join; None begins a run.
+            title: Its name.
+
+        Returns:
+            Its id, and the last step that is logged there.
+        """
+        raise NotImplementedError
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Logs the numbers of a step."""
+        raise NotImplementedError
+
+    def finish(self, how: str) -> None:
+        """Ends the run there. It can be joined again.
+
+        Args:
+            how: See `End`; `diverged` if the run goes on in another one.
+        """
+        raise NotImplementedError
+
+    def on_start(self, start: Start) -> None:
+        self.settings = start.run
+        self.about = {
+            "layout": start.layout,
+            "devices": start.devices,
+            "device": start.device,
+        }
+        known = self._known() if self.resume_step else {}
+        self.part = int(known.get("part", 0))
+        self._begin(known.get("id"))
+
+    def _begin(self, run_id: str | None) -> None:
+        assert self.settings is not None, "on_start comes first"
+        title = self.settings.name + (f", part {self.part + 1}" if self.part else "")
+        found, self.logged = self.begin(run_id, title)
+        self._remember({"id": found, "part": self.part})
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        """Logs a step, unless it was logged before the run was killed and resumed."""
+        step = metrics["step"]
+        if step <= self.logged and self.logged:
+            return
+        self.log(step, {name: value for name, value in metrics.items() if _is_number(name, value)})
+        self.logged = step
+
+    def on_diverged(self, step: int, why: str, back_to: int | None) -> None:
+        """Goes on in a run of its own after a rollback, whose steps have other values."""
+        if back_to is None:
+            return
+        self.finish("diverged")
+        self.part += 1
+        self._begin(None)
+
+    def on_end(self, end: End) -> None:
+        self.finish(end.how)
+
+    def _known(self) -> dict[str, Any]:
+        try:
+            found = read_json(self.run_dir / IDS)[self.key]
+            return found if isinstance(found["id"], str) else {}
+        except (UserError, KeyError, TypeError):
+            return {}
+
+    def _remember(self, about: dict[str, Any]) -> None:
+        path = self.run_dir / IDS
+        try:
+            found = dict(read_json(path))
+        except (UserError, ValueError, TypeError):
+            found = {}
+        unfinished = path.with_name(f".{IDS}.unfinished")
+        unfinished.write_text(json.dumps({**found, self.key: about}) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+
+
+def _is_number(name: str, value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return name != "step" and number and math.isfinite(value)  # type: ignore[arg-type]

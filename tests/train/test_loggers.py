@@ -1,0 +1,239 @@
+"""Loggers of services: joined again on resume, no step twice, a run of its own after a rollback.
+
+Small stand-ins take the place of the packages, so nothing is sent to anybody.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from gridformer.config import RunConfig, parse_run
+from gridformer.launch.plan import check_run
+from gridformer.train.callbacks import Callback, End, Saved, Start
+from gridformer.train.loggers import missing_packages, open_loggers
+from gridformer.utils.errors import ConfigError
+
+RUN = {
+    "name": "mine",
+    "model": {"family": "gpt2", "n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 8},
+    "data": {"path": "tokens"},
+}
+
+
+class FakeWandb(ModuleType):
+    """Stands in for wandb: runs by id, with the steps logged to each."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.has_key = False
+        self.Settings = SimpleNamespace
+
+    def login(self, prompt: bool, verify: bool) -> bool:
+        assert not prompt, "a run must not wait for someone who types"
+        assert not verify, "tests send nothing"
+        return self.has_key
+
+    def init(self, **about: Any) -> Any:
+        run_id = about["id"] or f"id{len(self.runs)}"
+        run = self.runs.setdefault(run_id, {"steps": [], "exits": []})
+        run["about"] = about
+
+        def log(values: dict[str, float], step: int) -> None:
+            run["steps"].append(step)
+            run["last"] = values
+
+        return SimpleNamespace(
+            id=run_id,
+            log=log,
+            summary=run,
+            config=SimpleNamespace(update=lambda config, allow_val_change: None),
+            finish=lambda exit_code: run["exits"].append(exit_code),
+        )
+
+
+class FakeMLflow:
+    """Stands in for mlflow.tracking.MlflowClient."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.uri = ""
+
+    def __call__(self, tracking_uri: str) -> FakeMLflow:
+        self.uri = tracking_uri
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return None
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> str:
+        return name
+
+    def create_run(self, experiment: str, run_name: str) -> Any:
+        run_id = f"id{len(self.runs)}"
+        self.runs[run_id] = {"name": run_name, "status": "RUNNING", "metrics": [], "params": []}
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.runs[run_id]["status"] = status
+
+    def set_tag(self, run_id: str, key: str, value: str) -> None:
+        self.runs[run_id][key] = value
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        self.runs[run_id]["metrics"] += metrics
+        self.runs[run_id]["params"] += params
+
+    def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+        steps = [step for name, _, _, step in self.runs[run_id]["metrics"] if name == key]
+        return [SimpleNamespace(step=step) for step in steps]
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.runs[run_id]["status"] = status
+
+    def steps(self, run_id: str) -> list[int]:
+        return [metric.step for metric in self.get_metric_history(run_id, "tokens")]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    client = FakeMLflow()
+    for name, content in (
+        ("mlflow", {}),
+        ("mlflow.tracking", {"MlflowClient": client}),
+        ("mlflow.entities", {"Metric": lambda *one: one, "Param": lambda *one: one}),
+    ):
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return client
+
+
+def run_of(name: str) -> RunConfig:
+    return parse_run({**RUN, "train": {"loggers": [name]}})
+
+
+def opened(name: str, folder: Path, resume_step: int, told_step: int) -> Callback:
+    """Open the logger of a process that starts or resumes."""
+    run = run_of(name)
+    ([], [logger]) = open_loggers(run, folder, resume_step, told_step)
+    logger.on_start(Start(run, folder, resume_step, "single", 1, "cpu"))
+    return logger
+
+
+def steps(logger: Callback, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        logger.on_step({"step": step, "loss": 5.0, "tokens": 8 * step, "left_out": "why"})
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_resumed_run_is_joined_and_no_step_is_logged_twice(
+    name: str, tmp_path: Path, wandb: FakeWandb, mlflow: FakeMLflow
+) -> None:
+    """The first process is killed in step 5, after the checkpoint of step 3."""
+    known = wandb.runs if name == "wandb" else mlflow.runs
+    first = opened(name, tmp_path, 0, 0)
+    steps(first, 0, 5)
+    first.on_evaluation(5, {})
+    second = opened(name, tmp_path, 3, 5)
+    steps(second, 4, 7)
+    second.on_end(End("done", 7, 7))
+    second.close()
+    assert [*known] == ["id0"]
+    logged = known["id0"]["steps"] if name == "wandb" else mlflow.steps("id0")
+    assert logged == [0, 1, 2, 3, 4, 5, 6, 7]
+    third = opened(name, tmp_path, 0, 7)  # begun anew in the same folder
+    third.close()
+    assert [*known] == ["id0", "id1"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_rollback_goes_on_in_a_run_of_its_own(
+    name: str, tmp_path: Path, wandb: FakeWandb, mlflow: FakeMLflow
+) -> None:
+    logger = opened(name, tmp_path, 0, 0)
+    steps(logger, 0, 4)
+    logger.on_diverged(5, "it is nan; left out", None)
+    logger.on_diverged(5, "it is nan; going back", 2)
+    steps(logger, 3, 4)
+    logger.on_saved(Saved(4, "step-00000004", 1, 1.0, 0.0, 0.0))
+    steps(logger, 5, 5)
+    resumed = opened(name, tmp_path, 4, 5)
+    steps(resumed, 5, 6)
+    resumed.close()
+    if name == "wandb":
+        assert [run["steps"] for run in wandb.runs.values()] == [[0, 1, 2, 3, 4], [3, 4, 5, 6]]
+        assert wandb.runs["id1"]["about"]["name"] == "mine, part 2"
+        assert wandb.runs["id0"]["exits"] == [1]
+    else:
+        assert [mlflow.steps(run) for run in mlflow.runs] == [[0, 1, 2, 3, 4], [3, 4, 5, 6]]
+        assert mlflow.runs["id1"]["name"] == "mine, part 2"
+        assert mlflow.runs["id0"]["status"] == "FAILED"
+
+
+def test_wandb_is_offline_without_a_login_and_does_what_its_variables_say(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened("wandb", tmp_path, 0, 0).close()
+    about = wandb.runs["id0"]["about"]
+    assert (about["mode"], about["project"], about["dir"]) == (
+        "offline",
+        "gridformer",
+        str(tmp_path),
+    )
+    wandb.has_key = True
+    opened("wandb", tmp_path, 0, 0).close()
+    assert wandb.runs["id1"]["about"]["mode"] == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    opened("wandb", tmp_path, 0, 0).close()
+    about = wandb.runs["id2"]["about"]
+    assert (about["mode"], about["project"]) == ("disabled", "theirs")
+
+
+def test_mlflow_writes_beside_the_run_directories_without_a_server(
+    tmp_path: Path, mlflow: FakeMLflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    opened("mlflow", folder, 0, 0)
+    assert mlflow.uri == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert ("train.lr", "0.0003") in mlflow.runs["id0"]["params"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    opened("mlflow", folder, 0, 0)
+    assert mlflow.uri == "http://127.0.0.1:1"
+
+
+def test_a_missing_package_is_named_before_a_process_starts(
+    token_folder: Path, tmp_path: Path
+) -> None:
+    assert missing_packages(["tensorboard"]) == []
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {family: gpt2, n_layers: 1, hidden_size: 8, n_heads: 2, max_seq_len: 8}\n"
+        f"data: {{path: {token_folder}}}\n"
+        "train: {loggers: [wandb], device: cpu}\n"
+    )
+    with (
+        patch.object(importlib.util, "find_spec", return_value=None),
+        pytest.raises(ConfigError, match=r"train.loggers=wandb needs wandb: pip install"),
+    ):
+        check_run(file)
