@@ -107,3 +107,21 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"bad\.json: is not a tokenizer\.json"):
         Tokenizer.load(tmp_path / "bad.json")
+
+
+def test_tokens_that_begin_and_end_documents(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<s>": 2, "<end>": 3}))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).eos_token == "</s>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    assert Tokenizer.load(tmp_path).eos_id == 3
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>", "bos_token": "<s>"}')
+    usual = Tokenizer.load(tmp_path)
+    assert (usual.eos_id, usual.bos_id, usual.begin_ids) == (1, None, [])
+    with pytest.raises(DataError, match="has no token '<no>': use --eos with"):
+        Tokenizer.load(tmp_path, "<no>")
+    chosen = Tokenizer.load(tmp_path, "<end>", "<s>")
+    (tmp_path / "saved").mkdir()
+    chosen.save(tmp_path / "saved" / "tokenizer.json")
+    again = Tokenizer.load(tmp_path / "saved" / "tokenizer.json")
+    assert (again.eos_id, again.bos_id, again.begin_ids) == (3, 2, [2])

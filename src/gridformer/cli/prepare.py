@@ -22,10 +22,10 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="SOURCE",
-            help="Text files, folders, quoted patterns, .jsonl, .jsonl.gz, .parquet or .arrow "
-            "files, save_to_disk folders, hf:NAME, hf:NAME/CONFIG, or python-stdlib. gettext:de "
-            "takes pairs of English and German (or any other language) from the message catalogs "
-            "of this machine, and gettext:de:PATH from those in a folder.",
+            help="Text files, folders, quoted patterns, .jsonl, .jsonl.gz, .parquet, .arrow, "
+            ".csv, .tsv or .json files, save_to_disk folders, hf:NAME, hf:NAME/CONFIG, or "
+            "python-stdlib. gettext:de takes pairs of English and German (or any other language) "
+            "from the message catalogs of this machine, and gettext:de:PATH from those in a folder.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="The token folder to write.")],
@@ -86,7 +86,26 @@ def prepare(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            "--tokenizer", help="A tokenizer.json file. By default, a tokenizer is trained."
+            "--tokenizer",
+            help="A tokenizer.json file, or a folder of Hugging Face that has one. By default, a "
+            "tokenizer is trained.",
+        ),
+    ] = None,
+    eos: Annotated[
+        str | None,
+        typer.Option(
+            "--eos",
+            metavar="TOKEN",
+            help="The token that ends every document. By default it is the one that the tokenizer "
+            "names; none adds no token.",
+        ),
+    ] = None,
+    bos: Annotated[
+        str | None,
+        typer.Option(
+            "--bos",
+            metavar="TOKEN",
+            help="A token with which every document begins. By default there is none.",
         ),
     ] = None,
     vocab_size: Annotated[
@@ -116,6 +135,15 @@ def prepare(
             "splits are those of the data set.",
         ),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=1,
+            help="The number of processes that tokenize. By default there is one for each core, "
+            "or a single one for less than 64 MB of text.",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing token folder at --out.")
     ] = False,
@@ -124,6 +152,7 @@ def prepare(
 
     Every file, and every record of a data set, is a document. A corpus may be larger than memory.
     Pairs of texts are for translation, and labeled documents are for classification.
+    If it is stopped, the same command goes on where it was.
 
     For a first try: gridformer prepare python-stdlib --out data/python-stdlib
     """
@@ -135,9 +164,15 @@ def prepare(
     from rich.console import Console
 
     from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.resuming import documents_kept
     from gridformer.data.prepare.sources import open_sources
     from gridformer.data.tokenizer import Tokenizer
 
+    if (chat or task_format) and (eos or bos or workers):
+        raise UserError(
+            f"{'--chat' if chat else '--format'} says what begins and ends a document, and "
+            f"tokenizes in one process, so omit --eos, --bos and --workers"
+        )
     if chat is not None:
         ways = (pair_keys, pair_files, label_key, labels_from_folders, suffix)
         if any(ways):
@@ -170,27 +205,42 @@ def prepare(
         folder = _task_folder(task_format, sources, out, tokenizer, overwrite)
         _summarize(folder, out, Console())
         return
-    with _Bar(Console(stderr=True)) as bar:
-        folder = prepare_corpus(
-            open_sources(
-                sources,
-                suffixes=suffix or (),
-                text_key=text_key,
-                split=split,
-                pair_keys=_two_keys(pair_keys),
-                label_key=label_key,
-                labels_from_folders=labels_from_folders,
-                pair_files=pair_files,
-            ),
-            out,
-            tokenizer=Tokenizer.load(tokenizer) if tokenizer else None,
-            vocab_size=vocab_size,
-            sample_bytes=int(tokenizer_sample_mb * 1e6),
-            val_fraction=val_fraction,
-            seed=seed,
-            overwrite=overwrite,
-            on_progress=bar.show,
+    ends = eos != "none"
+    names = (eos if ends else None, bos if bos != "none" else None)
+    if any(names) and tokenizer is None:
+        raise UserError(
+            "--eos and --bos name tokens of a given tokenizer: add --tokenizer, or omit them"
         )
+    try:
+        with _Bar(Console(stderr=True)) as bar:
+            folder = prepare_corpus(
+                open_sources(
+                    sources,
+                    suffixes=suffix or (),
+                    text_key=text_key,
+                    split=split,
+                    pair_keys=_two_keys(pair_keys),
+                    label_key=label_key,
+                    labels_from_folders=labels_from_folders,
+                    pair_files=pair_files,
+                ),
+                out,
+                tokenizer=Tokenizer.load(tokenizer, *names) if tokenizer else None,
+                vocab_size=vocab_size,
+                sample_bytes=int(tokenizer_sample_mb * 1e6),
+                val_fraction=val_fraction,
+                seed=seed,
+                ends=ends,
+                workers=workers,
+                overwrite=overwrite,
+                on_progress=bar.show,
+            )
+    except BaseException:
+        if kept := documents_kept(out):
+            Console(stderr=True).print(
+                f"{kept:,} documents are done; the same command goes on after them", highlight=False
+            )
+        raise
     _summarize(folder, out, Console())
 
 

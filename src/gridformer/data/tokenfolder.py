@@ -34,7 +34,7 @@ from pydantic import Field, ValidationError
 from gridformer.config import Config
 from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
 from gridformer.data.indexed import Indexed, index_bytes
-from gridformer.data.tokenizer import Tokenizer
+from gridformer.data.tokenizer import SETTINGS, Tokenizer
 from gridformer.data.tokensplit import Offsets, TokenSplit
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import UnreadableError, exists, read_json
@@ -50,7 +50,7 @@ SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 COLUMN_NAME: Final = r"[a-z][a-z0-9_]*"
 _OWN_FILE = re.compile(
-    rf"{re.escape(INDEX)}|{re.escape(TOKENIZER)}|chat\.json|"
+    rf"{re.escape(INDEX)}|{re.escape(TOKENIZER)}|{re.escape(SETTINGS)}|chat\.json|"
     rf"(train|val)\.(bin|idx|questions\.jsonl|{COLUMN_NAME}\.bin)"
 )
 
@@ -138,6 +138,10 @@ class Index(Config):
     vocab_size: int = Field(ge=1)
     eos_token: str
     eos_id: int = Field(ge=0)
+    bos_token: str | None = Field(
+        default=None, description="the token with which documents begin, if there is one"
+    )
+    ends: bool = Field(default=True, description="whether documents end with the end-of-text token")
     seed: int = Field(ge=-(2**63), lt=2**64)
     val_fraction: float
     train: SplitEntry
@@ -206,7 +210,7 @@ class TokenFolder:
         Raises:
             DataError: It is damaged, or not the one that wrote the folder's tokens.
         """
-        tokenizer = Tokenizer.load(self.tokenizer_file)
+        tokenizer = Tokenizer.load(self.tokenizer_file, self.index.eos_token, self.index.bos_token)
         found = (tokenizer.vocab_size, tokenizer.eos_id)
         if found != (self.vocab_size, self.eos_id):
             raise DataError(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gridformer.utils.errors import DataError, UserError
+from gridformer.utils.files import UnreadableError, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end-of-text token, looked up in this order when a tokenizer is loaded.
 EOS_NAMES = (END_OF_TEXT, "</s>", "[SEP]", "<eos>", "<|end_of_text|>")
+SETTINGS = "tokenizer_config.json"
+_BEGINS = "gridformer_begins_documents"  # in SETTINGS: whether bos_token begins each document
 SMALLEST_VOCAB = 257  # the 256 bytes, which can encode any text, and the end-of-text token
 
 
@@ -25,14 +29,27 @@ class Tokenizer:
         vocab_size: Ids are in [0, vocab_size).
         eos_token: The token that ends every document.
         eos_id: The id of `eos_token`.
+        bos_token: The token with which every document begins, if there is one.
         special_ids: `eos_id` and the ids of all other tokens that the tokenizer declares special.
         origin: A phrase for people that tells where the tokenizer comes from.
 
+    Args:
+        backend: The tokenizer of the library tokenizers.
+        origin: A phrase for people that tells where it comes from.
+        eos_token: The token that ends documents; None means the first of EOS_NAMES that it has.
+        bos_token: A token with which documents begin.
+
     Raises:
-        DataError: The vocabulary is empty or has no end-of-text token.
+        DataError: The vocabulary is empty or has no such tokens.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        origin: str,
+        eos_token: str | None = None,
+        bos_token: str | None = None,
+    ) -> None:
         # A tokenizer.json may carry settings for fine-tuning; truncation would lose text silently.
         backend.no_truncation()
         backend.no_padding()
@@ -45,15 +62,25 @@ class Tokenizer:
             raise DataError(f"{origin}: the tokenizer's vocabulary is empty")
         # Ids may have holes, so the number of entries is not enough.
         self.vocab_size = max(vocab.values()) + 1
-        found = next((name for name in EOS_NAMES if name in vocab), None)
+        added = backend.get_added_tokens_decoder().items()
+        for option, name in (("--eos", eos_token), ("--bos", bos_token)):
+            if name is not None and name not in vocab:
+                special = [t.content for _, t in added if t.special][:8]
+                there = f"one of {', '.join(special)}" if special else "a token of its vocabulary"
+                raise DataError(
+                    f"{origin}: the tokenizer has no token '{name[:80]}': use {option} with {there}"
+                )
+        found = eos_token or next((name for name in EOS_NAMES if name in vocab), None)
         if found is None:
             raise DataError(
-                f"{origin}: the tokenizer has no end-of-text token; add a special token called "
-                f"{END_OF_TEXT} to its vocabulary (also accepted: {', '.join(EOS_NAMES[1:])})"
+                f"{origin}: the tokenizer has no end-of-text token: name one of its tokens with "
+                f"--eos, or add a special token called {END_OF_TEXT} to its vocabulary (also "
+                f"accepted: {', '.join(EOS_NAMES[1:])})"
             )
         self.eos_token = found
         self.eos_id: int = vocab[found]
-        added = backend.get_added_tokens_decoder().items()
+        self.bos_token = bos_token
+        self.bos_id: int | None = None if bos_token is None else vocab[bos_token]
         self.special_ids = frozenset({self.eos_id, *(i for i, t in added if t.special)})
 
     @classmethod
@@ -86,11 +113,21 @@ class Tokenizer:
         return cls(backend, "byte-level BPE trained on this corpus")
 
     @classmethod
-    def load(cls, path: Path | str) -> Self:
+    def load(
+        cls, path: Path | str, eos_token: str | None = None, bos_token: str | None = None
+    ) -> Self:
         """Loads a tokenizer.json, or the one in a folder.
 
+        A tokenizer_config.json beside it says which token ends documents, unless `eos_token` does.
+        A token with which documents begin is taken from there only if `save` wrote it.
+
+        Args:
+            path: The file or folder.
+            eos_token: The token that ends documents.
+            bos_token: A token with which documents begin.
+
         Raises:
-            DataError: There is none, it is damaged, or it has no end-of-text token.
+            DataError: There is none, it is damaged, or it lacks these tokens.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -102,7 +139,22 @@ class Tokenizer:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{file}: is not a tokenizer.json ({reason})") from None
-        return cls(backend, str(path))
+        settings = _settings(file.with_name(SETTINGS))
+        said = _spelled(settings.get("eos_token"))
+        if eos_token is None and said is not None and backend.token_to_id(said) is not None:
+            eos_token = said
+        if bos_token is None and settings.get(_BEGINS) is True:
+            bos_token = _spelled(settings.get("bos_token"))
+        return cls(backend, str(path), eos_token, bos_token)
+
+    @classmethod
+    def from_json(cls, text: str, origin: str, eos_token: str) -> Self:
+        """Returns the tokenizer of which `to_json` returned the text."""
+        return cls(tokenizers.Tokenizer.from_str(text), origin, eos_token)
+
+    def to_json(self) -> str:
+        """Returns the content of a tokenizer.json."""
+        return str(self._backend.to_str())
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -136,11 +188,24 @@ class Tokenizer:
         whole = self._backend.encode("a", add_special_tokens=True).ids
         places = range(len(whole) - len(bare) + 1)
         found = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
-        return [int(i) for i in whole[:found]]
+        own = [int(i) for i in whole[:found]]
+        return own or ([] if self.bos_id is None else [self.bos_id])
 
     def save(self, path: Path) -> None:
-        """Writes a tokenizer.json, which `load` and the library transformers can read."""
+        """Writes a tokenizer.json, which `load` and the library transformers can read.
+
+        If its tokens of documents are not the usual ones, a tokenizer_config.json beside it says
+        which they are.
+        """
         self._backend.save(str(path))
+        usual = next((name for name in EOS_NAMES if self.id_of(name) is not None), None)
+        if (self.eos_token, self.bos_token) != (usual, None):
+            settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            settings["eos_token"] = self.eos_token
+            if self.bos_token is not None:
+                settings |= {"bos_token": self.bos_token, _BEGINS: True}
+            text = json.dumps(settings, indent=2, ensure_ascii=False)
+            path.with_name(SETTINGS).write_text(text + "\n", encoding="utf-8")
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without adding special tokens."""
@@ -181,6 +246,21 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of some ids, special tokens included."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Returns the content of a tokenizer_config.json, or nothing if it cannot be read."""
+    try:
+        found = read_json(file)
+    except UnreadableError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _spelled(token: object) -> str | None:
+    """Returns how a token of a tokenizer_config.json is spelled; some are written with settings."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
 
 
 def encodable(text: str) -> str:

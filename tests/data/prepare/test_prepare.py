@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.data import TokenFolder, Tokenizer
-from gridformer.data.prepare import prepare as preparing
+from gridformer.data.prepare import reading
 from gridformer.data.prepare.prepare import Progress, prepare_corpus, sample
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import (
@@ -110,7 +110,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 
 def test_documents_are_consumed_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "_BATCH_CHARS", 1000)
+    monkeypatch.setattr(reading, "BATCH_CHARS", 1000)
     given_out, reported, ahead = 0, 0, []
 
     def endless_looking() -> Iterator[str]:
@@ -183,7 +183,7 @@ def interrupted() -> ListSource:
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "_BATCH_CHARS", 10)
+    monkeypatch.setattr(reading, "BATCH_CHARS", 10)
     out = tmp_path / "t"
     with pytest.raises(Stop):
         prepare_corpus([interrupted()], out, tokenizer=TOKENIZER)
@@ -202,9 +202,10 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
         from pathlib import Path
         from gridformer.data import Tokenizer
         from gridformer.data.prepare import prepare as preparing
+        from gridformer.data.prepare import reading
         from tests.support.data import ListSource, sentences
 
-        preparing._BATCH_CHARS = 10
+        reading.BATCH_CHARS = 10
 
         def texts():
             yield from sentences(20)
@@ -219,7 +220,7 @@ def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
     died = subprocess.run([sys.executable, "-c", script, str(out)], env=environment, check=False)
     assert died.returncode == -signal.SIGKILL
     (partial,) = tmp_path.iterdir()
-    assert partial.name.startswith(".writing-t-")
+    assert partial.name == ".writing-t"
     for path in (out, partial):
         with pytest.raises(DataError):
             TokenFolder.open(path)
@@ -335,3 +336,32 @@ def test_same_bytes_of_other_kinds(tmp_path: Path, make: Callable[[int], ListSou
     prepare_corpus([listed(*sentences(20))], tmp_path / "a", vocab_size=300, overwrite=True)
     assert TokenFolder.open(tmp_path / "a").train.labels is None
     assert len(list((tmp_path / "a").iterdir())) == 6
+
+
+# --------------------------------------------------------------------------- ends of documents
+
+
+def test_tokens_at_the_ends_of_documents(tmp_path: Path) -> None:
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    backend = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate("abcdef")}))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(backend, "letters", eos_token="f", bos_token="e")
+
+    def written(name: str, ends: bool) -> list[list[int]]:
+        source = listed("a b c", "b", "a a")
+        folder = prepare_corpus([source], tmp_path / name, tokenizer=tokenizer, ends=ends)
+        folder.check()
+        assert (folder.index.ends, folder.index.bos_token) == (ends, "e")
+        assert folder.tokenizer.begin_ids == [4]
+        return sorted(
+            split.document(d).tolist()
+            for split in (folder.train, folder.val)
+            for d in range(split.n_documents)
+        )
+
+    assert written("ends", True) == [[4, 0, 0, 5], [4, 0, 1, 2, 5], [4, 1, 5]]
+    assert written("open", False) == [[4, 0, 0], [4, 0, 1, 2], [4, 1]]
+    with pytest.raises(UserError, match="--eos none is for running text"):
+        prepare_corpus([pairs_source(9)], tmp_path / "t", tokenizer=TOKENIZER, ends=False)

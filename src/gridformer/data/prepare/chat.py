@@ -127,7 +127,7 @@ def prepare_chat(
         index = Index(
             kind="chat",
             columns=COLUMNS,
-            dtype="uint16" if dtype.itemsize == 2 else "uint32",
+            dtype="uint16" if dtype.itemsize == 2 else "int32",
             vocab_size=tokenizer.vocab_size,
             eos_token=tokenizer.eos_token,
             eos_id=tokenizer.eos_id,

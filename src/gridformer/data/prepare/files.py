@@ -1,4 +1,4 @@
-"""Reads documents from one file: plain text, JSON lines, or an Arrow or Parquet table."""
+"""Reads documents from one file: plain text, JSON lines, or a table that `datasets` reads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from gridformer.utils.errors import DataError
 from gridformer.utils.files import parse_json
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
-TABLES = (".parquet", ".arrow")
+TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json")
 RECORDS = (*JSON_LINES, *TABLES)
+# Of a folder, .json and the like are read only if --suffix names them: they may hold settings.
+FOLDER_RECORDS = (*JSON_LINES, ".parquet", ".arrow")
 TEXT_SUFFIXES = (
     *(".txt", ".txt.gz", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp"),
     *(".hpp", ".java", ".js", ".ts", ".go", ".rs", ".sh"),
 )
-DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *RECORDS)
+DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *FOLDER_RECORDS)
 _INSTEAD = {"pairs": "", "labels": ": put it into folders, and use --labels-from-folders"}
 BINARY = "files with NUL bytes"
 _CHUNK = 1 << 20

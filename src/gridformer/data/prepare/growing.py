@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -32,10 +33,16 @@ class Growing:
         split: The name of the split.
         dtype: The dtype of the token file.
         columns: The columns by name.
+        sizes: The bytes to keep of files that are there already, by name.
     """
 
     def __init__(
-        self, folder: Path, split: SplitName, dtype: np.dtype[Any], columns: Mapping[str, Column]
+        self,
+        folder: Path,
+        split: SplitName,
+        dtype: np.dtype[Any],
+        columns: Mapping[str, Column],
+        sizes: Mapping[str, int],
     ) -> None:
         self.dtype = dtype
         self.columns = columns
@@ -43,14 +50,21 @@ class Growing:
         self.index_path = folder / borders_name(split)
         self.lengths_path = folder / f"{split}.lengths"  # only until the index is written
         self.column_paths = {name: folder / column_name(split, name) for name in columns}
-        self.tokens = 0
+        self.tokens = sizes.get(self.path.name, 0) // dtype.itemsize
         self._begun = 0  # tokens of the document that has not ended
         self._files: dict[Path, IO[bytes]] = {
-            path: path.open("wb")
+            path: _opened(path, sizes.get(path.name, 0))
             for path in (self.path, self.lengths_path, *self.column_paths.values())
         }
 
-    def write(self, ids: Sequence[int], rows: Mapping[str, NDArray[Any]]) -> None:
+    def synced(self) -> dict[str, int]:
+        """Returns the bytes of each file by name, after waiting until they are on disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {path.name: file.tell() for path, file in self._files.items()}
+
+    def write(self, ids: Sequence[int] | NDArray[Any], rows: Mapping[str, NDArray[Any]]) -> None:
         """Appends tokens of the current document, and rows to columns."""
         self._files[self.path].write(np.asarray(ids, dtype=self.dtype).tobytes())
         for name, values in rows.items():
@@ -104,15 +118,16 @@ class Growing:
         """Writes the index, and returns the sizes of the split."""
         lengths = self.lengths()
         write_index(self.index_path, self.dtype, lengths)
-        documents = len(lengths)
-        del lengths
-        self.lengths_path.unlink()
         return SplitEntry(
             tokens=self.tokens,
-            documents=documents,
+            documents=len(lengths),
             bin_bytes=self.path.stat().st_size,
             offsets_bytes=self.index_path.stat().st_size,
         )
+
+    def tidy(self) -> None:
+        """Removes what only the writing needed."""
+        self.lengths_path.unlink()
 
     def per_token(self) -> dict[Path, int]:
         """The files with the same number of bytes for every token, and that number."""
@@ -122,6 +137,14 @@ class Growing:
             if column.per == "token"
         }
         return {self.path: self.dtype.itemsize, **columns}
+
+
+def _opened(path: Path, size: int) -> IO[bytes]:
+    """Opens a file for appending after its first `size` bytes, without what follows them."""
+    file = path.open("r+b" if size else "wb")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
 
 def move_documents(source: Growing, target: Growing, share: float, unit: int) -> None:

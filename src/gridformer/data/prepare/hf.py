@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gridformer.data.prepare.place import Place
 from gridformer.data.prepare.records import Fields, record_pieces
 from gridformer.data.prepare.text_chunks import Piece
 from gridformer.data.tokenfolder import Kind, PartEntry
@@ -37,7 +38,11 @@ class TableSource:
         return self.fields.languages
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
-        return _rows(self.name, self.table, self.fields, skipped)
+        return self.pieces_from(skipped, Place())
+
+    def pieces_from(self, skipped: Counter[str], place: Place) -> Iterator[Piece]:
+        """Yields the pieces from the row after place.mark on."""
+        return _rows(self.name, self.table, self.fields, skipped, place)
 
     def sample(self) -> Iterator[Piece]:
         return self.pieces(Counter())
@@ -102,34 +107,42 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
 
 
 def table_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
-    """Yields the documents of one .parquet or .arrow file; see `open_table`."""
-    return _rows(str(path), open_table(path), fields, skipped)
+    """Yields the documents of one file of a table; see `open_table`."""
+    return _rows(str(path), open_table(path), fields, skipped, Place())
 
 
 def open_table(path: Path) -> Any:
-    """Opens one .parquet or .arrow file for streaming.
+    """Opens one .parquet, .arrow, .csv, .tsv or .json file for streaming.
 
     Raises:
         UserError: `datasets` is not installed.
         DataError: The file cannot be read.
     """
     datasets = _library(str(path))
+    kind, more = ("csv", {"sep": "\t"}) if path.suffix == ".tsv" else (path.suffix[1:], {})
     try:
         return datasets.load_dataset(
-            path.suffix[1:], data_files=[str(path)], split="train", streaming=True
+            kind, data_files=[str(path)], split="train", streaming=True, **more
         )
     except Exception as error:
         raise DataError(f"{path}: cannot be read ({_reason(error)})") from error
 
 
-def _rows(name: str, table: Any, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+def _rows(
+    name: str, table: Any, fields: Fields, skipped: Counter[str], place: Place
+) -> Iterator[Piece]:
+    if hasattr(table, "to_iterable_dataset"):
+        table = table.to_iterable_dataset()  # which can begin in the middle
     columns = table.column_names
     if columns is not None:
         # Only these columns are read.
         table = table.select_columns(fields.columns(columns, name))
     names = _label_names(table, fields.label)
-    batches = iter(table.iter(batch_size=_ROWS))
     done = 0
+    if place.mark:
+        done = place.mark["rows"]
+        table.load_state_dict(place.mark["state"])
+    batches = iter(table.iter(batch_size=_ROWS))
     while True:
         try:
             batch = next(batches, None)
@@ -149,6 +162,7 @@ def _rows(name: str, table: Any, fields: Fields, skipped: Counter[str]) -> Itera
                 record[fields.label] = names[label] if 0 <= label < len(names) else None
             yield from record_pieces(record, fields, f"{name}, row {done}", skipped)
             done += 1
+        place.reached({"rows": done, "state": table.state_dict()}, skipped)
 
 
 def _label_names(table: Any, label: str | None) -> list[str]:

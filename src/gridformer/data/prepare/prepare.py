@@ -6,16 +6,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from numpy.typing import NDArray
+
+from gridformer.data.prepare.reading import Position, batches
 from gridformer.data.prepare.records import NO_PAIR
-from gridformer.data.prepare.replacing import check_free, written_whole
+from gridformer.data.prepare.replacing import check_free
+from gridformer.data.prepare.resuming import State, Unfinished, key_of, resumable
 from gridformer.data.prepare.sources import Source
 from gridformer.data.prepare.splitting import SplitWriter
-from gridformer.data.prepare.text_chunks import Piece
+from gridformer.data.prepare.tokenizing import tokenized, workers_for
 from gridformer.data.tokenfolder import (
     INDEX,
     TOKENIZER,
+    VERSION,
     Index,
     SourceEntry,
     TokenFolder,
@@ -24,10 +29,6 @@ from gridformer.data.tokenfolder import (
 )
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError, UserError
-
-# Large enough to keep the tokenizer's threads busy; its results take about 100 bytes per token.
-_BATCH_CHARS = 1 << 21
-_BATCH_PIECES = 4096
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,14 @@ class Progress:
     total: int | None = None
 
 
+@dataclass(frozen=True)
+class _Options:
+    seed: int
+    val_fraction: float
+    ends: bool
+    workers: int
+
+
 def prepare_corpus(
     sources: Sequence[Source],
     out: Path | str,
@@ -58,12 +67,16 @@ def prepare_corpus(
     sample_bytes: int = 16_000_000,
     val_fraction: float = 0.02,
     seed: int = 1234,
+    ends: bool = True,
+    workers: int | None = 1,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> TokenFolder:
     """Writes the documents of all sources, in order, to a token folder, and opens it.
 
-    The same sources and arguments give the same bytes.
+    The same sources and arguments give the same bytes, with any number of workers and also if the
+    preparation was stopped and begun again: it then goes on where it was, unless it had run for a
+    few seconds only.
 
     Args:
         sources: The sources, all of one kind (`open_sources` checks that), which becomes the
@@ -75,6 +88,8 @@ def prepare_corpus(
         sample_bytes: About how many bytes of text to train the tokenizer on.
         val_fraction: The fraction of the documents for validation, between 0 and 1.
         seed: The seed that decides which documents are for validation.
+        ends: Whether the end-of-text token follows every document of running text.
+        workers: How many processes tokenize; None means one for each core if there is much text.
         overwrite: Whether to replace a token folder at `out`.
         on_progress: Called with the progress.
 
@@ -85,24 +100,53 @@ def prepare_corpus(
     out = Path(out)
     if not 0 < val_fraction < 1:
         raise UserError(f"val_fraction={val_fraction} must be between 0 and 1, for instance 0.02")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers={workers} must be 1 or more")
+    if not ends and sources[0].kind != "text":
+        raise UserError("--eos none is for running text: documents of other kinds need an end")
     check_free(out, overwrite)
-    if tokenizer is None:
-        on_progress(Progress("sampling"))
-        texts = list(sample(sources, sample_bytes))
-        if not texts:
-            skipped: Counter[str] = Counter()
-            for source in sources:  # read again to tell why, because samples count nothing
-                deque(source.pieces(skipped), maxlen=0)
-            raise _empty(sources, skipped)
-        on_progress(Progress("training the tokenizer"))
-        tokenizer = Tokenizer.train(texts, vocab_size)
-        del texts
-    with written_whole(out, overwrite) as folder:
-        index = _write(sources, folder, tokenizer, seed, val_fraction, on_progress)
+    sizes = [source.n_bytes for source in sources]
+    count = workers_for(workers, None if None in sizes else sum(size or 0 for size in sizes))
+    options = _Options(seed, val_fraction, ends, count)
+    settings = {
+        "version": VERSION,
+        "seed": seed,
+        "val_fraction": val_fraction,
+        "ends": ends,
+        "tokenizer": (tokenizer.to_json(), tokenizer.eos_token, tokenizer.bos_token)
+        if tokenizer
+        else (vocab_size, sample_bytes),
+    }
+    key = key_of(sources, settings)
+    with resumable(out, overwrite, key) as work:
+        if tokenizer is None and work.state is not None:
+            tokenizer = Tokenizer.load(work.folder / TOKENIZER)
+            tokenizer.origin = work.state.origin
+        if tokenizer is None:
+            tokenizer = _trained(sources, vocab_size, sample_bytes, on_progress)
+        tokenizer.save(work.folder / TOKENIZER)
+        index = _write(sources, work, key, tokenizer, options, on_progress)
         # The index is written last, because a folder does not open without it.
-        (folder / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        TokenFolder.open(folder)
+        (work.folder / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        TokenFolder.open(work.folder)
     return TokenFolder.open(out)
+
+
+def _trained(
+    sources: Sequence[Source],
+    vocab_size: int,
+    sample_bytes: int,
+    on_progress: Callable[[Progress], None],
+) -> Tokenizer:
+    on_progress(Progress("sampling"))
+    texts = list(sample(sources, sample_bytes))
+    if not texts:
+        skipped: Counter[str] = Counter()
+        for source in sources:  # read again to tell why, because samples count nothing
+            deque(source.pieces(skipped), maxlen=0)
+        raise _empty(sources, skipped)
+    on_progress(Progress("training the tokenizer"))
+    return Tokenizer.train(texts, vocab_size)
 
 
 def sample(sources: Sequence[Source], limit: int) -> Iterator[str]:
@@ -123,44 +167,62 @@ def sample(sources: Sequence[Source], limit: int) -> Iterator[str]:
 
 def _write(
     sources: Sequence[Source],
-    folder: Path,
+    work: Unfinished,
+    key: str,
     tokenizer: Tokenizer,
-    seed: int,
-    val_fraction: float,
+    options: _Options,
     on_progress: Callable[[Progress], None],
 ) -> Index:
     sizes = [source.n_bytes for source in sources]
     total = None if None in sizes else sum(size or 0 for size in sizes)
+    state = work.state
+    position, dropped = (state.position, state.dropped) if state else (Position(), 0)
+    documents = list(state.documents) if state else [0] * len(sources)
+    n_bytes = list(state.n_bytes) if state else [0] * len(sources)
     skipped: Counter[str] = Counter()
-    entries = []
     dtype = token_dtype(tokenizer.vocab_size)
     kind = sources[0].kind
-    with SplitWriter(folder, dtype, tokenizer.eos_id, seed, val_fraction, kind) as writer:
-        append = _PairAppender(writer, skipped) if kind == "pairs" else writer.append
-        done = 0
-        for source in sources:
-            before, start = writer.documents, done
-            for batch in _batches(source.pieces(skipped)):
-                texts = [encodable(piece.text) for piece in batch]
-                done += sum(len(text.encode()) for text in texts)
-                for ids, piece in zip(tokenizer.encode_batch(texts), batch, strict=True):
-                    append(ids, piece.ends, piece.label)
-                now = Progress("tokenizing", done, writer.tokens, writer.documents, total)
-                on_progress(now)
-            entries.append(
-                SourceEntry(
-                    source=source.name,
-                    license=source.license,
-                    documents=writer.documents - before,
-                    bytes=done - start,
-                    parts=source.parts,
-                )
+    eos_id = tokenizer.eos_id if options.ends else None
+    with SplitWriter(
+        work.folder,
+        dtype,
+        eos_id,
+        options.seed,
+        options.val_fraction,
+        kind,
+        bos_id=tokenizer.bos_id,
+        state=state.writer if state else None,
+    ) as writer:
+        appender = _Appender(writer, kind == "pairs", dropped)
+        read = batches(sources, skipped, position)
+        for batch, encoded in tokenized(read, tokenizer, options.workers, dtype):
+            before = writer.documents
+            for ids, piece in zip(encoded.ids, batch.pieces, strict=True):
+                appender.append(ids, piece.ends, piece.label)
+            documents[batch.source] += writer.documents - before
+            n_bytes[batch.source] += encoded.n_bytes
+            on_progress(
+                Progress("tokenizing", sum(n_bytes), writer.tokens, writer.documents, total)
             )
+            if work.is_due and batch.pieces[-1].ends and appender.is_between:
+                now = State(
+                    key=key,
+                    origin=tokenizer.origin,
+                    position=batch.after,
+                    documents=tuple(documents),
+                    n_bytes=tuple(n_bytes),
+                    dropped=appender.dropped,
+                    writer=writer.state(),
+                )
+                work.save(now)
+        skipped.update({NO_PAIR: appender.dropped} if appender.dropped else {})
         if not writer.documents:
             raise _empty(sources, skipped)
+        if writer.rewrites:
+            work.forget()
         splits = writer.finish()
         labels = writer.finish_labels()
-    tokenizer.save(folder / TOKENIZER)
+    tokenizer.save(work.folder / TOKENIZER)
     return Index(
         kind=kind,
         languages=sources[0].languages,
@@ -170,49 +232,60 @@ def _write(
         vocab_size=tokenizer.vocab_size,
         eos_token=tokenizer.eos_token,
         eos_id=tokenizer.eos_id,
-        seed=seed,
-        val_fraction=val_fraction,
+        bos_token=tokenizer.bos_token,
+        ends=options.ends,
+        seed=options.seed,
+        val_fraction=options.val_fraction,
         train=splits["train"],
         val=splits["val"],
         tokenizer=TokenizerEntry(
-            origin=tokenizer.origin, bytes=(folder / TOKENIZER).stat().st_size
+            origin=tokenizer.origin, bytes=(work.folder / TOKENIZER).stat().st_size
         ),
-        sources=tuple(entries),
-        skipped=dict(skipped),
+        sources=tuple(
+            SourceEntry(
+                source=source.name,
+                license=source.license,
+                documents=documents[number],
+                bytes=n_bytes[number],
+                parts=source.parts,
+            )
+            for number, source in enumerate(sources)
+        ),
+        skipped=dict(sorted(skipped.items())),
     )
 
 
-class _PairAppender:
-    """Holds back the first text of a pair until the second is complete as well."""
+class _Appender:
+    """Appends tokens to a writer. It holds back the first text of a pair until both are complete.
 
-    def __init__(self, writer: SplitWriter, skipped: Counter[str]) -> None:
+    Attributes:
+        dropped: How many pairs were left out, because one of their texts has no tokens.
+    """
+
+    def __init__(self, writer: SplitWriter, pairs: bool, dropped: int) -> None:
         self._writer = writer
-        self._skipped = skipped
+        self._pairs = pairs
+        self.dropped = dropped
         self._texts: list[list[int]] = [[]]
 
-    def __call__(self, ids: Sequence[int], ends: bool, label: str | None) -> None:
-        self._texts[-1] += ids
+    @property
+    def is_between(self) -> bool:
+        """Whether no document is open and no text of a pair is held back."""
+        return self._writer.is_between and self._texts == [[]]
+
+    def append(self, ids: NDArray[Any], ends: bool, label: str | None) -> None:
+        if not self._pairs:
+            self._writer.append(ids, ends, label)
+            return
+        self._texts[-1] += ids.tolist()
         if not ends:
             return
         if len(self._texts) == 1:
             self._texts.append([])
             return
         if not self._writer.append_pair(*self._texts):
-            self._skipped[NO_PAIR] += 1
+            self.dropped += 1
         self._texts = [[]]
-
-
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    chars = 0
-    for piece in pieces:
-        batch.append(piece)
-        chars += len(piece.text)
-        if chars >= _BATCH_CHARS or len(batch) >= _BATCH_PIECES:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
 
 
 def _empty(sources: Sequence[Source], skipped: Counter[str]) -> DataError:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Protocol
 
 from gridformer.data.prepare import hf
-from gridformer.data.prepare.files import DEFAULT_SUFFIXES, RECORDS, TABLES, file_pieces
+from gridformer.data.prepare.files import DEFAULT_SUFFIXES, FOLDER_RECORDS, TABLES, file_pieces
 from gridformer.data.prepare.gettext import PREFIX, catalog_source
 from gridformer.data.prepare.parallel_files import parallel_files
+from gridformer.data.prepare.place import Place
 from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.text_chunks import Piece, labeled
 from gridformer.data.tokenfolder import Kind, PartEntry
@@ -103,8 +104,13 @@ class FileSource:
         return sum(path.stat().st_size for path in self.paths)
 
     def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
-        for path in self.paths:
-            yield from self._of(path, skipped)
+        return self.pieces_from(skipped, Place())
+
+    def pieces_from(self, skipped: Counter[str], place: Place) -> Iterator[Piece]:
+        """Yields the pieces from the file with the number place.mark on."""
+        for number in range(place.mark or 0, len(self.paths)):
+            place.reached(number, skipped)
+            yield from self._of(self.paths[number], skipped)
 
     def sample(self) -> Iterator[Piece]:
         paths = list(self.paths)
@@ -136,7 +142,7 @@ def open_sources(
     Args:
         specs: The sources as the user wrote them.
         suffixes: The suffixes of the files to take from folders; empty means DEFAULT_SUFFIXES, or
-            RECORDS for pairs and labels.
+            FOLDER_RECORDS for pairs and labels.
         text_key: The key of the text in JSON lines and tables.
         split: The split of data sets.
         pair_keys: The keys of a pair's two texts in JSON lines and tables.
@@ -166,7 +172,7 @@ def open_sources(
             _check_same(found[0], one)
         return [*found]
     fields = Fields(text_key, pair_keys, label_key)
-    usual = DEFAULT_SUFFIXES if fields.kind == "text" else RECORDS
+    usual = DEFAULT_SUFFIXES if fields.kind == "text" else FOLDER_RECORDS
     wanted = tuple(s if s.startswith(".") else f".{s}" for s in suffixes) or usual
     sources = [_open_source(spec, wanted, fields, split, labels_from_folders) for spec in specs]
     if used and not any(used[0] in _ways_of(source) for source in sources):

@@ -11,12 +11,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from gridformer.config import Config
 from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
 from gridformer.data.prepare.growing import Growing, move, move_documents
 from gridformer.data.tokenfolder import SPLITS, Kind, SplitEntry, SplitName
 from gridformer.utils.errors import DataError
 
 MOST_LABELS = 10_000
+Ids = Sequence[int] | NDArray[Any]
 _ONE = {"pairs": "pair", "labeled": "labeled document", "chat": "conversation"}
 
 
@@ -24,6 +26,20 @@ def split_of(seed: int, document: int, val_fraction: float) -> SplitName:
     """Returns the split of a document, a function of a hash of (seed, document number)."""
     digest = hashlib.blake2b(f"{seed}/{document}".encode(), digest_size=8, person=b"val split")
     return "val" if int.from_bytes(digest.digest(), "little") < val_fraction * 2.0**64 else "train"
+
+
+class WriterState(Config):
+    """What a `SplitWriter` has written, between two documents.
+
+    Attributes:
+        documents: The number of documents.
+        labels: The names of labels in order of appearance.
+        files: The bytes of each file of each split by name.
+    """
+
+    documents: int
+    labels: tuple[str, ...]
+    files: dict[SplitName, dict[str, int]]
 
 
 class SplitWriter:
@@ -35,33 +51,43 @@ class SplitWriter:
     Args:
         folder: The folder.
         dtype: The dtype of the token files.
-        eos_id: The id of the end-of-text token.
+        eos_id: The id of the end-of-text token; None ends documents with their last own token.
         seed: The seed that decides the split of a document.
         val_fraction: The fraction of the documents for validation.
         kind: The kind of the documents.
         columns: The columns to write beside the tokens; labeled documents have labels as well.
+        bos_id: The id of a token with which every document begins, if there is one.
+        state: What `state` returned in a process that was stopped; None begins with empty files.
     """
 
     def __init__(
         self,
         folder: Path,
         dtype: np.dtype[Any],
-        eos_id: int,
+        eos_id: int | None,
         seed: int,
         val_fraction: float,
         kind: Kind = "text",
         columns: Mapping[str, Column] | None = None,
+        bos_id: int | None = None,
+        state: WriterState | None = None,
     ) -> None:
         labels = {LABELS: LABEL_COLUMN} if kind == "labeled" else {}
         self.columns = {**(columns or {}), **labels}
-        self._files = {split: Growing(folder, split, dtype, self.columns) for split in SPLITS}
-        self._eos_id = eos_id
+        self._files = {
+            split: Growing(folder, split, dtype, self.columns, state.files[split] if state else {})
+            for split in SPLITS
+        }
+        self._eos = [] if eos_id is None else [eos_id]
+        self._bos = [] if bos_id is None else [bos_id]
         self._seed = seed
         self._val_fraction = val_fraction
         self._kind = kind
         self._open: Growing | None = None
-        self._labels: dict[str, int] = {}  # in order of appearance
-        self.documents = 0
+        self._finished = False
+        # In order of appearance.
+        self._labels = {name: place for place, name in enumerate(state.labels if state else ())}
+        self.documents = state.documents if state else 0
         self.unit = 2 if kind == "pairs" else 1  # documents that must stay in one split
 
     def __enter__(self) -> Self:
@@ -75,15 +101,36 @@ class SplitWriter:
     ) -> None:
         for file in self._files.values():
             file.close()
+            if self._finished and error is None:
+                file.tidy()
 
     @property
     def tokens(self) -> int:
         """The tokens written so far, end-of-text tokens included."""
         return sum(file.tokens for file in self._files.values())
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the last document has ended."""
+        return self._open is None
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether finishing changes what is written, instead of adding to it."""
+        return bool(self._labels) or not all(file.tokens for file in self._files.values())
+
+    def state(self) -> WriterState:
+        """Returns what is written, after waiting until it is on disk."""
+        assert self.is_between
+        return WriterState(
+            documents=self.documents,
+            labels=tuple(self._labels),
+            files={split: file.synced() for split, file in self._files.items()},
+        )
+
     def append(
         self,
-        ids: Sequence[int],
+        ids: Ids,
         ends: bool,
         label: str | None = None,
         values: Mapping[str, object] | None = None,
@@ -109,15 +156,19 @@ class SplitWriter:
                 fit their column.
         """
         given = dict(values or {})
-        if ids and self._open is None:
+        begin: list[int] = []
+        if len(ids) and self._open is None:
             number = self.documents // self.unit
             self._open = self._files[split or split_of(self._seed, number, self._val_fraction)]
+            begin = self._bos
         if self._open is None:
             return False
         if ends and label is not None:
             given[LABELS] = self._number_of(label)
-        tokens = [*ids, self._eos_id] if ends else ids
-        self._open.write(tokens, self._columns_of(given, len(ids), ends))
+        end = self._eos if ends else []
+        tokens = np.concatenate([begin, ids, end]) if begin or end else ids
+        rows = self._columns_of(given, len(begin), len(ids), len(end), ends)
+        self._open.write(tokens, rows)
         if not ends:
             return False
         self._open.end_document()
@@ -126,9 +177,9 @@ class SplitWriter:
         return True
 
     def _columns_of(
-        self, given: Mapping[str, object], n_ids: int, ends: bool
+        self, given: Mapping[str, object], n_begin: int, n_ids: int, n_end: int, ends: bool
     ) -> dict[str, NDArray[Any]]:
-        """Returns the rows of all columns for n_ids tokens and, at the end, their document."""
+        """Returns the rows of all columns for some tokens and, if it ends, their document."""
         found: dict[str, NDArray[Any]] = {}
         for name, column in self.columns.items():
             try:
@@ -137,9 +188,10 @@ class SplitWriter:
                         found[name] = column.rows(given[name], 1)
                     continue
                 rows = np.asarray(given[name])
-                if ends and rows.size == n_ids * column.width:
-                    rows = np.append(rows, np.zeros(column.width, rows.dtype))
-                found[name] = column.rows(rows, n_ids + ends)
+                missing = n_end if rows.size == n_ids * column.width else 0
+                parts = [np.zeros(n * column.width, rows.dtype) for n in (n_begin, missing)]
+                rows = np.concatenate([parts[0], rows.ravel(), parts[1]])
+                found[name] = column.rows(rows, n_begin + n_ids + n_end)
             except (KeyError, ValueError) as error:
                 why = "no values" if isinstance(error, KeyError) else error
                 raise DataError(
@@ -148,9 +200,9 @@ class SplitWriter:
                 ) from None
         return found
 
-    def append_pair(self, source: Sequence[int], target: Sequence[int]) -> bool:
+    def append_pair(self, source: Ids, target: Ids) -> bool:
         """Appends both texts of a pair, or neither if one has no tokens; returns whether it did."""
-        if not source or not target:
+        if not len(source) or not len(target):
             return False
         return self.append(source, True) and self.append(target, True)
 
@@ -193,6 +245,7 @@ class SplitWriter:
             move_documents(train, val, self._val_fraction, self.unit)
         elif not train.tokens:
             move_documents(val, train, 1 - self._val_fraction, self.unit)
+        self._finished = True
         return {split: file.entry() for split, file in self._files.items()}
 
     def finish_labels(self) -> tuple[str, ...]:

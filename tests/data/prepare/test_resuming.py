@@ -1,0 +1,225 @@
+"""Preparations that are stopped and go on, and several workers: always the same bytes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from gridformer.data import TokenFolder, Tokenizer
+from gridformer.data.prepare import reading, resuming
+from gridformer.data.prepare.prepare import Progress, prepare_corpus
+from gridformer.data.prepare.resuming import documents_kept
+from gridformer.data.prepare.sources import Source, open_sources
+from gridformer.utils.errors import UserError
+from tests.support.data import labeled_source, pairs_source, sentences
+
+TOKENIZER = Tokenizer.train(sentences(200), 300)
+
+
+class Stop(BaseException):
+    """Like KeyboardInterrupt, but pytest does not treat it as its own."""
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make batches small, and save the state after each."""
+    monkeypatch.setattr(reading, "BATCH_PIECES", 7)
+    monkeypatch.setattr(resuming, "SAVE_EVERY_S", 0.0)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def of_files(folder: Path) -> list[Source]:
+    """Files of several formats, some of whose records are left out."""
+    folder.mkdir(exist_ok=True)
+    texts = sentences(120)
+    for number in range(10):
+        (folder / f"{number}.txt").write_text(texts[number])
+    lines = [json.dumps({"text": text}) for text in texts[10:]]
+    lines[3:3] = ['{"text": null}', '{"text": ""}']
+    (folder / "more.jsonl").write_text("\n".join(lines))
+    return open_sources([str(folder), str(folder / "more.jsonl")])
+
+
+def of_tables(folder: Path) -> list[Source]:
+    """The rows of a data set in two files, and a table with commas."""
+    datasets = pytest.importorskip("datasets")
+    folder.mkdir(exist_ok=True)
+    rows = {"text": [*sentences(200), None], "n": list(range(201))}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(folder / "saved"), num_shards=2)
+    (folder / "a.csv").write_text("text,n\n" + "".join(f'"a, {i}",{i}\n' for i in range(90)))
+    (folder / "a.tsv").write_text("text\tn\n" + "".join(f"b, {i}\t{i}\n" for i in range(30)))
+    (folder / "a.json").write_text(json.dumps([{"text": f"c {i}"} for i in range(30)]))
+    return open_sources([str(folder / name) for name in ("saved", "a.csv", "a.tsv", "a.json")])
+
+
+def of_pairs(folder: Path) -> list[Source]:
+    return [pairs_source(60)]
+
+
+def of_labels(folder: Path) -> list[Source]:
+    return [labeled_source(80)]
+
+
+@pytest.mark.parametrize("make", [of_files, of_tables, of_pairs, of_labels])
+def test_stopped_again_and_again(tmp_path: Path, make: Callable[[Path], list[Source]]) -> None:
+    sources = make(tmp_path / "in")
+    prepare_corpus(sources, tmp_path / "whole", tokenizer=TOKENIZER)
+    seen: list[int] = []
+
+    def stop(now: Progress) -> None:
+        seen.append(now.documents)
+        if len(seen) == 3:
+            raise Stop
+
+    for _ in range(100):
+        before = documents_kept(tmp_path / "t")
+        seen.clear()
+        try:
+            prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop)
+            break
+        except Stop:
+            # Two batches of at most 7 documents were written, and nothing was written again.
+            assert before < documents_kept(tmp_path / "t") <= before + 14
+            assert seen[0] - before <= 7
+    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_trained_tokenizer_is_not_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = of_files(tmp_path / "in")
+    prepare_corpus(sources, tmp_path / "whole", vocab_size=300)
+
+    def stop(now: Progress) -> None:
+        if now.documents > 40:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare_corpus(sources, tmp_path / "t", vocab_size=300, on_progress=stop)
+    monkeypatch.setattr(Tokenizer, "train", None)
+    prepare_corpus(sources, tmp_path / "t", vocab_size=300)
+    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("what", ["settings", "file", "damage"])
+def test_what_begins_anew(tmp_path: Path, what: str) -> None:
+    sources = of_files(tmp_path / "in")
+
+    def stop(now: Progress) -> None:
+        if now.documents > 40:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, on_progress=stop)
+    assert documents_kept(tmp_path / "t") > 30
+    seed = 1234
+    if what == "settings":
+        seed = 5
+    elif what == "file":
+        (tmp_path / "in" / "3.txt").write_text("something else")
+    else:
+        (tmp_path / ".writing-t" / "train.lengths").unlink()
+    seen: list[Progress] = []
+    prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, seed=seed, on_progress=seen.append)
+    assert seen[0].documents <= 7
+    prepare_corpus(sources, tmp_path / "whole", tokenizer=TOKENIZER, seed=seed)
+    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+
+
+def test_two_at_a_time(tmp_path: Path) -> None:
+    """The second one writes a folder of its own, and the one that ends later fails in words."""
+    sources = of_files(tmp_path / "in")
+    begun = False
+
+    def other(now: Progress) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER)
+
+    with pytest.raises(UserError, match="already is a token folder"):
+        prepare_corpus(sources, tmp_path / "t", tokenizer=TOKENIZER, on_progress=other)
+    TokenFolder.open(tmp_path / "t").check()
+
+
+SCRIPT = textwrap.dedent("""
+    import os, signal, sys
+    from pathlib import Path
+    from gridformer.data import Tokenizer
+    from gridformer.data.prepare import reading, resuming
+    from gridformer.data.prepare.prepare import prepare_corpus
+    from gridformer.data.prepare.sources import open_sources
+
+    if __name__ == "__main__":
+        reading.BATCH_PIECES, resuming.SAVE_EVERY_S = 7, 0.0
+        folder, out, tokenizer, workers, most = sys.argv[1:]
+
+        def kill(now):
+            if now.documents > int(most):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sources = open_sources([folder, folder + "/more.jsonl"])
+        given = Tokenizer.load(tokenizer)
+        prepare_corpus(sources, out, tokenizer=given, workers=int(workers), on_progress=kill)
+""")
+
+
+def run_script(tmp_path: Path, out: str, workers: int, most: int) -> int:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    TOKENIZER.save(tmp_path / "tokenizer.json")
+    words: Sequence[object] = (
+        *(sys.executable, script, tmp_path / "in", tmp_path / out),
+        *(tmp_path / "tokenizer.json", workers, most),
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["SCRIPT_OF"] = str(tmp_path)  # by which its processes are found
+    return subprocess.run(list(map(str, words)), env=environment, check=False).returncode
+
+
+def test_workers_write_the_same_bytes(tmp_path: Path) -> None:
+    sources = of_files(tmp_path / "in")
+    for workers in (1, 3):
+        prepare_corpus(sources, tmp_path / str(workers), tokenizer=TOKENIZER, workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+
+
+@pytest.mark.full
+def test_killed_with_workers(tmp_path: Path) -> None:
+    of_files(tmp_path / "in")
+    assert run_script(tmp_path, "t", 3, 60) == -signal.SIGKILL
+    kept = documents_kept(tmp_path / "t")
+    assert 40 < kept <= 70
+    assert run_script(tmp_path, "t", 2, 10**9) == 0
+    sources = open_sources([str(tmp_path / "in"), str(tmp_path / "in" / "more.jsonl")])
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    prepare_corpus(sources, tmp_path / "whole", tokenizer=tokenizer)
+    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+    # The workers of the killed process have ended by themselves.
+    deadline = time.monotonic() + 20
+    while (left := _processes_with(str(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def _processes_with(text: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            environ = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if f"SCRIPT_OF={text}" in environ and path.parent.name != str(os.getpid()):
+            found.append(path.parent.name)
+    return found
