@@ -25,7 +25,7 @@ def prepare(
             help="Text files, folders, quoted patterns, .jsonl, .jsonl.gz, .parquet, .arrow, "
             ".csv, .tsv or .json files, save_to_disk folders, hf:NAME, hf:NAME/CONFIG, or "
             "python-stdlib. gettext:de takes pairs of English and German (or any other language) "
-            "from the message catalogs of this machine, and gettext:de:PATH from those in a folder.",
+            "from this machine's message catalogs, and gettext:de:PATH from those in a folder.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="The token folder to write.")],
