@@ -12,6 +12,7 @@ import torch
 from gridformer.checkpoint import weights
 from gridformer.data.chat import CHAT_FILE
 from gridformer.data.opening import tokenizer_of
+from gridformer.data.tokenizer import SETTINGS
 from gridformer.parallel.registry import describe
 from gridformer.train.callbacks import Callback, Callbacks, End, Saved, Start, State
 from gridformer.train.console import Reporter, overflow_note, title_of, trace_note
@@ -77,7 +78,10 @@ class Journal:
     def _prepare_folder(self, plan: Plan) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "config.yaml").write_text(self.run.to_yaml(), encoding="utf-8")
-        shutil.copyfile(tokenizer_of(self.run.data), self.out / "tokenizer.json")
+        tokenizer = tokenizer_of(self.run.data)
+        shutil.copyfile(tokenizer, self.out / "tokenizer.json")
+        if (settings := tokenizer.with_name(SETTINGS)).is_file():
+            shutil.copyfile(settings, self.out / SETTINGS)
         if (self.run.data.first_path / CHAT_FILE).is_file():
             shutil.copyfile(self.run.data.first_path / CHAT_FILE, self.out / CHAT_FILE)
         if plan.start is not None:
