@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import math
+import os
 import sys
 import traceback
 import unicodedata
@@ -110,7 +111,14 @@ def door() -> Iterator[None]:
 
 
 def _never_fail_to_print() -> None:
-    """Prints `?` for what the terminal's encoding lacks, instead of failing in the middle."""
+    """Lets nothing fail in the middle because it cannot be printed.
+
+    It prints `?` for what the terminal's encoding lacks, and nothing where a stream was closed
+    before the command began, as service managers may do.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
