@@ -26,7 +26,7 @@ def fake_tensors() -> Iterator[FastFakeTensorMode]:
     from torch._subclasses.fake_tensor import FakeTensor
 
     from gridformer.trace.fast_fake import fast_fakes
-    from gridformer.trace.no_dynamo import without_dynamo
+    from gridformer.trace.no_compiler import without_compiler
 
     def ones(x: Tensor) -> list[float]:
         return [1.0] * x.numel()
@@ -34,7 +34,7 @@ def fake_tensors() -> Iterator[FastFakeTensorMode]:
     real = FakeTensor.tolist
     FakeTensor.tolist = ones  # type: ignore[method-assign, assignment]
     try:
-        with without_dynamo(), fast_fakes() as mode:
+        with without_compiler(), fast_fakes() as mode:
             yield mode
     finally:
         FakeTensor.tolist = real  # type: ignore[method-assign]

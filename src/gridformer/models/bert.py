@@ -33,6 +33,7 @@ from gridformer.models.blocks import (
     TokenEmbedding,
     added_to_scores,
 )
+from gridformer.models.held_layers import layer_numbers
 from gridformer.models.model import Activations, Link, Model
 from gridformer.utils.batch import Batch
 
@@ -61,7 +62,7 @@ class BERT(Model):
         self.layers = nn.ModuleDict(
             {
                 str(i): StyledLayer(config, style, self.clock, "", f"layers.{i}", causal=False)
-                for i in range(config.n_layers)
+                for i in layer_numbers("layers", config.n_layers)
             }
         )
         if not self.post:

@@ -22,6 +22,7 @@ from gridformer.models.blocks import (
     added_to_scores,
     new_norm,
 )
+from gridformer.models.held_layers import layer_numbers
 from gridformer.models.model import Activations, Link, Model
 from gridformer.utils.batch import Batch
 
@@ -67,7 +68,7 @@ class Stack(nn.Module):
                     causal=decoder,
                     crossed=decoder,
                 )
-                for i in range(n)
+                for i in layer_numbers(f"{name}.layers", n)
             }
         )
         if config.norm_position == "pre":

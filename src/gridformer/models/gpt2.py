@@ -24,6 +24,7 @@ from gridformer.models.blocks import (
     added_to_scores,
     document_bounds,
 )
+from gridformer.models.held_layers import layer_numbers
 from gridformer.models.model import Activations, Link, Model
 from gridformer.utils.batch import Batch
 
@@ -47,7 +48,7 @@ class GPT2(Model):
         self.layers = nn.ModuleDict(
             {
                 str(i): StyledLayer(config, style, self.clock, "", f"layers.{i}", causal=True)
-                for i in range(n)
+                for i in layer_numbers("layers", n)
             }
         )
         self.norm = LayerNorm(h, config.norm_eps, None if config.n_labels else "head")

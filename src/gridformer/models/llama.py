@@ -28,6 +28,7 @@ from gridformer.models.blocks import (
     added_to_scores,
     document_bounds,
 )
+from gridformer.models.held_layers import layer_numbers
 from gridformer.models.model import Activations, Link, Model
 from gridformer.utils.batch import Batch
 
@@ -44,7 +45,10 @@ class Llama(Model):
         self.rotary = RotaryPositions(config.head_width, config.rope_theta, config.rope_scaling)
         # A ModuleDict keeps parameter names the same on a device that holds only some layers.
         self.layers = nn.ModuleDict(
-            {str(i): GatedLayer(config, self.clock, f"layers.{i}") for i in range(config.n_layers)}
+            {
+                str(i): GatedLayer(config, self.clock, f"layers.{i}")
+                for i in layer_numbers("layers", config.n_layers)
+            }
         )
         self.norm = RMSNorm(h, config.norm_eps, None if config.n_labels else "head")
         tied = config.tied_head or not config.token_head  # which has no weights of its own

@@ -10,6 +10,7 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import FAMILIES, Model, build_model
 from gridformer.models.blocks import attach_copies
+from gridformer.models.held_layers import only_layers
 from gridformer.parallel import pipeline
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.heuristics import decide
@@ -87,12 +88,15 @@ def build_parallel(
         filled: Whether parameters get their initial values. Otherwise they are 0, for callers that
             overwrite them.
     """
-    with torch.device("meta"):
-        model = build_model(config)
     choices = choices or decide(config, layout)
-    if layout.pp > 1:
-        stages = pipeline.stages_of(config, layout.n_stages, choices.work)
-        pipeline.keep_stages(model, stages, axes)
+    with torch.device("meta"):
+        if layout.pp > 1:
+            stages = pipeline.stages_of(config, layout.n_stages, choices.work)
+            with only_layers(pipeline.modules_of(config, stages, axes)):
+                model = build_model(config)
+            pipeline.keep_stages(model, stages, axes)
+        else:
+            model = build_model(config)
     parallelize(model, layout, axes, choices)
     if layout.pp > 1:
         pipeline.mark_shared(model, axes)

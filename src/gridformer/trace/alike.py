@@ -19,7 +19,7 @@ from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import build_axes, split_heads
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor, stages_of
-from gridformer.parallel.pipeline.partition import plain_model
+from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Event, Member, Start, Trace
@@ -70,7 +70,7 @@ def _following(
         axes = build_axes(layout, log.device.type, decisions.block)
         split_heads(run.model, layout, axes)  # in the order in which a model's building makes them
         with fake_tensors(log) as watch:
-            model = copy.copy(plain_model(run.model))
+            model = copy.copy(model_outline(run.model))
             model.stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
             model.compute_dtype = getattr(torch, train.dtype)
             executor = Executor(model, layout, axes, GradientSums([], []))

@@ -19,7 +19,7 @@ from gridformer.trace.events import Read
 from gridformer.trace.fast_fake import fast_fakes
 from gridformer.trace.group import Log
 from gridformer.trace.kernels import Work, work_of
-from gridformer.trace.no_dynamo import without_dynamo
+from gridformer.trace.no_compiler import without_compiler
 
 _PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
 _COPY = torch.ops.aten.copy_
@@ -114,7 +114,7 @@ def fake_tensors(log: Log) -> Iterator[Watch]:
     readers = {"tolist": ones, "item": ones, "__float__": one(float)}
     readers |= {"__int__": one(int), "__bool__": one(bool), "__index__": one(int)}
     with ExitStack() as stack:
-        stack.enter_context(without_dynamo())
+        stack.enter_context(without_compiler())
         for name, reader in readers.items():
             stack.enter_context(patch.object(FakeTensor, name, reader))
         if log.nccl:

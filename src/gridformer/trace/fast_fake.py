@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from gridformer.trace.no_dynamo import without_dynamo
+from gridformer.trace.no_compiler import without_compiler
 
 
 class _Result(NamedTuple):
@@ -63,8 +63,9 @@ class _Recipe(NamedTuple):
     kind: type[tuple[Any, ...]] | type[list[Any]] | None
 
 
-# Operations that return a part of a tensor and are told which, so that they seldom repeat.
-_PARTS = {torch.ops.aten.slice.Tensor, torch.ops.aten.select.int}
+# Operations that return a part or a view of a tensor and are told which; they seldom repeat.
+_PARTS = {torch.ops.aten.slice.Tensor, torch.ops.aten.select.int, torch.ops.aten.view.default}
+_COUNT = torch.ops.aten.count_nonzero.default
 _DEVICE = torch.ops.prim.device.default
 _FILL = torch.ops.aten.fill_.Tensor
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -83,7 +84,7 @@ class _UnknownError(Exception):
 @cache
 def fast_fakes() -> FastFakeTensorMode:
     """Returns the mode of this process, which remembers what earlier estimates have run."""
-    with without_dynamo():
+    with without_compiler():
         return FastFakeTensorMode()
 
 
@@ -103,8 +104,7 @@ class FastFakeTensorMode(FakeTensorMode):
 
     def __init__(self) -> None:
         # Loaded here, as tensors that a module makes when it is loaded are no part of a trace.
-        import torch._decomp
-        import torch.fx.experimental.symbolic_shapes  # noqa: F401
+        import torch._decomp  # noqa: F401
 
         super().__init__()
         self.cache_enabled = False  # torch's own, which costs as much as it saves below this one
@@ -139,11 +139,19 @@ class FastFakeTensorMode(FakeTensorMode):
                 self._recipes[key] = recipe
         if recipe is not _NEW:
             return self._made(recipe, tensors)
-        out = _real_dispatch(self, func, types, args, kwargs)
+        if func is _COUNT:  # for which torch's own way loads torch.distributed.tensor
+            out = self._number(tensors[0].device)
+        else:
+            out = _real_dispatch(self, func, types, args, kwargs)
         self._recipes[key] = self._recipe(func, tensors, out)
         if not tensors and isinstance(out, int | torch.dtype):
             self._values[key] = out
         return out
+
+    def _number(self, device: torch.device) -> Any:
+        """Returns an integer on a device."""
+        kwargs = {"dtype": torch.int64, "device": device}
+        return self.__torch_dispatch__(torch.ops.aten.empty.memory_format, (), ([],), kwargs)
 
     def _constant(self, number: Tensor) -> FakeTensor:
         """Returns a fake tensor with a known value, as `torch.tensor(1.0)` makes one.

@@ -10,7 +10,7 @@ timeline      measures it
 
 from gridformer.parallel.pipeline.executor import AtBorder, Executor
 from gridformer.parallel.pipeline.partition import stages_of
-from gridformer.parallel.pipeline.stage_params import keep_stages, mark_shared
+from gridformer.parallel.pipeline.stage_params import keep_stages, mark_shared, modules_of
 from gridformer.parallel.pipeline.timeline import Event, OnAction, idle_fraction, timed
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "idle_fraction",
     "keep_stages",
     "mark_shared",
+    "modules_of",
     "stages_of",
     "timed",
 ]

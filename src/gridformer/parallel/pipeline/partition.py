@@ -10,6 +10,7 @@ vocabulary, so its stage gets fewer layers.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,6 +20,7 @@ from torch import nn
 
 from gridformer.config import ModelConfig
 from gridformer.models import Model, blocks, build_model
+from gridformer.models.held_layers import only_layers
 from gridformer.parallel.auto.cost import Work
 
 _given: dict[tuple[ModelConfig, int], tuple[range, ...]] = {}  # see `with_stages`
@@ -40,7 +42,7 @@ def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ..
 
 @lru_cache(maxsize=32)
 def _stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ...]:
-    return partition(link_costs(plain_model(config), work), n_stages)
+    return partition(link_costs(model_outline(config), work), n_stages)
 
 
 @contextmanager
@@ -61,22 +63,35 @@ def with_stages(config: ModelConfig, stages: Sequence[range]) -> Iterator[None]:
 @lru_cache(maxsize=32)
 def link_names(config: ModelConfig) -> tuple[str, ...]:
     """Returns the names of a model's links, in order."""
-    return tuple(link.name for link in plain_model(config).links())
+    return tuple(link.name for link in model_outline(config).links())
 
 
-@lru_cache(maxsize=2)
-def plain_model(config: ModelConfig) -> Model:
-    """Returns a whole model on the meta device, which must not be changed."""
-    with torch.device("meta"):
+@lru_cache(maxsize=32)
+def model_outline(config: ModelConfig) -> Model:
+    """Returns a model on the meta device of whose equal layers only the first of a stack is built.
+
+    It has all links, and must not be changed.
+    """
+    stacks = ("layers", "encoder.layers", "decoder.layers")
+    with torch.device("meta"), only_layers([f"{stack}.0" for stack in stacks]):
         return build_model(config)
 
 
 def link_costs(model: Model, work: Work) -> list[float]:
-    """Returns the FLOPs of each link's forward pass for the tokens of `work`."""
-    return [
-        sum(_cost(module, model.config, work) for module in _modules(model, link.modules))
-        for link in model.links()
-    ]
+    """Returns the FLOPs of each link's forward pass for the tokens of `work`.
+
+    Args:
+        model: A plain model or its outline.
+        work: The tokens.
+    """
+    costs = dict[tuple[str, ...], float]()
+    found = []
+    for link in model.links():
+        names = tuple(re.sub(r"(^|\.)layers\.\d+$", r"\1layers.0", name) for name in link.modules)
+        if names not in costs:
+            costs[names] = sum(_cost(one, model.config, work) for one in _modules(model, names))
+        found.append(costs[names])
+    return found
 
 
 def partition(costs: Sequence[float], n_stages: int) -> tuple[range, ...]:

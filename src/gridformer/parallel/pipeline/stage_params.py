@@ -8,17 +8,33 @@ same update to their copies.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
 
+from gridformer.config import ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
+from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.parallel.sharding import info_of, set_info
 
 
+def modules_of(config: ModelConfig, stages: tuple[range, ...], axes: Axes) -> set[str]:
+    """Returns the names of the submodules that the links of this rank's stages run.
+
+    Args:
+        config: The model.
+        stages: The links of each stage of the pipeline. Stage i runs on rank i mod pp.
+        axes: The axes of the mesh.
+    """
+    links = model_outline(config).links()
+    mine = stages[axes.pp.index :: axes.pp.size]
+    return {path for stage in mine for i in stage for path in links[i].modules}
+
+
 def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
-    """Deletes, in place, the submodules of a plain model that only other ranks run.
+    """Deletes, in place, the submodules of a plain model that only other ranks run, if it has them.
 
     Names of the remaining parameters do not change. Submodules without parameters stay, because
     they need no memory.
@@ -29,16 +45,22 @@ def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
         axes: The axes of the mesh.
     """
     model.stages = stages
-    holders = _holders(model, axes.pp.size)
-    for path, ranks in holders.items():
-        has_parameters = next(model.get_submodule(path).parameters(), None) is not None
-        if axes.pp.index not in ranks and has_parameters:
+    for path, ranks in _holders(model, axes.pp.size).items():
+        if axes.pp.index not in ranks and any(True for _ in parameters_of(model, path)):
             parent, _, leaf = path.rpartition(".")
             container = model.get_submodule(parent)
             if isinstance(container, nn.ModuleDict):
                 del container[leaf]
             else:
                 delattr(container, leaf)
+
+
+def parameters_of(model: Model, path: str) -> Iterator[nn.Parameter]:
+    """Yields the parameters of a submodule; none of a layer that was not built."""
+    parent, _, leaf = path.rpartition(".")
+    container = model.get_submodule(parent)
+    if not isinstance(container, nn.ModuleDict) or leaf in container:
+        yield from model.get_submodule(path).parameters()
 
 
 def mark_shared(model: Model, axes: Axes) -> None:

@@ -1,0 +1,80 @@
+"""Keeps sympy and torch's symbolic shapes from being loaded, which takes half a second.
+
+torch's rules for fake tensors ask these functions about sizes that may be symbols. Here all sizes
+are numbers, for which the answers are simple. Inside `without_sympy` the functions of a stand-in
+give them. Whoever asks about a symbol, or needs more of these modules, gets the real ones.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
+from importlib.util import find_spec
+from typing import Any
+
+from gridformer.trace.stand_in import StandIn, in_place
+
+_NAME = "torch.fx.experimental.symbolic_shapes"
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("guard_or_false", "guard_or_true", "guard_size_oblivious"), _same),
+    **dict.fromkeys(("statically_known_true", "guarding_hint_or_throw", "guard_scalar"), _same),
+    "has_guarding_hint": lambda x: True,
+    "is_nested_int": lambda x: False,
+    "sym_and": lambda *all_of: reduce(operator.and_, all_of),
+    "sym_or": lambda *any_of: reduce(operator.or_, any_of),
+    "sym_eq": operator.eq,
+}
+_NUMBERS = (bool, int, float)
+# Functions that torch imports wherever it may need them, and that it calls only for symbols.
+_FOR_SYMBOLS = ("free_unbacked_symbols", "has_free_unbacked_symbols")
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) in _NUMBERS or (isinstance(x, tuple | list) and all(map(_is_plain, x)))
+
+
+class _SymbolicShapes(StandIn):
+    """Takes the place of torch's module."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+        for name, answer in _ANSWERS.items():
+            setattr(self, name, partial(self._asked, name, answer))
+        for name in _FOR_SYMBOLS:
+            setattr(self, name, partial(self._of_real, name))
+
+    def _asked(self, name: str, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs or not all(map(_is_plain, args)):
+            return self._of_real(name, *args, **kwargs)
+        # A list and a tuple of the same sizes are equal, as they are for torch.
+        return answer(*(tuple(x) if isinstance(x, list) else x for x in args))
+
+    def _of_real(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.real(), name)(*args, **kwargs)
+
+    def compute_unbacked_bindings(self, shape_env: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns None without an environment of shapes, as torch does."""
+        if shape_env is None:
+            return None
+        return self._of_real("compute_unbacked_bindings", shape_env, *args, **kwargs)
+
+
+@contextmanager
+def without_sympy() -> Iterator[None]:
+    """Does without sympy and symbolic shapes inside the context, unless they are loaded."""
+    with ExitStack() as stack:
+        if "sympy" not in sys.modules:
+            spec = find_spec("sympy")
+            places = (spec and spec.submodule_search_locations) or [""]
+            stack.enter_context(in_place(StandIn("sympy", places[0])))
+        stack.enter_context(in_place(_SymbolicShapes()))
+        yield

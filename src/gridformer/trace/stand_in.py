@@ -1,0 +1,88 @@
+"""A module that takes the place of one that takes long to load, until more of it is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class StandIn(ModuleType):
+    """Takes the place of a package or a module.
+
+    Args:
+        name: The name of the module.
+        path: Where the parts of a package lie; empty for a module without parts.
+        alone: Parts that need nothing of the package, which are loaded without it.
+    """
+
+    def __init__(self, name: str, path: str = "", alone: tuple[str, ...] = ()) -> None:
+        super().__init__(name)
+        self.alone = alone
+        if path:
+            self.__path__ = [path]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        part = f"{self.__name__}.{name}"
+        if part in self.alone:
+            return import_module(part)
+        return getattr(self.real(), name)
+
+    def real(self, part: str = "") -> ModuleType:
+        """Loads the real module, or a part of it. A trace does not see tensors that this makes."""
+        self.remove()
+        with _disable_current_modes():
+            return import_module(part or self.__name__)
+
+    def remove(self) -> None:
+        """Makes the next import load the real one."""
+        if sys.modules.get(self.__name__) is self:
+            for name in (self.__name__, *self.alone):
+                sys.modules.pop(name, None)
+
+
+class _Parts(MetaPathFinder, Loader):
+    """Loads the real package when a part of it is imported."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        self.stand_in = stand_in
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package = self.stand_in.__name__
+        mine = sys.modules.get(package) is self.stand_in
+        if not mine or not name.startswith(f"{package}.") or name in self.stand_in.alone:
+            return None
+        self.stand_in.real(name)
+        return ModuleSpec(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is executed already."""
+
+
+@contextmanager
+def in_place(stand_in: StandIn) -> Iterator[None]:
+    """Puts a stand-in into its place inside the context, unless the real module is loaded."""
+    name = stand_in.__name__
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = stand_in
+    parts = _Parts(stand_in)
+    sys.meta_path.insert(0, parts)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(parts)
+        stand_in.remove()
