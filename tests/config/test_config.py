@@ -314,6 +314,13 @@ def test_tasks_belong_to_families() -> None:
     )
 
 
+def test_conversations_share_a_sample_only_if_packed() -> None:
+    chat = {**BASE, "data": {**BASE["data"], "task": "chat"}}
+    assert "use data.packing=documents to put several" in problem(chat, "data.document_mask=true")
+    assert "conversations have no labels; use model.n_labels=0" in problem(chat, "model.n_labels=2")
+    parse_run(chat, ["data.document_mask=true", "data.packing=documents"])
+
+
 def test_an_old_key_is_refused_with_its_new_name() -> None:
     with pytest.raises(ConfigError, match=r"use train\.loss_chunk_tokens=64"):
         parse_run({"model": {"n_layers": 1}, "data": {"path": "."}}, ["train.loss_tokens=64"])

@@ -122,8 +122,9 @@ class DataConfig(Config):
     )
     document_mask: bool = Field(
         default=False,
-        description="true keeps attention within documents, for gpt2 and llama on running text. "
-        "The last token of a document then predicts nothing.",
+        description="true keeps attention within documents, for gpt2 and llama on running text "
+        "and on conversations (data.task=chat, with packing=documents). The last token of a "
+        "document then predicts nothing.",
     )
     reset_positions: bool = Field(
         default=True,

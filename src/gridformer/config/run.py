@@ -122,13 +122,20 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_documents(self) -> Self:
-        """Attention can stay within documents where samples are running text."""
+        """Attention can stay within documents where samples are running text or conversations."""
         if not self.data.document_mask:
             if self.data.packing == "windows":
                 return self
             raise ValueError(
                 f"data.packing={self.data.packing}: documents that share a sample must not see "
                 "each other; use data.document_mask=true, or data.packing=windows"
+            )
+        if self.task == "chat":
+            if self.data.packing == "documents":
+                return self
+            raise ValueError(
+                "data.document_mask=true: each sample of data.task=chat is one conversation; use "
+                "data.packing=documents to put several into one, or data.document_mask=false"
             )
         if self.task != "causal":
             why = f"samples of data.task={self.task} ({self.model.family}) are not running text"

@@ -6,7 +6,7 @@ from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.config.mixture import whole_weights
 from gridformer.data.opened import RunData
 from gridformer.data.samples.answers import AnswerExamples
-from gridformer.data.samples.chat import ChatSamples
+from gridformer.data.samples.chat import ChatSamples, PackedChats
 from gridformer.data.samples.documents import with_documents
 from gridformer.data.samples.examples import ChoiceExamples, TextExamples
 from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
@@ -43,6 +43,11 @@ def open_samples(
     Raises:
         DataError: The split contains no sample.
     """
+    if run.task == "chat":
+        special = special_ids(run, tokenizer)
+        if run.data.document_mask:
+            return PackedChats(text, run.seq_len, special, run.data.reset_positions)
+        return ChatSamples(text, run.seq_len, special)
     if run.data.document_mask:
         return with_documents(run.data, text, run.seq_len, tokenizer.eos_id)
     if run.task == "causal" and not run.model.n_labels:
@@ -59,8 +64,6 @@ def open_samples(
         return kind(text, run.seq_len, special)
     if run.task == "masked":
         return MaskedSamples(text, run.seq_len, special, run.model.sentence_pair)
-    if run.task == "chat":
-        return ChatSamples(text, run.seq_len, special)
     if run.task == "spans":
         return SpanSamples(text, run.source_len, run.seq_len, special)
     return PairSamples(text, run.source_len, run.seq_len, special)

@@ -47,7 +47,7 @@ class DocumentWindows:
         return {
             "tokens": ids[:-1],
             "targets": np.where(begins[1:], IGNORE, ids[1:]),
-            **_places(begins[:-1].cumsum(), self.reset),
+            **places_of(begins[:-1].cumsum(), self.reset),
         }
 
     def _begins(self, start: int, n: int) -> NDArray[np.bool_]:
@@ -98,7 +98,7 @@ class PackedDocuments:
             "targets": padded(np.concatenate([ids[1:] for ids in read]), self.seq_len, IGNORE),
             "valid": first(len(documents), self.seq_len),
             # Padding is a document of its own.
-            **_places(padded(documents, self.seq_len, len(read)), self.reset),
+            **places_of(padded(documents, self.seq_len, len(read)), self.reset),
         }
 
 
@@ -119,7 +119,7 @@ def with_documents(data: DataConfig, split: TokenSplit, seq_len: int, pad: int) 
     return DocumentWindows(split, seq_len, data.reset_positions)
 
 
-def _places(documents: NDArray[np.int64], reset: bool) -> Arrays:
+def places_of(documents: NDArray[np.int64], reset: bool) -> Arrays:
     """Returns the numbers of documents [n], counted from 0, and positions if they restart."""
     found: Arrays = {"documents": documents - documents[0]}
     if reset:
