@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from gridformer.data.samples.batches import open_samples
+from gridformer.data.samples.order import Rows
 from gridformer.launch.plan import plan_run
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
+from gridformer.utils.batch import Batch
 from tests.support.chats import chat_folder
 from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
@@ -84,5 +87,9 @@ def test_packed_conversations_have_the_loss_that_they_have_alone(tmp_path: Path)
         cpu = torch.device("cpu")
         model = build_parallel(run.model, run.layout, Axes(), 1, cpu, "float64")
         stepper = Stepper(model, train, Axes(), run.layout)
-        found.append(stepper.evaluate([lambda rows, batch=batch: batch]).loss)
+        found.append(stepper.evaluate([partial(_given, batch)]).loss)
     assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+def _given(batch: Batch, rows: Rows) -> Batch:
+    return batch
