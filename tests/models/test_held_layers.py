@@ -13,10 +13,9 @@ from gridformer.parallel.pipeline.partition import link_costs, model_outline
 
 
 def model_of(family: Family, n_layers: int) -> ModelConfig:
-    two = {"n_decoder_layers": n_layers} if family in ("t5", "transformer") else {}
-    return ModelConfig(
-        family=family, vocab_size=64, hidden_size=32, n_heads=2, n_layers=n_layers, **two
-    )
+    size = {"n_layers": n_layers, "hidden_size": 32, "n_heads": 2, "vocab_size": 64}
+    more = {"n_decoder_layers": n_layers} if family in ("t5", "transformer") else {}
+    return ModelConfig.model_validate({"family": family, **size, **more})
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "transformer", "llama"])
