@@ -42,6 +42,8 @@ FIXED: dict[str, Any] = {
     "data.stages": (),
     "data.validation": (),
     "data.task": "auto",
+    "data.tokenizer": None,
+    "data.val_fraction": 0.02,
     "layout.cluster": "",
     "data.restart": False,
     "train.init_from": None,
