@@ -307,6 +307,23 @@ def test_scaling_of_rotary_positions(scaling: dict[str, Any], text: str) -> None
     assert text in problem({**BASE, "model": given})
 
 
+@pytest.mark.parametrize(
+    ("model", "data", "text"),
+    [
+        ({}, {"packing": "documents"}, "must not see each other; use data.document_mask=true"),
+        ({"family": "bert"}, {}, "data.task=masked (bert) are not running text; use"),
+        ({"n_labels": 2}, {}, "with model.n_labels=2 each sample is one document; use"),
+    ],
+)
+def test_documents_share_samples_of_running_text_only(
+    model: dict[str, Any], data: dict[str, Any], text: str
+) -> None:
+    sizes = {"n_layers": 1, "hidden_size": 8, "n_heads": 2}
+    mask = {} if "packing" in data else {"document_mask": True}
+    run = {"model": {**sizes, **model}, "data": {"path": "somewhere", **mask, **data}}
+    assert text in problem(run)
+
+
 def test_tasks_belong_to_families() -> None:
     text = problem(BASE, "data.task=pairs")
     assert text.endswith(

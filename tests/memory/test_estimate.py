@@ -161,6 +161,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("kind", "model", "data"),
     [
         ("text", {"family": "gpt2"}, {}),
+        ("text", {"family": "gpt2"}, {"document_mask": True, "reset_positions": False}),
+        ("text", {"family": "llama"}, {"document_mask": True, "packing": "documents"}),
         ("labeled", {"family": "gpt2", "n_labels": 2}, {}),
         ("text", {"family": "bert"}, {}),
         ("text", {"family": "bert", "sentence_pair": False}, {}),
