@@ -1,9 +1,9 @@
 """How many floating-point operations a step takes, and how well devices are utilized by them.
 
 Only matrix products count, 2mnk for each, and the backward pass has two for each of the forward
-pass. Attention counts all pairs of positions, also those that a causal mask, a window or a border of
-documents hides, and padding counts like text, as is usual for MFU (Narayanan et al. 2021; Chowdhery et al. 2022,
-appendix B).
+pass. Attention counts all pairs of positions, also those that a causal mask, a window or a border
+of documents hides, and padding counts like text, as is usual for MFU (Narayanan et al. 2021;
+Chowdhery et al. 2022, appendix B).
 
 Model operations are those of one device without recomputation, so they are the same on every
 layout. Hardware operations add what `train.recompute` computes again (Korthikanti et al. 2022).
