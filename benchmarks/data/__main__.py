@@ -1,0 +1,137 @@
+"""Measures how runs start on, and read, a corpus of 10^9 tokens, against one of 10^6.
+
+    python -m benchmarks.data --out docs/results/data.md
+
+It writes a mixture of two sources of random tokens to a temporary folder (2 bytes a token), and
+removes it at the end. Files are dropped from the page cache before each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.machine import describe_machine
+from benchmarks.common.page import write_page
+from benchmarks.data.corpus import forget, write_corpus
+from benchmarks.data.training import Watched, watch
+
+PARTS = ("open", "check", "fingerprint", "order", "first batch")
+# A small model, since long steps would hide slow reading.
+MODEL = {"n_layers": 2, "hidden_size": 64, "n_heads": 4, "max_seq_len": 512}
+
+
+def run_file(folder: Path, sources: dict[str, Path], batch: int, steps: int) -> Path:
+    weights = {"large": 0.6, "small": 0.4}
+    sections = {
+        "model": MODEL,
+        "data": [{"path": str(p), "name": n, "weight": weights[n]} for n, p in sources.items()],
+        "train": {
+            "steps": steps,
+            "global_batch": batch,
+            "eval_every": 0,
+            "eval_batches": 1,
+            "save_every": 0,
+            "device": "cpu",
+        },
+    }
+    path = folder / f"run-{batch}.yaml"
+    path.write_text(json.dumps(sections), encoding="utf-8")
+    return path
+
+
+def read(run: Path, batches: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.data.reading", str(run), str(batches)]
+    found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    return dict(json.loads(found.stdout))
+
+
+def measured(tokens: int, steps: int, parent: Path | None) -> tuple[dict[str, Any], Watched]:
+    with tempfile.TemporaryDirectory(dir=parent, prefix="benchmark-data-") as name:
+        folder = Path(name)
+        corpus = folder / "corpus"
+        sources = write_corpus(corpus, tokens)
+        forget(corpus)
+        found = read(run_file(folder, sources, 64, 1), 200)
+        forget(corpus)
+        return found, watch(run_file(folder, sources, 8, steps), folder / "out")
+
+
+def column(found: dict[str, Any], watched: Watched, steps: int) -> dict[str, str]:
+    """Returns what was measured with one corpus, by the title of its row."""
+    waits, seconds = watched.waits[1:], watched.steps_s[1:]
+    values = {f"{part}, s": found["parts"][part] for part in PARTS}
+    values |= {
+        "all of these, s": sum(found["parts"].values()),
+        "of this, processor time, s": found["processor_s"],
+        "`gridformer train`: until the first step is over, s": watched.first_step_s,
+        "processor time of all its steps and its start, s": watched.processor_s,
+        "a batch of 64 x 512 tokens, ms": 1e3 * statistics.median(found["wall"]),
+        "of this, processor time, ms": 1e3 * statistics.median(found["processor"]),
+        "the slowest of 200 batches, ms": 1e3 * max(found["wall"]),
+        f"a step of 8 x 512 tokens, median of {steps}, ms": 1e3 * statistics.median(seconds),
+        "`data_wait_s` of the first step, ms": 1e3 * watched.waits[0],
+        "`data_wait_s` of later steps, median, ms": 1e3 * statistics.median(waits),
+        "the longest of these, ms": 1e3 * max(waits),
+        "their share of the time of these steps, %": 100 * sum(waits) / sum(seconds),
+        "memory after a tenth of the steps, MiB": _memory(watched, steps // 10),
+        "memory at the end, MiB": _memory(watched, steps),
+    }
+    return {title: f"{value:,.3g}" for title, value in values.items()}
+
+
+def page(columns: dict[int, dict[str, str]]) -> list[str]:
+    machine = describe_machine("benchmarks.data")
+    heads = " | ".join(f"{tokens:,} tokens" for tokens in columns)
+    rows = [
+        f"| {title} | " + " | ".join(one[title] for one in columns.values()) + " |"
+        for title in next(iter(columns.values()))
+    ]
+    return [
+        "# Reading 10^9 tokens",
+        "\n".join(
+            [
+                "This page measures how a run starts on a corpus and reads it: a mixture of two",
+                "sources of random tokens (weights 0.6 and 0.4) in Megatron-LM's files, which are",
+                "dropped from the page cache before. `check` reads where every document begins,",
+                "and `fingerprint` blocks of every file. Memory is what the processes of the run",
+                "have of their own, without pages of files, which the system takes back when it",
+                "needs them. Other programs may have run meanwhile; processor times do not depend",
+                "on them as wall times do.",
+            ]
+        ),
+        f"{machine['cpu']}, {machine['cores']} cores; torch {machine['torch']}, Python "
+        f"{machine['python']}; {machine['date']}, commit {machine['commit']}",
+        f"`{machine['command']}`",
+        "\n".join([f"| | {heads} |", "|---|" + "---:|" * len(columns), *rows]),
+    ]
+
+
+def _memory(watched: Watched, step: int) -> float:
+    return min(watched.anonymous, key=lambda seen: abs(seen[0] - step))[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[10**6, 10**9])
+    parser.add_argument("--steps", type=int, default=300, help="of the training run")
+    parser.add_argument("--folder", type=Path, help="where the corpus is written meanwhile")
+    parser.add_argument("--out", type=Path, help="the page; by default it is printed")
+    options = parser.parse_args()
+    if min(options.tokens) < 10**5 or options.steps < 20:
+        parser.error("use --tokens of at least 100000 and --steps of at least 20")
+    columns = {}
+    for tokens in options.tokens:
+        found, watched = measured(tokens, options.steps, options.folder)
+        columns[tokens] = column(found, watched, options.steps)
+    write_page(page(columns), options.out)
+
+
+if __name__ == "__main__":
+    main()
