@@ -1,0 +1,41 @@
+"""The corpus of benchmarks.data is one that runs read, and its page has a row for each figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.data.__main__ import column, page, run_file
+from benchmarks.data.corpus import forget, write_corpus
+from benchmarks.data.training import Watched
+from gridformer.config import load_run
+from gridformer.data import RunData, open_training, resolve
+
+
+def test_the_corpus_is_read_in_place(tmp_path: Path) -> None:
+    sources = write_corpus(tmp_path / "corpus", 100_000)
+    forget(tmp_path / "corpus")
+    run = load_run(run_file(tmp_path, sources, 8, 20))
+    data = RunData.open(run.data)
+    assert 80_000 < data.n_train_tokens < 120_000
+    batch = open_training(resolve(run, data), data).batch(3)
+    assert batch["tokens"].shape == (8, 512)
+    assert len(np.unique(batch["tokens"])) > 100
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    parts = dict.fromkeys(("open", "check", "fingerprint", "order", "first batch"), 0.25)
+    found = {"parts": parts, "processor_s": 0.5, "wall": [0.01, 0.03], "processor": [0.002, 0.002]}
+    watched = Watched(3.0, 2.0, [(2, 100.0), (19, 120.0)], [0.5, 0.0, 0.1], [1.0, 1.0, 1.0])
+    shown = "\n".join(page({10**6: column(found, watched, 20)}))
+    for row in (
+        "| all of these, s | 1.25 |",
+        "| the slowest of 200 batches, ms | 30 |",
+        "| `data_wait_s` of the first step, ms | 500 |",
+        "| the longest of these, ms | 100 |",
+        "| their share of the time of these steps, % | 5 |",
+        "| memory after a tenth of the steps, MiB | 100 |",
+        "| memory at the end, MiB | 120 |",
+    ):
+        assert row in shown
