@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-
 from benchmarks.data.__main__ import column, page, run_file
 from benchmarks.data.corpus import forget, write_corpus
 from benchmarks.data.training import Watched
+
 from gridformer.config import load_run
 from gridformer.data import RunData, open_training, resolve
 
