@@ -28,7 +28,8 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train.compile import compile_model
 from gridformer.train.optimizer import Updates
-from gridformer.train.step import Ahead, StartedStep, Stepper, learning_rate
+from gridformer.train.results import StartedStep
+from gridformer.train.step import Ahead, Stepper, learning_rate
 from gridformer.utils.batch import next_words
 
 HFCompile = Literal["blocks", "whole"]

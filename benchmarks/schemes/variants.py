@@ -25,8 +25,8 @@ from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.models import GPT2
 from gridformer.parallel import build_parallel
-from gridformer.parallel.auto.cost import Work
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import reduce_gradients
 from gridformer.parallel.registry import spec_of

@@ -21,9 +21,10 @@ from gridformer.checkpoint import find, place
 from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.manifest import verify
+from gridformer.checkpoint.outcome import Kept, Outcome
 from gridformer.checkpoint.place import LocalPlace
 from gridformer.checkpoint.saver import Saver
-from gridformer.checkpoint.saving import Kept, Outcome, Save
+from gridformer.checkpoint.saving import Save
 from gridformer.config import RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel.sharding import ParamShard

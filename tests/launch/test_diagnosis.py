@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.comm import progress
-from gridformer.comm.progress import COLLECTIVE, RECEIVE, SEND, Lane, Message, State, Wait
+from gridformer.comm import progress, progress_file
+from gridformer.comm.progress_file import COLLECTIVE, RECEIVE, SEND, Lane, Message, State, Wait
 from gridformer.launch import seen as telling
 from gridformer.launch.hang import Seen, Verdict, diagnose, listed
 from gridformer.mesh.axes import Axis
@@ -128,7 +128,7 @@ def test_the_file_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     axis = Axis("pp", 3)
 
     def state() -> State:
-        found = progress.read(tmp_path / "progress")
+        found = progress_file.read(tmp_path / "progress")
         assert found is not None
         return found
 
@@ -154,9 +154,9 @@ def test_the_file_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert state().step == 12
     mine.put_stack("here\n")
     assert state().stack == "here\n"
-    assert progress.read(tmp_path / "none") is None
+    assert progress_file.read(tmp_path / "none") is None
     (tmp_path / "short").write_bytes(b"x" * 100)
-    assert progress.read(tmp_path / "short") is None
+    assert progress_file.read(tmp_path / "short") is None
 
 
 def test_many_ranks_in_words() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gridformer.comm.progress import Wait
+from gridformer.comm.progress_file import Wait
 from gridformer.launch.hang import mismatch
 from gridformer.launch.seen import ranks_of
 from tests.support.launch.programs import LIMIT_S, ROOT

@@ -21,8 +21,9 @@ from gridformer.memory.estimate import estimate_rank
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto import heuristics as rules
-from gridformer.parallel.auto.cost import Choices, Work
+from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.linear import GridLinear, weights_kept
 from tests.support.marks import full_unless

@@ -14,8 +14,8 @@ import torch
 
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.parallel import build_parallel
-from gridformer.parallel.auto.cost import Work, blocks_of
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work, blocks_of
 from gridformer.parallel.data.gradients import owned
 from gridformer.parallel.tensor.joined import kv_heads_of
 from gridformer.train.step import Stepper

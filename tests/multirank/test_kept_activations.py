@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gridformer.config import LayoutConfig
 from gridformer.parallel import build_parallel
-from gridformer.parallel.auto.cost import Work
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.linear import weights_kept
 from tests.support.marks import full_unless

@@ -19,7 +19,8 @@ from gridformer.checkpoint.saver import Saver
 from gridformer.config import TrainConfig
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
-from gridformer.train.step import StartedStep, Stepper
+from gridformer.train.results import StartedStep
+from gridformer.train.step import Stepper
 from gridformer.train.under_way import lag_of
 from tests.support.marks import full_unless
 from tests.support.multirank.layouts import n_of

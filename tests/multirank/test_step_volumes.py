@@ -18,8 +18,9 @@ from gridformer.data.samples.order import Rows
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.auto.cost import Choices, Traffic, Work
+from gridformer.parallel.auto.cost import Choices, Traffic
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work
 from gridformer.parallel.data import buckets as bucketing
 from gridformer.parallel.data import gradients as reductions
 from gridformer.parallel.sharding import shard_of

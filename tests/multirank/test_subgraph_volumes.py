@@ -20,9 +20,10 @@ from gridformer.data.samples.order import Rows
 from gridformer.mesh.node_placement import split_messages
 from gridformer.models import build_model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.auto.cost import Traffic, Work
+from gridformer.parallel.auto.cost import Traffic
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch, next_words
 from tests.support.marks import full_unless

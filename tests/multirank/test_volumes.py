@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from gridformer.config import LayoutConfig
-from gridformer.parallel.auto.cost import Work
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import tiny
 from tests.support.multirank.pool import WorkerPool

@@ -18,8 +18,9 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.train import loss_scale as precision
 from gridformer.train.loss_scale import FIRST_SCALE, GROWS_AFTER, LARGEST_SCALE, LossScale
+from gridformer.train.results import StepResult
 from gridformer.train.schedules import learning_rate
-from gridformer.train.step import Stepper, StepResult
+from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import DivergedError
 

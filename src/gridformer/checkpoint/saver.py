@@ -22,8 +22,9 @@ import torch
 from gridformer import comm
 from gridformer.checkpoint.block import Block, Shards, written_here
 from gridformer.checkpoint.manifest import Manifest
+from gridformer.checkpoint.outcome import Kept, Outcome
 from gridformer.checkpoint.place import LocalPlace, Place
-from gridformer.checkpoint.saving import Kept, Outcome, Save
+from gridformer.checkpoint.saving import Save
 from gridformer.checkpoint.snapshot import Snapshot, bytes_of
 from gridformer.config import RunConfig
 from gridformer.mesh import Axes

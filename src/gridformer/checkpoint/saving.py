@@ -21,12 +21,13 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.index import Index, joined, part_of
 from gridformer.checkpoint.manifest import FileEntry, Manifest, encoded
+from gridformer.checkpoint.outcome import Kept, Outcome, file_of, name_of
 from gridformer.checkpoint.place import Draft, Place
 from gridformer.checkpoint.remote import Remote
 from gridformer.checkpoint.safetensors_file import write_file
@@ -34,60 +35,6 @@ from gridformer.utils.units import format_bytes
 
 _SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks at the notes
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Which checkpoints stay.
-
-    Attributes:
-        newest: How many of the newest.
-        every: Besides, each whose step is a multiple of this number; 0 for none.
-        room: Whether the oldest of the others is removed if the disk is full.
-    """
-
-    newest: int
-    every: int = 0
-    room: bool = False
-
-    def removable(self, names: list[str], newest: int) -> list[str]:
-        """Returns which of the complete checkpoints may go if so many of the newest stay."""
-        older = names[:-newest]
-        return [name for name in older if not self.every or step_of(name) % self.every]
-
-
-def name_of(step: int) -> str:
-    """Returns the name of the checkpoint of a step."""
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int:
-    """Returns the step of a checkpoint, given its name."""
-    return int(name.removeprefix("step-"))
-
-
-@dataclass
-class Outcome:
-    """What became of a save. Only the first rank knows it.
-
-    Attributes:
-        target: The path of the checkpoint.
-        step: Its step.
-        n_bytes: The bytes of all its files.
-        seconds: The time from its begin to its end.
-        failure: Why there is no checkpoint; empty if it is complete.
-        removed: Checkpoints that were removed to make room.
-        not_copied: Why the complete checkpoint is not at `train.checkpoint_to`; empty if it is, or
-            if there is no such place.
-    """
-
-    target: str
-    step: int
-    n_bytes: int = 0
-    seconds: float = 0.0
-    failure: str = ""
-    removed: list[str] = field(default_factory=list)
-    not_copied: str = ""
 
 
 @dataclass(frozen=True)
@@ -387,11 +334,6 @@ def _index_of(parts: list[bytes]) -> Index:
     if _last is None or _last[0] != key:
         _last = key, joined(parts)
     return _last[1]
-
-
-def file_of(rank: int) -> str:
-    """Returns the name of the file that a rank writes."""
-    return f"shard-{rank + 1:05d}.safetensors"
 
 
 def _exists(draft: Draft) -> bool:

@@ -12,7 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gridformer.comm.progress import COLLECTIVE, EXCHANGE, RECEIVE, SEND, Lane, Message, State, Wait
+from gridformer.comm.progress_file import (
+    COLLECTIVE,
+    EXCHANGE,
+    RECEIVE,
+    SEND,
+    Lane,
+    Message,
+    State,
+    Wait,
+)
 
 Kind = Literal["stopped", "dead", "diverged", "silent", "slow", "stuck", "late"]
 COMPUTES = 0.05  # a rank that uses this share of a core computes

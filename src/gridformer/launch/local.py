@@ -27,16 +27,16 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from gridformer.launch.failures import Advise, Failure, general, report
 from gridformer.launch.fork_server import UNKNOWN, ForkServer, end_orphans
+from gridformer.launch.stop_signals import Signals, signals_seen
 from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
 from gridformer.mesh.launch_env import joined
 from gridformer.utils import oom
@@ -304,50 +304,3 @@ class _Workers:
             if process.pid and process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signum)
-
-
-# --------------------------------------------------------------------------- signals
-
-
-@dataclass
-class Signals:
-    """The first stop signal that the launcher received; `reader` is readable once one arrived.
-
-    `again` says whether that was Ctrl-C, and a second Ctrl-C came.
-    """
-
-    reader: int
-    writer: int
-    first: int | None = None
-    again: bool = False
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.reader, 64)
-
-    def note(self, signum: int, frame: FrameType | None) -> None:
-        """Handler for Python's `signal` module."""
-        self.again = self.again or self.first == signum == signal.SIGINT
-        self.first = self.first or signum
-        with contextlib.suppress(BlockingIOError):
-            os.write(self.writer, b"\0")
-
-
-@contextlib.contextmanager
-def signals_seen(policy: StopPolicy) -> Iterator[Signals]:
-    """Catches stop signals inside the block. A SIGHUP that nohup ignores stays ignored."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    signals = Signals(reader, writer)
-    before: dict[int, Any] = {}
-    try:
-        for caught in policy.signals:
-            if signal.getsignal(caught) is not signal.SIG_IGN:
-                before[caught] = signal.signal(caught, signals.note)
-        yield signals
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-        os.close(reader)
-        os.close(writer)

@@ -14,8 +14,9 @@ from functools import partial
 from gridformer.checkpoint.fallback import choose
 from gridformer.checkpoint.same_run import data_start_of
 from gridformer.launch.failures import Failure, cause, described
-from gridformer.launch.local import attempt, signals_seen
+from gridformer.launch.local import attempt
 from gridformer.launch.memory_advice import memory_advice
+from gridformer.launch.stop_signals import signals_seen
 from gridformer.launch.worker_process import print_last
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from gridformer.comm.progress import Lane, Message, State, Wait
+from gridformer.comm.progress_file import Lane, Message, State, Wait
 from gridformer.launch.boards import Report
 from gridformer.launch.hang import Seen
 

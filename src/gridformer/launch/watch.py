@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from gridformer.comm import progress
+from gridformer.comm import progress, progress_file
 from gridformer.launch import seen as telling
 from gridformer.launch.boards import Board, FolderBoard, Report, board_of, process_state
 from gridformer.launch.hang import Seen, Verdict, describe, diagnose, lane_name, listed
@@ -178,7 +178,7 @@ class Watch:
         for rank, path in self._board.neighbors().items():
             if rank == self.place.rank:
                 continue
-            state = progress.read(path)
+            state = progress_file.read(path)
             if state is None:
                 found[str(rank)] = {"status": "dead", "state": None}
                 continue

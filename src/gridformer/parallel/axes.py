@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.mesh.node_placement import NodeBlock
-from gridformer.parallel.auto.cost import blocks_of
+from gridformer.parallel.auto.products import blocks_of
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.scheme import MESH_AXIS
 

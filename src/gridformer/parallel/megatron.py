@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig
-from gridformer.parallel.auto.cost import Choices, Product
+from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.auto.products import Product
 from gridformer.parallel.offers import Changes
 from gridformer.parallel.scheme import (
     BoundarySpec,

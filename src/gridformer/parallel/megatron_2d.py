@@ -25,7 +25,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
-from gridformer.parallel.auto.cost import Choices, Product
+from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.auto.products import Product
 from gridformer.parallel.megatron import one_dimensional
 from gridformer.parallel.scheme import (
     BoundarySpec,

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
-from gridformer.parallel.auto.cost import Choices, Product, Stays
+from gridformer.parallel.auto.cost import Choices, Stays
+from gridformer.parallel.auto.products import Product
 from gridformer.parallel.offers import Changes
 from gridformer.parallel.scheme import (
     HEADS_WIDTH,

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, Scheme
 from gridformer.mesh.node_placement import NodeBlock, rank_grid, sizes_of
-from gridformer.parallel.auto.cost import Choices, Product, Stays
+from gridformer.parallel.auto.cost import Choices, Stays
+from gridformer.parallel.auto.products import Product
 from gridformer.parallel.offers import Changes
 
 if TYPE_CHECKING:

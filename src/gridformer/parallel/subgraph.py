@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.mesh.node_placement import NodeBlock, split_messages, sub_grids
-from gridformer.parallel.auto.cost import Choices, Product
+from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.auto.products import Product
 from gridformer.parallel.scheme import BoundarySpec, Cuts, LayoutAxis, ModuleTable, SchemeSpec
 
 if TYPE_CHECKING:

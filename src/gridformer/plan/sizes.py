@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gridformer.config import RunConfig
-from gridformer.parallel.auto.cost import Choice, Choices, Product
+from gridformer.parallel.auto.cost import Choice, Choices
+from gridformer.parallel.auto.products import Product
 from gridformer.parallel.scheme import SchemeSpec
 from gridformer.plan.load import Costs, Place
 

@@ -23,7 +23,8 @@ from gridformer.models import Model
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.train.ending import Ending, StepDropped
 from gridformer.train.loader import BatchLoader
-from gridformer.train.step import Evaluation, Stepper
+from gridformer.train.results import Evaluation
+from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch
 
 LABEL = "scores"

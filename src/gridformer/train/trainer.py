@@ -36,9 +36,10 @@ from gridformer.train.flops import Utilization
 from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
 from gridformer.train.plan import Plan
+from gridformer.train.results import StartedStep
 from gridformer.train.resuming import intact
 from gridformer.train.scorers import validation_sets
-from gridformer.train.step import ReadRows, StartedStep, Stepper
+from gridformer.train.step import ReadRows, Stepper
 from gridformer.train.trace import StepTrace
 from gridformer.train.under_way import Ended, StepsUnderWay, lag_of
 from gridformer.utils.batch import Batch

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from gridformer.config import TrainConfig
-from gridformer.train.step import StartedStep, StepResult
+from gridformer.train.results import StartedStep, StepResult
 
 
 class Ended(NamedTuple):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.parallel.auto import heuristics as rules
-from gridformer.parallel.auto.cost import Choices, Work, products_of
+from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.heuristics import SMALL_BYTES, decide
+from gridformer.parallel.auto.products import Work, products_of
 from gridformer.parallel.scheme import SchemeSpec
 
 LAYER = ("qkv", "out", "up", "down")

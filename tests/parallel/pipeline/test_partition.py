@@ -13,7 +13,7 @@ from gridformer.config import Family, LayoutConfig, ModelConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.models import build_model
 from gridformer.parallel import build_parallel
-from gridformer.parallel.auto.cost import Work
+from gridformer.parallel.auto.products import Work
 from gridformer.parallel.pipeline.partition import link_costs, partition, stages_of
 from gridformer.parallel.sharding import shard_of
 

@@ -10,91 +10,13 @@ rows of the grid.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Literal
 
-from gridformer.config import ModelConfig
+from gridformer.parallel.auto.products import Product, Work
 
 ScheduleName = Literal["broadcast", "pipelined", "gather"]
-Section = Literal["attention", "feed_forward", "head"]
-Reads = Literal["tokens", "source", "sequences"]
 Stays = Literal["output", "input"]
-
-
-@dataclass(frozen=True)
-class Work:
-    """The amount of work of one model replica.
-
-    Attributes:
-        tokens: T, tokens of one replica's micro-batch over all rows of the grid.
-        micro_batches: Micro-batches per step.
-        itemsize: Bytes per element of activations and gathered weights.
-        state_bytes: Bytes per parameter for its value, gradient and optimizer state.
-        source: Source tokens of the micro-batch, for models with an encoder and a decoder.
-        sequences: Sequences of the micro-batch.
-        recompute: `train.recompute` of the run.
-        loss_chunk_tokens: Tokens whose logits exist at a time on a row of the grid; 0 for all.
-        cast: `train.cast` of the run.
-        dtype: The type of products, which may be tf32; empty for float32.
-        memory_gib: `train.memory_gib` of the run.
-    """
-
-    tokens: int
-    micro_batches: int = 1
-    itemsize: int = 4
-    state_bytes: int = 16
-    source: int = 0
-    sequences: int = 0
-    recompute: Literal["none", "selective", "full"] = "none"
-    loss_chunk_tokens: int = 0
-    cast: Literal["auto", "step", "use"] = "auto"
-    dtype: str = ""
-    memory_gib: float = 0.0
-
-    def rows_of(self, product: Product) -> int:
-        """Returns the number of rows of a product's input, over all devices of the grid."""
-        if product.reads == "source":
-            return self.source
-        return self.sequences if product.reads == "sequences" else self.tokens
-
-
-@dataclass(frozen=True)
-class Product:
-    """A matrix product y = x W of a model, W [n_in, n_out].
-
-    Attributes:
-        name: Name of the product, shared by the layers of a stack.
-        n_in: Rows of W.
-        n_out: Columns of W.
-        count: Number of such products in the model.
-        normed: Whether x is the output of a norm that nothing else reads.
-        closes: Whether the product closes its section, see `gridformer.models.blocks.Role`.
-        section: The section that it belongs to.
-        reads: Which tokens its input has.
-        ends_block: Whether nothing in its block reads y. Recomputing the block then skips it.
-        parts: The columns of each weight that W consists of, and the pieces of it that are never
-            split (`gridformer.models.blocks.Part`); empty if W is one weight.
-        copied: Columns of W that devices hold in addition to `n_out`, because heads of keys and
-            values do not divide over columns of devices, or over branches.
-    """
-
-    name: str
-    n_in: int
-    n_out: int
-    count: int
-    normed: bool = False
-    closes: bool = False
-    section: Section = "head"
-    reads: Reads = "tokens"
-    ends_block: bool = False
-    parts: tuple[tuple[int, int], ...] = ()
-    copied: int = 0
-
-    def over(self, columns: int) -> Product:
-        """Returns the product with what `columns` devices hold of its parts."""
-        extra = (n * (columns // blocks_of(pieces, columns) - 1) for n, pieces in self.parts)
-        return replace(self, copied=sum(extra))
 
 
 @dataclass(frozen=True)
@@ -346,60 +268,3 @@ class Choices:
     def _traffic(self, col: float, row: float, col_messages: int, row_messages: int) -> Traffic:
         messages = (col_messages if col else 0) + (row_messages if row else 0)
         return Traffic(col, row, messages)
-
-
-def blocks_of(pieces: int, columns: int) -> int:
-    """Returns over how many blocks of columns a part of a product is sharded.
-
-    The columns of a block hold the same pieces.
-
-    Args:
-        pieces: Pieces of the part that are never split, such as heads of keys; 0 if it must divide
-            over columns.
-        columns: Number of columns of devices, or branches.
-    """
-    return math.gcd(pieces, columns) if pieces else columns
-
-
-@lru_cache(maxsize=64)
-def products_of(model: ModelConfig) -> list[Product]:
-    """Returns the distinct products of a model in forward order, with their counts."""
-    import torch
-
-    from gridformer.models import blocks, build_model
-
-    sized = model.model_copy(update={"vocab_size": max(model.vocab_size, 1)})
-    with torch.device("meta"):
-        modules = [*build_model(sized).modules()]
-    norms = (blocks.LayerNorm, blocks.RMSNorm)
-    read = {module.reader for module in modules if isinstance(module, norms)}
-    found: dict[str, Product] = {}
-    for module in modules:
-        if isinstance(module, blocks.Linear | blocks.JoinedLinear):
-            role = module.role
-            parts: tuple[tuple[int, int], ...] = ()
-            if isinstance(module, blocks.JoinedLinear):
-                n_in, n_out = module.n_in, module.n_out
-                parts = tuple((part.weight.shape[1], part.pieces) for part in module.parts())
-            else:
-                n_in, n_out = module.weight.shape
-            product = Product(
-                role.product,
-                n_in,
-                n_out,
-                count=1,
-                normed=role.product in read,
-                closes=not role.opens,
-                section=role.section,
-                reads=role.reads,
-                ends_block=role.product.endswith("down") and sized.norm_position == "pre",
-                parts=parts,
-            )
-        elif isinstance(module, blocks.TiedHead):
-            h, v = sized.hidden_size, sized.vocab_size
-            product = Product("head", h, v, 1, normed="head" in read)
-        else:
-            continue
-        before = found.get(product.name)
-        found[product.name] = replace(product, count=before.count + 1) if before else product
-    return [*found.values()]

@@ -18,8 +18,9 @@ from gridformer.config import LayoutConfig, RunConfig
 from gridformer.mesh import node_placement as nodes
 from gridformer.mesh.node_placement import Candidate, NodeBlock
 from gridformer.mesh.placement_table import explain, explain_racks
-from gridformer.parallel.auto.cost import Choice, Choices, Work
+from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.products import Work
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import describe, spec_of
 from gridformer.utils.units import MIB, three_digits

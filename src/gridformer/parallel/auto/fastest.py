@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from gridformer.config import LayoutConfig
 from gridformer.mesh.node_placement import NodeBlock
-from gridformer.parallel.auto.cost import Choice, Choices, Product, ScheduleName, Stays, Timed
+from gridformer.parallel.auto.cost import Choice, Choices, ScheduleName, Stays, Timed
+from gridformer.parallel.auto.products import Product
 from gridformer.parallel.auto.seconds import ProductTimes
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import GIB, format_bytes

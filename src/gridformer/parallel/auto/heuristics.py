@@ -16,8 +16,9 @@ from typing import Literal
 
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh.node_placement import NodeBlock
-from gridformer.parallel.auto.cost import Choice, Choices, Work, blocks_of, products_of
+from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.fastest import MOST_CHUNKS, SMALL_BYTES, fastest, lines_of
+from gridformer.parallel.auto.products import Work, blocks_of, products_of
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.units import format_bytes
 

@@ -23,7 +23,8 @@ from gridformer.mesh import Axes, Axis
 from gridformer.models import blocks
 from gridformer.models.blocks.joined import JoinedPart, side_by_side
 from gridformer.models.blocks.linear import linear
-from gridformer.parallel.auto.cost import Choice, blocks_of
+from gridformer.parallel.auto.cost import Choice
+from gridformer.parallel.auto.products import blocks_of
 from gridformer.parallel.axes import replicated
 from gridformer.parallel.data.fsdp import materialized
 from gridformer.parallel.sharding import ParamPlacement, place

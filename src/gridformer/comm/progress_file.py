@@ -1,0 +1,169 @@
+"""The file in which a process notes where it is among its messages: its layout, and its reader.
+
+`gridformer.comm.progress` writes it. It can also be read while its process is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic_ns
+
+# The file holds int64 words: a header, lanes, and from STACK on two texts.
+MAGIC = 0x6772696431
+(
+    MAGIC_AT,
+    LANE,  # where the lane begins in which the process waits; 0 if it does not wait
+    NUMBER,  # number of the message in its lane for which it waits
+    SITE,  # what that message is
+    SINCE,  # since when it waits, in nanoseconds of the monotonic clock
+    BEAT,  # when its watch last looked
+    STEP,
+    PID,
+    STACK_AT,  # when its stack was last written
+    STACK_LENGTH,  # in bytes
+    NAMES_LENGTH,
+) = range(11)
+assert (LANE, SINCE) == (1, 4)  # literal numbers where each message comes by
+LANES = 16  # the word where lanes begin
+KEPT = 8  # so many messages of a lane are described, a power of 2
+WORDS = 2 + 2 * KEPT  # numbers started and ended, and (site, size) of each kept one
+MOST_LANES = 512
+STACK = 8 * (LANES + MOST_LANES * WORDS)  # where the stack begins, in bytes
+NAMES = STACK + 32_768
+LENGTH = 8 << 20  # a sparse file: only what was written takes memory
+
+COLLECTIVE, EXCHANGE, SEND, RECEIVE = "collective", "exchange", "send", "recv"
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a message is: its operation, axis, label and number of elements (-1 if not known)."""
+
+    op: str
+    axis: str
+    label: str
+    size: int = -1
+
+    def __str__(self) -> str:
+        label = f', label "{self.label}"' if self.label else ""
+        size = f", {self.size:,} elements" if self.size >= 0 else ""
+        return f"{self.op} on axis {self.axis}{label}{size}"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Messages of one process that are counted together.
+
+    Attributes:
+        group: name of the group.
+        kind: "collective", "exchange", "send" or "recv".
+        peer: the other rank of a message between two; else -1.
+        ranks: the ranks of the group.
+        started, ended: numbers of messages.
+        recent: the last messages by number.
+    """
+
+    group: str
+    kind: str
+    peer: int
+    ranks: tuple[int, ...]
+    started: int
+    ended: int
+    recent: dict[int, Message] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What identifies the lane among those of its process."""
+        return self.group, self.kind, self.peer
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The message for which a process waits, and for how many seconds it has."""
+
+    lane: Lane
+    number: int
+    message: Message
+    seconds: float
+
+
+@dataclass(frozen=True)
+class State:
+    """What the file of a process says.
+
+    Attributes:
+        pid: its process id.
+        step: the step, counted from 1; 0 before the first.
+        wait: the message for which it waits, or None.
+        lanes: all lanes by key.
+        beat_s: seconds since its watch last looked.
+        stack: its stack when it was last written.
+        stack_s: seconds since then.
+    """
+
+    pid: int
+    step: int
+    wait: Wait | None
+    lanes: dict[tuple[str, str, int], Lane]
+    beat_s: float
+    stack: str
+    stack_s: float
+
+
+def read(path: Path) -> State | None:
+    """Returns what another process has written, or None if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), LENGTH, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        return None
+    with data:
+        (magic,) = struct.unpack_from("q", data)
+        return state_of(data) if magic == MAGIC else None
+
+
+def state_of(data: mmap.mmap) -> State:
+    """Returns what a file says, given its bytes."""
+
+    def words(at: int, n: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"{n}q", data, 8 * at)
+
+    now = monotonic_ns()
+    head = words(0, LANES)
+    text = data[NAMES : NAMES + head[NAMES_LENGTH]].decode()
+    names = [json.loads(line) for line in text.splitlines()]
+    sites = {name["site"]: name for name in names if "site" in name}
+
+    def message(site: int, size: int) -> Message:
+        name = sites.get(site, {"op": "message", "axis": "?", "label": ""})
+        return Message(name["op"], name["axis"], name["label"], size)
+
+    lanes: dict[int, Lane] = {}
+    for name in (name for name in names if "lane" in name):
+        started, ended, *pairs = words(name["lane"], WORDS)
+        recent = {
+            number: message(*pairs[2 * (number % KEPT) :][:2])
+            for number in range(max(1, started - KEPT + 1), started + 1)
+        }
+        lanes[name["lane"]] = Lane(
+            name["group"], name["kind"], name["peer"], tuple(name["ranks"]), started, ended, recent
+        )
+    wait = None
+    if (lane := lanes.get(head[LANE])) is not None:
+        number = head[NUMBER]
+        what = lane.recent.get(number) or message(head[SITE], -1)
+        wait = Wait(lane, number, what, max(0.0, (now - head[SINCE]) / 1e9))
+    stack = data[STACK : STACK + head[STACK_LENGTH]].decode(errors="replace")
+    return State(
+        pid=head[PID],
+        step=head[STEP],
+        wait=wait,
+        lanes={lane.key: lane for lane in lanes.values()},
+        beat_s=(now - head[BEAT]) / 1e9,
+        stack=stack,
+        stack_s=(now - head[STACK_AT]) / 1e9,
+    )
