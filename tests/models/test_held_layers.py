@@ -8,7 +8,7 @@ import torch
 from gridformer.config import Family, ModelConfig
 from gridformer.models import build_model
 from gridformer.models.held_layers import only_layers
-from gridformer.parallel.auto.cost import Work
+from gridformer.parallel.auto.products import Work
 from gridformer.parallel.pipeline.partition import link_costs, model_outline
 
 
