@@ -32,7 +32,8 @@ def evaluate(
             "--tasks",
             help="Tasks, separated by commas: text:FILE (perplexity), wikitext:FILE (perplexity "
             "per word of WikiText's original), lambada:FILE (last words), labels:FILE (accuracy of "
-            "a classifier), bleu:FILE (pairs of texts), lm-eval:TASK (of lm-evaluation-harness).",
+            "a classifier), examples:FOLDER (scores of a fine-tuned model), bleu:FILE (pairs of "
+            "texts), lm-eval:TASK (of lm-evaluation-harness).",
         ),
     ] = "",
     stride: Annotated[

@@ -32,6 +32,10 @@ def check_options(model: ModelConfig, given: Sequence[str], chat: bool = False) 
     Raises:
         ConfigError: the family of the model does not use one of the options.
     """
+    if not model.token_head:
+        raise ConfigError(
+            ["this model was fine-tuned and predicts no tokens: use gridformer evaluate"]
+        )
     family = model.family
     samples, searches = continues(model), model.two_stacks
     of_sampling = {field.name for field in fields(Sampling)}
@@ -58,7 +62,7 @@ def check_options(model: ModelConfig, given: Sequence[str], chat: bool = False) 
 
 def continues(model: ModelConfig) -> bool:
     """Returns whether a model continues texts."""
-    return not model.two_stacks and model.family != "bert"
+    return not model.two_stacks and model.family != "bert" and model.token_head
 
 
 def answer(

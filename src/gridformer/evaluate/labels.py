@@ -52,7 +52,7 @@ def predicted(trained: Trained, texts: Sequence[str], batch_size: int) -> list[i
     """
     length, special = trained.run.seq_len, trained.special
     tokens = trained.tokenizer.encode_batch(texts)
-    if trained.run.task == "masked":
+    if trained.run.model.family == "bert":
         assert special.cls is not None
         assert special.sep is not None
         read = [[special.cls, *ids[: length - 2], special.sep] for ids in tokens]

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from gridformer.config import ModelConfig, RunConfig, any_of, closest
 from gridformer.evaluate.beams import Search
+from gridformer.evaluate.examples import check_examples, example_problem, score_examples
 from gridformer.evaluate.generate import continues, translate
 from gridformer.evaluate.labels import predicted, read_labeled
 from gridformer.evaluate.loading import Trained
@@ -162,6 +163,11 @@ def labels(trained: Trained, file: str, options: Options) -> Numbers:
     return {"accuracy": right / len(records), "documents": len(records)}
 
 
+def examples(trained: Trained, folder: str, options: Options) -> Numbers:
+    """Measures a fine-tuned model on the validation split of a folder of examples."""
+    return score_examples(trained, folder, options.batch_size)
+
+
 def bleu(trained: Trained, file: str, options: Options) -> Numbers:
     """Measures BLEU (Papineni et al. 2002; Post 2018) of generated second texts of pairs."""
     import sacrebleu
@@ -225,10 +231,14 @@ def _check_text(file: str, run: RunConfig) -> None:
 def _predicts(run: RunConfig) -> str:
     if continues(run.model):
         return ""
+    if not run.model.token_head:
+        return f"needs a model that predicts tokens, and this one learned data.task={run.task}"
     return f"needs a model that predicts next tokens, and this one is a {run.model.family}"
 
 
 def _classifies(run: RunConfig) -> str:
+    if run.task == "choice":
+        return "needs a classifier of texts, not one of choices"
     return "" if run.model.n_labels else "needs a model with a classifier, but model.n_labels=0"
 
 
@@ -243,6 +253,7 @@ TASKS: dict[str, Task] = {
     "wikitext": Task("FILE", _predicts, lambda file, run: read_pages(Path(file)), wikitext),
     "lambada": Task("FILE", _predicts, lambda file, run: read_fields(Path(file), "text"), lambada),
     "labels": Task("FILE", _classifies, lambda file, run: read_labeled(Path(file), run), labels),
+    "examples": Task("FOLDER", example_problem, check_examples, examples),
     "bleu": Task("FILE", _translates, _check_bleu, bleu),
     "lm-eval": Task("TASK", _predicts, _check_lm_eval, lm_eval),
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gridformer.config import FINE_TUNING
 from gridformer.data.samples.remarks import remarks
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import notes
@@ -158,7 +159,7 @@ class Reporter(Callback):
         elif end.how == "done":
             self._print(
                 f"  done: {out}/loss.png, metrics.jsonl, tensorboard/, checkpoints/\n"
-                f'  next: gridformer generate {out} --prompt "..."'
+                f"  next: {_next(self.plan)}"
             )
 
     def close(self) -> None:
@@ -198,6 +199,13 @@ def title_of(run: RunConfig) -> str:
 def _lengths(run: RunConfig) -> str:
     """Returns `128`, or `128 + 114` if samples have a source."""
     return f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
+
+
+def _next(plan: Plan) -> str:
+    """Returns a command that uses the model."""
+    if plan.run.task in FINE_TUNING:
+        return f"gridformer evaluate {plan.out} --tasks examples:{plan.run.data.first_path}"
+    return f'gridformer generate {plan.out} --prompt "..."'
 
 
 def _scores(metrics: Mapping[str, Any]) -> str:

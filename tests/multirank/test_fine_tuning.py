@@ -1,0 +1,153 @@
+"""Fine-tuning from Hugging Face's weights to scores and back, and the same scores on any layout."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.checkpoint.convert.exporting import export_run
+from gridformer.checkpoint.convert.importing import import_folder
+from gridformer.data import TokenFolder, Tokenizer
+from gridformer.data.prepare.tasks.writing import prepare_task
+from gridformer.data.samples.batches import open_samples
+from gridformer.data.samples.whole import Whole
+from gridformer.evaluate.examples import score_examples
+from gridformer.evaluate.loading import load_model
+from gridformer.launch.plan import plan_run
+from gridformer.train.metrics import read_metrics
+from tests.support.marks import full_unless
+from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import train
+from tests.support.reference.folders import opened_by_them, pair, save
+from tests.support.reference.shared import assert_close
+from tests.support.tasks import WRITE, words_tokenizer
+
+SEQ = 48
+MODEL = f"{{family: bert, n_layers: 1, hidden_size: 48, n_heads: 4, max_seq_len: {SEQ}}}"
+# The scores that a run reports, by the name of its shipped run file.
+SCORES: dict[str, set[str]] = {
+    "mnli": {"accuracy"},
+    "squad": {
+        f"{n}{of}" for n in ("exact_match", "f1") for of in ("", "_has_answer", "_no_answer")
+    },
+    "race": {"accuracy"},
+}
+LABELS = {
+    "mnli": ["model.n_labels=3", "data.validation=[]"],
+    "squad": ["data.stride=32"],
+    "race": [],
+}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run directory of an imported BERT, whose tokenizer knows the words."""
+    root, tokenizer = tmp_path_factory.mktemp("bert"), words_tokenizer()
+    size = {"vocab_size": tokenizer.vocab_size + 4, "max_seq_len": SEQ, "n_layers": 1}
+    _, theirs = pair("bert", **size)
+    tokenizer.save(save(theirs, root / "theirs") / "tokenizer.json")
+    import_folder(root / "theirs", root / "imported")
+    return root / "imported"
+
+
+def planned(name: str, imported: Path, root: Path, out: str, *overrides: str) -> Any:
+    """Plan a shipped run with a small model on a small data set in its format."""
+    data = root / f"{name}-tokens"
+    if not data.exists():
+        prepare_task(name, WRITE[name](root / name), data, Tokenizer.load(imported))
+    values = [
+        f"model={MODEL}",
+        "model.norm_eps=1e-12",
+        *LABELS[name],
+        f"data.path={data}",
+        f"data.seq_len={SEQ}",
+        f"train.init_from={imported}",
+        "train.epochs=1",
+        "train.global_batch=8",
+        "train.lr=1e-3",
+        "train.dtype=float64",
+        "train.device=cpu",
+        *overrides,
+    ]
+    return plan_run(name, values, out=root / out)
+
+
+@pytest.mark.parametrize("name", full_unless(("squad",).__contains__, SCORES))
+def test_from_hugging_face_to_scores_and_back(
+    pool: WorkerPool, imported: Path, tmp_path: Path, name: str
+) -> None:
+    plan = planned(name, imported, tmp_path, "run")
+    folder = TokenFolder.open(plan.run.data.path)
+    n = open_samples(plan.run, folder.train, folder.tokenizer).n_samples
+    assert plan.run.train.steps == math.ceil(n / 8), "one epoch"
+    assert plan.run.train.warmup_steps == round(0.1 * plan.run.train.steps)
+    assert plan.start is not None
+    assert not any("pooler" in fresh for fresh in plan.start.fresh), "it comes with the weights"
+    pool.run(1, train, plan)
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["step"] == plan.run.train.steps
+    assert not any(key.startswith("loss_") for key in last), "the only loss is that of the task"
+
+    trained = load_model(tmp_path / "run", torch.device("cpu"))
+    path = plan.run.data.path
+    scores = score_examples(trained, str(path), 5)
+    assert scores.keys() == SCORES[name] | {"documents"}
+    for key in SCORES[name]:
+        assert last[f"val_{key}"] == scores[key]
+
+    exported = export_run(tmp_path / "run", tmp_path / "exported")
+    theirs = opened_by_them(tmp_path / "exported").double()
+    samples = open_samples(trained.run, folder.val, trained.tokenizer)
+    read = {k: torch.from_numpy(v) for k, v in Whole(samples, 4).batch(0).items()}
+    inputs = {
+        "input_ids": read["tokens"],
+        "attention_mask": read["valid"].long(),
+        "token_type_ids": read["segments"],
+    }
+    flat = {
+        k: v.flatten(0, -2) if k in ("tokens", "valid", "segments") else v for k, v in read.items()
+    }
+    flat |= {"at": read["at"].flatten()} if "at" in read else {}
+    with torch.no_grad():
+        want, got = theirs(**inputs), trained.model.logits(flat)
+    if name == "squad":
+        assert exported.architecture == "BertForQuestionAnswering"
+        assert_close(got["answer"], torch.stack((want.start_logits, want.end_logits), 1))
+    else:
+        assert_close(got["labels"].view(want.logits.shape), want.logits)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "optimus": {"scheme": "optimus", "rows": 2, "cols": 2},
+    "sequence parallel": {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "dp": 2},
+    "2d": {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    "d&sp": {"scheme": "subgraph", "branches": 2, "micro_batches": 2},
+    "csub": {"scheme": "subgraph", "branches": 2, "common": "first"},
+    "pipeline": {"pp": 2, "micro_batches": 2, "dp": 2, "dp_mode": "zero1"},
+    "fsdp": {"dp": 4, "dp_mode": "fsdp"},
+}
+CASES = [(name, layout) for name in SCORES for layout in LAYOUTS]
+QUICK = [("race", "d&sp"), ("squad", "sequence parallel"), ("mnli", "pipeline")]
+
+
+@pytest.mark.parametrize("case", full_unless(QUICK.__contains__, CASES), ids=" on ".join)
+def test_every_layout_trains_and_scores_as_one_device(
+    pool: WorkerPool, imported: Path, tmp_path: Path, case: tuple[str, str]
+) -> None:
+    """With dropout, also of what the pooler returns; the validation set fills no whole batches."""
+    name, layout = case
+    drops = ("model.dropout=0.1", "model.attention_dropout=0.1")
+    want = planned(name, imported, tmp_path, "one", *drops)
+    chosen = [f"layout.{key}={value}".lower() for key, value in LAYOUTS[layout].items()]
+    got = planned(name, imported, tmp_path, "many", *drops, *chosen)
+    for plan in (want, got):
+        pool.run(plan.n_processes, train, plan)
+    lines = zip(read_metrics(tmp_path / "one"), read_metrics(tmp_path / "many"), strict=True)
+    for one, many in lines:
+        for key in one:
+            if key.startswith(("val_", "loss", "grad_norm")):
+                assert math.isclose(one[key], many[key], rel_tol=1e-9), key
