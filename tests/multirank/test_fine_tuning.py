@@ -47,7 +47,11 @@ LABELS = {
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run directory of an imported BERT, whose tokenizer knows the words."""
     root, tokenizer = tmp_path_factory.mktemp("bert"), words_tokenizer()
-    size = {"vocab_size": tokenizer.vocab_size + 4, "max_seq_len": SEQ, "n_layers": 1}
+    size: dict[str, Any] = {
+        "vocab_size": tokenizer.vocab_size + 4,
+        "max_seq_len": SEQ,
+        "n_layers": 1,
+    }
     _, theirs = pair("bert", **size)
     tokenizer.save(save(theirs, root / "theirs") / "tokenizer.json")
     import_folder(root / "theirs", root / "imported")
