@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from gridformer.config import RunConfig, parse_run
-from gridformer.data import RunData, TokenFolder, open_training, open_validation, resolve
+from gridformer.data import (
+    RunData,
+    TokenFolder,
+    open_samples,
+    open_training,
+    open_validation,
+    resolve,
+)
 from gridformer.data.fingerprint import fingerprint
 from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.samples.remarks import remarks
 from gridformer.utils.errors import ConfigError
 from tests.support.data import labeled_source, listed, sentences
 
@@ -80,6 +88,10 @@ def test_a_restarted_order_keeps_the_steps_of_stages(
     run, data = resolved(
         a_mixture(("a", text_folder, 1), ("b", second, 1), data={"stages": stages})
     )
+
+    def batches_of(name: str) -> int:
+        return open_samples(run, data.sources[name].train, data.first.tokenizer).n_samples
+
     later = open_training(run, data, start=3)
     one = open_training(*resolved(a_mixture(("a", text_folder, 1), ("b", second, 1))))
     only_b = open_training(*resolved(a_mixture(("b", second, 1))))
@@ -87,6 +99,10 @@ def test_a_restarted_order_keeps_the_steps_of_stages(
     # Half of two batches of 10 were b's.
     begun = np.concatenate([only_b.batch(n)["tokens"] for n in (1, 2)])
     assert np.array_equal(later.batch(5)["tokens"], begun[:10])
+    assert remarks(later) == [
+        f"a mixture of 50.0% a ({batches_of('a')} samples), 50.0% b ({batches_of('b')} samples)",
+        "from step 6 on 0.0% a, 100.0% b",
+    ]
     past = open_training(run, data, start=9)
     assert np.array_equal(past.batch(9)["tokens"], only_b.batch(0)["tokens"])
 

@@ -9,7 +9,7 @@ from gridformer.data.samples.translation import PairSamples
 
 def remarks(batches: Batches) -> list[str]:
     """Returns sentences without a period about the samples of a run."""
-    found = []
+    found = _sources(batches)
     samples = [one for one in _samples_of(batches) if isinstance(one, ChatSamples | PairSamples)]
     for kind, what in ((PairSamples, "pairs"), (ChatSamples, "conversations")):
         some = [one for one in samples if isinstance(one, kind)]
@@ -32,3 +32,26 @@ def _samples_of(batches: Batches) -> tuple[Samples, ...]:
     if isinstance(batches, Mixed):
         return batches.samples
     return (batches.samples,) if isinstance(batches, Dealt) else ()
+
+
+def _sources(batches: Batches, start: int = 0) -> list[str]:
+    """Returns the shares of the sources of a mixture, in each stage.
+
+    Args:
+        batches: The batches.
+        start: The step, counted from 0, at which their order begins.
+    """
+    if isinstance(batches, Restarted):
+        return _sources(batches.batches, batches.start)
+    if not isinstance(batches, Mixed):
+        return []
+    order, found = batches.order, []
+    for number, stage in enumerate(order.stages):
+        shares = [
+            f"{weight / sum(stage.weights):.1%} {name}"
+            + ("" if number else f" ({one.n_samples:,} samples)")
+            for name, weight, one in zip(order.names, stage.weights, batches.samples)
+        ]
+        since = f"from step {start + stage.first_step + 1} on " if number else "a mixture of "
+        found.append(since + ", ".join(shares))
+    return found
