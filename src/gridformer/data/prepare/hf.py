@@ -162,7 +162,8 @@ def _rows(
                 record[fields.label] = names[label] if 0 <= label < len(names) else None
             yield from record_pieces(record, fields, f"{name}, row {done}", skipped)
             done += 1
-        place.reached({"rows": done, "state": table.state_dict()}, skipped)
+        if hasattr(table, "state_dict"):  # since release 2.21 of datasets
+            place.reached({"rows": done, "state": table.state_dict()}, skipped)
 
 
 def _label_names(table: Any, label: str | None) -> list[str]:
