@@ -7,17 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from gridformer.cli.run_argument import DTypeName, device_of, dtype_of
+from gridformer.cli.run_argument import DTypeName, TrainedModel, device_of, dtype_of
 
 
 def generate(
-    run_dir: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUNDIR|FOLDER",
-            help="A run directory, one of its checkpoints, or a folder of Hugging Face.",
-        ),
-    ],
+    run_dir: TrainedModel,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(

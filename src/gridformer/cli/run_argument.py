@@ -1,4 +1,4 @@
-"""The arguments of commands that look at a run without its data and without starting it."""
+"""The arguments that several commands have: a run that is not started, or a trained model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
 ]
 
-
+TrainedModel = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUNDIR|FOLDER",
+        help="A run directory, one of its checkpoints, or a folder of Hugging Face.",
+    ),
+]
 DTypeName = Annotated[
     str,
     typer.Option(

@@ -63,11 +63,8 @@ class GatheredRows(nn.Module):
         return comm.all_gather(x_BS, self.branch, 0, "mask")
 
 
-class SliceLinear(nn.Module):
-    """A common projection to q, k, v or all three, followed by SUPER's slice: its heads per branch.
-
-    Maps x [b, s, h] to [g b, s, o/g] (D&SP: all-to-all in both directions) or to [b, s, o/g] (cSub:
-    forward scatter, backward gather). o is the width of the projection: 3h for a fused QKV.
+class _CommonLinear(nn.Module):
+    """A projection that all branches share, held by all sub-grids (D&SP) or by the first (cSub).
 
     Args:
         plain: The projection.
@@ -86,44 +83,37 @@ class SliceLinear(nn.Module):
         self.weight = None if absent else plain.weight
         self.bias = None if absent else plain.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
+        """Returns the projection of x, a meta tensor where another sub-grid computes it."""
         if self.weight is None:
-            y = elsewhere(x, self.n_out)
-        else:
-            y = linear(x, self.weight, self.bias)
-        return sliced_for_branches(y, self.branch, self.first, self.device)
+            return elsewhere(x, self.n_out)
+        return linear(x, self.weight, self.bias)
 
 
-class ConcatLinear(nn.Module):
+class SliceLinear(_CommonLinear):
+    """A common projection to q, k, v or all three, followed by SUPER's slice: its heads per branch.
+
+    Maps x [b, s, h] to [g b, s, o/g] (D&SP: all-to-all in both directions) or to [b, s, o/g] (cSub:
+    forward scatter, backward gather). o is the width of the projection: 3h for a fused QKV.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sliced_for_branches(self.project(x), self.branch, self.first, self.device)
+
+
+class ConcatLinear(_CommonLinear):
     """SUPER's concat, which joins the heads of all branches, followed by a common projection.
 
     Maps x [g b, s, i/g] (D&SP: all-to-all in both directions) or [b, s, i/g] (cSub: forward gather,
     backward scatter) to [b, s, h]. i is the width of all heads together.
-
-    Args:
-        plain: The projection.
-        axes: Axes with `branch`, which has g ranks.
-        first: Whether only the first sub-grid holds the projection (cSub).
     """
-
-    cast_parameters = ("weight", "bias")
-
-    def __init__(self, plain: blocks.Linear, axes: Axes, first: bool) -> None:
-        super().__init__()
-        self.branch, self.first = axes.branch, first
-        self.n_out = plain.weight.shape[1]
-        absent = first and self.branch.index > 0
-        self.weight = None if absent else plain.weight
-        self.bias = None if absent else plain.bias
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.first:
             x = autograd.alltoall(x, self.branch, 0, -1, "concat")
         else:
             x = autograd.gather_scatter(x, self.branch, -1, "concat")
-        if self.weight is None:
-            return elsewhere(x, self.n_out)
-        return linear(x, self.weight, self.bias)
+        return self.project(x)
 
 
 class NoEmbedding(nn.Module):
