@@ -6,6 +6,7 @@ Small stand-ins take the place of the packages, so nothing is sent to anybody.
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,8 +17,9 @@ import pytest
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.launch.plan import check_run
-from gridformer.train.callbacks import Callback, End, Saved, Start
+from gridformer.train.callbacks import Callback, End, Start
 from gridformer.train.loggers import missing_packages, open_loggers
+from gridformer.train.metrics import METRICS
 from gridformer.utils.errors import ConfigError
 
 RUN = {
@@ -52,6 +54,7 @@ class FakeWandb(ModuleType):
 
         return SimpleNamespace(
             id=run_id,
+            step=max(run["steps"], default=-1) + 1,
             log=log,
             summary=run,
             config=SimpleNamespace(update=lambda config, allow_val_change: None),
@@ -131,17 +134,23 @@ def run_of(name: str) -> RunConfig:
     return parse_run({**RUN, "train": {"loggers": [name]}})
 
 
-def opened(name: str, folder: Path, resume_step: int, told_step: int) -> Callback:
-    """Open the logger of a process that starts or resumes."""
+def opened(name: str, folder: Path, resume_step: int = 0) -> Callback:
+    """Open the logger of a process that starts or resumes, as a run does."""
     run = run_of(name)
-    ([], [logger]) = open_loggers(run, folder, resume_step, told_step)
+    kept = [json.dumps(line_of(step)) + "\n" for step in range(resume_step + 1)]
+    (folder / METRICS).write_text("".join(kept) if resume_step else "")
+    ([], [logger]) = open_loggers(run, folder, resume_step)
     logger.on_start(Start(run, folder, resume_step, "single", 1, "cpu"))
     return logger
 
 
+def line_of(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 5.0, "tokens": 8 * step, "left_out": "why"}
+
+
 def steps(logger: Callback, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        logger.on_step({"step": step, "loss": 5.0, "tokens": 8 * step, "left_out": "why"})
+        logger.on_step(line_of(step))
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -149,34 +158,60 @@ def test_a_resumed_run_is_joined_and_no_step_is_logged_twice(
     name: str, tmp_path: Path, wandb: FakeWandb, mlflow: FakeMLflow
 ) -> None:
     """The first process is killed in step 5, after the checkpoint of step 3."""
+    wandb.has_key = True
     known = wandb.runs if name == "wandb" else mlflow.runs
-    first = opened(name, tmp_path, 0, 0)
+    first = opened(name, tmp_path)
     steps(first, 0, 5)
     first.on_evaluation(5, {})
-    second = opened(name, tmp_path, 3, 5)
+    second = opened(name, tmp_path, 3)
     steps(second, 4, 7)
     second.on_end(End("done", 7, 7))
     second.close()
     assert [*known] == ["id0"]
     logged = known["id0"]["steps"] if name == "wandb" else mlflow.steps("id0")
     assert logged == [0, 1, 2, 3, 4, 5, 6, 7]
-    third = opened(name, tmp_path, 0, 7)  # begun anew in the same folder
+    third = opened(name, tmp_path)  # begun anew in the same folder
     third.close()
     assert [*known] == ["id0", "id1"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_what_a_killed_process_had_not_sent_is_logged_by_the_next(
+    name: str, tmp_path: Path, wandb: FakeWandb, mlflow: FakeMLflow
+) -> None:
+    wandb.has_key = True
+    steps(opened(name, tmp_path), 0, 5)
+    if name == "wandb":
+        wandb.runs["id0"]["steps"] = [0, 1]  # it sends in a process of its own
+    steps(opened(name, tmp_path, 3), 4, 5)
+    resumed = opened(name, tmp_path, 5)
+    resumed.close()
+    logged = wandb.runs["id0"]["steps"] if name == "wandb" else mlflow.steps("id0")
+    assert logged == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_offline_run_goes_on_after_the_last_step_that_it_has_completed(
+    tmp_path: Path, wandb: FakeWandb
+) -> None:
+    first = opened("wandb", tmp_path)
+    steps(first, 0, 4)
+    first.on_end(End("stopped", 4, 4))
+    steps(opened("wandb", tmp_path, 4), 5, 6)  # killed: what it has written may be lost
+    steps(opened("wandb", tmp_path, 5), 6, 7)
+    assert wandb.runs["id0"]["steps"] == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_rollback_goes_on_in_a_run_of_its_own(
     name: str, tmp_path: Path, wandb: FakeWandb, mlflow: FakeMLflow
 ) -> None:
-    logger = opened(name, tmp_path, 0, 0)
+    wandb.has_key = True
+    logger = opened(name, tmp_path)
     steps(logger, 0, 4)
     logger.on_diverged(5, "it is nan; left out", None)
     logger.on_diverged(5, "it is nan; going back", 2)
-    steps(logger, 3, 4)
-    logger.on_saved(Saved(4, "step-00000004", 1, 1.0, 0.0, 0.0))
-    steps(logger, 5, 5)
-    resumed = opened(name, tmp_path, 4, 5)
+    steps(logger, 3, 5)
+    resumed = opened(name, tmp_path, 4)
     steps(resumed, 5, 6)
     resumed.close()
     if name == "wandb":
@@ -192,7 +227,7 @@ def test_a_rollback_goes_on_in_a_run_of_its_own(
 def test_wandb_is_offline_without_a_login_and_does_what_its_variables_say(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened("wandb", tmp_path, 0, 0).close()
+    opened("wandb", tmp_path).close()
     about = wandb.runs["id0"]["about"]
     assert (about["mode"], about["project"], about["dir"]) == (
         "offline",
@@ -200,11 +235,11 @@ def test_wandb_is_offline_without_a_login_and_does_what_its_variables_say(
         str(tmp_path),
     )
     wandb.has_key = True
-    opened("wandb", tmp_path, 0, 0).close()
+    opened("wandb", tmp_path).close()
     assert wandb.runs["id1"]["about"]["mode"] == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    opened("wandb", tmp_path, 0, 0).close()
+    opened("wandb", tmp_path).close()
     about = wandb.runs["id2"]["about"]
     assert (about["mode"], about["project"]) == ("disabled", "theirs")
 
@@ -214,11 +249,11 @@ def test_mlflow_writes_beside_the_run_directories_without_a_server(
 ) -> None:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
-    opened("mlflow", folder, 0, 0)
+    opened("mlflow", folder)
     assert mlflow.uri == f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert ("train.lr", "0.0003") in mlflow.runs["id0"]["params"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    opened("mlflow", folder, 0, 0)
+    opened("mlflow", folder)
     assert mlflow.uri == "http://127.0.0.1:1"
 
 

@@ -19,7 +19,7 @@ from gridformer.train.console import Reporter, overflow_note, title_of, trace_no
 from gridformer.train.events import Events
 from gridformer.train.heartbeat import Heartbeat
 from gridformer.train.loggers import open_loggers
-from gridformer.train.metrics import MetricsFile, last_step, plot_loss
+from gridformer.train.metrics import MetricsFile, plot_loss
 
 if TYPE_CHECKING:
     from gridformer.checkpoint.saver import Report
@@ -61,10 +61,9 @@ class Journal:
         if self.world.rank:
             return
         self._prepare_folder(plan)
-        told = last_step(self.out)  # before the lines of steps that run again are removed
         metrics = MetricsFile(self.out, plan.resume_step)
         self.console = Reporter(plan, self.world, n_train_tokens, batches)
-        needed, loggers = open_loggers(self.run, self.out, plan.resume_step, told)
+        needed, loggers = open_loggers(self.run, self.out, plan.resume_step)
         self.told.own += [metrics, self.console, Events(self.out), *needed]
         self.told.others += [*loggers, *self.users]
         device = self.world.device

@@ -73,11 +73,6 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return metrics
 
 
-def last_step(run_dir: Path) -> int:
-    """Returns the last step of which a run has metrics; 0 if there is none."""
-    return max((line["step"] for line in read_metrics(run_dir)), default=0)
-
-
 def plot_loss(run_dir: Path, title: str) -> Path | None:
     """Plots training and validation loss over steps.
 

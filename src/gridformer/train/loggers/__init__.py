@@ -30,7 +30,7 @@ def missing_packages(loggers: Sequence[str]) -> list[str]:
 
 
 def open_loggers(
-    run: RunConfig, run_dir: Path, resume_step: int, told_step: int
+    run: RunConfig, run_dir: Path, resume_step: int
 ) -> tuple[list[Callback], list[Callback]]:
     """Opens what `train.loggers` names.
 
@@ -38,7 +38,6 @@ def open_loggers(
         run: The run.
         run_dir: The run directory.
         resume_step: The step of the checkpoint to resume from; 0 for a new run.
-        told_step: The last step that an earlier process of this run has told.
 
     Returns:
         The loggers whose errors end a run, because they write to the run directory only, and the
@@ -54,7 +53,7 @@ def open_loggers(
         elif name == "wandb":
             from gridformer.train.loggers.wandb import WeightsAndBiases
 
-            others.append(WeightsAndBiases(run_dir, resume_step, told_step))
+            others.append(WeightsAndBiases(run_dir, resume_step))
         else:
             from gridformer.train.loggers.mlflow import MLflow
 

@@ -3,6 +3,9 @@
 `loggers.json` in the run directory keeps it. A run that is resumed joins its run there, a run that
 begins anew begins one, and a run that goes back to a checkpoint after a step that was not finite
 begins one, too, because steps that were logged there cannot be taken back.
+
+A process that is killed takes with it what its logger has not sent yet. metrics.jsonl has these
+steps, so the process that resumes the run logs them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 from gridformer.config import RunConfig
 from gridformer.train.callbacks import Callback, End, Start
+from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import read_json
 
@@ -31,22 +35,23 @@ class JoinedLogger(Callback):
 
     Attributes:
         key: The name of the service in loggers.json.
-        logged: The last step that is known there, with all before it.
+        logged: The last step that is logged there; -1 if there is none.
     """
 
     key = ""
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
-        self.run_dir, self.resume_step, self.logged = run_dir, resume_step, 0
+        self.run_dir, self.resume_step, self.logged = run_dir, resume_step, -1
         self.settings: RunConfig | None = None
         self.about: dict[str, Any] = {}
-        self.part = 0
+        self._part, self._after = 0, -1  # each part has the steps after the one to which it went
+        self._id = ""
 
     @property
     def name(self) -> str:
         return self.key
 
-    def begin(self, run_id: str | None, title: str) -> tuple[str, int]:
+    def begin(self, run_id: str | None, title: str) -> tuple[str, int | None]:
         """Begins a run, or joins one.
 
         Args:
@@ -54,7 +59,8 @@ class JoinedLogger(Callback):
             title: Its name.
 
         Returns:
-            Its id, and the last step that is logged there.
+            Its id, and the last step that is logged there, -1 if there is none; None if that is
+            not known.
         """
         raise NotImplementedError
 
@@ -78,33 +84,37 @@ class JoinedLogger(Callback):
             "device": start.device,
         }
         known = self._known() if self.resume_step else {}
-        self.part = int(known.get("part", 0))
-        self._begin(known.get("id"))
+        self._part, self._after = int(known.get("part", 0)), int(known.get("after", -1))
+        self._begin(known.get("id"), int(known.get("logged", -1)))
+        for line in read_metrics(self.run_dir) if self.resume_step else []:
+            if line["step"] <= self.resume_step:
+                self.on_step(line)
 
-    def _begin(self, run_id: str | None) -> None:
+    def _begin(self, run_id: str | None, logged: int = -1) -> None:
         assert self.settings is not None, "on_start comes first"
-        title = self.settings.name + (f", part {self.part + 1}" if self.part else "")
-        found, self.logged = self.begin(run_id, title)
-        self._remember({"id": found, "part": self.part})
+        title = self.settings.name + (f", part {self._part + 1}" if self._part else "")
+        self._id, there = self.begin(run_id, title)
+        self.logged = max(logged if there is None else there, self._after)
+        self._remember(logged)
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         """Logs a step, unless it was logged before the run was killed and resumed."""
         step = metrics["step"]
-        if step <= self.logged and self.logged:
-            return
-        self.log(step, {name: value for name, value in metrics.items() if _is_number(name, value)})
-        self.logged = step
+        if step > self.logged:
+            self.log(step, {name: v for name, v in metrics.items() if _is_number(name, v)})
+            self.logged = step
 
     def on_diverged(self, step: int, why: str, back_to: int | None) -> None:
         """Goes on in a run of its own after a rollback, whose steps have other values."""
         if back_to is None:
             return
         self.finish("diverged")
-        self.part += 1
+        self._part, self._after = self._part + 1, back_to
         self._begin(None)
 
     def on_end(self, end: End) -> None:
         self.finish(end.how)
+        self._remember(self.logged)
 
     def _known(self) -> dict[str, Any]:
         try:
@@ -113,7 +123,13 @@ class JoinedLogger(Callback):
         except (UserError, KeyError, TypeError):
             return {}
 
-    def _remember(self, about: dict[str, Any]) -> None:
+    def _remember(self, logged: int) -> None:
+        """Writes to loggers.json how to join the run.
+
+        Args:
+            logged: The last step that is logged for good; later ones may not have been sent yet.
+        """
+        about = {"id": self._id, "part": self._part, "after": self._after, "logged": logged}
         path = self.run_dir / IDS
         try:
             found = dict(read_json(path))

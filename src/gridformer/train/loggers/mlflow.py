@@ -34,11 +34,10 @@ class MLflow(JoinedLogger):
     def __init__(self, run_dir: Path, resume_step: int) -> None:
         super().__init__(run_dir, resume_step)
         self._client: Any = None
-        self._id = ""
         self._waiting: list[tuple[str, float, int, int]] = []
         self._sent = 0.0
 
-    def begin(self, run_id: str | None, title: str) -> tuple[str, int]:
+    def begin(self, run_id: str | None, title: str) -> tuple[str, int | None]:
         # What the package reports about itself to its makers is not for a trainer to send.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
@@ -68,7 +67,7 @@ class MLflow(JoinedLogger):
         params = [Param(key, str(value)[:_LONGEST]) for key, value in settings.items()]
         for at in range(0, len(params), 100):  # the most that a message may have
             self._client.log_batch(self._id, params=params[at : at + 100])
-        return self._id, 0
+        return self._id, -1
 
     def _tag(self) -> None:
         """Says where the run runs now, which may differ after each resume."""
@@ -77,7 +76,7 @@ class MLflow(JoinedLogger):
 
     def _last_step(self) -> int:
         history = self._client.get_metric_history(self._id, "tokens")
-        return max((metric.step for metric in history), default=0)
+        return max((metric.step for metric in history), default=-1)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         now = int(1000 * time.time())

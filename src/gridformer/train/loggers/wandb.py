@@ -21,18 +21,15 @@ class WeightsAndBiases(JoinedLogger):
     Args:
         run_dir: The run directory.
         resume_step: The step of the checkpoint to resume from; 0 for a new run.
-        told_step: The last step that earlier processes of this run have told. Weights & Biases
-            takes each step once, so those until there are not logged again.
     """
 
     key = "wandb"
 
-    def __init__(self, run_dir: Path, resume_step: int, told_step: int) -> None:
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
         super().__init__(run_dir, resume_step)
-        self.told_step = told_step
         self._run: Any = None
 
-    def begin(self, run_id: str | None, title: str) -> tuple[str, int]:
+    def begin(self, run_id: str | None, title: str) -> tuple[str, int | None]:
         # What the package reports about itself to its makers is not for a trainer to send.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -51,7 +48,10 @@ class WeightsAndBiases(JoinedLogger):
         )
         config = {**self.settings.model_dump(mode="json"), **self.about}
         self._run.config.update(config, allow_val_change=True)
-        return self._run.id, self.told_step if run_id else 0
+        if run_id is None:
+            return self._run.id, -1
+        # The server says which step comes next; a run that is kept offline cannot ask it.
+        return run_id, self._run.step - 1 if mode == "online" else None
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log({_grouped(name): value for name, value in values.items()}, step=step)
