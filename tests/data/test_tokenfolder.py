@@ -129,7 +129,7 @@ def _grow(folder: Path) -> None:
             lambda f: change(f, version=4),
             "version 4 of the format, but this gridformer reads versions 1 to 3",
         ),
-        (lambda f: change(f, dtype="int8", eos_id=-1), r"is damaged \(dtype: .*; eos_id: "),
+        (lambda f: change(f, dtype="float32", eos_id=-1), r"is damaged \(dtype: .*; eos_id: "),
     ],
 )
 def test_damaged(folder: Path, damage: Callable[[Path], None], message: str) -> None:

@@ -72,8 +72,12 @@ class Indexed:
         return len(self.documents) - 1
 
     def starts(self) -> DocumentStarts:
-        """Returns where documents begin. Documents without tokens are left out."""
-        if any((np.diff(self.documents[some]) <= 0).any() for some in _blocks(self.n_documents)):
+        """Returns where documents begin. Documents without tokens are left out.
+
+        Raises:
+            DataError: Documents are not in order.
+        """
+        if self._check_documents():
             kept = np.flatnonzero(np.diff(self.documents) > 0)
             return _Starts(self, np.append(self.documents[kept], self.documents[-1]))
         return _Starts(self, self.documents)
@@ -140,13 +144,20 @@ class Indexed:
                     f"has {self.lengths[number]} tokens of {self.dtype.name}, but the next begins "
                     f"at byte {self.pointers[number + 1]}: it is damaged"
                 )
+        self._check_documents()
+
+    def _check_documents(self) -> bool:
+        """Checks the order of documents, and returns whether some have no tokens."""
+        empty = False
         for some in _blocks(self.n_documents):
-            wrong = np.diff(self.documents[some]) < 0
-            if wrong.any():
-                number = some.start + int(wrong.argmax())
+            steps = np.diff(self.documents[some])
+            empty = empty or bool((steps == 0).any())
+            if (steps < 0).any():
+                number = some.start + int((steps < 0).argmax())
                 raise DataError(
                     f"{self.path}: document {number} begins after the next one: it is damaged"
                 )
+        return empty
 
 
 @dataclass(frozen=True)
