@@ -73,6 +73,23 @@ def test_batches_are_those_of_their_steps() -> None:
     assert batches.made == [*range(3, 9)], "each once, in order, and none after the last"
 
 
+def test_the_wait_for_a_batch_is_timed() -> None:
+    slow = threading.Event()
+    batches = Numbers(step_1=slow.wait)
+    with BatchLoader(batches, ROWS, range(3), CPU) as loader:
+        loader.read(0, ROWS)
+        threading.Timer(0.05, slow.set).start()
+        began = time.perf_counter()
+        loader.read(1, ROWS)
+        waited_from, waited_to = loader.waited
+        assert slow.is_set()
+        assert began <= waited_from < waited_to <= time.perf_counter()
+        assert waited_to - waited_from > 0.01
+        wait_until(lambda: batches.made == [0, 1, 2] and bool(loader._ready))
+        loader.read(2, ROWS)
+        assert loader.waited[0] > waited_to, "the wait of the last read"
+
+
 def test_few_batches_are_made_ahead() -> None:
     batches = Numbers()
     with BatchLoader(batches, ROWS, range(100), CPU, depth=3) as loader:

@@ -192,7 +192,7 @@ def _tokenizer(run_dir: Path, last: Manifest | None) -> Iterator[Finding]:
     path = run_dir / TOKENIZER
     if not path.is_file():
         if last is not None and not last.weights_only:
-            yield Finding(TOKENIZER, False, f"{path} is missing: copy that of data.path there")
+            yield Finding(TOKENIZER, False, f"{path} is missing: copy that of the data there")
         return
     try:
         found = Tokenizer.load(path)
@@ -205,7 +205,7 @@ def _tokenizer(run_dir: Path, last: Manifest | None) -> Iterator[Finding]:
             TOKENIZER,
             False,
             f"it has {found.vocab_size} words, but the model only {ours.model.vocab_size}: it is "
-            "another one, so copy that of data.path there",
+            "another one, so copy that of the data there",
         )
     else:
         yield Finding(TOKENIZER, True, f"{found.vocab_size} words")

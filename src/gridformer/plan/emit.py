@@ -61,10 +61,13 @@ def write_run(found: Found, path: Path, how: str) -> None:
 
 def run_has_no_data(run: RunConfig) -> bool:
     """Whether a run was made from a model's name alone."""
-    return run.data.path == Path()
+    return run.data.path == Path() and not run.data.sources
 
 
 def as_yaml(run: RunConfig) -> str:
     """Returns a run as YAML without the values that are defaults; it reads back as an equal run."""
     values = run.model_dump(mode="json", exclude_defaults=True)
+    if run_has_no_data(run):
+        # The path of a run without data is its default, and a run file without one is refused.
+        values["data"] = {"path": str(run.data.path), **values["data"]}
     return yaml.safe_dump({"name": run.name, **values}, sort_keys=False)
