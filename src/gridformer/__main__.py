@@ -1,6 +1,21 @@
-"""`python -m gridformer`, for torchrun and for environments without the script on their path."""
+"""The `gridformer` command, also as `python -m gridformer`.
 
-from gridformer.cli.app import main
+Until the command runs, Ctrl-C ends the process as the system does: Python's own handler would print
+where in somebody's imports it was.
+"""
+
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def main() -> None:
+    """Runs the command."""
+    from gridformer.cli.app import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -14,6 +14,7 @@ import inspect
 import io
 import math
 import os
+import signal
 import sys
 import traceback
 import unicodedata
@@ -49,7 +50,12 @@ def checked(command: Callable[..., None]) -> Callable[..., None]:
         for name, value in inspect.signature(command).bind(*args, **options).arguments.items():
             for one in value if isinstance(value, list) else [value]:
                 _check(f"--{name.replace('_', '-')}", one)
-        command(*args, **options)
+        try:
+            command(*args, **options)
+        except KeyboardInterrupt:  # runs that can save answer it themselves
+            sys.stdout.flush()
+            print("gridformer: stopped by Ctrl-C (SIGINT)", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT) from None
 
     return checking
 
@@ -89,6 +95,8 @@ def door() -> Iterator[None]:
         SystemExit: The block has failed.
     """
     _never_fail_to_print()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see `gridformer.__main__`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except UserError as error:

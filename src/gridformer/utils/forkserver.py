@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import signal
 import tempfile
+import threading
 from multiprocessing import util
 from typing import Any
 
@@ -35,12 +37,19 @@ def warm_up(*modules: str) -> None:
         modules: names of modules to load besides `PRELOAD`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *modules])
+    context.set_forkserver_preload([*PRELOAD, *modules, "gridformer.utils.interruptible"])
     from multiprocessing.forkserver import ensure_running
 
     _name_temporary_folder()
     let_threads_sleep()  # the server, which loads torch, inherits the setting
-    ensure_running()
+    if threading.current_thread() is not threading.main_thread():
+        ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits that, too
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _name_temporary_folder() -> None:
