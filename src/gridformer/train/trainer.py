@@ -162,10 +162,11 @@ class Trainer:
             step, metrics, _ = self._results(step, left=0)
             if metrics:
                 self.journal.metrics(metrics)
-            if saved < step or not self.saver.all_saved():
-                self._save(step, last=True)
-                saved = step
-            self._end(step)
+            with self.stop.held():  # until it is told, too, that all work is saved
+                if saved < step or not self.saver.all_saved():
+                    self._save(step, last=True)
+                    saved = step
+                self._end(step)
             self.journal.end(step, saved)
 
     def _ending(self) -> Ending:

@@ -79,7 +79,7 @@ def one_long_save(folder: Path, n: int) -> None:
             time.sleep(0.01)
         note(folder, "saved")
         dist.barrier()
-    stop.saved()
+        stop.saved()
     close_world()
 
 
