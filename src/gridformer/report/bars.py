@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+# Of runs that are compared.
+RUNS = ("#3b82c4", "#e07b39", "#3fa45b", "#b65aa0", "#c9a227", "#6f6fd8", "#d0504a", "#2aa5a0")
 Rows = Sequence[tuple[str, Mapping[str, float]]]
 
 _OTHERS = ("#d0504a", "#c9a227", "#2aa5a0", "#b65aa0", "#6b8e23", "#e07b39", "#6f6fd8", "#8c6d46")

@@ -59,6 +59,7 @@ _NAMES = {
     "loss": "Training loss",
     "mfu": "MFU",
     "hfu": "HFU",
+    "step_time_s": "All of it",
     "data_wait_s": "Waiting for data",
     "save_s": "Until a checkpoint is complete",
     "save_stall_s": "Training waits for it",

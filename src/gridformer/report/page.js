@@ -3,8 +3,7 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const COLORS = ["#3b82c4", "#e07b39", "#3fa45b", "#b65aa0", "#c9a227", "#6f6fd8", "#d0504a",
-    "#2aa5a0"];
+  const COLORS = data.colors;
   const DASHES = ["", "7 3", "2 3", "8 3 2 3", "12 4", "1 4"];
   const state = { x: "step", smooth: 0.6, range: null, hidden: new Set() };
   const several = data.runs.length > 1;

@@ -15,7 +15,7 @@ from typing import Any
 
 from gridformer import __version__
 from gridformer.report import charts
-from gridformer.report.bars import KINDS, axis_colors, bars, memory_colors, time_colors
+from gridformer.report.bars import KINDS, RUNS, axis_colors, bars, memory_colors, time_colors
 from gridformer.report.estimates import Estimates
 from gridformer.report.history import Mark, marks_of
 from gridformer.report.reading import Run, Sample
@@ -83,7 +83,7 @@ def _data(runs: Sequence[Run], timelines: Sequence[StepTimeline | None]) -> str:
         if line is not None
     ]
     slices = (one for line in timelines if line for row in line.messages for one in row)
-    found |= {"kinds": KINDS, "axes": axis_colors(one.kind for one in slices)}
+    found |= {"colors": RUNS, "kinds": KINDS, "axes": axis_colors(one.kind for one in slices)}
     text = json.dumps(found, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -132,7 +132,19 @@ def _summary(runs: Sequence[Run]) -> str:
         for run in runs
         if run.problem
     )
-    return _rows(_labels(runs), rows, "runs") + problems
+    return _run_colors(runs) + _rows(_labels(runs), rows, "runs") + problems
+
+
+def _run_colors(runs: Sequence[Run]) -> str:
+    """Returns which run has which color; the controls above the curves are not printed."""
+    if len(runs) == 1:
+        return ""
+    found = "".join(
+        f'<span><span class="swatch" style="background:{RUNS[number % len(RUNS)]}"></span>'
+        f"{_text(run.label)}</span>"
+        for number, run in enumerate(runs)
+    )
+    return f'<div class="keys">{found}</div>'
 
 
 def _differences(runs: Sequence[Run]) -> str:
