@@ -15,6 +15,7 @@ from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
+from gridformer.models.blocks import document_mask, scores
 from gridformer.models.blocks.scores import document_bounds
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import IGNORE, Batch
@@ -126,6 +127,25 @@ def test_a_packed_batch_equals_transformers_on_each_document(name: str, reset: b
     for key, parameter in ours.named_parameters():
         assert parameter.grad is not None, key
         assert_close(parameter.grad, grads[key])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+def test_some_queries_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask of all queries never exists, and the gradients are the same."""
+    model, batch = build(name), batch_of()
+    found = []
+    for queries in (S, 5):
+        monkeypatch.setattr(document_mask, "QUERIES", queries)
+        if queries < S:
+            monkeypatch.setattr(scores, "same_document", None)  # which makes the whole mask
+        model.zero_grad()
+        loss = model.losses(batch)["tokens"]
+        loss.backward()
+        found.append(
+            [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        )
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
 def test_bounds() -> None:

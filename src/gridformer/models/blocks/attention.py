@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.models.blocks.cache import KVCache
+from gridformer.models.blocks.document_mask import DocumentMask, attention_in_parts
 from gridformer.models.blocks.dropout import Clock, indices
 from gridformer.models.blocks.linear import Linear
 from gridformer.models.blocks.recompute import Recompute
@@ -61,6 +62,11 @@ class _Heads(nn.Module):
         fits = self.fused and d * q_BNSD.element_size() <= kernel.MAX_HEAD_BYTES
         if isinstance(mask, ScoreParts) and not fits:
             mask = mask.sum(s, q_BNSD.dtype)
+        if isinstance(mask, DocumentMask):
+            if not dropped:
+                o_BNSD = attention_in_parts(q_BNSD, k_BNTD, v_BNTD, mask, self.scale)
+                return o_BNSD.transpose(1, 2).reshape(b, s, -1)
+            mask = mask.whole()
         if isinstance(mask, SharedBias):
             mask = mask.of_layer()
         causal = causal and mask is None and s > 1

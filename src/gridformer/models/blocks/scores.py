@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gridformer.models.blocks import document_mask
+from gridformer.models.blocks.document_mask import DocumentMask
 from gridformer.models.blocks.linear import Init, new_parameter
 from gridformer.models.kernels import library
 
@@ -149,7 +151,7 @@ class ScoreParts:
     window: Window | None = None
     documents: Tensor | None = None
 
-    def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | None:
+    def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | DocumentMask | None:
         """Returns them as one tensor, for attention that the kernels cannot compute."""
         mask = None if self.valid is None else self.valid[:, None, None, :]
         out = added_to_scores(
@@ -159,7 +161,7 @@ class ScoreParts:
         return out
 
 
-ScoreBias = Tensor | SharedBias | ScoreParts  # what `added_to_scores` returns
+ScoreBias = Tensor | SharedBias | ScoreParts | DocumentMask  # what `added_to_scores` returns
 
 
 def added_to_scores(
@@ -188,7 +190,8 @@ def added_to_scores(
 
     Returns:
         [b or 1, n or 1, queries or 1, S], as a `SharedBias` if it needs gradients in another dtype;
-        or the parts of that where a kernel takes them. None without `mask`, `bias_NST` and
+        or the parts of that where a kernel takes them. A `DocumentMask` for `documents` alone in
+        long sequences. None without `mask`, `bias_NST` and
         `documents` if no window hides a key: attention applies causality by itself.
     """
     if window is not None and window.size >= window.keys:
@@ -206,6 +209,9 @@ def added_to_scores(
         valid = None if mask is None else mask[:, 0, 0, :]
         bias = None if bias_NST is None else bias_NST.contiguous()
         return ScoreParts(valid, bias, causal, window, documents)
+    alone = causal and mask is None and bias_NST is None
+    if alone and documents is not None and queries > document_mask.QUERIES:
+        return DocumentMask(documents, 0 if window is None else window.size, dtype)
     if causal and (queries > 1 or window is not None):
         near = past(queries, seen, device, None if window is None else window.size)
         mask = near if mask is None else mask & near

@@ -1,0 +1,101 @@
+"""Causal self-attention within documents where no kernel of gridformer runs.
+
+A mask of all queries and keys takes s x s numbers for each sequence. So it exists for some queries
+at a time, forward and, once more, backward; keys after these queries are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gridformer.models.kernels.attention import empty_heads
+
+QUERIES = 256  # at a time
+
+
+@dataclass(frozen=True)
+class DocumentMask:
+    """A mask of causal self-attention, of which parts are made when they are needed.
+
+    Attributes:
+        bounds: The bounds of documents; see `document_bounds`.
+        window: How many keys a query sees at most; 0 means all of its document.
+        dtype: The dtype of what is added to scores.
+    """
+
+    bounds: Tensor
+    window: int
+    dtype: torch.dtype
+
+    def whole(self) -> Tensor:
+        """Returns what is added to all scores [b, 1, s, s]."""
+        return self.part(slice(0, s := self.bounds.shape[-1]), slice(0, s))
+
+    def parts(self) -> Iterator[tuple[slice, slice]]:
+        """Yields some queries after the other, each with all keys that they may see."""
+        s = self.bounds.shape[-1]
+        for first in range(0, s, QUERIES):
+            after = min(first + QUERIES, s)
+            begin = max(0, first - self.window + 1) if self.window else 0
+            yield slice(first, after), slice(begin, after)
+
+    def part(self, queries: slice, keys: slice) -> Tensor:
+        """Returns what is added to the scores of some queries and keys, [b, 1, queries, keys]."""
+        device = self.bounds.device
+        query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        key = torch.arange(keys.start, keys.stop, device=device)
+        near = key <= query
+        if self.window:
+            near &= key > query - self.window
+        seen = near & (key >= self.bounds[:, 0, queries, None])
+        return torch.where(seen, 0.0, -torch.inf).to(self.dtype).unsqueeze(1)
+
+
+@torch.compiler.disable
+def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scale: float) -> Tensor:
+    """Computes attention from q [b, n, s, d] to k and v [b, m, s, d], where m divides n."""
+    out: Tensor = _InParts.apply(q, k, v, mask, scale)
+    return out
+
+
+class _InParts(torch.autograd.Function):
+    """Keeps its inputs only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scale: float
+    ) -> Tensor:
+        out = empty_heads(q)
+        for queries, keys in mask.parts():
+            found = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
+            out[:, :, queries] = _attend(*found, mask.part(queries, keys), scale)
+        ctx.save_for_backward(q, k, v)
+        ctx.mask, ctx.scale = mask, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v = ctx.saved_tensors
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for queries, keys in ctx.mask.parts():
+            found = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
+            some = [x.detach().requires_grad_() for x in found]
+            part = ctx.mask.part(queries, keys)
+            with torch.enable_grad():
+                out = _attend(some[0], some[1], some[2], part, ctx.scale)
+            of_q, of_k, of_v = torch.autograd.grad(out, some, grads[0][:, :, queries])
+            grad_q[:, :, queries] = of_q
+            grad_k[:, :, keys] += of_k
+            grad_v[:, :, keys] += of_v
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    shared = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **shared)
