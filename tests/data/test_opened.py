@@ -20,6 +20,7 @@ from gridformer.data import (
 from gridformer.data.fingerprint import fingerprint
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.samples.remarks import remarks
+from gridformer.train.console import set_losses
 from gridformer.utils.errors import ConfigError
 from tests.support.data import labeled_source, listed, sentences
 
@@ -117,6 +118,8 @@ def test_validation_sets_are_splits_of_named_folders(
     assert data.validation == {"b": data.sources["b"].val, "seen": data.sources["a"].train}
     batches = open_validation(run, data)
     assert [*batches] == ["b", "seen"]
+    metrics = {"val_loss": 2.5, "val_loss_b": 2.0, "val_loss_seen": 3.0, "val_loss_tokens": 2.1}
+    assert set_losses(run, metrics) == "b 2.000, seen 3.000"
     assert batches["seen"].n_samples > batches["b"].n_samples
 
 

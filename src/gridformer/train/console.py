@@ -94,7 +94,8 @@ class Reporter(Callback):
             val = metrics["val_loss"]
             words = metrics.get("val_loss_tokens", val)
             scores = _scores(metrics) or f"perplexity {perplexity(words):,.1f}"
-            parts.append(f"val {val:.3f} ({scores})")
+            of_sets = set_losses(self.plan.run, metrics)
+            parts.append(f"val {val:.3f} ({'; '.join(filter(None, (scores, of_sets)))})")
         parts += [
             f"{key.removeprefix('val_').replace('bleu', 'BLEU').replace('_', ' ')} {value:.1f}"
             for key, value in metrics.items()
@@ -194,6 +195,12 @@ def title_of(run: RunConfig) -> str:
     model = run.model.family if run.model.name == "custom" else run.model.name
     size = format_count(count_parameters(run.model))  # this rank may hold only some stages
     return f"{run.name}: {model} ({size} parameters) on {describe(run.layout)}"
+
+
+def set_losses(run: RunConfig, metrics: Mapping[str, Any]) -> str:
+    """Returns the losses of named validation sets, such as `web 2.310, code 1.204`."""
+    losses = {one.name: metrics.get(f"val_loss_{one.name}") for one in run.data.validation_sets}
+    return ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if name and loss)
 
 
 def _lengths(run: RunConfig) -> str:
