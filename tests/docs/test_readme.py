@@ -8,6 +8,7 @@ part of the standard library's sources. A command of a new kind fails until it i
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -88,6 +89,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, messages: Path) -> Iterat
     shutil.copy(README, here)
     shutil.copytree(ROOT / "docs", here / "docs")
     (here / "mine.yaml").write_text(typed_run_file())
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
+    (here / "talks.jsonl").write_text(100 * (json.dumps({"messages": turns}) + "\n"))
     sources = sorted(Path(get_path("stdlib")).glob("[a-d]*.py"))
     with contextlib.chdir(here), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gettext, "system_folders", lambda language: [messages])
