@@ -42,3 +42,12 @@ def test_formulas_are_close_to_estimates(layout: dict[str, Any], recompute: str)
     peak = max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
     assert states_of(run) < peak
     assert 0.6 < quick_estimate(run) / peak < 1.6
+
+
+@pytest.mark.parametrize("recompute", full_unless(lambda how: how == "full", ["none", "full"]))
+def test_formulas_know_what_long_sequences_take(recompute: str) -> None:
+    """A backward pass of grouped heads and gated networks has tensors as wide as they are."""
+    model = {"family": "llama", "n_kv_heads": 2, "ffn_size": 512, "tied_head": False}
+    train = {"recompute": recompute, "dtype": "bfloat16", "device": "cuda", "global_batch": 4}
+    run = a_run({"scheme": "megatron", "cols": 2}, {**MODEL, **model, "max_seq_len": 4096}, train)
+    assert 0.9 < quick_estimate(run) / estimate_rank(run, 0).peak < 1.25

@@ -7,11 +7,15 @@ The formulas cover the matrices among parameters, and the activations that every
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import state_bytes, work_of
 from gridformer.parallel.auto.heuristics import decide
+
+_NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
+_FREED = 0.6  # the fraction of what a layer has kept that is free by then
 
 
 def states_of(run: RunConfig) -> float:
@@ -47,13 +51,48 @@ def quick_peak(run: RunConfig, choices: Choices) -> float:
     states = in_layers * share + head
     activations = (_kept(run, choices) + _kept_inputs(choices)) * share
     logits = _logits(run, choices)
+    backward = _backward(run, choices, n_layers)
     if pp == 1:
-        return states + activations + logits
+        if run.layout.micro_batches == 1 and run.layout.dp_mode == "replicate":
+            # When the backward pass of the last layer runs, the others have no gradients yet.
+            grid = choices.rows * choices.cols
+            backward -= _layer_elements(choices) / grid * 4 * (1 - 1 / n_layers)
+        return states + activations + max(logits, backward)
     # The first stage has the most micro-batches in flight, the last stage has the logits.
     under_way = run.layout.micro_batches
     if run.layout.pipeline_order != "gpipe":
         under_way = min(pp, under_way)
-    return states + max(under_way * activations, activations + logits)
+    return states + max(under_way * activations + max(0.0, backward), activations + logits)
+
+
+def _backward(run: RunConfig, choices: Choices, n_layers: int) -> float:
+    """Returns the most bytes that a layer's backward pass has besides what is kept for it.
+
+    In the middle of the feed-forward network these are its gradients, of a gated one for both of
+    its parts and their product. At an RMSNorm, which is made of many kernels, they are copies in
+    float32, when a part of what the layer has kept is free.
+    """
+    work, grid, h = choices.work, choices.rows * choices.cols, run.model.hidden_size
+    wide = 0.0
+    for choice in choices.products.values():
+        product = choice.product
+        if product.section == "feed_forward" and not product.closes:
+            copies = 2 if product.parts else 1
+            wide = max(wide, copies * work.rows_of(product) * choice.n_out / grid * work.itemsize)
+    found = wide
+    if run.model.family in ("t5", "llama") and work.itemsize < 4:
+        between = 1 / grid if choices.between == "cut" else 1.0
+        rows = max(work.tokens, work.source)
+        plain = replace(work, recompute="none")
+        kept = _kept(run, replace(choices, work=plain)) / n_layers
+        found = max(found, _NORM_COPIES * rows * h * between * 4 - _FREED * kept)
+    return found
+
+
+def _layer_elements(choices: Choices) -> float:
+    """Returns the elements of the matrices of all layers."""
+    each = choices.products.values()
+    return float(sum(one.elements for one in each if one.product.section != "head"))
 
 
 def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
