@@ -14,7 +14,7 @@ from benchmarks.soak.draw import LAYOUTS, Drawn, Fault
 from benchmarks.soak.processes import LateError, Started
 from benchmarks.soak.run_folder import RunFolder, damage, number_of
 
-STEPS = 100
+STEPS = 300  # on a busy machine a run does many before a fault comes
 # A checkpoint takes more, and the lines of some hundred steps less.
 _NO_CHECKPOINT_BYTES = 256 << 10
 

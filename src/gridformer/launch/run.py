@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from gridformer.checkpoint.place import LocalPlace
 from gridformer.config import TrainConfig
 from gridformer.launch import launch
 from gridformer.launch.explain import out_of_memory
@@ -64,19 +65,22 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
         finally:
             release_spares(place)
         return
-    if plan.run.train.max_restarts and not joined():
-        launch_with_restarts(work, plan, policy)
-    else:
-        advise = partial(memory_advice, plan)
-        try:
+    advise = partial(memory_advice, plan)
+    try:
+        if plan.run.train.max_restarts and not place:
+            launch_with_restarts(work, plan, policy)
+        else:
             launch(work, (plan,), plan.n_processes, policy, advise)
-        except SaveError as error:  # of a run in this process alone
-            print_last(f"gridformer: {error}")
-            raise SystemExit(1) from None
-        except (MemoryError, RuntimeError) as error:  # the same
-            if (means := out_of_memory(error)) is not None:
-                print_last(f"rank 0 failed: {means}; {advise()}\n")
-            raise
+    except SaveError as error:  # of a run in this process alone
+        print_last(f"gridformer: {error}")
+        raise SystemExit(1) from None
+    except (MemoryError, RuntimeError) as error:  # the same
+        if (means := out_of_memory(error)) is not None:
+            print_last(f"rank 0 failed: {means}; {advise()}\n")
+        raise
+    finally:
+        if not place:
+            LocalPlace(plan.out).sweep()  # what a killed process was writing
 
 
 def train(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
+import os
 import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from multiprocessing import util
 from typing import Any
 
+from gridformer.utils import signals
 from gridformer.utils.folders import private_prefix
 from gridformer.utils.threads import let_threads_sleep
 
 # Of a path of a socket on macOS; Linux allows four more.
 _LONGEST_SOCKET = 103
 _NAMES = len("12345678/listener-12345678")
+_at_end: list[Callable[[], None]] = []  # set once a server was started
 
 # What every worker that trains would otherwise import by itself.
 PRELOAD = [
@@ -42,6 +49,10 @@ def warm_up(*modules: str) -> None:
 
     _name_temporary_folder()
     let_threads_sleep()  # the server, which loads torch, inherits the setting
+    if not _at_end:
+        _at_end.append(partial(_end_server, os.getpid()))
+        atexit.register(_at_end[0])
+        signals.at_end.append(_at_end[0])
     if threading.current_thread() is not threading.main_thread():
         ensure_running()
         return
@@ -50,6 +61,19 @@ def warm_up(*modules: str) -> None:
         ensure_running()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _end_server(owner: int) -> None:
+    """Ends the server with the process that has started it.
+
+    By itself it would end only once it has loaded everything.
+    """
+    from multiprocessing.forkserver import _forkserver
+
+    pid = getattr(_forkserver, "_forkserver_pid", None)
+    if pid is not None and os.getpid() == owner:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
 
 def _name_temporary_folder() -> None:

@@ -50,7 +50,7 @@ def _run(folder: Path, n: int, fault: Fault, at: int = 3) -> None:
     """Train until rank 1 meets a fault, in a step counted from 1."""
 
     class Trainer:
-        def __init__(self, plan: Plan, world: World) -> None:
+        def __init__(self, plan: Plan, world: World, *others: object) -> None:
             self.axis = Axis("col", n, world.rank)
             self.model = nn.Sequential(Summing(self.axis))
             note(folder, "pid", str(os.getpid()))
@@ -110,7 +110,7 @@ def other_order(folder: Path, n: int) -> None:
     """Ranks 0 and 1 wait for each other's message before they send their own."""
 
     class Trainer:
-        def __init__(self, plan: Plan, world: World) -> None:
+        def __init__(self, plan: Plan, world: World, *others: object) -> None:
             self.axis, self.model = Axis("pp", n, world.rank), nn.Identity()
             note(folder, "pid", str(os.getpid()))
 

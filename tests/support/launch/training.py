@@ -28,7 +28,7 @@ def one_fails_in_training(folder: Path, n: int) -> None:
     """Fail in a training run. Leaving a group waits for peers in a collective, as NCCL does."""
 
     class Failing:
-        def __init__(self, plan: Plan, world: World) -> None:
+        def __init__(self, plan: Plan, world: World, *others: object) -> None:
             self.rank, self.model = world.rank, None
             note(folder, "pid", str(os.getpid()))
 
