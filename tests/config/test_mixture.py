@@ -45,6 +45,15 @@ def test_a_validation_set_takes_the_folder_of_a_source_by_its_name() -> None:
     assert found == [("web", Path("data/web"), "val"), ("x", Path("x"), "train")]
 
 
+def test_test_sets_are_named_like_validation_sets() -> None:
+    data = a_run({"sources": TWO, "test": [{"name": "web"}, {"path": "held/out"}]}).data
+    assert [(one.name, one.path) for one in data.test_sets] == [
+        ("web", Path("data/web")),
+        ("out", Path("held/out")),
+    ]
+    assert a_run({"path": "x"}).data.test_sets == ()
+
+
 def test_weights_are_exact_as_they_are_written() -> None:
     assert whole_weights([0.1, 0.2, 0.7]) == (1, 2, 7)
     assert whole_weights([1.0, 1.0, 1.0]) == (1, 1, 1)
@@ -92,6 +101,8 @@ def test_weights_are_exact_as_they_are_written() -> None:
             {"path": "x", "validation": [{"path": "a"}, {"path": "b/a"}]},
             "data.validation has two sets called a",
         ),
+        ({"path": "x", "test": [{"path": "a"}, {"path": "b/a"}]}, "data.test has two sets called"),
+        ({"path": "x", "test": [{"name": "a"}]}, "data.test.0.path is missing"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(data: Any, message: str) -> None:

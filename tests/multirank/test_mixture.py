@@ -42,6 +42,7 @@ def mixed(plan: Plan, data: Path, second: Path) -> Plan:
             {"name": "two", "path": str(second), "weight": 0.3},
         ],
         "stages": [{"from_step": 4, "weights": {"one": 1, "two": 2}}],
+        "test": [{"name": "two"}, {"name": "seen", "path": str(data), "split": "train"}],
         "seq_len": 12,
     }
     return replace(
@@ -68,5 +69,10 @@ def test_a_mixture_is_the_same_on_every_layout_and_after_resume(
     both = (last["val_loss_one"], last["val_loss_two"])
     assert last["val_loss"] == pytest.approx(sum(both) / 2, rel=1e-12)
     assert abs(both[0] - both[1]) > 1e-3, "each set has its own text"
-    for name in ("val_loss_one", "val_loss_two"):
+    names = ("val_loss_one", "val_loss_two", "test_loss_two", "test_loss_seen")
+    for name in names:
         assert read_metrics(moved)[-1][name] == pytest.approx(last[name], rel=1e-9)
+    assert last["test_loss_two"] == last["val_loss_two"], "it is the same text"
+    earlier = read_metrics(alone)[0]
+    assert {"val_loss_one", "val_loss_two"} <= earlier.keys()
+    assert not {"test_loss_two", "test_loss_seen"} & earlier.keys(), "read at the end only"

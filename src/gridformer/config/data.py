@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -62,6 +63,11 @@ class DataConfig(Config):
         default=(),
         description="These sets are read for the validation loss, each with a loss of its own. By "
         "default they are the validation splits of the sources.",
+    )
+    test: tuple[ValidationConfig, ...] = Field(
+        default=(),
+        description="These sets are read once, after the last step, each with a loss of its own, "
+        "test_loss_NAME. By default there are none.",
     )
     task: Task = Field(
         default="auto",
@@ -153,7 +159,7 @@ class DataConfig(Config):
             return values
         named = {
             key: [_with_name(one) for one in values[key]]
-            for key in ("sources", "validation")
+            for key in ("sources", "validation", "test")
             if isinstance(values.get(key), list | tuple)
         }
         rest = {key: value for key, value in values.items() if (key, value) != ("path", None)}
@@ -170,7 +176,11 @@ class DataConfig(Config):
                 f"data.path={self.path} and data.sources are both set: use data.path=null with "
                 "the sources, or name the folder as one of them"
             )
-        problems = [*self._source_problems(), *self._validation_problems()]
+        problems = [
+            *self._source_problems(),
+            *self._set_problems("data.validation", self.validation),
+            *self._set_problems("data.test", self.test),
+        ]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -208,14 +218,14 @@ class DataConfig(Config):
                 problems += weight_problems(f"the weights of {key}", names, weights)
         return problems
 
-    def _validation_problems(self) -> list[str]:
+    def _set_problems(self, section: str, sets: Sequence[ValidationConfig]) -> list[str]:
         known = [source.name for source in self.sources]
         problems = [
-            f"data.validation has two sets called {name}: give each a name of its own"
-            for name in repeated(one.name for one in self.validation if one.name)
+            f"{section} has two sets called {name}: give each a name of its own"
+            for name in repeated(one.name for one in sets if one.name)
         ]
-        for number, one in enumerate(self.validation):
-            key = f"data.validation.{number}"
+        for number, one in enumerate(sets):
+            key = f"{section}.{number}"
             if one.path is None and not known:
                 problems.append(f"{key}.path is missing: set it to a token folder")
             elif one.path is None and one.name not in known:
@@ -236,10 +246,17 @@ class DataConfig(Config):
             return tuple(
                 ValidationConfig(name=one.name, path=one.path) for one in self.train_sources
             )
+        return self._with_paths(self.validation)
+
+    @property
+    def test_sets(self) -> tuple[ValidationConfig, ...]:
+        """The test sets, each with its path."""
+        return self._with_paths(self.test)
+
+    def _with_paths(self, sets: Sequence[ValidationConfig]) -> tuple[ValidationConfig, ...]:
         paths = {one.name: one.path for one in self.sources}
         return tuple(
-            one if one.path else one.model_copy(update={"path": paths[one.name]})
-            for one in self.validation
+            one if one.path else one.model_copy(update={"path": paths[one.name]}) for one in sets
         )
 
     @property
@@ -252,6 +269,7 @@ class DataConfig(Config):
         """The first token folder that is not there, as `data.path=FOLDER`; empty if all are."""
         named = [("data.sources", one.name, one.path) for one in self.train_sources]
         named += [("data.validation", one.name, one.path) for one in self.validation if one.path]
+        named += [("data.test", one.name, one.path) for one in self.test if one.path]
         for section, name, path in named:
             if not tokens_exist(path):
                 return f"{section}.{name}={path}" if name else f"data.path={path}"

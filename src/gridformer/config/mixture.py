@@ -64,12 +64,12 @@ class StageConfig(Config):
 
 
 class ValidationConfig(Config):
-    """A validation set: a split of a token folder, with a loss of its own."""
+    """A validation or test set: a split of a token folder, with a loss of its own."""
 
     name: SourceName = Field(
         default="",
-        description="The loss of the set is val_loss_NAME in metrics.jsonl. By default it is the "
-        "name of the folder.",
+        description="The loss of the set is val_loss_NAME in metrics.jsonl, and that of a test set "
+        "test_loss_NAME. By default it is the name of the folder.",
     )
     path: AnyPath | None = Field(
         default=None,

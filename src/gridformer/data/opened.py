@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from gridformer.config import DataConfig
+from gridformer.config.mixture import ValidationConfig
 from gridformer.data.opening import open_tokens
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit
 
@@ -18,11 +19,13 @@ class RunData:
     Attributes:
         sources: The folder of each source by its name, which is empty for data.path alone.
         validation: The split of each validation set by its name.
+        test: The split of each test set by its name.
         folders: All folders by a phrase such as `data.sources.web`.
     """
 
     sources: dict[str, TokenFolder]
     validation: dict[str, TokenSplit]
+    test: dict[str, TokenSplit]
     folders: dict[str, TokenFolder]
 
     @property
@@ -58,17 +61,22 @@ class RunData:
             f"data.sources.{name}" if name else "data.path": folder
             for name, folder in sources.items()
         }
-        validation = {}
-        for one in data.validation_sets:
-            assert one.path is not None
-            # Foreign files that are no source are wholly the split that the set names.
-            folder = folder_at(one.path, float(one.split == "val"))
-            validation[one.name] = folder.train if one.split == "train" else folder.val
-            if all(folder is not other for other in found.values()):
-                found[f"data.validation.{one.name}"] = folder
-        return cls(sources, validation, found)
+
+        def splits_of(section: str, sets: tuple[ValidationConfig, ...]) -> dict[str, TokenSplit]:
+            splits = {}
+            for one in sets:
+                assert one.path is not None
+                # Foreign files that are no source are wholly the split that the set names.
+                folder = folder_at(one.path, float(one.split == "val"))
+                splits[one.name] = folder.train if one.split == "train" else folder.val
+                if all(folder is not other for other in found.values()):
+                    found[f"{section}.{one.name}"] = folder
+            return splits
+
+        validation = splits_of("data.validation", data.validation_sets)
+        return cls(sources, validation, splits_of("data.test", data.test_sets), found)
 
     @classmethod
     def of(cls, folder: TokenFolder) -> Self:
         """Returns one folder as the data of a run with data.path."""
-        return cls({"": folder}, {"": folder.val}, {"data.path": folder})
+        return cls({"": folder}, {"": folder.val}, {}, {"data.path": folder})

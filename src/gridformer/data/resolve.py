@@ -119,7 +119,7 @@ def _without_samples(run: RunConfig, data: RunData) -> list[str]:
     """Returns why some split that is read contains no sample."""
     problems = []
     trained = [folder.train for folder in data.sources.values()]
-    for split in (*trained, *data.validation.values()):
+    for split in (*trained, *data.validation.values(), *data.test.values()):
         try:
             open_samples(run, split, data.first.tokenizer)
         except DataError as error:

@@ -70,7 +70,8 @@ _LOSS, _VALIDATION = "loss", "val_loss"
 def chart_list(runs: Sequence[Run]) -> list[Curves]:
     """Returns the charts that some runs have values for, the losses first."""
     keys = [*dict.fromkeys(key for run in runs for key in run.names)]
-    validation = [key for key in keys if key == _VALIDATION or key.startswith(f"{_VALIDATION}_")]
+    of_sets = (f"{_VALIDATION}_", "test_loss_")
+    validation = [key for key in keys if key == _VALIDATION or key.startswith(of_sets)]
     parts = [key for key in keys if key.startswith(f"{_LOSS}_") and key != "loss_scale"]
     losses = (*(key for key in keys if key == _LOSS), *validation)
     found = [Curves("Loss", "nats per target", losses, smooth=True)] if losses else []
@@ -116,7 +117,7 @@ def as_json(runs: Sequence[Run]) -> dict[str, Any]:
                         "run": number,
                         "key": key,
                         "label": words(key),
-                        "sparse": key.startswith("val_") or len(steps) < 0.5 * len(run.metrics),
+                        "sparse": key.startswith(("val_", "test_")) or len(steps) < 0.5 * len(run.metrics),
                         "x": [steps[i] for i in kept],
                         "y": [_short(chart.factor * values[i]) for i in kept],
                     }

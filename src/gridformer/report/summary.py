@@ -71,12 +71,13 @@ def _steps(run: Run) -> str:
 
 def _evaluated(runs: Sequence[Run]) -> list[str]:
     """Returns the names of all metrics of evaluations, `val_loss` first."""
-    keys = dict.fromkeys(key for run in runs for key in run.names if key.startswith("val_"))
+    keys = dict.fromkeys(key for run in runs for key in run.names if key.startswith(("val_", "test_")))
     return sorted(keys, key=lambda key: key != "val_loss")
 
 
 def _name(key: str) -> str:
-    return "validation " + key.removeprefix("val_").replace("_", " ")
+    kind, _, rest = key.partition("_")
+    return f"{'validation' if kind == 'val' else kind} {rest.replace('_', ' ')}"
 
 
 def _last(run: Run, key: str) -> str:

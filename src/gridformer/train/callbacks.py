@@ -122,7 +122,7 @@ class Callback:
 
         Args:
             step: After how many steps.
-            results: `val_loss`, and all other metrics whose names begin with `val_`.
+            results: `val_loss`, and all other metrics whose names begin with `val_` or `test_`.
         """
 
     def on_saved(self, saved: Saved) -> None:

@@ -198,8 +198,9 @@ def title_of(run: RunConfig) -> str:
 
 
 def set_losses(run: RunConfig, metrics: Mapping[str, Any]) -> str:
-    """Returns the losses of named validation sets, such as `web 2.310, code 1.204`."""
+    """Returns the losses of named sets, such as `web 2.310, code 1.204, test news 2.115`."""
     losses = {one.name: metrics.get(f"val_loss_{one.name}") for one in run.data.validation_sets}
+    losses |= {f"test {one.name}": metrics.get(f"test_loss_{one.name}") for one in run.data.test}
     return ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if name and loss)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -87,12 +87,14 @@ class ValidationSet:
         numbers: Which of them an evaluation reads.
         scorer: Scores its samples, if they have right answers; then the batches hold each sample
             once.
+        kind: How its metrics begin. A `test` set is read after the last step only.
     """
 
     name: str
     batches: Batches
     numbers: range
     scorer: Scorer | None = None
+    kind: Literal["val", "test"] = "val"
 
 
 class Evaluator:
@@ -117,39 +119,44 @@ class Evaluator:
         self.stepper, self.sets, self.device = stepper, sets, device
         self.measures, self.check_copies = measures, check_copies
 
-    def __call__(self, step: int, ending: Ending) -> dict[str, float]:
+    def __call__(self, step: int, ending: Ending, last: bool = False) -> dict[str, float]:
         """Returns `val_loss`, its parts, those of named sets, scores and measures.
 
-        The loss of several sets is the mean of their losses.
+        The loss of several validation sets is the mean of their losses.
 
         Args:
             step: How many steps the model has been trained.
             ending: Decides whether the run ends inside the evaluation.
+            last: Whether the run is done, so that test sets are read, too.
 
         Raises:
             StepDropped: It does.
         """
         if self.check_copies:
             assert_copies_equal(self.stepper.model, self.stepper.axes)
-        if ending.begins("evaluation", sum(len(one.numbers) for one in self.sets)):
+        sets = [one for one in self.sets if last or one.kind == "val"]
+        if ending.begins("evaluation", sum(len(one.numbers) for one in sets)):
             raise StepDropped
         found: dict[str, float] = {}
         losses = []
         border = 0  # the number of batches of earlier sets
-        for one in self.sets:
+        for one in sets:
             answers = None
             if one.scorer is not None:
                 answers = Answers(one.scorer, self.stepper.model, self.stepper.axes, self.device)
             result = self._losses(one, ending, border, answers)
             border += len(one.numbers)
-            losses.append(result.loss)
+            if one.kind == "val":
+                losses.append(result.loss)
             suffix = f"_{one.name}" if one.name else ""
-            found |= {f"val_loss{suffix}": result.loss}
+            found |= {f"{one.kind}_loss{suffix}": result.loss}
             if len(result.losses) > 1:
-                found |= {f"val_loss_{part}{suffix}": v for part, v in result.losses.items()}
+                found |= {
+                    f"{one.kind}_loss_{part}{suffix}": v for part, v in result.losses.items()
+                }
             if one.scorer is not None and answers is not None:
                 scores = one.scorer.scores(answers.gathered())
-                found |= {f"val_{name}{suffix}": value for name, value in scores.items()}
+                found |= {f"{one.kind}_{name}{suffix}": value for name, value in scores.items()}
         for measure in self.measures:
             found |= measure(self.stepper, step)
         ending.ended()

@@ -59,6 +59,12 @@ class MetricsFile(Callback):
         self._file.close()
 
 
+def grouped(name: str) -> str:
+    """Returns the name of a metric as `train/loss`, `val/loss` or `test/loss_news`."""
+    group, _, rest = name.partition("_")
+    return f"{group}/{rest}" if group in ("val", "test") else f"train/{name}"
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns all complete lines of a run's metrics.jsonl, without lines truncated by a crash."""
     path = run_dir / METRICS

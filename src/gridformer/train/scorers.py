@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gridformer.config import RunConfig
-from gridformer.data import RunData, open_validation
+from gridformer.data import Batches, RunData, open_validation
 from gridformer.data.examples_file import Question, read_questions
+from gridformer.data.samples.batches import open_tests
 from gridformer.data.samples.answers import AnswerExamples
 from gridformer.data.samples.samples import Samples
 from gridformer.data.samples.whole import Whole
@@ -25,19 +27,31 @@ from gridformer.utils.batch import Batch
 
 
 def validation_sets(run: RunConfig, data: RunData) -> list[ValidationSet]:
-    """Returns the validation sets of a run, with what scores them.
+    """Returns the validation and test sets of a run, with what scores them.
 
     Raises:
         DataError: A set contains no sample.
     """
+    return [
+        *_sets(run, data, open_validation(run, data), data.validation, "val"),
+        *_sets(run, data, open_tests(run, data), data.test, "test"),
+    ]
+
+
+def _sets(
+    run: RunConfig,
+    data: RunData,
+    opened: Mapping[str, Batches],
+    splits: Mapping[str, TokenSplit],
+    kind: Literal["val", "test"],
+) -> list[ValidationSet]:
     found = []
-    for name, batches in open_validation(run, data).items():
+    for name, batches in opened.items():
         numbers, scorer = range(run.train.eval_batches), None
         if isinstance(batches, Whole):
-            split = data.validation[name]
             numbers = batches.numbers
-            scorer = scorer_of(run, data.folder_of(split), split, batches.samples)
-        found.append(ValidationSet(name, batches, numbers, scorer))
+            scorer = scorer_of(run, data.folder_of(splits[name]), splits[name], batches.samples)
+        found.append(ValidationSet(name, batches, numbers, scorer, kind))
     return found
 
 

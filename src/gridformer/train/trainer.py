@@ -332,7 +332,7 @@ class Trainer:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         self.journal.state("evaluating")
-        return self.evaluate(step, self.ending)
+        return self.evaluate(step, self.ending, last=step == self.run.train.steps)
 
     def _peak_memory(self) -> dict[str, float]:
         """Returns the most memory that the tensors of any process have taken on its GPU."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gridformer.config import FINE_TUNING, RunConfig
 from gridformer.config.mixture import whole_weights
 from gridformer.data.opened import RunData
@@ -120,15 +122,25 @@ def open_validation(run: RunConfig, data: RunData) -> dict[str, Batches]:
     Raises:
         DataError: A set contains no sample.
     """
+    return _open_sets(run, data, data.validation)
+
+
+def open_tests(run: RunConfig, data: RunData) -> dict[str, Batches]:
+    """Opens the batches of each test set by its name; see `open_validation`."""
+    return _open_sets(run, data, data.test)
+
+
+def _open_sets(
+    run: RunConfig, data: RunData, sets: Mapping[str, TokenSplit]
+) -> dict[str, Batches]:
     tokenizer = data.first.tokenizer
     if run.task in FINE_TUNING:
         return {
             name: Whole(open_samples(run, text, tokenizer, True), run.train.global_batch)
-            for name, text in data.validation.items()
+            for name, text in sets.items()
         }
     return {
-        name: _dealt(run, open_samples(run, text, tokenizer), "val")
-        for name, text in data.validation.items()
+        name: _dealt(run, open_samples(run, text, tokenizer), "val") for name, text in sets.items()
     }
 
 

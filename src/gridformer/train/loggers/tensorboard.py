@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gridformer.train.callbacks import Callback
-from gridformer.train.metrics import EVENTS
+from gridformer.train.metrics import EVENTS, grouped
 from gridformer.utils.disk import writing
 
 
@@ -34,10 +34,7 @@ class TensorBoard(Callback):
         with writing(self.folder):
             for name, value in metrics.items():
                 if name != "step" and not isinstance(value, str):
-                    group = "val" if name.startswith("val_") else "train"
-                    self._events.add_scalar(
-                        f"{group}/{name.removeprefix('val_')}", value, metrics["step"]
-                    )
+                    self._events.add_scalar(grouped(name), value, metrics["step"])
 
     def on_diverged(self, step: int, why: str, back_to: int | None) -> None:
         """Hides the steps that run again."""

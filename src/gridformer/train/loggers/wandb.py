@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gridformer.train.loggers.joined import JoinedLogger
+from gridformer.train.metrics import grouped
 
 _PROJECT = "gridformer"
 _EXIT = {"done": 0, "stopped": 0, "failed": 1, "diverged": 1}
@@ -54,7 +55,7 @@ class WeightsAndBiases(JoinedLogger):
         return run_id, self._run.step - 1 if mode == "online" else None
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log({_grouped(name): value for name, value in values.items()}, step=step)
+        self._run.log({grouped(name): value for name, value in values.items()}, step=step)
 
     def finish(self, how: str) -> None:
         if self._run is not None:
@@ -76,7 +77,3 @@ def _has_login(wandb: Any) -> bool:
         return bool(wandb.api.api_key)
     except Exception:  # the package's own errors, which differ between its versions
         return False
-
-
-def _grouped(name: str) -> str:
-    return f"val/{name.removeprefix('val_')}" if name.startswith("val_") else f"train/{name}"
