@@ -28,7 +28,9 @@ def check_examples(path: str, run: RunConfig) -> None:
         ConfigError, DataError: It does not.
     """
     folder = TokenFolder.open(Path(path))
-    data = run.data.model_copy(update={"path": Path(path), "sources": (), "validation": (), "test": ()})
+    data = run.data.model_copy(
+        update={"path": Path(path), "sources": (), "validation": (), "test": ()}
+    )
     resolve(run.model_copy(update={"data": data}), folder)
 
 

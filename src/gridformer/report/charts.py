@@ -117,7 +117,8 @@ def as_json(runs: Sequence[Run]) -> dict[str, Any]:
                         "run": number,
                         "key": key,
                         "label": words(key),
-                        "sparse": key.startswith(("val_", "test_")) or len(steps) < 0.5 * len(run.metrics),
+                        "sparse": key.startswith(("val_", "test_"))
+                        or len(steps) < 0.5 * len(run.metrics),
                         "x": [steps[i] for i in kept],
                         "y": [_short(chart.factor * values[i]) for i in kept],
                     }

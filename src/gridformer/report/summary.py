@@ -71,7 +71,9 @@ def _steps(run: Run) -> str:
 
 def _evaluated(runs: Sequence[Run]) -> list[str]:
     """Returns the names of all metrics of evaluations, `val_loss` first."""
-    keys = dict.fromkeys(key for run in runs for key in run.names if key.startswith(("val_", "test_")))
+    keys = dict.fromkeys(
+        key for run in runs for key in run.names if key.startswith(("val_", "test_"))
+    )
     return sorted(keys, key=lambda key: key != "val_loss")
 
 

@@ -151,9 +151,7 @@ class Evaluator:
             suffix = f"_{one.name}" if one.name else ""
             found |= {f"{one.kind}_loss{suffix}": result.loss}
             if len(result.losses) > 1:
-                found |= {
-                    f"{one.kind}_loss_{part}{suffix}": v for part, v in result.losses.items()
-                }
+                found |= {f"{one.kind}_loss_{part}{suffix}": v for part, v in result.losses.items()}
             if one.scorer is not None and answers is not None:
                 scores = one.scorer.scores(answers.gathered())
                 found |= {f"{one.kind}_{name}{suffix}": value for name, value in scores.items()}

@@ -99,7 +99,9 @@ class Journal:
         """Tells the metrics of one step, and of the evaluation after it."""
         self.step = metrics["step"]
         self.told.tell(lambda callback: callback.on_step(dict(metrics)))
-        results = {name: value for name, value in metrics.items() if name.startswith(("val_", "test_"))}
+        results = {
+            name: value for name, value in metrics.items() if name.startswith(("val_", "test_"))
+        }
         if results:
             self.told.tell(lambda callback: callback.on_evaluation(self.step, dict(results)))
 

@@ -41,6 +41,7 @@ FIXED: dict[str, Any] = {
     "data.sources": (),
     "data.stages": (),
     "data.validation": (),
+    "data.test": (),
     "data.task": "auto",
     "data.tokenizer": None,
     "data.val_fraction": 0.02,

@@ -130,9 +130,7 @@ def open_tests(run: RunConfig, data: RunData) -> dict[str, Batches]:
     return _open_sets(run, data, data.test)
 
 
-def _open_sets(
-    run: RunConfig, data: RunData, sets: Mapping[str, TokenSplit]
-) -> dict[str, Batches]:
+def _open_sets(run: RunConfig, data: RunData, sets: Mapping[str, TokenSplit]) -> dict[str, Batches]:
     tokenizer = data.first.tokenizer
     if run.task in FINE_TUNING:
         return {
