@@ -32,7 +32,7 @@ IMPROVED = 24  # arrangements whose settings are improved
 ROUNDS = 6  # single changes of settings in a row
 # The estimate of memory is approximate: what exceeds the limit by less may fit when it is traced.
 MARGIN = 1.1
-FEWEST = 2  # layouts are traced, however long that takes
+FEWEST = 2  # layouts are traced, though it may take longer than asked
 SPARE = 3  # so many times as many layouts are traced at most as are listed
 
 Predict = Callable[[RunConfig, Cluster], Prediction]
@@ -225,7 +225,7 @@ def search(
         n_devices: The number of devices.
         top: How many layouts to trace and list.
         limit_s: If a few layouts have been found, no trace is begun that would end after so many
-            seconds if it takes as long as the one before it.
+            seconds if it takes as long as the one before it. After them, one layout is enough.
         predictor: Traces a run; tests replace it.
         tell: Is told what happens.
     """
@@ -241,7 +241,8 @@ def search(
         fast_fakes()  # loads what all copies of this process need
     while queue and len(result.layouts) < top and traces < top * SPARE:
         here = time.monotonic()
-        if len(result.layouts) >= min(top, FEWEST) and here - began + last_s > limit_s:
+        fewest = min(top, FEWEST) if here - began <= limit_s else 1
+        if len(result.layouts) >= fewest and here - began + last_s > limit_s:
             break
         n = min(at_once, top - len(result.layouts), len(queue))
         some = [heapq.heappop(queue)[2] for _ in range(n)]
