@@ -193,6 +193,8 @@ def commands(draw: st.DrawFn) -> Command:
 
 
 def _set(file: Path, key: str, value: Any) -> None:
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        return  # an earlier change has put a pipe or a device there, which cannot be edited
     try:
         whole: Any = yaml.safe_load(file.read_text()) if file.is_file() else {}
     except (yaml.YAMLError, ValueError, RecursionError):  # the work of an earlier change
@@ -207,7 +209,7 @@ def _set(file: Path, key: str, value: Any) -> None:
 
 
 def _text(file: Path, text: str, after: bool) -> None:
-    if file.is_file():
+    if file.is_file() and not file.is_symlink():
         file.write_text(file.read_text() + text if after else text)
 
 
