@@ -248,6 +248,8 @@ SAME: dict[str, Any] = {
     "model.norm_position": "post",
     "model.sentence_pair": False,
     "model.n_labels": 3,
+    "model.span_head": True,
+    "model.token_head": False,
     "model.relative_buckets": 8,
     "model.relative_max_distance": 64,
     "model.n_kv_heads": 1,

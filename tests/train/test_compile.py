@@ -19,6 +19,7 @@ from gridformer.launch.plan import plan_run
 from gridformer.launch.run import execute
 from gridformer.mesh import Axes
 from gridformer.models import Model
+from gridformer.models.blocks import document_mask
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import stored
@@ -28,7 +29,7 @@ from gridformer.train.compile import compile_model, compile_problems
 from gridformer.train.metrics import read_metrics
 from gridformer.train.results import StepResult
 from gridformer.train.step import Stepper
-from gridformer.utils.batch import next_words
+from gridformer.utils.batch import Batch, next_words
 from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
 
@@ -67,13 +68,24 @@ def train(
     axes: Axes | None = None,
     dtype: Any = "float32",
     evaluates: bool = True,
+    documents: bool = False,
     **methods: Any,
 ) -> tuple[list[StepResult], float, Model]:
     """Run some steps of two micro-batches and an evaluation; not compiled if `backend` is empty.
 
     Args:
+        documents: Whether each row holds two documents that do not see each other.
         methods: Settings of TrainConfig that save memory.
     """
+
+    def rows_of(batch: Tensor) -> Batch:
+        found = next_words(batch)
+        if documents:
+            found["documents"] = (
+                (torch.arange(found["tokens"].shape[1]) > 6).long().repeat(len(batch), 1)
+            )
+        return found
+
     layout, axes = layout or LayoutConfig(), axes or Axes()
     model = build_parallel(config, layout, axes, 3, CPU, dtype)
     if backend:
@@ -84,10 +96,10 @@ def train(
     layout = layout.model_copy(update={"micro_batches": 2})
     stepper = Stepper(model, settings, axes, layout)
     batches = [batch_of(step, config) for step in range(n_steps)]
-    results = [stepper(i, lambda rows, b=b: next_words(b[rows])) for i, b in enumerate(batches)]  # type: ignore[misc]
+    results = [stepper(i, lambda rows, b=b: rows_of(b[rows])) for i, b in enumerate(batches)]  # type: ignore[misc]
     if not evaluates:
         return results, 0.0, model
-    return results, stepper.evaluate([lambda rows: next_words(batches[0][rows])]).loss, model
+    return results, stepper.evaluate([lambda rows: rows_of(batches[0][rows])]).loss, model
 
 
 def assert_same(got: tuple[Any, ...], want: tuple[Any, ...], tolerance: float = 1e-5) -> None:
@@ -129,6 +141,15 @@ def test_compiled_steps_are_the_same_steps() -> None:
     assert_same(got, want)
     assert not counters["graph_break"]
     assert graphs() == 4, "block and loss, for training and for evaluation"
+
+
+def test_documents_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention takes its queries in parts, outside of the compiled code."""
+    monkeypatch.setattr(document_mask, "QUERIES", 4)
+    config = tiny(n_layers=2)
+    got, want = (train(config, backend, 2, documents=True) for backend in ("aot_eager", ""))
+    assert_same(got, want)
+    assert got[0][0].loss != train(config, "", 1)[0][0].loss
 
 
 def test_dropout_compiles_once_and_keeps_its_masks() -> None:

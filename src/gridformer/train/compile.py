@@ -38,9 +38,11 @@ from gridformer.models.blocks import (
     Layer,
     Linear,
     copy_of,
+    document_mask,
 )
 from gridformer.parallel.sharding import info_of
 
+_in_parts = document_mask.attention_in_parts
 _OFF = "use train.compile=false"
 _left_out: set[type[nn.Module]] = set()  # whose forward passes are excluded
 
@@ -79,6 +81,7 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
         kind = type(module)
         if kind in (Linear, JoinedLinear) and _reads_gathered_copies(module):
             module.__class__ = _uncompiled(kind)
+    _leave_out_documents()
     for part in parts:
         part.forward = compile(  # type: ignore[method-assign]
             part.forward, backend=backend, dynamic=False
@@ -118,6 +121,14 @@ def _leave_out_all(kind: type[nn.Module]) -> None:
     if kind not in _left_out:
         kind.forward = disable(kind.forward)
         _left_out.add(kind)
+
+
+def _leave_out_documents() -> None:
+    """Excludes attention within documents, whose parts would each be compiled."""
+    from torch.compiler import disable
+
+    if document_mask.attention_in_parts is _in_parts:
+        document_mask.attention_in_parts = disable(_in_parts)
 
 
 def _reads_gathered_copies(product: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor
 from gridformer.config import RunConfig
 from gridformer.data import Batches, RunData, open_validation
 from gridformer.data.examples_file import Question, read_questions
-from gridformer.data.samples.batches import open_tests
 from gridformer.data.samples.answers import AnswerExamples
+from gridformer.data.samples.batches import open_tests
 from gridformer.data.samples.samples import Samples
 from gridformer.data.samples.whole import Whole
 from gridformer.data.tokenfolder import TokenFolder, TokenSplit

@@ -184,5 +184,5 @@ def test_no_run_resumes_from_imported_weights(folder: Path, tmp_path: Path) -> N
 
     done = import_folder(folder, tmp_path / "run")
     newest = find.newest(tmp_path / "run")
-    with pytest.raises(UserError, match="imported weights without the state of an optimizer"):
+    with pytest.raises(UserError, match="holds weights without the state of an optimizer"):
         check_same_run(read_manifest(newest), done.run, newest)

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gridformer.models.blocks import document_mask
 from gridformer.models.blocks.cache import KVCache
-from gridformer.models.blocks.document_mask import DocumentMask, attention_in_parts
+from gridformer.models.blocks.document_mask import DocumentMask
 from gridformer.models.blocks.dropout import Clock, indices
 from gridformer.models.blocks.linear import Linear
 from gridformer.models.blocks.recompute import Recompute
@@ -64,7 +65,8 @@ class _Heads(nn.Module):
             mask = mask.sum(s, q_BNSD.dtype)
         if isinstance(mask, DocumentMask):
             if not dropped:
-                o_BNSD = attention_in_parts(q_BNSD, k_BNTD, v_BNTD, mask, self.scale)
+                in_parts = document_mask.attention_in_parts
+                o_BNSD = in_parts(q_BNSD, k_BNTD, v_BNTD, mask, self.scale)
                 return o_BNSD.transpose(1, 2).reshape(b, s, -1)
             mask = mask.whole()
         if isinstance(mask, SharedBias):

@@ -57,7 +57,6 @@ class DocumentMask:
         return torch.where(seen, 0.0, -torch.inf).to(self.dtype).unsqueeze(1)
 
 
-@torch.compiler.disable
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scale: float) -> Tensor:
     """Computes attention from q [b, n, s, d] to k and v [b, m, s, d], where m divides n."""
     out: Tensor = _InParts.apply(q, k, v, mask, scale)
