@@ -49,6 +49,7 @@ from gridformer.utils.threads import threads_of
 # Workers end by themselves at the end of their grace period, unless one of them saves. Those that
 # still run after so many more seconds are killed.
 _MORE_PATIENCE_S = 0.5
+_LEAVES_S = 10.0  # for a worker that has saved to say so and to leave its groups
 # How long the launcher waits for the rank that broke a connection after its peers have failed.
 _LINGER_S = 3.0
 
@@ -158,6 +159,7 @@ class _Workers:
         self.server, self._oom_kills = ForkServer(), oom.count()
         self._patience_s = policy.grace_s + _MORE_PATIENCE_S
         self._started: list[ForkServerProcess] = []
+        self._saw_save = False  # when the time of the workers was over
         self._kill_at = float("inf")  # finite once a stop signal was sent to the workers
 
     def start(
@@ -202,11 +204,9 @@ class _Workers:
             return self._end_without_server()
         while running:
             now = time.monotonic()
-            if signals.again or (now >= self._kill_at and not self.meeting.is_saving):
+            if signals.again or (now >= self._kill_at and not self._has_more_time(now)):
                 self.kill()
                 break
-            if now >= self._kill_at:
-                self._kill_at = now + _MORE_PATIENCE_S
             if signals.first or now >= stop_at:
                 self._send_stop(signals.first or signal.SIGTERM)
             until = min(self._kill_at, stop_at if not self._stopping else float("inf"))
@@ -225,6 +225,14 @@ class _Workers:
             if found:
                 stop_at = min(stop_at, time.monotonic() + self._time_left(found))
         return min(found, key=Failure.order, default=None)
+
+    def _has_more_time(self, now: float) -> bool:
+        """Returns whether workers whose time is over get more, because one saves or has saved."""
+        saves, saved = self.meeting.is_saving, self._saw_save
+        if saves or saved:
+            self._kill_at = now + (_MORE_PATIENCE_S if saves else _LEAVES_S)
+        self._saw_save = saves
+        return saves or saved
 
     def kill(self) -> None:
         """Kills all workers that still run."""
