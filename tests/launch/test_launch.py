@@ -134,7 +134,7 @@ def test_a_save_is_not_cut_when_the_grace_ends(start: Start, tmp_path: Path) -> 
     pids = wait_for(tmp_path, ["pid0", "pid1"], process)
     os.kill(process.pid, signal.SIGUSR1)
     code, _, err = finish(process)
-    assert code == 75
+    assert code == 75, err
     assert err == "gridformer: stopped by SIGUSR1; exit code 75: start it again to go on\n"
     assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
     assert_gone(pids)

@@ -139,6 +139,9 @@ def attempt(
         saved = saved and bool({stopping.REQUEUE, UNKNOWN} & codes)
         if saved and meeting.stopped.exists():
             return Ended(stopping.REQUEUE, meeting.stopped.read_text(encoding="utf-8"))
+        if saved and stopping.REQUEUE in codes and signals.first:
+            # Its grace was over before it could write the cause there.
+            return Ended(stopping.REQUEUE, signal.Signals(signals.first).name)
     if failure and not (failure.told_to_stop and signals.first):
         return Ended(failure=failure)
     if signals.first and codes != {0}:
