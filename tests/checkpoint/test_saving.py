@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from gridformer.checkpoint import find, place
+from gridformer.checkpoint import find, place, saving
 from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.manifest import verify
@@ -151,6 +151,30 @@ def test_a_rank_that_never_tells_is_named(tmp_path: Path) -> None:
     outcome = saved(tmp_path, 1, Kept(1), patience_s=0.2, ranks=2)
     assert "1 of 3 ranks have not written their files (ranks 2)" in outcome.failure
     assert names(tmp_path) == []
+
+
+def test_a_rank_that_was_killed_in_a_save_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the others would be waited for, as they save, and the run could not go on."""
+    monkeypatch.setattr(saving, "_LOST_S", 0.2)
+    manifest, kept = manifest_of(1, 0, a_run()), Kept(1)
+    saves = [Save(LocalPlace(tmp_path), manifest, i, 2, kept, 600.0) for i in range(2)]
+    assert saves[0].begin()
+    for one in saves:
+        one.hopeless = lambda: True  # the launcher says so
+    waits = [
+        threading.Thread(target=saves[0].run, args=(lambda: blocks_of(0),)),  # for rank 1's note
+        threading.Thread(target=saves[1].wait_for_the_end),  # of a save that rank 0 never ends
+    ]
+    waits[0].start()
+    waits[0].join(60)
+    assert "1 of 2 ranks have not written their files (ranks 1)" in saves[0].outcome.failure
+    assert saves[1].has_ended()
+    assert saves[0].begin()
+    waits[1].start()
+    waits[1].join(60)
+    assert not any(one.is_alive() for one in waits)
 
 
 # ------------------------------------------------------------------ killed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from gridformer.launch.restarts import launch_with_restarts
 from gridformer.launch.run import worker
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.signals import StopPolicy
-from tests.support.launch.dying import DIES_AT, dies_once, fails_at_once
+from tests.support.launch.dying import DIES_AT, dies_in_a_save, dies_once, fails_at_once
 from tests.support.multirank.runs import STEPS, losses, plan_of, stored, tokens
 
 TWO = {"scheme": "single", "dp": 2, "rows": 1, "cols": 1}
@@ -45,6 +46,21 @@ def test_a_run_goes_on_after_a_process_was_killed(
     assert steps == [*range(STEPS + 1)], "each step once"
     for name, block in stored(whole).items():
         assert (stored(cut)[name] == block).all(), name
+
+
+@pytest.mark.full
+def test_a_run_goes_on_after_a_process_was_killed_while_it_saved(
+    token_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other rank waits in its save, in which no message can tell that the peer is gone."""
+    layout = {**TWO, "dp_mode": "zero1"}  # both ranks write
+    plan = plan_of(token_folder, tmp_path / "out", layout, **EACH | {"max_restarts": 1})
+    began = time.monotonic()
+    launch_with_restarts(dies_in_a_save, plan, StopPolicy())
+    assert time.monotonic() - began < plan.run.train.timeout_s / 4
+    said = capfd.readouterr().err
+    assert f"attempt 2 of 2 resumes from step {STEPS - 1}, as rank 1 (pid " in said
+    assert len(losses(tmp_path / "out")) == STEPS
 
 
 def test_the_same_failure_again_ends_the_run(

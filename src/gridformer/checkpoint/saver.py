@@ -58,6 +58,7 @@ class Saver:
         axes: The axes of the mesh.
         hold, release: Called when a save begins and when this rank has done its part of it, the
             latter maybe in another thread. In between the process should not be ended.
+        hopeless: Returns whether a rank has failed or was killed; see `Save`.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class Saver:
         axes: Axes,
         hold: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
+        hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
         train = run.train
-        self._hold, self._release = hold, release
+        self._hold, self._release, self._hopeless = hold, release, hopeless
         self.axes, self.patience_s = axes, train.timeout_s
         self.kept = Kept(
             train.keep_checkpoints, train.keep_every, train.full_disk == "remove_oldest"
@@ -137,7 +139,7 @@ class Saver:
         self._last_step = manifest.step
         save = Save(
             self.place, manifest, self.axes.world.index, self.axes.world.size, self.kept,
-            self.patience_s, self._copy_to,
+            self.patience_s, self._copy_to, self._hopeless,
         )  # fmt: skip
         self._save, self._failed = save, True
         self._hold()

@@ -35,6 +35,7 @@ from gridformer.utils.units import format_bytes
 
 _SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks at the notes
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOST_S = 3.0  # for the notes of ranks that live, once it is known that another one does not
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Save:
         copy_to: A URL to which the first rank copies the checkpoint; empty for none.
         patience_s: The first rank gives up when no rank has told anything for so long, and for
             much longer than it took itself.
+        hopeless: Returns whether a rank has failed or was killed. Its note may never come, so the
+            others are not waited for as patiently. They may be about to be ended.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class Save:
         kept: Kept,
         patience_s: float = 600.0,
         copy_to: str = "",
+        hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.hopeless = hopeless
         self.place, self.manifest, self.kept = place, manifest, kept
         self.copy_to = copy_to
         self.rank, self.n_ranks, self.patience_s = rank, n_ranks, patience_s
@@ -131,7 +136,18 @@ class Save:
 
     def wait_for_the_end(self) -> None:
         """Waits until the first rank has published or abandoned the draft, once `run` is over."""
-        _until(self.has_ended, 3 * self.patience_s)
+        began = time.monotonic()
+
+        def ended() -> bool:
+            # The first rank looks for notes as long as this at most, and is then heard of.
+            return self.has_ended() or self._is_lost(began, 2)
+
+        _until(ended, 3 * self.patience_s)
+
+    def _is_lost(self, since: float, times: int = 1) -> bool:
+        """Returns whether what did not come since then will not come, as a rank is gone."""
+        waited_s = time.monotonic() - since
+        return waited_s > times * max(_LOST_S, 10 * self._own_s) and self.hopeless()
 
     # ------------------------------------------------------------------ each rank
 
@@ -162,6 +178,7 @@ class Save:
 
     def _tell(self, told: _Told, attempt: int) -> None:
         """Leaves a note, as soon as there is room for it."""
+        began = time.monotonic()
 
         def tells() -> bool:
             nonlocal told
@@ -175,19 +192,19 @@ class Save:
             except OSError as error:
                 if not told.error:
                     told = self._troubled(error)
-                return not _exists(self.draft)
+                return not _exists(self.draft) or self._is_lost(began)
 
         _until(tells, self.patience_s)
 
     def _again(self, attempt: int) -> bool:
         """Waits for the first rank's answer to trouble, and returns whether to try again."""
-        again = False
+        again, began = False, time.monotonic()
 
         def answered() -> bool:
             nonlocal again
             with contextlib.suppress(OSError):
                 again = f"again-{attempt}" in self.draft.told()
-            return again or not _exists(self.draft)
+            return again or not _exists(self.draft) or self._is_lost(began, 2)
 
         _until(answered, 3 * self.patience_s)
         return again
@@ -239,7 +256,8 @@ class Save:
                     found[rank] = _Told(rank, needed, error=error)
             if len(found) == self.n_ranks:
                 return True
-            if time.monotonic() - last_news > max(self.patience_s, 10 * self._own_s):
+            patience_s = max(self.patience_s, 10 * self._own_s)
+            if time.monotonic() - last_news > patience_s or self._is_lost(last_news):
                 missing = [rank for rank in range(self.n_ranks) if rank not in found]
                 some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
                 raise _LostError(

@@ -216,6 +216,8 @@ class _Workers:
             ready = wait([*running, signals.reader], None if until == float("inf") else until - now)
             signals.clear()
             ended = [running.pop(s) for s in ready if s in running]
+            for rank in ended:  # one that was killed in a save does not save anymore
+                self.meeting.saving(rank).unlink(missing_ok=True)
             if ended and self._lost():
                 lost = self._end_without_server()
                 return None if signals.first else lost  # the signal may have been sent to all

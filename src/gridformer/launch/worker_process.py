@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from gridformer.launch.explain import explain, out_of_memory
 from gridformer.mesh.launch_env import STORE_FILE, Joined
-from gridformer.mesh.process_group import abandon_world
+from gridformer.mesh.process_group import abandon_world, is_effect_of_a_peer
 from gridformer.utils import signals as stopping
 from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.errors import SaveError, UserError
@@ -306,15 +306,9 @@ def _print_failure(error: Exception) -> None:
 
 def _is_effect_of_a_peer(error: Exception) -> bool:
     """Returns whether this rank failed only because of another one, which says or is the cause."""
-    import torch.distributed as dist
-
     if isinstance(error, SaveError):
         return error.elsewhere
-
-    signs = ("closed by peer", "reset by peer", "Broken pipe", "Socket closed", "gloo/transport")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-    )
+    return is_effect_of_a_peer(error)
 
 
 def _in_a_group() -> bool:

@@ -163,6 +163,16 @@ def abandon_world() -> None:
     thread.join(_ABORT_S)
 
 
+def is_effect_of_a_peer(error: BaseException) -> bool:
+    """Returns whether this rank failed only because another one did, which says or is the cause."""
+    import torch.distributed as dist
+
+    signs = ("closed by peer", "reset by peer", "Broken pipe", "Socket closed", "gloo/transport")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
+
+
 def _take(gpu: int | None) -> torch.device:
     import torch
 

@@ -20,7 +20,7 @@ from gridformer.comm import progress
 from gridformer.data import Batches, RunData, open_training
 from gridformer.data.samples.order import Rows
 from gridformer.mesh.launch_env import joined
-from gridformer.mesh.process_group import World
+from gridformer.mesh.process_group import World, is_effect_of_a_peer
 from gridformer.mesh.rendezvous import store_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
@@ -102,7 +102,10 @@ class Trainer:
         if plan.resume is not None:
             self.recovery.done = self._load(plan.resume, verified).divergences
             self.stepper.train = self.recovery.present
-        self.saver = Saver(plan.out, run, self.axes, self.stop.hold, self.stop.release)
+        self._lost_a_peer = False
+        self.saver = Saver(
+            plan.out, run, self.axes, self.stop.hold, self.stop.release, self._is_hopeless
+        )
         if saves_meanwhile(run.train):
             self.saver.reserve(checkpoint.parameters_of(self.model))
         if world.rank == 0:
@@ -135,6 +138,7 @@ class Trainer:
             self.ahead = self._loader(self.batches, range(step, train.steps))
             at_end.callback(lambda: self.ahead.close())  # a rollback opens another
             at_end.callback(self._finish_saves)
+            at_end.push(self._note_error)
             if step == 0:
                 with suppress(StepDropped):
                     self.journal.metrics({"step": 0, "tokens": 0, **self._evaluate(0)})
@@ -367,6 +371,15 @@ class Trainer:
         if error is not None:
             self.journal.failed(error)
         self.journal.close()
+
+    def _note_error(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        self._lost_a_peer = error is not None and is_effect_of_a_peer(error)
+
+    def _is_hopeless(self) -> bool:
+        """Returns whether another rank has ended, and maybe without its part of a save."""
+        return self._lost_a_peer or self.stop.is_hopeless()
 
     def _tell_of_saves(self) -> None:
         """Prints what became of saves."""

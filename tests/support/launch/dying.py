@@ -9,9 +9,13 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from gridformer.checkpoint.manifest import MANIFEST
+from gridformer.checkpoint.outcome import name_of
+from gridformer.checkpoint.place import LocalDraft
 from gridformer.launch.run import worker
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
+from tests.support.multirank.runs import STEPS
 
 DIES_AT = 4  # steps are done before
 
@@ -26,6 +30,21 @@ def dies_once(plan: Plan) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     _train(plan, dies)
+
+
+def dies_in_a_save(plan: Plan) -> None:
+    """Train; the last rank is killed while it saves the last checkpoint, in the first attempt."""
+    marker, whole = plan.out / "died", LocalDraft.writing
+
+    def dies(self: LocalDraft, name: str) -> Any:
+        last = dist.get_rank() == dist.get_world_size() - 1
+        if last and name != MANIFEST and name_of(STEPS) in self.target and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(self, name)
+
+    with patch.object(LocalDraft, "writing", dies):
+        worker(plan)
 
 
 def fails_at_once(plan: Plan) -> None:
