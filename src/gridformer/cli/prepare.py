@@ -11,9 +11,11 @@ import typer
 from gridformer.utils.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
-    from gridformer.data.prepare.prepare import Progress
+    from gridformer.data.prepare.progress import Progress
     from gridformer.data.tokenfolder import TokenFolder
 
 
@@ -168,24 +170,33 @@ def prepare(
     from gridformer.data.prepare.sources import open_sources
     from gridformer.data.tokenizer import Tokenizer
 
-    if (chat or task_format) and (eos or bos or workers):
+    if (chat or task_format) and (eos or bos):
         raise UserError(
-            f"{'--chat' if chat else '--format'} says what begins and ends a document, and "
-            f"tokenizes in one process, so omit --eos, --bos and --workers"
+            f"{'--chat' if chat else '--format'} says what begins and ends a document, so omit "
+            "--eos and --bos"
         )
-    if chat is not None:
-        ways = (pair_keys, pair_files, label_key, labels_from_folders, suffix)
-        if any(ways):
-            raise UserError(
-                "--chat reads conversations, so omit --pair-keys, --pair-files, --label-key, "
-                "--labels-from-folders and --suffix"
-            )
-        from gridformer.data.chat import open_template
-        from gridformer.data.prepare.chat import prepare_chat
+    ways = (pair_keys, pair_files, label_key, labels_from_folders, suffix)
+    if chat is not None and any(ways):
+        raise UserError(
+            "--chat reads conversations, so omit --pair-keys, --pair-files, --label-key, "
+            "--labels-from-folders and --suffix"
+        )
+    ends = eos != "none"
+    names = (eos if ends else None, bos if bos != "none" else None)
+    if any(names) and tokenizer is None:
+        raise UserError(
+            "--eos and --bos name tokens of a given tokenizer: add --tokenizer, or omit them"
+        )
 
-        template, needed = open_template(chat, tokenizer)
-        with _Bar(Console(stderr=True)) as bar:
-            folder = prepare_chat(
+    def write(show: Callable[[Progress], None]) -> TokenFolder:
+        if task_format is not None:
+            return _task_folder(task_format, sources, out, tokenizer, workers, overwrite, show)
+        if chat is not None:
+            from gridformer.data.chat import open_template
+            from gridformer.data.prepare.chat import prepare_chat
+
+            template, needed = open_template(chat, tokenizer)
+            return prepare_chat(
                 sources,
                 out,
                 template,
@@ -196,45 +207,36 @@ def prepare(
                 sample_bytes=int(tokenizer_sample_mb * 1e6),
                 val_fraction=val_fraction,
                 seed=seed,
-                overwrite=overwrite,
-                on_progress=bar.show,
-            )
-        _summarize(folder, out, Console())
-        return
-    if task_format is not None:
-        folder = _task_folder(task_format, sources, out, tokenizer, overwrite)
-        _summarize(folder, out, Console())
-        return
-    ends = eos != "none"
-    names = (eos if ends else None, bos if bos != "none" else None)
-    if any(names) and tokenizer is None:
-        raise UserError(
-            "--eos and --bos name tokens of a given tokenizer: add --tokenizer, or omit them"
-        )
-    try:
-        with _Bar(Console(stderr=True)) as bar:
-            folder = prepare_corpus(
-                open_sources(
-                    sources,
-                    suffixes=suffix or (),
-                    text_key=text_key,
-                    split=split,
-                    pair_keys=_two_keys(pair_keys),
-                    label_key=label_key,
-                    labels_from_folders=labels_from_folders,
-                    pair_files=pair_files,
-                ),
-                out,
-                tokenizer=Tokenizer.load(tokenizer, *names) if tokenizer else None,
-                vocab_size=vocab_size,
-                sample_bytes=int(tokenizer_sample_mb * 1e6),
-                val_fraction=val_fraction,
-                seed=seed,
-                ends=ends,
                 workers=workers,
                 overwrite=overwrite,
-                on_progress=bar.show,
+                on_progress=show,
             )
+        return prepare_corpus(
+            open_sources(
+                sources,
+                suffixes=suffix or (),
+                text_key=text_key,
+                split=split,
+                pair_keys=_two_keys(pair_keys),
+                label_key=label_key,
+                labels_from_folders=labels_from_folders,
+                pair_files=pair_files,
+            ),
+            out,
+            tokenizer=Tokenizer.load(tokenizer, *names) if tokenizer else None,
+            vocab_size=vocab_size,
+            sample_bytes=int(tokenizer_sample_mb * 1e6),
+            val_fraction=val_fraction,
+            seed=seed,
+            ends=ends,
+            workers=workers,
+            overwrite=overwrite,
+            on_progress=show,
+        )
+
+    try:
+        with _Bar(Console(stderr=True)) as bar:
+            folder = write(bar.show)
     except BaseException:
         if kept := documents_kept(out):
             Console(stderr=True).print(
@@ -245,13 +247,16 @@ def prepare(
 
 
 def _task_folder(
-    task_format: str, sources: list[str], out: Path, tokenizer: Path | None, overwrite: bool
+    task_format: str,
+    sources: list[str],
+    out: Path,
+    tokenizer: Path | None,
+    workers: int | None,
+    overwrite: bool,
+    show: Callable[[Progress], None],
 ) -> TokenFolder:
     """Writes a folder of examples; see `prepare_task`."""
-    from rich.console import Console
-
     from gridformer.config import closest
-    from gridformer.data.prepare.prepare import Progress
     from gridformer.data.prepare.tasks.writing import FORMATS, prepare_task
     from gridformer.data.tokenizer import Tokenizer
 
@@ -264,15 +269,15 @@ def _task_folder(
             f"--format {task_format} needs --tokenizer: name the tokenizer.json of the model that "
             "you fine-tune, or the folder that holds it"
         )
-    with _Bar(Console(stderr=True)) as bar:
-        return prepare_task(
-            task_format,
-            Path(sources[0]),
-            out,
-            Tokenizer.load(tokenizer),
-            overwrite,
-            lambda n: bar.show(Progress("tokenizing", documents=n)),
-        )
+    return prepare_task(
+        task_format,
+        Path(sources[0]),
+        out,
+        Tokenizer.load(tokenizer),
+        workers=workers,
+        overwrite=overwrite,
+        on_progress=show,
+    )
 
 
 class _Bar:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import reading
-from gridformer.data.prepare.prepare import Progress, prepare_corpus, sample
+from gridformer.data.prepare.prepare import prepare_corpus, sample
+from gridformer.data.prepare.progress import Progress
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import (
     ListSource,

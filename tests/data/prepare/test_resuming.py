@@ -14,7 +14,8 @@ import pytest
 
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.prepare import reading, resuming
-from gridformer.data.prepare.prepare import Progress, prepare_corpus
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.data.prepare.progress import Progress
 from gridformer.data.prepare.resuming import documents_kept
 from gridformer.data.prepare.sources import Source, open_sources
 from gridformer.utils.errors import UserError
@@ -30,7 +31,7 @@ class Stop(BaseException):
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make batches small, and save the state after each."""
-    monkeypatch.setattr(reading, "BATCH_PIECES", 7)
+    monkeypatch.setattr(reading, "BATCH_ITEMS", 7)
     monkeypatch.setattr(resuming, "SAVE_EVERY_S", 0.0)
 
 
@@ -162,7 +163,7 @@ SCRIPT = textwrap.dedent("""
     from gridformer.data.prepare.sources import open_sources
 
     if __name__ == "__main__":
-        reading.BATCH_PIECES, resuming.SAVE_EVERY_S = 7, 0.0
+        reading.BATCH_ITEMS, resuming.SAVE_EVERY_S = 7, 0.0
         folder, out, tokenizer, workers, most = sys.argv[1:]
 
         def kill(now):

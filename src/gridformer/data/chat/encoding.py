@@ -50,4 +50,5 @@ def encode(
 
 def spells_special(messages: Sequence[Message], tokenizer: Tokenizer) -> bool:
     """Returns whether a message contains a special token as text, which could forge a turn."""
-    return any(name in m["content"] for m in messages for name in tokenizer.special_tokens)
+    special = tokenizer.special_tokens
+    return any(name in m["content"] for m in messages for name in special)

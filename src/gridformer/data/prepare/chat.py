@@ -6,42 +6,77 @@ and `first_answer` of each document where its first such token is.
 
 from __future__ import annotations
 
-import gzip
-import itertools
-import zlib
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any
 
-from gridformer.data.chat.encoding import encode, spells_special
+import numpy as np
+
+from gridformer.data.chat.encoding import Encoded, encode, spells_special
 from gridformer.data.chat.messages import Message, has_answer, messages_of
 from gridformer.data.chat.stored import StoredChat, write_chat
 from gridformer.data.columns import Column
 from gridformer.data.prepare import hf
-from gridformer.data.prepare.files import JSON_LINES, TABLES
-from gridformer.data.prepare.prepare import Progress
-from gridformer.data.prepare.records import Fields
-from gridformer.data.prepare.replacing import check_free, written_whole
-from gridformer.data.prepare.splitting import SplitWriter
-from gridformer.data.tokenfolder import (
-    INDEX,
-    TOKENIZER,
-    Index,
-    SourceEntry,
-    TokenFolder,
-    TokenizerEntry,
-    token_dtype,
+from gridformer.data.prepare.documents import (
+    Document,
+    EncodedDocuments,
+    Making,
+    Part,
+    prepare_documents,
 )
+from gridformer.data.prepare.files import JSON_LINES, TABLES, json_lines
+from gridformer.data.prepare.place import Place
+from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.records import Fields
+from gridformer.data.prepare.replacing import check_free
+from gridformer.data.prepare.tokenizing import Packed
+from gridformer.data.prepare.writing import sampled
+from gridformer.data.tokenfolder import TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError, UserError
-from gridformer.utils.files import parse_json
 
 ANSWER, FIRST_ANSWER = "answer", "first_answer"
 COLUMNS = {ANSWER: Column(per="token", dtype="uint8"), FIRST_ANSWER: Column(dtype="int32")}
 NO_ANSWER = "conversations without an answer"
 FORGED = "conversations that spell a special token"
-_AT_A_TIME = 64  # conversations
+_AT_A_TIME = 64  # conversations whose tokens are Python's lists at the same time
+_NOTHING = "there are no conversations to prepare"
+
+Conversation = list[Message]
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Makes documents of conversations."""
+
+    tokenizer: Packed
+    chat: StoredChat
+    dtype: np.dtype[Any]
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[Callable[[Sequence[Conversation]], EncodedDocuments]]:
+        """See Encoder."""
+        tokenizer = self.tokenizer.unpacked()
+        with self.chat.open() as template:
+
+            def made(conversations: Sequence[Conversation]) -> EncodedDocuments:
+                found, dropped = [], Counter[str]()
+                usable = _usable(conversations, tokenizer, dropped)
+                while some := [*islice(usable, _AT_A_TIME)]:
+                    for one, encoded in zip(some, encode(some, template, tokenizer)):
+                        document = _document(one, encoded, self.dtype)
+                        if document is None:
+                            dropped[NO_ANSWER] += 1
+                        else:
+                            found.append(document)
+                return EncodedDocuments(found, dropped)
+
+            yield made
 
 
 def prepare_chat(
@@ -56,6 +91,7 @@ def prepare_chat(
     sample_bytes: int = 16_000_000,
     val_fraction: float = 0.02,
     seed: int = 1234,
+    workers: int | None = 1,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> TokenFolder:
@@ -67,8 +103,8 @@ def prepare_chat(
         chat: The template.
         needed: Special tokens that the template writes; the tokenizer gets those it does not have.
         split: The split of data sets.
-        tokenizer, vocab_size, sample_bytes, val_fraction, seed, overwrite, on_progress: See
-            `gridformer.data.prepare.prepare.prepare_corpus`.
+        tokenizer, vocab_size, sample_bytes, val_fraction, seed, workers, overwrite, on_progress:
+            See `gridformer.data.prepare.prepare.prepare_corpus`.
 
     Raises:
         UserError: An argument or `out` cannot be used.
@@ -77,140 +113,106 @@ def prepare_chat(
     if not 0 < val_fraction < 1:
         raise UserError(f"val_fraction={val_fraction} must be between 0 and 1, for instance 0.02")
     check_free(out, overwrite)
-    readers = [_reader(spec, split) for spec in specs]
-    if tokenizer is None:
-        on_progress(Progress("sampling"))
-        texts = list(_sample(readers, sample_bytes))
-        if not texts:
-            raise DataError(f"{', '.join(specs)}: there are no conversations to prepare")
-        on_progress(Progress("training the tokenizer"))
-        tokenizer = Tokenizer.train(texts, vocab_size - len(needed))
-    tokenizer.add_special([token for token in needed if tokenizer.id_of(token) is None])
-    skipped: Counter[str] = Counter()
-    dtype = token_dtype(tokenizer.vocab_size)
-    entries, n_bytes = [], 0
-    with (
-        written_whole(out, overwrite) as folder,
-        SplitWriter(folder, dtype, tokenizer.eos_id, seed, val_fraction, "chat", COLUMNS) as writer,
-        chat.open() as template,
-    ):
-        for spec, read in zip(specs, readers):
-            before, start = writer.documents, n_bytes
-            usable = _usable(read(), tokenizer, skipped)
-            while some := list(itertools.islice(usable, _AT_A_TIME)):
-                n_bytes += sum(len(m["content"].encode()) for one in some for m in one)
-                for encoded in encode(some, template, tokenizer):
-                    first = next((i for i, said in enumerate(encoded.answer) if said and i), None)
-                    if first is None:
-                        skipped[NO_ANSWER] += 1
-                        continue
-                    values = {ANSWER: encoded.answer, FIRST_ANSWER: first}
-                    writer.append(encoded.ids, True, values=values)
-                on_progress(Progress("tokenizing", n_bytes, writer.tokens, writer.documents))
-            entries.append(
-                SourceEntry(
-                    source=spec,
-                    license=None,
-                    documents=writer.documents - before,
-                    bytes=n_bytes - start,
-                )
-            )
-        if not writer.documents:
-            left_out = ", ".join(f"{count} {what}" for what, count in skipped.items())
-            raise DataError(
-                f"{', '.join(specs)}: there are no conversations to prepare"
-                + (f" (left out: {left_out})" if left_out else "")
-            )
-        splits = writer.finish()
-        tokenizer.save(folder / TOKENIZER)
-        write_chat(folder, chat)
-        index = Index(
-            kind="chat",
-            columns=COLUMNS,
-            dtype="uint16" if dtype.itemsize == 2 else "int32",
-            vocab_size=tokenizer.vocab_size,
-            eos_token=tokenizer.eos_token,
-            eos_id=tokenizer.eos_id,
-            seed=seed,
-            val_fraction=val_fraction,
-            train=splits["train"],
-            val=splits["val"],
-            tokenizer=TokenizerEntry(
-                origin=tokenizer.origin, bytes=(folder / TOKENIZER).stat().st_size
-            ),
-            sources=tuple(entries),
-            skipped=dict(skipped),
-        )
-        # The index is written last, because a folder does not open without it.
-        (folder / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        TokenFolder.open(folder)
-    return TokenFolder.open(out)
+    chat.open().close()  # a template that cannot be read is refused before anything is
+    parts = [_part(spec, split) for spec in specs]
+
+    def complete(found: Tokenizer) -> Tokenizer:
+        found.add_special([token for token in needed if found.id_of(token) is None])
+        return found
+
+    def train() -> Tokenizer:
+        texts = partial(_sample, parts, sample_bytes)
+        empty = DataError(f"{', '.join(specs)}: {_NOTHING}")
+        return complete(sampled(texts, vocab_size - len(needed), on_progress, lambda: empty))
+
+    making = Making(
+        "chat",
+        lambda found: ChatEncoder(Packed.of(found), chat, token_dtype(found.vocab_size)),
+        lambda messages: sum(len(message["content"]) for message in messages),
+        {
+            "chat": chat.model_dump(),
+            "split": split,
+            "tokenizer": (vocab_size, sample_bytes, needed),
+        },
+        COLUMNS,
+        lambda folder: write_chat(folder, chat),
+        seed,
+        val_fraction,
+        _NOTHING,
+    )
+    return prepare_documents(
+        parts,
+        out,
+        making,
+        complete(tokenizer) if tokenizer else train,
+        workers=workers,
+        overwrite=overwrite,
+        on_progress=on_progress,
+    )
+
+
+def _document(messages: Conversation, encoded: Encoded, dtype: np.dtype[Any]) -> Document | None:
+    """Returns a conversation as a document; None if none of its tokens is to be learned."""
+    answer = np.array(encoded.answer, dtype=np.uint8)
+    first = next((i for i, said in enumerate(encoded.answer) if said and i), None)
+    if first is None:
+        return None
+    return Document(
+        np.array(encoded.ids, dtype=dtype),
+        {ANSWER: answer, FIRST_ANSWER: first},
+        n_bytes=sum(len(encodable(message["content"]).encode()) for message in messages),
+    )
 
 
 def _usable(
-    records: Iterator[list[Message]], tokenizer: Tokenizer, skipped: Counter[str]
-) -> Iterator[list[Message]]:
+    conversations: Iterable[Conversation], tokenizer: Tokenizer, dropped: Counter[str]
+) -> Iterator[Conversation]:
     """Yields conversations from which a model can learn, and counts the others."""
-    for messages in records:
+    for messages in conversations:
         if not has_answer(messages):
-            skipped[NO_ANSWER] += 1
+            dropped[NO_ANSWER] += 1
         elif spells_special(messages, tokenizer):
-            skipped[FORGED] += 1
+            dropped[FORGED] += 1
         else:
             yield messages
 
 
-def _sample(readers: Sequence[Callable[[], Iterator[list[Message]]]], limit: int) -> Iterator[str]:
+def _sample(parts: Sequence[Part[Conversation]], limit: int) -> Iterator[str]:
     """Yields about `limit` bytes of messages, the same amount from each source that has enough."""
-    for read in readers:
+    for part in parts:
         taken = 0
-        for messages in read():
+        for messages in part.read(Counter(), Place()):
             for message in messages:
                 text = encodable(message["content"])
                 taken += len(text.encode())
                 yield text
-            if taken >= limit / len(readers):
+            if taken >= limit / len(parts):
                 break
 
 
-def _reader(spec: str, split: str) -> Callable[[], Iterator[list[Message]]]:
-    """Returns what reads the conversations of a source, from the start each time."""
+def _part(spec: str, split: str) -> Part[Conversation]:
+    """Returns the conversations of a source."""
     path = Path(spec).expanduser()
     if spec.startswith("hf:"):
         table = hf.hub_source(spec, split, Fields()).table
     elif path.is_dir() and hf.is_saved(path):
         table = hf.saved_source(path, spec, split, Fields()).table
     elif path.is_file() and path.name.endswith(JSON_LINES):
-        return lambda: _of_lines(path)
+        return Part(spec, partial(_of_lines, path), files=(path,))
     elif path.is_file() and path.name.endswith(TABLES):
-        table = hf.open_table(path)
+        return Part(spec, partial(_of_table, spec, hf.open_table(path)), files=(path,))
     else:
         raise UserError(
             f"{spec}: --chat reads conversations from {', '.join((*JSON_LINES, *TABLES))} files, "
             f"save_to_disk folders and hf:NAME, and this is none of them"
         )
-    return lambda: (
-        messages_of(record, f"{spec}, row {number}") for number, record in enumerate(table)
-    )
+    return Part(spec, partial(_of_table, spec, table))
 
 
-def _of_lines(path: Path) -> Iterator[list[Message]]:
-    try:
-        with (
-            cast(BinaryIO, gzip.open(path, "rb"))
-            if path.suffix == ".gz"
-            else path.open("rb") as file
-        ):
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                try:
-                    record = parse_json(line.decode("utf-8", "replace"))
-                except ValueError as error:
-                    raise DataError(f"{where}: is not JSON ({error})") from None
-                if not isinstance(record, dict):
-                    raise DataError(f"{where}: is {type(record).__name__}, not an object with keys")
-                yield messages_of(record, where)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
+def _of_table(name: str, table: Any, skipped: Counter[str], place: Place) -> Iterator[Conversation]:
+    for number, record in hf.records(name, table, skipped, place):
+        yield messages_of(record, f"{name}, row {number}")
+
+
+def _of_lines(path: Path, skipped: Counter[str], place: Place) -> Iterator[Conversation]:
+    return (messages_of(record, where) for where, record in json_lines(path))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from gridformer.data.prepare.records import Fields, record_pieces
 from gridformer.data.prepare.text_chunks import Piece, pieces
@@ -41,7 +42,7 @@ def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[P
     Raises:
         DataError: The file cannot be read, or is plain text and `fields` asks for pairs or labels.
     """
-    try:
+    with readable(path):
         if path.name.endswith(JSON_LINES):
             yield from _json_lines(path, fields, skipped)
         elif path.name.endswith(TABLES):
@@ -56,9 +57,6 @@ def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[P
                 f"{path}: {what} are read from the records of {', '.join(RECORDS)} files, but "
                 f"this is plain text" + _INSTEAD[what]
             )
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: cannot be read ({reason})") from error
 
 
 def _open(path: Path) -> BinaryIO:
@@ -92,7 +90,17 @@ def _text(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
 
 
 def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
-    with _open(path) as file:
+    for where, record in json_lines(path):
+        yield from record_pieces(record, fields, where, skipped)
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the records of a file of JSON lines, each after its place for errors.
+
+    Raises:
+        DataError: The file cannot be read, or a line is no record.
+    """
+    with readable(path), _open(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -103,4 +111,14 @@ def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[P
                 raise DataError(f"{where}: is not JSON ({error})") from None
             if not isinstance(record, dict):
                 raise DataError(f"{where}: is {type(record).__name__}, not an object with keys")
-            yield from record_pieces(record, fields, where, skipped)
+            yield where, record
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns errors of reading a file into a DataError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read ({reason})") from error

@@ -131,13 +131,35 @@ def open_table(path: Path) -> Any:
 def _rows(
     name: str, table: Any, fields: Fields, skipped: Counter[str], place: Place
 ) -> Iterator[Piece]:
-    if hasattr(table, "to_iterable_dataset"):
-        table = table.to_iterable_dataset()  # which can begin in the middle
     columns = table.column_names
     if columns is not None:
         # Only these columns are read.
         table = table.select_columns(fields.columns(columns, name))
     names = _label_names(table, fields.label)
+    for number, record in records(name, table, skipped, place):
+        label = record.get(fields.label) if fields.label and names else None
+        if isinstance(label, int):
+            # Data sets without labels write a number below 0 for None.
+            record[fields.label] = names[label] if 0 <= label < len(names) else None
+        yield from record_pieces(record, fields, f"{name}, row {number}", skipped)
+
+
+def records(
+    name: str, table: Any, skipped: Counter[str], place: Place
+) -> Iterator[tuple[int, dict[Any, Any]]]:
+    """Yields the number and the values of each row after place.mark.
+
+    Args:
+        name: The name of the table, for errors.
+        table: The table.
+        skipped: What is left out so far, which `place` is told.
+        place: Where to begin; it is told of the marks that reading passes.
+
+    Raises:
+        DataError: Reading failed.
+    """
+    if hasattr(table, "to_iterable_dataset"):
+        table = table.to_iterable_dataset()  # which can begin in the middle
     done = 0
     if place.mark:
         done = place.mark["rows"]
@@ -155,12 +177,7 @@ def _rows(
             return
         keys = list(batch)
         for values in zip(*batch.values()):
-            record = dict(zip(keys, values))
-            label = record.get(fields.label) if fields.label and names else None
-            if isinstance(label, int):
-                # Data sets without labels write a number below 0 for None.
-                record[fields.label] = names[label] if 0 <= label < len(names) else None
-            yield from record_pieces(record, fields, f"{name}, row {done}", skipped)
+            yield done, dict(zip(keys, values))
             done += 1
         if hasattr(table, "state_dict"):  # since release 2.21 of datasets
             place.reached({"rows": done, "state": table.state_dict()}, skipped)

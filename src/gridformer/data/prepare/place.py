@@ -13,9 +13,9 @@ class Place:
     """Where a source is being read. The source calls `reached` at places where it can begin."""
 
     mark: Any = None
-    pieces: int = 0
+    items: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
 
     def reached(self, mark: object, skipped: Counter[str]) -> None:
-        """Tells that the next piece is the first one after `mark`, a value that JSON can hold."""
-        self.mark, self.pieces, self.skipped = json.loads(json.dumps(mark)), 0, dict(skipped)
+        """Tells that the next item is the first one after `mark`, a value that JSON can hold."""
+        self.mark, self.items, self.skipped = json.loads(json.dumps(mark)), 0, dict(skipped)

@@ -3,51 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from numpy.typing import NDArray
 
-from gridformer.data.prepare.reading import Position, batches
+from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.reading import reader_of
 from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.prepare.replacing import check_free
-from gridformer.data.prepare.resuming import State, Unfinished, key_of, resumable
+from gridformer.data.prepare.resuming import Unfinished, key_of, resumable
 from gridformer.data.prepare.sources import Source
 from gridformer.data.prepare.splitting import SplitWriter
-from gridformer.data.prepare.tokenizing import tokenized, workers_for
-from gridformer.data.tokenfolder import (
-    INDEX,
-    TOKENIZER,
-    VERSION,
-    Index,
-    SourceEntry,
-    TokenFolder,
-    TokenizerEntry,
-    token_dtype,
+from gridformer.data.prepare.text_chunks import Piece
+from gridformer.data.prepare.tokenizing import EncodedTexts, Packed, TextEncoder, workers_for
+from gridformer.data.prepare.writing import (
+    Described,
+    Input,
+    Written,
+    finish,
+    sampled,
+    tokenizer_of,
+    write_batches,
 )
+from gridformer.data.tokenfolder import VERSION, SourceEntry, TokenFolder, token_dtype
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError, UserError
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a preparation.
-
-    Attributes:
-        phase: What it does now.
-        bytes: The bytes of text that are tokenized.
-        tokens: The tokens that are written.
-        documents: The documents that are written.
-        total: The bytes of all sources, or None if they are not known.
-    """
-
-    phase: Literal["sampling", "training the tokenizer", "tokenizing"]
-    bytes: int = 0
-    tokens: int = 0
-    documents: int = 0
-    total: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,36 +101,20 @@ def prepare_corpus(
         if tokenizer
         else (vocab_size, sample_bytes),
     }
-    key = key_of(sources, settings)
+    described = [
+        (one.name, one.kind, one.languages, one.n_bytes, repr(getattr(one, "fields", None)))
+        for one in sources
+    ]
+    files = [path for one in sources for path in getattr(one, "paths", ())]
+    key = key_of(described, files, settings)
+
+    def train() -> Tokenizer:
+        texts = partial(sample, sources, sample_bytes)
+        return sampled(texts, vocab_size, on_progress, lambda: _nothing(sources))
+
     with resumable(out, overwrite, key) as work:
-        if tokenizer is None and work.state is not None:
-            tokenizer = Tokenizer.load(work.folder / TOKENIZER)
-            tokenizer.origin = work.state.origin
-        if tokenizer is None:
-            tokenizer = _trained(sources, vocab_size, sample_bytes, on_progress)
-        tokenizer.save(work.folder / TOKENIZER)
-        index = _write(sources, work, key, tokenizer, options, on_progress)
-        # The index is written last, because a folder does not open without it.
-        (work.folder / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        TokenFolder.open(work.folder)
+        _write(sources, work, key, tokenizer_of(work, tokenizer or train), options, on_progress)
     return TokenFolder.open(out)
-
-
-def _trained(
-    sources: Sequence[Source],
-    vocab_size: int,
-    sample_bytes: int,
-    on_progress: Callable[[Progress], None],
-) -> Tokenizer:
-    on_progress(Progress("sampling"))
-    texts = list(sample(sources, sample_bytes))
-    if not texts:
-        skipped: Counter[str] = Counter()
-        for source in sources:  # read again to tell why, because samples count nothing
-            deque(source.pieces(skipped), maxlen=0)
-        raise _empty(sources, skipped)
-    on_progress(Progress("training the tokenizer"))
-    return Tokenizer.train(texts, vocab_size)
 
 
 def sample(sources: Sequence[Source], limit: int) -> Iterator[str]:
@@ -172,108 +140,79 @@ def _write(
     tokenizer: Tokenizer,
     options: _Options,
     on_progress: Callable[[Progress], None],
-) -> Index:
+) -> None:
     sizes = [source.n_bytes for source in sources]
-    total = None if None in sizes else sum(size or 0 for size in sizes)
-    state = work.state
-    position, dropped = (state.position, state.dropped) if state else (Position(), 0)
-    documents = list(state.documents) if state else [0] * len(sources)
-    n_bytes = list(state.n_bytes) if state else [0] * len(sources)
-    skipped: Counter[str] = Counter()
     dtype = token_dtype(tokenizer.vocab_size)
-    kind = sources[0].kind
-    eos_id = tokenizer.eos_id if options.ends else None
+    given = Input(
+        [reader_of(source) for source in sources],
+        lambda piece: len(piece.text),
+        TextEncoder(Packed.of(tokenizer), dtype),
+        options.workers,
+        None if None in sizes else sum(size or 0 for size in sizes),
+    )
     with SplitWriter(
         work.folder,
         dtype,
-        eos_id,
+        tokenizer.eos_id if options.ends else None,
         options.seed,
         options.val_fraction,
-        kind,
+        sources[0].kind,
         bos_id=tokenizer.bos_id,
-        state=state.writer if state else None,
+        state=work.state.writer if work.state else None,
     ) as writer:
-        appender = _Appender(writer, kind == "pairs", dropped)
-        read = batches(sources, skipped, position)
-        for batch, encoded in tokenized(read, tokenizer, options.workers, dtype):
-            before = writer.documents
-            for ids, piece in zip(encoded.ids, batch.pieces, strict=True):
-                appender.append(ids, piece.ends, piece.label)
-            documents[batch.source] += writer.documents - before
-            n_bytes[batch.source] += encoded.n_bytes
-            on_progress(
-                Progress("tokenizing", sum(n_bytes), writer.tokens, writer.documents, total)
-            )
-            if work.is_due and batch.pieces[-1].ends and appender.is_between:
-                now = State(
-                    key=key,
-                    origin=tokenizer.origin,
-                    position=batch.after,
-                    documents=tuple(documents),
-                    n_bytes=tuple(n_bytes),
-                    dropped=appender.dropped,
-                    writer=writer.state(),
-                )
-                work.save(now)
-        skipped.update({NO_PAIR: appender.dropped} if appender.dropped else {})
+        dropped = work.state.dropped if work.state else {}
+        appender = _Appender(writer, sources[0].kind == "pairs", dropped)
+        done = write_batches(work, key, tokenizer.origin, writer, appender, given, on_progress)
         if not writer.documents:
-            raise _empty(sources, skipped)
-        if writer.rewrites:
-            work.forget()
-        splits = writer.finish()
-        labels = writer.finish_labels()
-    tokenizer.save(work.folder / TOKENIZER)
-    return Index(
-        kind=kind,
-        languages=sources[0].languages,
-        labels=labels,
-        columns=writer.columns,
-        dtype="uint16" if dtype.itemsize == 2 else "int32",
-        vocab_size=tokenizer.vocab_size,
-        eos_token=tokenizer.eos_token,
-        eos_id=tokenizer.eos_id,
-        bos_token=tokenizer.bos_token,
-        ends=options.ends,
-        seed=options.seed,
-        val_fraction=options.val_fraction,
-        train=splits["train"],
-        val=splits["val"],
-        tokenizer=TokenizerEntry(
-            origin=tokenizer.origin, bytes=(work.folder / TOKENIZER).stat().st_size
-        ),
-        sources=tuple(
+            raise _empty(sources, done)
+        entries = tuple(
             SourceEntry(
                 source=source.name,
                 license=source.license,
-                documents=documents[number],
-                bytes=n_bytes[number],
+                documents=done.documents[number],
+                bytes=done.n_bytes[number],
                 parts=source.parts,
             )
             for number, source in enumerate(sources)
-        ),
-        skipped=dict(sorted(skipped.items())),
-    )
+        )
+        described = Described(
+            options.seed,
+            options.val_fraction,
+            entries,
+            done.skipped,
+            sources[0].languages,
+            options.ends,
+        )
+        finish(work, writer, tokenizer, described)
 
 
 class _Appender:
-    """Appends tokens to a writer. It holds back the first text of a pair until both are complete.
+    """Appends pieces to a writer. It holds back the first text of a pair until both are complete.
 
     Attributes:
-        dropped: How many pairs were left out, because one of their texts has no tokens.
+        dropped: Counts pairs that were left out, because one of their texts has no tokens.
     """
 
-    def __init__(self, writer: SplitWriter, pairs: bool, dropped: int) -> None:
+    def __init__(self, writer: SplitWriter, pairs: bool, dropped: Mapping[str, int]) -> None:
         self._writer = writer
         self._pairs = pairs
-        self.dropped = dropped
+        self.dropped = Counter(dropped)
         self._texts: list[list[int]] = [[]]
+        self._ended = True
 
     @property
     def is_between(self) -> bool:
         """Whether no document is open and no text of a pair is held back."""
-        return self._writer.is_between and self._texts == [[]]
+        return self._ended and self._writer.is_between and self._texts == [[]]
 
-    def append(self, ids: NDArray[Any], ends: bool, label: str | None) -> None:
+    def append(self, source: int, pieces: Sequence[Piece], made: EncodedTexts) -> int:
+        """See Appender."""
+        for ids, piece in zip(made.ids, pieces, strict=True):
+            self._append(ids, piece.ends, piece.label)
+        self._ended = pieces[-1].ends
+        return made.n_bytes
+
+    def _append(self, ids: NDArray[Any], ends: bool, label: str | None) -> None:
         if not self._pairs:
             self._writer.append(ids, ends, label)
             return
@@ -284,13 +223,18 @@ class _Appender:
             self._texts.append([])
             return
         if not self._writer.append_pair(*self._texts):
-            self.dropped += 1
+            self.dropped[NO_PAIR] += 1
         self._texts = [[]]
 
 
-def _empty(sources: Sequence[Source], skipped: Counter[str]) -> DataError:
-    left_out = ", ".join(f"{count} {what}" for what, count in skipped.items())
-    return DataError(
-        f"{', '.join(source.name for source in sources)}: there is no text to prepare"
-        + (f" (left out: {left_out})" if left_out else "")
-    )
+def _nothing(sources: Sequence[Source]) -> DataError:
+    """Reads everything again to tell why there is no text, because samples count nothing."""
+    skipped: Counter[str] = Counter()
+    for source in sources:
+        deque(source.pieces(skipped), maxlen=0)
+    return _empty(sources, Written([], [], dict(skipped)))
+
+
+def _empty(sources: Sequence[Source], done: Written) -> DataError:
+    names = ", ".join(source.name for source in sources)
+    return DataError(f"{names}: there is no text to prepare{done.left_out}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from pydantic import Field
 
@@ -16,78 +16,89 @@ from gridformer.data.prepare.text_chunks import Piece
 
 # Large enough to keep the tokenizer's threads busy; its results take about 100 bytes per token.
 BATCH_CHARS = 1 << 21
-BATCH_PIECES = 4096
+BATCH_ITEMS = 4096
+
+Item = TypeVar("Item")
+# Yields the items of a source after place.mark, and tells `place` of the marks that it passes. A
+# source that cannot begin in the middle tells of none, and is read again up to where it stopped.
+Reader = Callable[[Counter[str], Place], Iterator[Item]]
 
 
 class Position(Config):
-    """A place in the sources: from `mark` on, so many pieces have been read.
+    """A place in the sources: from `mark` on, so many items have been read.
 
     Attributes:
         source: The number of the source.
         mark: What the source calls the mark; None is its beginning.
-        pieces: The pieces that have been read since the mark.
+        items: The items that have been read since the mark.
         skipped: What had been left out of all sources at the mark.
     """
 
     source: int = 0
     mark: Any = None
-    pieces: int = 0
+    items: int = 0
     skipped: dict[str, int] = Field(default_factory=dict)
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A source that can begin in the middle. Others are read again up to where reading stopped."""
+    """A source of pieces that can begin in the middle."""
 
     def pieces_from(self, skipped: Counter[str], place: Place) -> Iterator[Piece]:
-        """Yields the pieces after place.mark, and tells `place` of the marks that it passes."""
+        """See Reader."""
+
+
+def reader_of(source: Source) -> Reader[Piece]:
+    """Returns what reads the pieces of a source."""
+    if isinstance(source, Resumable):
+        return source.pieces_from
+    return lambda skipped, place: source.pieces(skipped)
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Some pieces of one source, and the place after them."""
+class Batch(Generic[Item]):
+    """Some items of one source, and the place after them."""
 
     source: int
-    pieces: list[Piece]
+    items: list[Item]
     after: Position
 
 
-def batches(sources: Sequence[Source], skipped: Counter[str], start: Position) -> Iterator[Batch]:
-    """Yields the pieces of all sources after `start`, in order.
+def batches(
+    readers: Sequence[Reader[Item]],
+    chars: Callable[[Item], int],
+    skipped: Counter[str],
+    start: Position,
+) -> Iterator[Batch[Item]]:
+    """Yields the items of all sources after `start`, in order.
 
     Args:
-        sources: The sources.
+        readers: What reads each source.
+        chars: Returns the characters of an item, which limit the size of a batch.
         skipped: Counts what is left out, and is set to what it was at `start`.
         start: Where to begin.
     """
     skipped.clear()
     skipped.update(start.skipped)
-    for number in range(start.source, len(sources)):
-        source = sources[number]
+    for number in range(start.source, len(readers)):
         place, again = Place(skipped=dict(skipped)), 0
         if number == start.source:
-            place.mark, again = start.mark, start.pieces
-        if isinstance(source, Resumable):
-            pieces = cast(Resumable, source).pieces_from(skipped, place)
-        else:
-            pieces = source.pieces(skipped)
-        batch: list[Piece] = []
-        chars = 0
-        for piece in pieces:
-            place.pieces += 1
+            place.mark, again = start.mark, start.items
+        batch: list[Item] = []
+        n_chars = 0
+        for item in readers[number](skipped, place):
+            place.items += 1
             if again:
                 again -= 1
                 continue
-            batch.append(piece)
-            chars += len(piece.text)
-            if chars >= BATCH_CHARS or len(batch) >= BATCH_PIECES:
+            batch.append(item)
+            n_chars += chars(item)
+            if n_chars >= BATCH_CHARS or len(batch) >= BATCH_ITEMS:
                 yield Batch(number, batch, _position(number, place))
-                batch, chars = [], 0
+                batch, n_chars = [], 0
         if batch:
             yield Batch(number, batch, _position(number, place))
 
 
 def _position(source: int, place: Place) -> Position:
-    return Position(
-        source=source, mark=place.mark, pieces=place.pieces, skipped=dict(place.skipped)
-    )
+    return Position(source=source, mark=place.mark, items=place.items, skipped=dict(place.skipped))

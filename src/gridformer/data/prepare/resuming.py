@@ -14,15 +14,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from gridformer.config import Config
 from gridformer.data.prepare.reading import Position
 from gridformer.data.prepare.replacing import check_free, written_whole
-from gridformer.data.prepare.sources import Source
 from gridformer.data.prepare.splitting import WriterState
 from gridformer.utils.files import UnreadableError, read_json
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
@@ -40,7 +39,7 @@ class State(Config):
         position: The place in the sources.
         documents: The documents of each source that are written.
         n_bytes: The bytes of text of each source that are tokenized.
-        dropped: The pairs that were left out after they were tokenized.
+        dropped: What was left out after it was tokenized.
         writer: The files.
     """
 
@@ -49,7 +48,7 @@ class State(Config):
     position: Position
     documents: tuple[int, ...]
     n_bytes: tuple[int, ...]
-    dropped: int = 0
+    dropped: dict[str, int] = Field(default_factory=dict)
     writer: WriterState
 
 
@@ -92,20 +91,15 @@ class Unfinished:
         self.keeps = self._can_keep = False
 
 
-def key_of(sources: Sequence[Source], settings: Mapping[str, object]) -> str:
-    """Returns a hash of what determines a folder: sources, the state of their files, settings."""
-    described = [
-        [
-            source.name,
-            source.kind,
-            source.languages,
-            source.n_bytes,
-            repr(getattr(source, "fields", None)),
-            [_file(path) for path in getattr(source, "paths", ())],
-        ]
-        for source in sources
-    ]
-    text = json.dumps([described, dict(settings)], default=str, sort_keys=True)
+def key_of(sources: object, files: Iterable[Path], settings: Mapping[str, object]) -> str:
+    """Returns a hash of what determines a folder.
+
+    Args:
+        sources: What describes the sources.
+        files: Their files, whose sizes and times of change count.
+        settings: The settings.
+    """
+    text = json.dumps([sources, [_file(path) for path in files], settings], default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -82,7 +82,8 @@ class SplitWriter:
         self._bos = [] if bos_id is None else [bos_id]
         self._seed = seed
         self._val_fraction = val_fraction
-        self._kind = kind
+        self.kind: Kind = kind
+        self.dtype = dtype
         self._open: Growing | None = None
         self._finished = False
         # In order of appearance.
@@ -117,7 +118,12 @@ class SplitWriter:
     @property
     def rewrites(self) -> bool:
         """Whether finishing changes what is written, instead of adding to it."""
-        return bool(self._labels) or not all(file.tokens for file in self._files.values())
+        return bool(self._labels or self.empty_splits)
+
+    @property
+    def empty_splits(self) -> tuple[SplitName, ...]:
+        """The splits without a document."""
+        return tuple(split for split, file in self._files.items() if not file.tokens)
 
     def state(self) -> WriterState:
         """Returns what is written, after waiting until it is on disk."""
@@ -225,8 +231,8 @@ class SplitWriter:
             file.close()
         train, val = self._files["train"], self._files["val"]
         if self.documents == self.unit:
-            if self._kind != "text":
-                what = _ONE[self._kind]
+            if self.kind != "text":
+                what = _ONE[self.kind]
                 raise DataError(
                     f"there is only one {what}, but training and validation need one each: "
                     f"prepare more text"

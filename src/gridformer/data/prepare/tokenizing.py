@@ -11,35 +11,39 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.data.prepare.reading import Batch
+from gridformer.data.prepare.text_chunks import Piece
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError
 
 WORTH_WORKERS = 64_000_000  # bytes of text below which starting processes takes longer
 _WAITING = 2  # batches of each worker that are read before they are needed
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+GivenItem = TypeVar("GivenItem", contravariant=True)
+ItsMade = TypeVar("ItsMade", covariant=True)
 
-@dataclass(frozen=True)
-class Encoded:
-    """The tokens of a batch.
 
-    Attributes:
-        ids: The tokens of each piece.
-        n_bytes: The bytes of their text as UTF-8.
-    """
+class Encoder(Protocol[GivenItem, ItsMade]):
+    """Makes tokens of the items of a batch. It is pickled into each worker process."""
 
-    ids: list[NDArray[Any]]
-    n_bytes: int
+    def begin(self) -> AbstractContextManager[Callable[[Sequence[GivenItem]], ItsMade]]:
+        """Returns the function that does it. Each process calls this once.
+
+        The results of a batch depend on its items alone.
+        """
 
 
 def workers_for(wanted: int | None, n_bytes: int | None) -> int:
@@ -56,23 +60,24 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
     return len(os.sched_getaffinity(0))
 
 
-def tokenized(
-    batches: Iterator[Batch], tokenizer: Tokenizer, workers: int, dtype: np.dtype[Any]
-) -> Iterator[tuple[Batch, Encoded]]:
-    """Yields every batch with its tokens, in order. One worker is this process itself.
+def encoded(
+    batches: Iterator[Batch[Item]], encoder: Encoder[Item, Made], workers: int
+) -> Iterator[tuple[Batch[Item], Made]]:
+    """Yields every batch with what is made of it, in order. One worker is this process itself.
 
     Raises:
         DataError: A worker process died.
     """
     if workers <= 1:
-        for batch in batches:
-            yield batch, _encode(tokenizer, _texts(batch), dtype)
+        with encoder.begin() as encode:
+            for batch in batches:
+                yield batch, encode(batch.items)
         return
-    with _pool(tokenizer, workers, dtype) as pool:
-        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+    with _pool(encoder, workers) as pool:
+        waiting: deque[tuple[Batch[Item], Future[Made]]] = deque()
         try:
             for batch in batches:
-                waiting.append((batch, pool.submit(_work, _texts(batch))))
+                waiting.append((batch, pool.submit(_work, batch.items)))
                 if len(waiting) >= _WAITING * workers:
                     first, future = waiting.popleft()
                     yield first, future.result()
@@ -84,25 +89,62 @@ def tokenized(
             ) from None
 
 
-def _texts(batch: Batch) -> list[str]:
-    return [encodable(piece.text) for piece in batch.pieces]
+@dataclass(frozen=True)
+class Packed:
+    """A tokenizer as it is sent to worker processes."""
+
+    text: str
+    eos_token: str
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Packed:
+        return cls(tokenizer.to_json(), tokenizer.eos_token)
+
+    def unpacked(self) -> Tokenizer:
+        return Tokenizer.from_json(self.text, "", self.eos_token)
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], dtype: np.dtype[Any]) -> Encoded:
-    found = [np.asarray(ids, dtype=dtype) for ids in tokenizer.encode_batch(texts)]
-    return Encoded(found, sum(len(text.encode()) for text in texts))
+@dataclass(frozen=True)
+class EncodedTexts:
+    """The tokens of a batch of texts.
+
+    Attributes:
+        ids: The tokens of each piece.
+        n_bytes: The bytes of their text as UTF-8.
+    """
+
+    ids: list[NDArray[Any]]
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Makes tokens of pieces of text."""
+
+    tokenizer: Packed
+    dtype: np.dtype[Any]
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[Callable[[Sequence[Piece]], EncodedTexts]]:
+        """See Encoder."""
+        tokenizer = self.tokenizer.unpacked()
+
+        def encode(pieces: Sequence[Piece]) -> EncodedTexts:
+            texts = [encodable(piece.text) for piece in pieces]
+            found = [np.asarray(ids, dtype=self.dtype) for ids in tokenizer.encode_batch(texts)]
+            return EncodedTexts(found, sum(len(text.encode()) for text in texts))
+
+        yield encode
 
 
 @contextlib.contextmanager
-def _pool(
-    tokenizer: Tokenizer, workers: int, dtype: np.dtype[Any]
-) -> Iterator[ProcessPoolExecutor]:
+def _pool(encoder: Encoder[Any, Any], workers: int) -> Iterator[ProcessPoolExecutor]:
     pool = ProcessPoolExecutor(
         workers,
         # A forked process would have the library's threads only in part.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
-        initargs=(tokenizer.to_json(), tokenizer.eos_token, dtype),
+        initargs=(encoder,),
     )
     try:
         yield pool
@@ -110,15 +152,16 @@ def _pool(
         pool.shutdown(cancel_futures=True)
 
 
-# What a worker process keeps between batches.
-_own: tuple[Tokenizer, np.dtype[Any]] | None = None
+# What a worker process keeps between batches, and what it closes never: its end does that.
+_own: Callable[[Sequence[Any]], Any] | None = None
+_open = ExitStack()
 
 
-def _begin(tokenizer: str, eos_token: str, dtype: np.dtype[Any]) -> None:
+def _begin(encoder: Encoder[Any, Any]) -> None:
     global _own
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
-    _own = Tokenizer.from_json(tokenizer, "", eos_token), dtype
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _own = _open.enter_context(encoder.begin())
 
 
 def _end_with_parent() -> None:
@@ -129,6 +172,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(texts: list[str]) -> Encoded:
+def _work(items: Sequence[Any]) -> Any:
     assert _own is not None
-    return _encode(_own[0], texts, _own[1])
+    return _own(items)

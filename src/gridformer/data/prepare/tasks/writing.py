@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from gridformer.data.columns import LABEL_COLUMN, LABELS, Column
 from gridformer.data.examples_file import Question, write_questions
-from gridformer.data.prepare.documents import Document, write_documents
+from gridformer.data.prepare.documents import Making, Part, prepare_documents
+from gridformer.data.prepare.place import Place
+from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.reading import Reader
+from gridformer.data.prepare.tasks.encoding import (
+    Documents,
+    ExampleEncoder,
+    answers,
+    choices,
+    labeled_texts,
+)
 from gridformer.data.prepare.tasks.glue import GLUE, Text, read_glue
-from gridformer.data.prepare.tasks.race import read_race
+from gridformer.data.prepare.tasks.race import Choices, read_race
 from gridformer.data.prepare.tasks.squad import Asked, read_squad
+from gridformer.data.prepare.tokenizing import Packed
 from gridformer.data.tokenfolder import SplitName, TokenFolder
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.utils.errors import DataError, UserError
 
-Example = TypeVar("Example")
-_AT_A_TIME = 4096  # examples that are tokenized together
 # The files of questions: those of SQuAD 2.0, and those of 1.1.
 _SQUAD = {
     "train": ("train-v2.0.json", "train-v1.1.json"),
@@ -38,13 +46,17 @@ class Found:
 
     Attributes:
         files: The file or folder of each split.
-        documents: Yields the documents of a file of one split.
+        read: Returns what reads the examples of a split from its file.
+        chars: Returns the characters of an example.
+        documents: Makes documents of examples.
         columns: The columns of the documents.
         questions: Where the texts of validation questions are collected, if they are needed.
     """
 
     files: dict[SplitName, Path]
-    documents: Callable[[SplitName, Path], Iterator[Document]]
+    read: Callable[[SplitName, Path], Reader[Any]]
+    chars: Callable[[Any], int]
+    documents: Documents[Any]
     columns: dict[str, Column]
     questions: list[Question] | None = None
 
@@ -54,8 +66,10 @@ def prepare_task(
     path: Path,
     out: Path,
     tokenizer: Tokenizer,
+    *,
+    workers: int | None = 1,
     overwrite: bool = False,
-    on_documents: Callable[[int], None] = lambda n: None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> TokenFolder:
     """Writes a folder of examples from a data set, whose splits are those of its files.
 
@@ -65,52 +79,84 @@ def prepare_task(
             distributed.
         out: The folder to write.
         tokenizer: The tokenizer of the model that is fine-tuned.
-        overwrite: Whether to replace a token folder at `out`.
-        on_documents: Called with the number of documents that are written.
+        workers, overwrite, on_progress: See `gridformer.data.prepare.prepare.prepare_corpus`.
 
     Raises:
         UserError: `out` cannot be used, or the format is unknown.
         DataError: A file is missing or cannot be read.
     """
-    skipped: Counter[str] = Counter()
-    found = _opened(kind, path, tokenizer, skipped)
-    folder = write_documents(
-        _counted(_all(found), on_documents),
-        out,
-        tokenizer=tokenizer,
-        kind="examples",
-        name=f"{kind}: {path}",
-        columns=found.columns,
-        skipped=skipped,
-        overwrite=overwrite,
+    found = _opened(kind, path)
+    name = f"{kind}: {path}"
+    parts = [
+        Part(name, found.read(split, file), split, _files_of(file))
+        for split, file in found.files.items()
+    ]
+
+    def also(folder: Path) -> None:
+        if found.questions is not None:
+            write_questions(folder, "val", found.questions)
+
+    making: Making[Any] = Making(
+        "examples",
+        lambda given: ExampleEncoder(Packed.of(given), found.documents),
+        found.chars,
+        {"format": kind},
+        found.columns,
+        also,
     )
-    if found.questions is not None:
-        write_questions(out, "val", found.questions)
-    return folder
+    return prepare_documents(
+        parts,
+        out,
+        making,
+        tokenizer,
+        workers=workers,
+        overwrite=overwrite,
+        on_progress=on_progress,
+    )
 
 
-def _opened(kind: str, path: Path, tokenizer: Tokenizer, skipped: Counter[str]) -> Found:
+def _opened(kind: str, path: Path) -> Found:
     if kind in GLUE:
         task = GLUE[kind]
         files = {"train": (task.train,), "val": (task.val,)}
-        texts = partial(_texts, tokenizer, lambda file: read_glue(file, task, skipped))
         columns = {"parts": Column(dtype="int32", width=2), LABELS: LABEL_COLUMN}
-        return Found(_files(kind, path, files), texts, columns)
+
+        def rows(split: SplitName, file: Path) -> Reader[Text]:
+            return lambda skipped, place: read_glue(file, task, skipped)
+
+        return Found(
+            _files(kind, path, files),
+            rows,
+            lambda one: len(one.a) + len(one.b),
+            labeled_texts,
+            columns,
+        )
     if kind == "squad":
         questions: list[Question] = []
-        answers = partial(_answers, tokenizer, questions, skipped)
         columns = {
             "parts": Column(dtype="int32", width=2),
             "answer": Column(dtype="int32", width=2),
         }
-        return Found(_files(kind, path, _SQUAD), answers, columns, questions)
+        return Found(
+            _files(kind, path, _SQUAD),
+            partial(_asked, questions),
+            lambda one: len(one.question.question) + len(one.question.context),
+            answers,
+            columns,
+            questions,
+        )
     if kind == "race":
         found = _files(kind, path, _RACE)
         first = next(read_race(found["train"], Counter()), None)
         n = len(first.continuations) if first else 4
-        choices = partial(_choices, tokenizer, n, skipped)
         columns = {"parts": Column(dtype="int32", width=1 + n), "right": Column(dtype="int32")}
-        return Found(found, choices, columns)
+        return Found(
+            found,
+            partial(_choices, n),
+            lambda one: len(one.passage) + sum(map(len, one.continuations)),
+            choices,
+            columns,
+        )
     raise UserError(f"--format {kind} is unknown: use one of {', '.join(FORMATS)}")
 
 
@@ -128,85 +174,26 @@ def _files(kind: str, path: Path, names: Mapping[str, Sequence[str]]) -> dict[Sp
     return found
 
 
-def _all(found: Found) -> Iterator[Document]:
-    for split in SPLITS:
-        yield from found.documents(split, found.files[split])
+def _files_of(path: Path) -> tuple[Path, ...]:
+    return tuple(sorted(path.rglob("*.txt"))) if path.is_dir() else (path,)
 
 
-def _counted(documents: Iterable[Document], tell: Callable[[int], None]) -> Iterator[Document]:
-    for number, document in enumerate(documents, 1):
-        yield document
-        if number % _AT_A_TIME == 0:
-            tell(number)
-
-
-def _in_batches(examples: Iterator[Example]) -> Iterator[list[Example]]:
-    while batch := [*islice(examples, _AT_A_TIME)]:
-        yield batch
-
-
-def _texts(
-    tokenizer: Tokenizer,
-    read: Callable[[Path], Iterator[Text]],
-    split: SplitName,
-    file: Path,
-) -> Iterator[Document]:
-    for batch in _in_batches(read(file)):
-        firsts = tokenizer.encode_batch([one.a for one in batch])
-        seconds = tokenizer.encode_batch([one.b for one in batch])
-        for one, a, b in zip(batch, firsts, seconds):
-            values = {"parts": [len(a), len(b)]}
-            size = len(one.a.encode()) + len(one.b.encode())
-            yield Document([*a, *b], values, one.label, split, size)
-
-
-def _choices(
-    tokenizer: Tokenizer, n: int, skipped: Counter[str], split: SplitName, file: Path
-) -> Iterator[Document]:
-    for batch in _in_batches(read_race(file, skipped)):
-        passages = _encoded_once(tokenizer, [one.passage for one in batch])
-        for one, passage in zip(batch, passages):
-            if len(one.continuations) != n:
-                skipped[f"questions with another number of answers than {n}"] += 1
-                continue
-            rest = tokenizer.encode_batch(one.continuations)
-            ids = [*passage, *(i for part in rest for i in part)]
-            parts = [len(passage), *map(len, rest)]
-            size = len(one.passage.encode()) + sum(len(text.encode()) for text in one.continuations)
-            yield Document(ids, {"parts": parts, "right": one.right}, None, split, size)
-
-
-def _encoded_once(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    once = [*dict.fromkeys(texts)]
-    found = dict(zip(once, tokenizer.encode_batch(once)))
-    return [found[text] for text in texts]
-
-
-def _answers(
-    tokenizer: Tokenizer,
-    questions: list[Question],
-    skipped: Counter[str],
-    split: SplitName,
-    file: Path,
-) -> Iterator[Document]:
-    for batch in _in_batches(read_squad(file, skipped)):
-        asked = tokenizer.encode_batch([one.question.question for one in batch])
-        once = [*dict.fromkeys(one.question.context for one in batch)]
-        contexts = dict(zip(once, tokenizer.encode_with_offsets(once)))
-        for one, question in zip(batch, asked):
-            ids, offsets = contexts[one.question.context]
-            place = _tokens_of(one, offsets)
+def _asked(questions: list[Question], split: SplitName, file: Path) -> Reader[Asked]:
+    def read(skipped: Counter[str], place: Place) -> Iterator[Asked]:
+        for one in read_squad(file, skipped):
             if split == "val":
                 questions.append(one.question)
-            values = {"parts": [len(question), len(ids)], "answer": place}
-            size = len(one.question.question.encode()) + len(one.question.context.encode())
-            yield Document([*question, *ids], values, None, split, size)
+            yield one
+
+    return read
 
 
-def _tokens_of(asked: Asked, offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Returns the first and the last token of an answer in its context; (-1, -1) for none."""
-    if asked.start < 0:
-        return -1, -1
-    begin, end = asked.start, asked.start + len(asked.question.answers[0].rstrip())
-    inside = [i for i, (low, high) in enumerate(offsets) if low < end and high > begin]
-    return (inside[0], inside[-1]) if inside else (-1, -1)
+def _choices(n: int, split: SplitName, file: Path) -> Reader[Choices]:
+    def read(skipped: Counter[str], place: Place) -> Iterator[Choices]:
+        for one in read_race(file, skipped):
+            if len(one.continuations) == n:
+                yield one
+            else:
+                skipped[f"questions with another number of answers than {n}"] += 1
+
+    return read

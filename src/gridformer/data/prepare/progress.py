@@ -1,0 +1,25 @@
+"""How far a preparation is, for whoever shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a preparation.
+
+    Attributes:
+        phase: What it does now.
+        bytes: The bytes of text that are tokenized.
+        tokens: The tokens that are written.
+        documents: The documents that are written.
+        total: The bytes of all sources, or None if they are not known.
+    """
+
+    phase: Literal["sampling", "training the tokenizer", "tokenizing"]
+    bytes: int = 0
+    tokens: int = 0
+    documents: int = 0
+    total: int | None = None
