@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from gridformer.comm.progress_file import Wait
 from gridformer.launch.hang import mismatch
 from gridformer.launch.seen import ranks_of
-from tests.support.launch.programs import LIMIT_S, ROOT
+from tests.support.launch.programs import LIMIT_S, ROOT, pid_of, processes
 
 pytestmark = pytest.mark.full
 TIMEOUT_S = 4
@@ -30,24 +29,6 @@ LAYOUTS = {
     "dp": ("megatron", "dp=2", {"dp", "dp_branch", "world"}),
     "pp": ("megatron", "pp=2", {"pp", "world"}),
 }
-
-
-def processes(session: int) -> Iterator[Path]:
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                if os.getsid(int(folder.name)) == session:
-                    yield folder
-            except ProcessLookupError:
-                continue
-
-
-def pid_of(session: int, rank: int) -> int:
-    """Return the process of a rank, which keeps a file that only ranks have."""
-    for folder in processes(session):
-        if re.search(rf"/progress-{rank}$", (folder / "maps").read_text(), re.MULTILINE):
-            return int(folder.name)
-    raise AssertionError("the rank does not run")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -79,6 +60,7 @@ def test_a_stopped_rank_is_named_on_each_axis(
             assert time.monotonic() < until
             time.sleep(0.1)
         pid = pid_of(process.pid, 1)
+        assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         _, err = process.communicate(timeout=LIMIT_S)
     finally:

@@ -86,7 +86,15 @@ OPTIONS = (
     *("--length", "--limit", "--dtype", "--shard-gib", "--prompts", "--json", "--no-such-option"),
     *("--devices", "--batch", "--top", "--emit", "--html", "--seconds", "--max-age-s", "--last"),
     *("--devices-per-node", "--run-dir", "--hours", "--interface", "--sbatch", "--before"),
-    *("--image", "--claim", "--memory-gib", "--rendezvous", "--master", "--max-restarts"),
+    *(
+        "--image",
+        "--claim",
+        "--memory-gib",
+        "--rendezvous",
+        "--master",
+        "--max-restarts",
+        "--timeout",
+    ),
 )
 VALUES: tuple[Any, ...] = (
     *(0, 1, 2, 3, 5, 7, -1, 2**31, 2**40, 2**53 + 1, 2**63, 2**64, 10**30, -(10**30)),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gridformer.cli.run_argument import DTypeName, TrainedModel, device_of, dtype_of
+from gridformer.cli.run_argument import DTypeName, Timeout, TrainedModel, device_of, dtype_of
 
 
 def evaluate(
@@ -62,6 +62,7 @@ def evaluate(
         ),
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    timeout: Timeout = None,
     dtype: DTypeName = "",
     device: Annotated[
         str, typer.Option("--device", help="The device: cpu, cuda or auto.")
@@ -84,6 +85,7 @@ def evaluate(
     from gridformer.evaluate.job import plan_job
     from gridformer.evaluate.tasks import Options, check_tasks, parse_tasks, timeout_of
     from gridformer.launch import launch
+    from gridformer.launch.watch_use import UseWatch
     from gridformer.utils.errors import ConfigError
 
     if not tasks:
@@ -94,5 +96,7 @@ def evaluate(
             found = at_end.enter_context(run_directory(run_dir, tell))
             job = plan_job(found, overrides or [], device_of(device), length, dtype_of(dtype))
             check_tasks(job.run, asked, options)
-        job = replace(job, name=str(run_dir), timeout_s=timeout_of(asked))
+        job = replace(
+            job, name=str(run_dir), timeout_s=timeout or timeout_of(asked), watch=UseWatch()
+        )
         launch(evaluate_worker, (job, asked, options, as_json), job.n_processes)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gridformer.cli.run_argument import DTypeName, TrainedModel, device_of, dtype_of
+from gridformer.cli.run_argument import DTypeName, Timeout, TrainedModel, device_of, dtype_of
 
 
 def generate(
@@ -104,6 +104,7 @@ def generate(
         int | None,
         typer.Option("--seed", help="For decoders: the seed of sampling. The default is 0."),
     ] = None,
+    timeout: Timeout = None,
     dtype: DTypeName = "",
     device: Annotated[
         str, typer.Option("--device", help="The device: cpu, cuda or auto.")
@@ -135,6 +136,7 @@ def generate(
     from gridformer.evaluate.prompts import read_prompts
     from gridformer.evaluate.sampling import Sampling
     from gridformer.launch import launch
+    from gridformer.launch.watch_use import UseWatch
     from gridformer.utils.errors import ConfigError
 
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
@@ -176,4 +178,5 @@ def generate(
                 shown=[*rendered.shown],
                 stops=rendered.stops,
             )
+        job = replace(job, timeout_s=timeout or job.timeout_s, watch=UseWatch())
         launch(generate_worker, (job, wanted), job.n_processes)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from gridformer.cli.patience import LONGEST
 from gridformer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +38,19 @@ DTypeName = Annotated[
         "--dtype",
         help="The type of the computation: float32, bfloat16, float16 or float64. The default is "
         "that of training. Weights are read as they are and cast.",
+    ),
+]
+
+
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        min=1.0,
+        max=LONGEST,
+        help="On several processes: one that waits for another for this number of seconds ends the "
+        "command and names the cause. The default is 600, and 21600 for lm-eval tasks, whose data "
+        "one process may have to prepare.",
     ),
 ]
 

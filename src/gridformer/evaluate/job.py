@@ -7,16 +7,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.config.train import DType
 from gridformer.evaluate.loading import Trained, load_for_inference, load_model, tokenizer_file
-from gridformer.mesh.process_group import DeviceChoice, check_devices, close_world, init_world
+from gridformer.mesh.process_group import (
+    DeviceChoice,
+    World,
+    check_devices,
+    close_world,
+    init_world,
+)
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.offers import Broken, Changes, Way, with_offers
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import broken_rules
 from gridformer.utils.errors import ConfigError
+
+
+class Watched(Protocol):
+    """The watch of a process, which ends it with a report if the job hangs."""
+
+    where: Any  # its `model` is that in which a report says where the process is
+
+    def end(self) -> None:
+        """Ends the watch."""
+
+
+class Watching(Protocol):
+    """Starts the watch of each process; it is picklable. torch's timeouts come `margin_s` later."""
+
+    margin_s: float
+
+    def start(self, world: World, timeout_s: float) -> Watched | None:
+        """Starts it in this process."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +55,7 @@ class Job:
         device: `cpu`, `cuda` or `auto`.
         name: what the results call the model; empty means the checkpoint.
         timeout_s: seconds after which a collective that still waits ends the job.
+        watch: names what a job waits for that hangs; None leaves that to torch's timeouts.
     """
 
     folder: Path
@@ -37,6 +63,7 @@ class Job:
     device: DeviceChoice
     name: str = ""
     timeout_s: float = 600.0
+    watch: Watching | None = None
 
     @property
     def n_processes(self) -> int:
@@ -56,10 +83,17 @@ class Job:
 
         signals.install().nothing_left_to_save()  # Ctrl-C ends it at once
         set_numerics(self.run.train)
-        world = init_world(self.device, self.n_processes, self.timeout_s)
+        margin_s = self.watch.margin_s if self.watch else 0.0
+        world = init_world(self.device, self.n_processes, self.timeout_s + margin_s)
+        watched = self.watch.start(world, self.timeout_s) if self.watch else None
         axes = build_axes(self.run.layout, world.device.type)
         dtype = self.run.train.dtype
-        yield load_model(self.folder, world.device, self.run.layout, axes, dtype), world.rank
+        trained = load_model(self.folder, world.device, self.run.layout, axes, dtype)
+        if watched:
+            watched.where.model = trained.model
+        yield trained, world.rank
+        if watched:
+            watched.end()
         close_world()
 
 

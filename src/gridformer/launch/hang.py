@@ -89,12 +89,13 @@ class Verdict:
     missing: tuple[int, ...]
 
 
-def diagnose(ranks: Mapping[int, Seen], first: int) -> Verdict:
+def diagnose(ranks: Mapping[int, Seen], first: int, limit: str = "train.timeout_s") -> Verdict:
     """Returns why a run hangs.
 
     Args:
         ranks: what is known of each rank.
         first: the rank that has waited for too long.
+        limit: what users call the time that was too long.
     """
 
     def verdict(kind: Kind, culprits: Iterable[int], reason: str) -> Verdict:
@@ -140,7 +141,7 @@ def diagnose(ranks: Mapping[int, Seen], first: int) -> Verdict:
             "slow",
             slow,
             f"{_named(ranks, slow)} {_is(slow)} slow, but still compute{'s' * (len(slow) == 1)} "
-            f"({how}): increase train.timeout_s if this is meant to take so long",
+            f"({how}): increase {limit} if this is meant to take so long",
         )
     if ends:
         return verdict(
@@ -231,18 +232,18 @@ def listed(ranks: Sequence[int], most: int = 12) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def describe(seen: Seen) -> str:
-    """Returns in one line where a rank is."""
+def describe(seen: Seen, trains: bool = True) -> str:
+    """Returns in one line where a rank is; `trains` says whether there are steps."""
     state = seen.state
     if state is None:
         return f"{seen.who}: nothing is known of it"
-    step = f"step {state.step}" if state.step else "before the first step"
-    module = f", in {seen.module}" if seen.module else ""
+    step = f"step {state.step}, " if state.step else "before the first step, " * trains
+    module = f"in {seen.module}, " if seen.module else ""
     if wait := state.wait:
-        return f"{seen.who}: {step}{module}, {_what(wait)}, for {wait.seconds:.1f} s"
+        return f"{seen.who}: {step}{module}{_what(wait)}, for {wait.seconds:.1f} s"
     last = max(state.lanes.values(), key=lambda lane: lane.started, default=None)
     done = f"; {last.started} messages of {lane_name(last)}" if last else ""
-    return f"{seen.who}: {step}{module}, waits for no message{done}"
+    return f"{seen.who}: {step}{module}waits for no message{done}"
 
 
 def _what(wait: Wait | None) -> str:

@@ -1,6 +1,6 @@
 """The watch of a run: a thread in each rank that notices a hang, and names it.
 
-When a rank has waited longer than train.timeout_s for a message, it says so on the run's board, and
+When a rank has waited longer than its limit (train.timeout_s) for a message, it says so on the run's board, and
 every rank that can tells there where it is: for which message it waits, its stack, and whether it
 computes. For the processes of its machine that cannot tell, because they are stopped or dead, it
 tells what their progress files and the system say. The rank that was first then collects all this,
@@ -49,20 +49,25 @@ class Watch:
     Args:
         place: the place of this process in the run.
         timeout_s: seconds after which a message that still waits is a hang.
-        out: the run directory, in which the report is written.
+        out: the run directory, in which the report is written; None writes none.
         fail: called with the report on the rank that noticed first; it ends the process.
         nccl: whether messages run on GPUs, where the host waits elsewhere than in messages.
+        limit: what users call the limit.
+        trains: whether the run has steps, before the first of which nothing is known over NCCL.
     """
 
     def __init__(
         self,
         place: Joined,
         timeout_s: float,
-        out: Path,
+        out: Path | None,
         fail: Callable[[str], None],
         nccl: bool = False,
+        limit: str = "train.timeout_s",
+        trains: bool = True,
     ) -> None:
         self.place, self.timeout_s, self.out, self.nccl = place, timeout_s, out, nccl
+        self._limit, self._trains = limit, trains
         self._fail = fail
         self._board: Board = board_of(place)
         own = None
@@ -116,7 +121,8 @@ class Watch:
         still, now = (id(frame), frame.f_lasti), time.monotonic()
         if still != self._still:
             self._still, self._still_since = still, now
-        return now - self._still_since > self.timeout_s and self._progress.read().step > 0
+        began = not self._trains or self._progress.read().step > 0
+        return now - self._still_since > self.timeout_s and began
 
     def _tell(self, noticed: bool) -> None:
         """Tells what this rank sees; the first rank that noticed the hang ends the run."""
@@ -210,9 +216,15 @@ class Watch:
 
     def _conclude(self, reports: Mapping[int, Report], lost: bool) -> None:
         ranks = telling.ranks_of(reports, self.place.size)
-        verdict = diagnose(ranks, self.place.rank)
+        verdict = diagnose(ranks, self.place.rank, self._limit)
         text = self._text(ranks, verdict, lost)
-        path = self.out / f"hang-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+        if self.out is not None:
+            text += self._kept(self.out, reports, verdict, text)
+        self._fail(text)
+
+    def _kept(self, out: Path, reports: Mapping[int, Report], verdict: Verdict, text: str) -> str:
+        """Writes all that ranks have told to the run directory, and returns a line about it."""
+        path = out / f"hang-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
         content = {
             "reason": verdict.reason,
             "kind": verdict.kind,
@@ -225,10 +237,9 @@ class Watch:
         }
         try:
             path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            text += f"\nAll ranks' messages and stacks are in {path}."
         except OSError as error:
-            text += f"\nThe report of all ranks could not be written: {error}."
-        self._fail(text)
+            return f"\nThe report of all ranks could not be written: {error}."
+        return f"\nAll ranks' messages and stacks are in {path}."
 
     def _text(self, ranks: Mapping[int, Seen], verdict: Verdict, lost: bool) -> str:
         """Returns what a user reads last."""
@@ -244,7 +255,7 @@ class Watch:
                 arrived += ", which does not mean that each could finish it"
             missing = f" Missing: {listed(verdict.missing)}." if verdict.missing else ""
             lines += [
-                f"Rank {first.rank} has waited {wait.seconds:.1f} s (train.timeout_s="
+                f"Rank {first.rank} has waited {wait.seconds:.1f} s ({self._limit}="
                 f"{self.timeout_s:g}) in {wait.message}, message {wait.number} of "
                 f"{lane_name(wait.lane)}{step}{module}.",
                 f"Arrived: {arrived}.{missing}",
@@ -252,7 +263,7 @@ class Watch:
         else:
             lines.append(
                 f"Rank {self.place.rank} has been in one place for {self.timeout_s:g} s "
-                "(train.timeout_s). Over NCCL a process does not wait in a message but where it "
+                f"({self._limit}). Over NCCL a process does not wait in a message but where it "
                 "reads from the GPU, and the messages below may have been started, not finished."
             )
         if lost:
@@ -262,7 +273,7 @@ class Watch:
             )
         others = [rank for rank in sorted(ranks) if rank != first.rank]
         shown = sorted({*others[:8], *verdict.culprits[:8]} - {first.rank})
-        lines += [describe(ranks[rank]) for rank in shown]
+        lines += [describe(ranks[rank], self._trains) for rank in shown]
         if len(others) > len(shown):
             lines.append(f"and {len(others) - len(shown)} other ranks")
         return "\n".join(lines)

@@ -6,12 +6,13 @@ They wait for seconds at most; the limits are far longer, because others may use
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -85,3 +86,23 @@ def assert_gone(pids: list[str]) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "workers are still there"
         time.sleep(0.02)
+
+
+def processes(session: int) -> Iterator[Path]:
+    """Yield the folders in /proc of the processes of a session."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if os.getsid(int(folder.name)) == session:
+                    yield folder
+            except ProcessLookupError:
+                continue
+
+
+def pid_of(session: int, rank: int) -> int | None:
+    """Return the process of a rank, which keeps a file that only ranks have; None without one."""
+    for folder in processes(session):
+        with suppress(OSError):
+            if re.search(rf"/progress-{rank}$", (folder / "maps").read_text(), re.MULTILINE):
+                return int(folder.name)
+    return None

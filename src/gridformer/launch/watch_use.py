@@ -1,0 +1,30 @@
+"""The watch of commands that use a trained model on several processes: generate, evaluate."""
+
+from __future__ import annotations
+
+from gridformer.launch.watch import MARGIN_S, Watch
+from gridformer.launch.worker_process import end_with_report
+from gridformer.mesh.launch_env import joined
+from gridformer.mesh.process_group import World
+
+
+class UseWatch:
+    """Starts the watch of a process; see `gridformer.evaluate.job.Job.watch`.
+
+    Nothing is written to the run directory, which such commands only read.
+    """
+
+    margin_s = MARGIN_S
+
+    def start(self, world: World, timeout_s: float) -> Watch | None:
+        """Starts to watch this process, unless it is the only one.
+
+        Args:
+            world: the processes.
+            timeout_s: seconds after which a message that still waits is a hang.
+        """
+        place = joined()
+        if place is None or world.size == 1:
+            return None
+        nccl = world.backend == "nccl"
+        return Watch(place, timeout_s, None, end_with_report, nccl, limit="--timeout", trains=False)
