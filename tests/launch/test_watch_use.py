@@ -66,11 +66,11 @@ def test_a_stopped_process_is_named(command: str, run_dir: Path, tmp_path: Path)
     words = [*COMMANDS[command], f"text:{texts}"]
     if command == "generate":
         words = ["--greedy", "--batch-size", "1", "--prompts", str(texts)]
+    limit = ("--timeout", str(TIMEOUT_S))
     before = sorted(run_dir.rglob("*"))
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gridformer", command, run_dir, *LAYOUT, *words]
-            + ["--timeout", str(TIMEOUT_S)],
+            [*(sys.executable, "-m", "gridformer", command, run_dir), *LAYOUT, *words, *limit],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=said,

@@ -1,10 +1,11 @@
 """The watch of a run: a thread in each rank that notices a hang, and names it.
 
-When a rank has waited longer than its limit (train.timeout_s) for a message, it says so on the run's board, and
-every rank that can tells there where it is: for which message it waits, its stack, and whether it
-computes. For the processes of its machine that cannot tell, because they are stopped or dead, it
-tells what their progress files and the system say. The rank that was first then collects all this,
-says why the run hangs (`gridformer.launch.hang`), writes it to the run directory, and ends the run.
+When a rank has waited longer than its limit (train.timeout_s) for a message, it says so on the
+run's board, and every rank that can tells there where it is: for which message it waits, its stack,
+and whether it computes. For the processes of its machine that cannot tell, because they are stopped
+or dead, it tells what their progress files and the system say. The rank that was first then
+collects all this, says why the run hangs (`gridformer.launch.hang`), writes it to the run
+directory, and ends the run.
 
 All of this is over within MARGIN_S, and only then do torch's own timeouts end what is left.
 """
