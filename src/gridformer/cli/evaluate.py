@@ -29,6 +29,16 @@ def evaluate(
             "texts), lm-eval:TASK (of lm-evaluation-harness).",
         ),
     ] = "",
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME",
+            help="A validation or test set of the run: its name in data.validation or data.test, "
+            "that of a source, or val for the validation split of data.path. Its loss and scores "
+            "are those of an evaluation during training. Can be repeated.",
+        ),
+    ] = None,
     stride: Annotated[
         int,
         typer.Option(
@@ -74,6 +84,8 @@ def evaluate(
 
     gridformer evaluate runs/demo --tasks text:README.md
 
+    gridformer evaluate runs/demo --set val
+
     gridformer evaluate runs/demo layout.scheme=megatron layout.cols=2 --tasks text:README.md --json
     """
     from contextlib import ExitStack
@@ -83,18 +95,22 @@ def evaluate(
     from gridformer.evaluate.evaluating import evaluate_worker
     from gridformer.evaluate.folders import run_directory
     from gridformer.evaluate.job import plan_job
-    from gridformer.evaluate.tasks import Options, check_tasks, parse_tasks, timeout_of
+    from gridformer.evaluate.tasks import Asked, Options, check_tasks, parse_tasks, timeout_of
     from gridformer.launch import launch
     from gridformer.launch.watch_use import UseWatch
     from gridformer.utils.errors import ConfigError
 
-    if not tasks:
-        raise ConfigError(["--tasks is missing: write, for example, --tasks text:FILE"])
-    asked, options = parse_tasks(tasks), Options(batch_size, stride, limit, length)
+    if not tasks and not sets:
+        raise ConfigError(
+            ["--tasks and --set are missing: write, for example, --tasks text:FILE or --set val"]
+        )
+    asked, options = parse_tasks(tasks) if tasks else [], Options(batch_size, stride, limit, length)
+    reads: int | None = length if asked else None  # sets have the lengths of the run
+    asked += [Asked("set", name) for name in sets or []]
     with ExitStack() as at_end:
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
-            job = plan_job(found, overrides or [], device_of(device), length, dtype_of(dtype))
+            job = plan_job(found, overrides or [], device_of(device), reads, dtype_of(dtype))
             check_tasks(job.run, asked, options)
         job = replace(
             job, name=str(run_dir), timeout_s=timeout or timeout_of(asked), watch=UseWatch()

@@ -77,6 +77,22 @@ class RunData:
         return cls(sources, validation, splits_of("data.test", data.test_sets), found)
 
     @classmethod
+    def open_set(cls, data: DataConfig, one: ValidationConfig) -> Self:
+        """Opens one validation or test set of a run, without the other folders.
+
+        The folder of the set stands for the first source, whose tokenizer it has.
+
+        Raises:
+            DataError: The folder is missing or damaged; see `open_tokens`.
+        """
+        assert one.path is not None
+        of_sources = {source.path: data.val_fraction for source in data.train_sources}
+        val_fraction = of_sources.get(one.path, float(one.split == "val"))
+        folder = open_tokens(one.path, data.tokenizer, val_fraction)
+        split = folder.train if one.split == "train" else folder.val
+        return cls({"": folder}, {one.name: split}, {}, {str(one.path): folder})
+
+    @classmethod
     def of(cls, folder: TokenFolder) -> Self:
         """Returns one folder as the data of a run with data.path."""
         return cls({"": folder}, {"": folder.val}, {}, {"data.path": folder})

@@ -80,6 +80,27 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
     return _with_steps(resolved, data)
 
 
+def check_set(run: RunConfig, key: str, data: RunData) -> None:
+    """Checks that a set which `RunData.open_set` has opened fits a resolved run.
+
+    Args:
+        run: The run.
+        key: What the set is called in errors.
+        data: The set.
+
+    Raises:
+        ConfigError: It does not. It lists all problems at once.
+        DataError: Its folder is damaged.
+    """
+    data.first.check()
+    problems = [*_kind_problems(run, key, data.first), *_label_problems(run, data.first)]
+    if not problems:
+        for split in data.validation.values():
+            open_samples(run, split, data.first.tokenizer)
+    if problems:
+        raise ConfigError(problems)
+
+
 def _with_steps(run: RunConfig, data: RunData) -> RunConfig:
     """Returns the run with the steps of its epochs and of its warm-up filled in.
 
@@ -131,7 +152,7 @@ def _unequal(run: RunConfig, data: RunData) -> list[str]:
     """Returns which folders have another tokenizer or other labels than the first source."""
     problems, (one, *others) = [], data.folders.items()
     for key, folder in others:
-        if not _same(folder.tokenizer, one[1].tokenizer):
+        if not same_tokenizer(folder.tokenizer, one[1].tokenizer):
             problems.append(
                 f"{key}={folder.path} has another tokenizer than {one[0]}={one[1].path}: write "
                 f"it with gridformer prepare SOURCE --tokenizer {one[1].path} --out FOLDER"
@@ -145,7 +166,8 @@ def _unequal(run: RunConfig, data: RunData) -> list[str]:
     return problems
 
 
-def _same(one: Tokenizer, other: Tokenizer) -> bool:
+def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
+    """Returns whether two tokenizers have the same vocabulary and end of text."""
     return one.eos_id == other.eos_id and one.vocabulary == other.vocabulary
 
 

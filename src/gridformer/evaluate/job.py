@@ -159,12 +159,12 @@ def _broken_rules(run: RunConfig, length: int | None) -> list[Broken]:
     train = run.train.model_copy(update={"global_batch": parts})
     fitted = run.model_copy(update={"data": data, "train": train})
     return [
-        Broken(one.rule, one.text, [_of_layout(way) for way in one.ways])
+        Broken(one.rule, one.text, [of_layout(way) for way in one.ways])
         for one in broken_rules(fitted)
     ]
 
 
-def _of_layout(way: Way) -> Way:
+def of_layout(way: Way) -> Way:
     """Returns a way without changes of the model or its training, which have been decided."""
 
     def changes() -> Iterable[Changes]:

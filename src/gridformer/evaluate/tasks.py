@@ -17,6 +17,7 @@ from gridformer.evaluate.labels import predicted, read_labeled
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.prompts import read_fields, read_text
 from gridformer.evaluate.scoring import Window, score
+from gridformer.evaluate.sets import check_named_set, measure_set
 from gridformer.evaluate.team import Team
 from gridformer.evaluate.wikitext import n_words, read_pages, restored
 from gridformer.evaluate.windows import continuation, prefix_id, sliding
@@ -168,6 +169,11 @@ def examples(trained: Trained, folder: str, options: Options) -> Numbers:
     return score_examples(trained, folder, options.batch_size)
 
 
+def named_set(trained: Trained, name: str, options: Options) -> Numbers:
+    """Measures the loss of a named set of the run, and its scores."""
+    return measure_set(trained, name)
+
+
 def bleu(trained: Trained, file: str, options: Options) -> Numbers:
     """Measures BLEU (Papineni et al. 2002; Post 2018) of generated second texts of pairs."""
     import sacrebleu
@@ -253,6 +259,7 @@ TASKS: dict[str, Task] = {
     "wikitext": Task("FILE", _predicts, lambda file, run: read_pages(Path(file)), wikitext),
     "lambada": Task("FILE", _predicts, lambda file, run: read_fields(Path(file), "text"), lambada),
     "labels": Task("FILE", _classifies, lambda file, run: read_labeled(Path(file), run), labels),
+    "set": Task("NAME", lambda run: "", check_named_set, named_set),
     "examples": Task("FOLDER", example_problem, check_examples, examples),
     "bleu": Task("FILE", _translates, _check_bleu, bleu),
     "lm-eval": Task("TASK", _predicts, _check_lm_eval, lm_eval),

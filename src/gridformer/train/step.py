@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -14,7 +14,6 @@ from torch import Tensor
 from gridformer import comm
 from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.data.samples.order import Rows
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel.data.copies import share_copies, share_parts
@@ -23,15 +22,13 @@ from gridformer.parallel.pipeline import Executor, timed
 from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.train.forward_backward import Finish, Passes, Pipeline, WholeModel
 from gridformer.train.loss_scale import LossScale
+from gridformer.train.mean_losses import ReadRows, mean_losses, on_device
 from gridformer.train.optimizer import Updates
 from gridformer.train.results import Copied, Evaluation, Repeated, StartedStep, StepResult
 from gridformer.train.rows import RowSplit
 from gridformer.train.schedules import learning_rate
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DivergedError
-
-# Reads rows of a step's global batch; see gridformer.utils.batch.
-ReadRows = Callable[[Rows], Batch]
 
 
 class Stepper:
@@ -203,37 +200,13 @@ class Stepper:
         """Forgets what is known of earlier steps, of which one was not finite."""
         self._last = self._failed = None
 
-    @torch.no_grad()
     def evaluate(self, reads: Sequence[ReadRows], also: Finish | None = None) -> Evaluation:
-        """Computes mean losses over several global batches, without dropout.
-
-        All ranks call it together and get the same result.
-
-        Args:
-            reads: For each global batch, a function that reads rows of it, called once each.
-            also: Called with the last hidden states of each micro-batch, and the micro-batch,
-                where its last link runs.
-        """
-        self.model.eval()
-        totals: dict[str, Tensor] = {}
-        with weights_kept(self.model):
-            for read in reads:
-                batch = self._read(read)
-                counts = Model.counts(batch)
-                found = self.passes.evaluate(self.split.micro_batches(batch), also)
-                for name, loss in found.items():
-                    count = counts[name] * self._reads_first()
-                    both = torch.stack((loss, count.to(loss.dtype)))
-                    totals[name] = totals[name] + both if name in totals else both
-        sums = torch.stack([*totals.values()]) * self._first()
-        means = comm.all_reduce(sums, self.axes.world, label="metrics").tolist()
-        parts = {name: loss / max(1.0, count) for name, (loss, count) in zip(totals, means)}
-        return Evaluation(sum(parts.values()), parts)
+        """Computes mean losses over several global batches; see `mean_losses`."""
+        return mean_losses(self.model, self.passes, self.split, self.device, reads, also)
 
     def _read(self, read: ReadRows) -> Batch:
         """Reads all rows of this device at once and copies them to the device."""
-        rows = read(self.all_rows)
-        return {key: value.to(self.device, non_blocking=True) for key, value in rows.items()}
+        return on_device(read(self.all_rows), self.device)
 
     def _count(self, batch: Batch, flag: bool) -> tuple[dict[str, Tensor], Tensor]:
         """Counts over the global batch, on the device.
