@@ -17,6 +17,7 @@ from gridformer.data.samples.batches import open_samples
 from gridformer.data.samples.whole import Whole
 from gridformer.evaluate.examples import score_examples
 from gridformer.evaluate.loading import load_model
+from gridformer.evaluate.sets import measure_set
 from gridformer.launch.plan import plan_run
 from gridformer.train.metrics import read_metrics
 from tests.support.marks import full_unless
@@ -102,6 +103,9 @@ def test_from_hugging_face_to_scores_and_back(
     assert scores.keys() == SCORES[name] | {"documents"}
     for key in SCORES[name]:
         assert last[f"val_{key}"] == scores[key]
+    again = measure_set(trained, "val")
+    assert {key: again[key] for key in SCORES[name]} == {key: scores[key] for key in SCORES[name]}
+    assert again["loss"] == last["val_loss"]
 
     exported = export_run(tmp_path / "run", tmp_path / "exported")
     theirs = opened_by_them(tmp_path / "exported").double()

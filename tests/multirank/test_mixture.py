@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gridformer.config import DataConfig
+from gridformer.config import DataConfig, LayoutConfig
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.data.tokenizer import Tokenizer
+from gridformer.evaluate.loading import load_model
+from gridformer.evaluate.sets import measure_set
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
+from tests.support.multirank.exactness import CPU, axes_of
 from tests.support.multirank.layouts import n_of
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import STEPS, assert_same_run, plan_of, start_from, train
@@ -50,6 +55,13 @@ def mixed(plan: Plan, data: Path, second: Path) -> Plan:
     )
 
 
+def measured(run_dir: Path, layout: dict[str, Any], names: Sequence[str]) -> list[dict[str, float]]:
+    """Measure named sets on a layout; the work of one rank."""
+    chosen = LayoutConfig.model_validate(layout)
+    trained = load_model(run_dir, CPU, chosen, axes_of(chosen))
+    return [measure_set(trained, name) for name in names]
+
+
 def test_a_mixture_is_the_same_on_every_layout_and_after_resume(
     pool: WorkerPool, token_folder: Path, second: Path, tmp_path: Path
 ) -> None:
@@ -73,6 +85,13 @@ def test_a_mixture_is_the_same_on_every_layout_and_after_resume(
     for name in names:
         assert read_metrics(moved)[-1][name] == pytest.approx(last[name], rel=1e-9)
     assert last["test_loss_two"] == last["val_loss_two"], "it is the same text"
+    # `gridformer evaluate --set` measures the same, on any layout.
+    named = {"one": "val_loss_one", "test/two": "test_loss_two", "seen": "test_loss_seen"}
+    for layout in ({}, {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 2}):
+        for found in pool.run(n_of(layout), measured, alone, layout, [*named]):
+            for (name, key), numbers in zip(named.items(), found):
+                assert numbers["loss"] == pytest.approx(last[key], rel=1e-9), name
+                assert numbers["perplexity"] == pytest.approx(math.exp(last[key]), rel=1e-9)
     earlier = read_metrics(alone)[0]
     assert {"val_loss_one", "val_loss_two"} <= earlier.keys()
     assert not {"test_loss_two", "test_loss_seen"} & earlier.keys(), "read at the end only"

@@ -43,12 +43,7 @@ def find_set(run: RunConfig, name: str) -> ValidationConfig:
     """
     sets = named_sets(run)
     if name not in sets:
-        raise ConfigError(
-            [
-                f"--set {name}: the run has no such set{closest(name, sets)}; its sets are "
-                f"{', '.join(sets)}"
-            ]
-        )
+        raise ConfigError([f"--set {name}: the run has no such set{closest(name, sets)}"])
     return sets[name]
 
 
@@ -64,7 +59,7 @@ def check_named_set(name: str, run: RunConfig) -> None:
     check_set(run, f"--set {name}", RunData.open_set(run.data, one))
     problems = [str(problem) for problem in with_offers(run, _broken_rules)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"--set {name}: {text}{_fewer(run)}" for text in problems])
 
 
 def same_as_trained(trained: Trained, tokenizer: Tokenizer, name: str) -> None:
@@ -108,6 +103,15 @@ def measure_set(trained: Trained, name: str) -> dict[str, float]:
     elif "tokens" in found.losses:
         numbers["perplexity"] = math.exp(min(found.losses["tokens"], 700.0))
     return numbers | {"batches": len(one.numbers)}
+
+
+def _fewer(run: RunConfig) -> str:
+    """Returns the end of an error: fewer replicas with which the batches of a run fit."""
+    for dp in range(run.layout.dp - 1, 0, -1):
+        fewer = run.model_copy(update={"layout": run.layout.model_copy(update={"dp": dp})})
+        if not broken_rules(fewer):
+            return f"; use layout.dp={dp}"
+    return ""
 
 
 def _broken_rules(run: RunConfig) -> list[Broken]:
