@@ -47,7 +47,7 @@ def run_dir(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_processes_are_watched(command: str, run_dir: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("one line\n")
-    words = [command, run_dir, *LAYOUT, *COMMANDS[command], f"text:{texts}"]
+    words: list[str | Path] = [command, run_dir, *LAYOUT, *COMMANDS[command], f"text:{texts}"]
     with patch("gridformer.launch.launch") as launch:
         for more in ([], ["--timeout", "7"]):
             done = gridformer_here(*words, *more)

@@ -39,7 +39,11 @@ class Averaged:
 
 
 def average_run(
-    run_dir: Path, out: Path, last: int, tell: Callable[[str], None] = lambda doing: None
+    run_dir: Path,
+    out: Path,
+    last: int,
+    tell: Callable[[str], None] = lambda doing: None,
+    name: str = "",
 ) -> Averaged:
     """Writes the mean of the last checkpoints of a run to a new run directory.
 
@@ -50,6 +54,7 @@ def average_run(
         out: The run directory to write, which must not exist.
         last: How many checkpoints are averaged, at least 2.
         tell: Receives progress messages.
+        name: What errors call the run; empty means the run directory.
 
     Raises:
         ConfigError: The run has fewer checkpoints.
@@ -58,7 +63,7 @@ def average_run(
     """
     refuse_existing(out)
     folders = find.complete(run_dir)
-    _check_number(run_dir, last, len(folders))
+    _check_number(name or str(run_dir), last, len(folders))
     folders = folders[-last:]
     manifests = []
     for folder in folders:
@@ -79,7 +84,7 @@ def average_run(
     return Averaged(tuple(manifest.step for manifest in manifests))
 
 
-def _check_number(run_dir: Path, last: int, found: int) -> None:
+def _check_number(run_dir: str, last: int, found: int) -> None:
     if last < 2:
         raise ConfigError([f"--last {last} leaves nothing to average: use --last 2 or more"])
     if found < 2:

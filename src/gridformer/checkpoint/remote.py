@@ -3,6 +3,8 @@
 The run directory stays local. Each complete checkpoint is copied to the URL, its manifest last: an
 object store cannot rename a folder, so there a folder is a checkpoint as soon as it has a manifest.
 A run whose directory has no newer checkpoint begins with a copy of the newest one there.
+
+The small files that generation and export need lie beside the checkpoints, as in a run directory.
 """
 
 from __future__ import annotations
@@ -11,9 +13,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gridformer.checkpoint.manifest import MANIFEST, STEP_FOLDER, verify
+from gridformer.checkpoint.manifest import KEPT, MANIFEST, STEP_FOLDER, verify
+from gridformer.data.chat.stored import CHAT_FILE
+from gridformer.data.tokenizer import SETTINGS
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
+
+# What belongs to a run besides its checkpoints, and changes only with it.
+SIDE_FILES = ("config.yaml", "tokenizer.json", SETTINGS, CHAT_FILE)
+SIDE_FOLDER = KEPT
 
 
 class Remote:
@@ -53,6 +61,7 @@ class Remote:
         Raises:
             OSError: It could not be written.
         """
+        self._upload_beside(folder.parents[1])
         target = f"{self.root}/{folder.name}"
         self.remove(folder.name)
         self.files.makedirs(target, exist_ok=True)
@@ -83,8 +92,42 @@ class Remote:
                 self.files.get_file(path, str(writing / Path(path).name))
             verify(writing)
             finish_folder(writing, target)
+        except CheckpointError as error:
+            there = f"{self.url.rstrip('/')}/{name}"
+            raise CheckpointError(str(error).replace(str(writing), there)) from None
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+    def download_beside(self, run_dir: Path) -> None:
+        """Copies the small files of the run to a local folder, as far as they are there."""
+        for name in self._sizes(self.root):
+            if name in SIDE_FILES:
+                self.files.get_file(f"{self.root}/{name}", str(run_dir / name))
+        for name in self._sizes(f"{self.root}/{SIDE_FOLDER}"):
+            (run_dir / SIDE_FOLDER).mkdir(exist_ok=True)
+            path = f"{self.root}/{SIDE_FOLDER}/{name}"
+            self.files.get_file(path, str(run_dir / SIDE_FOLDER / name))
+
+    def _upload_beside(self, run_dir: Path) -> None:
+        """Copies the small files of a run there, unless they are there in the same size."""
+        self.files.invalidate_cache()
+        for folder, names in ((".", SIDE_FILES), (SIDE_FOLDER, None)):
+            here = run_dir / folder
+            there = self.root if names else f"{self.root}/{SIDE_FOLDER}"
+            sizes = self._sizes(there)
+            for path in sorted(here.iterdir()) if here.is_dir() else ():
+                if not path.is_file() or (names and path.name not in names):
+                    continue
+                if sizes.get(path.name) != path.stat().st_size:
+                    self.files.makedirs(there, exist_ok=True)
+                    self.files.put_file(str(path), f"{there}/{path.name}")
+
+    def _sizes(self, folder: str) -> dict[str, int]:
+        """Returns the sizes of the files in a folder there; empty if there is no such folder."""
+        if not self.files.exists(folder):
+            return {}
+        found = self.files.ls(folder, detail=True)
+        return {Path(one["name"]).name: one["size"] for one in found if one["type"] == "file"}
 
 
 def fetch_newest(url: str, run_dir: Path) -> Path | None:

@@ -9,7 +9,12 @@ import typer
 
 
 def average(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUNDIR", help="A run directory.")],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUNDIR", help="A run directory, or a URL like train.checkpoint_to."
+        ),
+    ],
     out: Annotated[
         Path, typer.Option("--out", help="The run directory to write, which must not exist.")
     ],
@@ -26,9 +31,17 @@ def average(
     Try: gridformer average runs/translate --last 3 --out runs/translate-average
     """
     from gridformer.checkpoint.average import average_run
+    from gridformer.checkpoint.elsewhere import run_with_checkpoints, url_of
     from gridformer.cli.waiting import waiting
+    from gridformer.utils.folders import refuse_existing
 
+    refuse_existing(out)
     with waiting() as tell:
-        done = average_run(run_dir, out, last, lambda doing: tell("", doing))
+
+        def doing(what: str) -> None:
+            tell("", what)
+
+        with run_with_checkpoints(run_dir, doing, max(1, last)) as found:
+            done = average_run(found, out, last, doing, url_of(run_dir) or str(run_dir))
     steps = ", ".join(map(str, done.steps))
     typer.echo(f"{out}: the mean of the checkpoints of steps {steps}")

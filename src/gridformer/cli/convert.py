@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from gridformer.cli.run_argument import RunDirectory
+
 
 class DTypeOption(StrEnum):
     keep = "keep"
@@ -60,9 +62,7 @@ def import_(
 
 
 def export(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUNDIR", help="A run directory, or one of its checkpoints.")
-    ],
+    run_dir: RunDirectory,
     out: Annotated[Path, typer.Option("--out", help="The folder to write, which must not exist.")],
     dtype: _DType = DTypeOption.keep,
     shard_gib: Annotated[
@@ -76,11 +76,19 @@ def export(
     Try: gridformer export runs/demo --out exported
     """
     from gridformer.checkpoint.convert.exporting import export_run
+    from gridformer.checkpoint.elsewhere import run_with_checkpoints
     from gridformer.cli.waiting import waiting
+    from gridformer.utils.folders import refuse_existing
     from gridformer.utils.units import format_count
 
+    refuse_existing(out)
     with waiting() as tell:
-        done = export_run(run_dir, out, dtype.value, shard_gib, lambda doing: tell("", doing))
+
+        def doing(what: str) -> None:
+            tell("", what)
+
+        with run_with_checkpoints(run_dir, doing) as found:
+            done = export_run(found, out, dtype.value, shard_gib, doing)
     files = f"{done.n_files} files" if done.n_files > 1 else "one file"
     typer.echo(
         f"{out}: a {done.model_type} with {format_count(done.n_parameters)} parameters in "

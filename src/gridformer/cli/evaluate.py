@@ -91,6 +91,7 @@ def evaluate(
     from contextlib import ExitStack
     from dataclasses import replace
 
+    from gridformer.checkpoint.elsewhere import url_of
     from gridformer.cli.waiting import waiting
     from gridformer.evaluate.evaluating import evaluate_worker
     from gridformer.evaluate.folders import run_directory
@@ -113,6 +114,9 @@ def evaluate(
             job = plan_job(found, overrides or [], device_of(device), reads, dtype_of(dtype))
             check_tasks(job.run, asked, options)
         job = replace(
-            job, name=str(run_dir), timeout_s=timeout or timeout_of(asked), watch=UseWatch()
+            job,
+            name=url_of(run_dir) or str(run_dir),
+            timeout_s=timeout or timeout_of(asked),
+            watch=UseWatch(),
         )
         launch(evaluate_worker, (job, asked, options, as_json), job.n_processes)

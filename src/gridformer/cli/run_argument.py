@@ -20,6 +20,13 @@ RunFile = Annotated[
         metavar="RUN.yaml", help="A run file, or the name of a shipped model such as gpt2-1.5b."
     ),
 ]
+RunDirectory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUNDIR",
+        help="A run directory, one of its checkpoints, or a URL like train.checkpoint_to.",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
@@ -29,7 +36,8 @@ TrainedModel = Annotated[
     Path,
     typer.Argument(
         metavar="RUNDIR|FOLDER",
-        help="A run directory, one of its checkpoints, or a folder of Hugging Face.",
+        help="A run directory, one of its checkpoints, a URL like train.checkpoint_to, or a folder "
+        "of Hugging Face.",
     ),
 ]
 DTypeName = Annotated[

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from gridformer.cli.run_argument import RunDirectory
+
 
 def verify(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUNDIR", help="A run directory, or one of its checkpoints.")
-    ],
+    run_dir: RunDirectory,
     finite: Annotated[
         bool,
         typer.Option("--finite", help="Check besides that all numbers in checkpoints are finite."),
@@ -27,19 +26,33 @@ def verify(
     [bold]Example:[/bold]
 
     gridformer verify runs/demo
+
+    gridformer verify s3://bucket/run
     """
     import json
     from dataclasses import asdict
 
+    from gridformer.checkpoint.elsewhere import url_of
     from gridformer.cli.waiting import waiting
+    from gridformer.launch.verify_copies import verify_copies
     from gridformer.launch.verify_run import verify_run
 
+    url = url_of(run_dir)
     with waiting() as tell:
-        findings = verify_run(run_dir, finite, lambda doing: tell("", doing))
+
+        def doing(what: str) -> None:
+            tell("", what)
+
+        if url:
+            findings = verify_copies(url, finite, doing)
+        else:
+            findings = verify_run(run_dir, finite, doing)
     ok = all(finding.ok for finding in findings)
     if as_json:
         found = [asdict(finding) for finding in findings]
-        typer.echo(json.dumps({"run_dir": str(run_dir), "ok": ok, "findings": found}, indent=2))
+        typer.echo(
+            json.dumps({"run_dir": url or str(run_dir), "ok": ok, "findings": found}, indent=2)
+        )
     else:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:

@@ -1,4 +1,4 @@
-"""Opens what a command names as a trained model: a run directory, or a folder of Hugging Face."""
+"""Opens what a command names as a trained model: a run, or a folder of Hugging Face."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gridformer.checkpoint.elsewhere import run_with_checkpoints
 from gridformer.checkpoint.manifest import MANIFEST
 from gridformer.utils.folders import private_prefix
 
@@ -15,17 +16,20 @@ from gridformer.utils.folders import private_prefix
 def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path]:
     """Yields a run directory with the model of a folder, which may be one of Hugging Face.
 
-    Such a folder is converted into a temporary one (in TMPDIR), which takes as much room.
+    Such a folder is converted into a temporary one (in TMPDIR), which takes as much room, and so
+    does a checkpoint that stands at `train.checkpoint_to` only.
 
     Args:
-        path: run directory, one of its checkpoints, or a folder with config.json and safetensors.
+        path: run directory, one of its checkpoints, a URL of checkpoints, or a folder with
+            config.json and safetensors.
         tell: receives progress messages; see `gridformer.cli.waiting.waiting`.
 
     Raises:
-        UserError: the folder cannot be imported.
+        UserError: the folder cannot be imported, or the URL not read.
     """
     if not is_hugging_face(path):
-        yield path
+        with run_with_checkpoints(path, lambda doing: tell("", doing)) as found:
+            yield found
         return
     from gridformer.checkpoint.convert.importing import import_folder
 

@@ -80,6 +80,10 @@ def verify_run(
     if not folders:
         findings.append(Finding("checkpoints", True, "there are none"))
     run, last = configured[1], manifests[-1] if manifests else None
+    if run and run.train.checkpoint_to:
+        url = run.train.checkpoint_to
+        note = f"at {url}, not looked at: `gridformer verify {url}` verifies them"
+        findings.append(Finding("copies", True, note))
     if run and last:
         findings += _agree(run, last)
     findings += [*_metrics(run_dir, last, held), *_tokenizer(run_dir, last)]

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from gridformer.checkpoint import find
+from gridformer.checkpoint.elsewhere import url_of
 from gridformer.config import RunConfig, load_run
 from gridformer.train.events import EVENTS_FILE
 from gridformer.train.heartbeat import HEARTBEAT
@@ -121,6 +122,8 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def _problem(folder: Path) -> str:
+    if url := url_of(folder):
+        return f"{url} has checkpoints at most, and a report reads metrics: name the run directory"
     if not folder.is_dir():
         return f"{folder} is no folder: name a run directory, such as runs/demo"
     if (folder / METRICS).is_file() or (folder / CONFIG).is_file():
