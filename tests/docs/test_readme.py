@@ -74,13 +74,13 @@ def in_shell(command: str) -> Done:
 def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A catalog of translated messages, which not every machine has."""
     polib = extra("polib")
-    catalogue = polib.POFile()
+    catalog = polib.POFile()
     for number in range(100):
         english = f"Cannot open the file number {number}"
         german = f"Die Datei Nummer {number} kann nicht geöffnet werden"
-        catalogue.append(polib.POEntry(msgid=english, msgstr=german))
+        catalog.append(polib.POEntry(msgid=english, msgstr=german))
     folder = tmp_path_factory.mktemp("locale")
-    catalogue.save_as_mofile(str(folder / "programs.mo"))
+    catalog.save_as_mofile(str(folder / "programs.mo"))
     return folder
 
 

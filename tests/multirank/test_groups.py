@@ -64,8 +64,8 @@ def timeouts_of(axes: Axes) -> dict[str, float]:
         if axes.pp.index in (0, 3):
             found["holders"] = seconds_of(axes.holders((0, 3)).group)
     if axes.pp.size > 1:
-        wires = on_nccl(P2PChannel, axes, ring=True)
-        found |= {f"{a} to {b}": seconds_of(group) for (a, b), group in wires._groups.items()}
+        channel = on_nccl(P2PChannel, axes, ring=True)
+        found |= {f"{a} to {b}": seconds_of(group) for (a, b), group in channel._groups.items()}
     return found
 
 
@@ -123,7 +123,7 @@ def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str
         timeout=timedelta(seconds=timeout_s),
     )
     axes = build_axes(LayoutConfig(**layout), "cpu")
-    wires = on_nccl(P2PChannel, axes, ring=False)
+    channel = on_nccl(P2PChannel, axes, ring=False)
     keys = dist.FileStore(f"{store}.keys", size)
     keys.set_timeout(timedelta(seconds=600))
     if rank == 0:  # rank 0 stays, because its peers would notice its end
@@ -133,7 +133,7 @@ def waited_for_rank_0(layout: Layout, store: Path, timeout_s: float) -> dict[str
     names = [name for name in NAMES if axes[name].size > 1]
     under_way = {name: comm.start_all_reduce(torch.ones(2), axes[name]) for name in names}
     if axes.pp.ranks == (0, rank):
-        under_way["0 to 1"] = wires.receive(torch.ones(2), 0)
+        under_way["0 to 1"] = channel.receive(torch.ones(2), 0)
     for name, pending in under_way.items():
         try:
             pending.wait()

@@ -56,13 +56,13 @@ def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
 def sent_with_gaps() -> Tensor:
     """Send a column of a wider matrix to the next rank of a ring, and back."""
     axes = axes_of(LayoutConfig(pp=dist.get_world_size()))
-    wires, here, n = P2PChannel(axes, ring=True), axes.pp.index, axes.pp.size
+    channel, here, n = P2PChannel(axes, ring=True), axes.pp.index, axes.pp.size
     ahead, back = torch.empty(4), torch.empty(4)
-    coming = [wires.receive(ahead, (here - 1) % n), wires.receive(back, (here + 1) % n)]
+    coming = [channel.receive(ahead, (here - 1) % n), channel.receive(back, (here + 1) % n)]
     wide = (torch.arange(8.0) + 10 * here).view(4, 2)
     with patch.object(dist, "isend", wraps=dist.isend) as isend:
-        going = [wires.send(wide[:, 1], (here + 1) % n)]
-        going.append(wires.send((-wide)[:, 1], (here - 1) % n))
+        going = [channel.send(wide[:, 1], (here + 1) % n)]
+        going.append(channel.send((-wide)[:, 1], (here - 1) % n))
     assert all(call.args[0].is_contiguous() for call in isend.call_args_list), "NCCL refuses gaps"
     for pending in (*coming, *going):
         pending.wait()
@@ -104,14 +104,14 @@ def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[in
     axes = axes_of(plan)
     stepper = stepper_of(config, plan, axes)
     executor: Executor = stepper.passes.executor  # type: ignore[attr-defined]
-    wires, here, numbers = executor.channel, axes.pp.index, count()
+    channel, here, numbers = executor.channel, axes.pp.index, count()
     events: list[Event] = []
 
     def watched(what: str, begin: Callable[..., Pending]) -> Callable[..., Pending]:
         def start(x: Tensor, peer: int, label: str) -> Pending:
             pending, number = begin(x, peer, label), next(numbers)
             source, to = (here, peer) if what == "send" else (peer, here)
-            group = wires._group(source, to)
+            group = channel._group(source, to)
             assert group is not None
             events.append(Event(what, number, str(group.group_name), source, to))
             wait = pending.wait
@@ -125,11 +125,11 @@ def recorded(layout: Layout) -> tuple[list[Event], dict[tuple[int, int], list[in
 
         return start
 
-    wires.send = watched("send", wires.send)  # type: ignore[method-assign]
-    wires.receive = watched("receive", wires.receive)  # type: ignore[method-assign]
+    channel.send = watched("send", channel.send)  # type: ignore[method-assign]
+    channel.receive = watched("receive", channel.receive)  # type: ignore[method-assign]
     (read,) = reads_of(config, 1)
     stepper(0, read)
-    members = {edge: dist.get_process_group_ranks(group) for edge, group in wires._groups.items()}
+    members = {edge: dist.get_process_group_ranks(group) for edge, group in channel._groups.items()}
     return events, members
 
 

@@ -249,7 +249,7 @@ def test_what_a_scheme_does_not_cut_need_not_divide(scheme: str) -> None:
 def pooled(**changes: Any) -> RunConfig:
     """Return a run whose heads and feed-forward divide by 4 columns, but not the pooler's h."""
     model = {"model.hidden_size": 30, "model.n_heads": 4, "model.head_dim": 6, "model.ffn_size": 64}
-    return run_of(**model, **{"layout.scheme": "megatron", "layout.cols": 4}, **changes)
+    return run_of(**{**model, "layout.scheme": "megatron", "layout.cols": 4, **changes})
 
 
 def test_a_pooler_is_sharded_over_columns() -> None:
@@ -262,6 +262,9 @@ def test_a_pooler_is_sharded_over_columns() -> None:
     (problem,) = problems(pooled(**bert))
     sizes = {"layout.cols": [1, 2], "model.hidden_size": [28, 32]}
     assert [*problem.offers] == [{key: n} for key, some in sizes.items() for n in some]
+    grid = {"layout.scheme": "megatron_2d", "layout.rows": 2}
+    assert rules(pooled(**grid)) == set()
+    assert rules(pooled(**grid, **bert)) == {"cols cuts model.hidden_size"}
 
 
 def test_axes_of_one_process() -> None:

@@ -68,7 +68,7 @@ def casts_of(run: RunConfig, rank: int = 0) -> tuple[dict[str, int], set[str], f
 
     Returns:
         The casts by parameter; the parameters that products read in another type; the bytes
-        received over `dp`; the bytes that would be, if all parameters travelled in float32.
+        received over `dp`; the bytes that would be, if all parameters traveled in float32.
     """
     decisions = decide_run(run)
     layout, train = run.layout, run.train

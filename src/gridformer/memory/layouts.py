@@ -130,7 +130,7 @@ class Reason:
 def reasons(listed: Sequence[Listed]) -> list[Reason]:
     """Groups layouts that fail for the same reason, whatever their sizes; the most frequent first.
 
-    A layout counts towards the first of its problems.
+    A layout counts toward the first of its problems.
     """
     sizes: dict[str, dict[str, set[int]]] = {}
     counts: Counter[str] = Counter()

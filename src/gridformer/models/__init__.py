@@ -1,4 +1,7 @@
-"""Plain single-device models. This package contains no distributed code."""
+"""Plain single-device models, without distributed code.
+
+Schemes, pipelines and memory methods change them at a few seams, which docs/architecture.md lists.
+"""
 
 import torch
 

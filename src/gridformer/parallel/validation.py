@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gridformer.cluster import cluster_names, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
@@ -16,9 +16,6 @@ from gridformer.parallel.registry import SPECS, spec_of
 from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import as_yaml
-
-if TYPE_CHECKING:
-    pass
 
 AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
 

@@ -20,7 +20,7 @@ PAIRS: list[dict[str, Any]] = [
     {"en": None, "de": "drei"},
     {"en": "four", "de": "vier"},
 ]
-LABELLED: list[dict[str, Any]] = [
+LABELED: list[dict[str, Any]] = [
     {"text": "good", "stars": 5},
     {"text": "bad", "stars": 1},
     {"text": "who knows", "stars": None},
@@ -56,7 +56,7 @@ def test_keys_inside_of_keys(tmp_path: Path) -> None:
 
 
 def test_labels(tmp_path: Path) -> None:
-    (source,) = open_sources([lines(tmp_path / "a.jsonl", LABELLED)], label_key="stars")
+    (source,) = open_sources([lines(tmp_path / "a.jsonl", LABELED)], label_key="stars")
     assert source.kind == "labeled"
     assert labels(source) == [("good", "5"), ("bad", "1")]
     skipped: Counter[str] = Counter()
@@ -65,7 +65,7 @@ def test_labels(tmp_path: Path) -> None:
 
 
 def test_wrong_keys_name_their_option(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", LABELLED)
+    path = lines(tmp_path / "a.jsonl", LABELED)
     with pytest.raises(DataError, match=r"has no 'star'; name the label with --label-key.* stars"):
         texts(open_sources([path], label_key="star"))
     with pytest.raises(DataError, match=r"'stars' holds int, not text.*--pair-keys"):

@@ -26,6 +26,7 @@ from gridformer.data.prepare.reading import Batch
 from gridformer.data.prepare.text_chunks import Piece
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError
+from gridformer.utils.hardware import n_cores
 
 WORTH_WORKERS = 64_000_000  # bytes of text below which starting processes takes longer
 _WAITING = 2  # batches of each worker that are read before they are needed
@@ -57,7 +58,7 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
         return wanted
     if n_bytes is not None and n_bytes < WORTH_WORKERS:
         return 1
-    return len(os.sched_getaffinity(0))
+    return n_cores()
 
 
 def encoded(
