@@ -23,6 +23,7 @@ from gridformer.parallel import build_parallel
 from gridformer.trace.kernels import work_of
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
+from gridformer.utils.no_dynamo import without_dynamo
 
 _LAYERS = (2, 8)
 _TOKENS = 16
@@ -43,6 +44,7 @@ class HostTime:
     step_s: float
 
 
+@without_dynamo()
 def measure_host(device: torch.device, dtype: str, steps: int, meet: Meet) -> HostTime:
     """Measures training steps of two tiny GPT-2 on one device.
 

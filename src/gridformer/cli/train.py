@@ -83,7 +83,9 @@ def train(
         else:
             ready = check_run(run, overrides, nproc)  # a refusal does not wait for torch to load
             if ready.layout.n_processes > 1:
-                warm_up("gridformer.launch.run")  # runs at the same time as the imports below
+                # It runs at the same time as the imports below.
+                compiler = ["torch._dynamo"] if ready.train.compile else []
+                warm_up("gridformer.launch.run", *compiler)
             with waiting() as tell:
                 plan = plan_checked(ready, out, tell, lock=lock)
 

@@ -27,6 +27,7 @@ from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
 from gridformer.utils.disk import leave_to_callers
 from gridformer.utils.errors import SaveError
+from gridformer.utils.no_dynamo import without_dynamo
 from gridformer.utils.signals import StopPolicy, install
 
 _ENDED = "run/ended"
@@ -182,10 +183,11 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     if place and world.size > 1:
         nccl = world.backend == "nccl"
         watch = Watch(place, train.timeout_s, plan.out, end_with_report, nccl)
-    trainer = Trainer(plan, world, _measures(plan), callbacks)
-    if watch:
-        watch.where.model = trainer.model
-    trainer.fit()
+    with without_dynamo():
+        trainer = Trainer(plan, world, _measures(plan), callbacks)
+        if watch:
+            watch.where.model = trainer.model
+        trainer.fit()
     if watch:
         watch.end()
     close_world()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gridformer.trace.no_dynamo import without_dynamo
 from gridformer.trace.no_sympy import without_sympy
+from gridformer.utils.no_dynamo import without_dynamo
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from functools import partial, reduce
 from importlib.util import find_spec
 from typing import Any
 
-from gridformer.trace.stand_in import StandIn, in_place
+from gridformer.utils.stand_in import StandIn, in_place
 
 _NAME = "torch.fx.experimental.symbolic_shapes"
 

@@ -33,7 +33,8 @@ def set_numerics(train: TrainConfig) -> None:
     products.allow_fp16_accumulation = False
     products.allow_tf32 = train.tf32
     torch.backends.cudnn.allow_tf32 = train.tf32
-    torch.use_deterministic_algorithms(train.deterministic)
+    if torch.get_deterministic_debug_mode() != (2 if train.deterministic else 0):
+        torch.use_deterministic_algorithms(train.deterministic)  # loads torch's compiler
     torch.backends.cudnn.benchmark = False
     if train.deterministic:
         # Every element is written before it is read, so filling new tensors would only take time.

@@ -29,7 +29,6 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "safetensors",
-    "torch._dynamo",  # imported by every optimizer
     "gridformer.cli.app",  # imported by __main__
 ]
 

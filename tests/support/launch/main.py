@@ -11,7 +11,6 @@ from pathlib import Path
 
 from gridformer.launch import launch
 from gridformer.mesh.launch_env import joined
-from gridformer.utils import forkserver
 from gridformer.utils.errors import UserError
 from gridformer.utils.forkserver import warm_up
 from gridformer.utils.signals import StopPolicy
@@ -21,8 +20,6 @@ POLICIES = {
     "one_long_save": StopPolicy(0.5, ("SIGUSR1",)),
     "one_step_that_no_grace_ends": StopPolicy(600.0),
 }
-
-forkserver.PRELOAD.remove("torch._dynamo")  # its import takes seconds, and nothing is trained here
 
 
 def main() -> None:

@@ -44,10 +44,9 @@ class StandIn(ModuleType):
             return import_module(part or self.__name__)
 
     def remove(self) -> None:
-        """Makes the next import load the real one."""
+        """Makes the next import load the real one, which takes over what was loaded alone."""
         if sys.modules.get(self.__name__) is self:
-            for name in (self.__name__, *self.alone):
-                sys.modules.pop(name, None)
+            del sys.modules[self.__name__]
 
 
 class _Parts(MetaPathFinder, Loader):

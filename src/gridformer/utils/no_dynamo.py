@@ -1,0 +1,61 @@
+"""Keeps torch's compiler from being loaded, which takes seconds, until something is compiled.
+
+Every optimizer, `torch.utils.checkpoint` and torch's own fake tensors import `torch._dynamo`, only
+to say that they are not to be compiled. Inside `without_dynamo` they get a stand-in that agrees.
+Whoever needs more of it, such as `torch.compile`, gets the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gridformer.utils.stand_in import StandIn, in_place
+
+_NAME = "torch._dynamo"
+_CONFIG = f"{_NAME}.config"  # its settings, which need nothing else of it
+_NOTE = "__dynamo_disable"  # where torch keeps what `disable` has returned
+
+
+class _Dynamo(StandIn):
+    """Takes the place of `torch._dynamo`."""
+
+    def __init__(self) -> None:
+        path = str(Path(torch.__file__).parent / "_dynamo")
+        super().__init__(_NAME, path, alone=(_CONFIG,))
+        self.noted: list[Callable[..., Any]] = []
+
+    def graph_break(self, msg: str = "") -> None:
+        """There is no graph to break."""
+
+    def disable(self, fn: Any = None, *args: Any, wrapping: bool = True, **kwargs: Any) -> Any:
+        """Returns a function as it is if torch will ask again, which it does about its own.
+
+        Without `wrapping` it notes the answer, and asks again when the note is gone. Functions that
+        others exclude from compilation get the answer of the real one, because they keep it.
+        """
+        if not wrapping:
+            self.noted.append(fn)
+        elif not getattr(fn, "__module__", "").startswith("torch."):
+            return self.real().disable(fn, *args, **kwargs)
+        return fn
+
+    def remove(self) -> None:
+        super().remove()
+        for fn in self.noted:
+            vars(fn).pop(_NOTE, None)
+        self.noted.clear()
+
+
+@contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Does without `torch._dynamo` inside the context, unless it is already loaded.
+
+    Join the process group before: torch, when it does so, asks what is loaded.
+    """
+    with in_place(_Dynamo()):
+        yield
