@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from gridformer.checkpoint import find, place, saving
+from gridformer.checkpoint import saver as saver_module
 from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.checkpoint import manifest_of
 from gridformer.checkpoint.manifest import verify
@@ -28,6 +29,7 @@ from gridformer.checkpoint.saving import Save
 from gridformer.config import RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel.sharding import ParamShard
+from gridformer.utils.errors import SaveError
 from gridformer.utils.folders import private_prefix, remove_private_leftovers
 
 MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
@@ -130,6 +132,45 @@ def test_the_oldest_checkpoint_makes_room_if_told_so(
     outcome = saved(tmp_path, 7, Kept(9, room=True))
     assert outcome.failure
     assert names(tmp_path) == ["0006"], "the last complete one is never removed"
+
+
+def last_save(out: Path, **how: Any) -> Saver:
+    """Save the last checkpoint of a run of one process."""
+    saver = Saver(out, a_run(**how.pop("train", {})), Axes(), **how)
+    shards = {"a": (torch.zeros(6, 3), ParamShard((6, 3), (0, 0)))}
+    saver.save(manifest_of(1, 0, a_run()), shards, last=True)
+    return saver
+
+
+def test_the_last_save_waits_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no next save, so the work would be lost."""
+    monkeypatch.setattr(saver_module, "_RETRY_S", 0.02)
+    told: list[str] = []
+    full_disk(monkeypatch, lambda name: len(told) < 3)
+    (report,) = last_save(tmp_path, no_space=told.append).news()
+    assert not report.outcome.failure
+    assert verify(tmp_path / "checkpoints" / "step-00000001").step == 1
+    assert len(told) == 3
+    assert all("no space left on device" in why for why in told)
+
+
+@pytest.mark.parametrize("why", ["time", "stop", "error", "peer"])
+def test_the_last_save_waits_no_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(saver_module, "_RETRY_S", 0.02)
+    told: list[str] = []
+    full_disk(monkeypatch, lambda name: True, errno.EIO if why == "error" else errno.ENOSPC)
+    how: dict[str, dict[str, Any]] = {
+        "time": {"train": {"full_disk_wait_s": 0.1}},
+        "stop": {"seconds_left": lambda: 0.1 - len(told)},
+        "error": {},
+        "peer": {"hopeless": lambda: len(told) == 1},
+    }
+    with pytest.raises(SaveError, match="step 1 could not be saved: "):
+        last_save(tmp_path, no_space=told.append, **how[why])
+    assert len(told) in {"time": range(1, 6), "error": [0]}.get(why, [1])
+    assert names(tmp_path) == []
 
 
 def test_another_error_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

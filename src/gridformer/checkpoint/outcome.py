@@ -45,6 +45,7 @@ class Outcome:
         n_bytes: The bytes of all its files.
         seconds: The time from its begin to its end.
         failure: Why there is no checkpoint; empty if it is complete.
+        full: Whether all that was missing is space.
         removed: Checkpoints that were removed to make room.
         not_copied: Why the complete checkpoint is not at `train.checkpoint_to`; empty if it is, or
             if there is no such place.
@@ -55,6 +56,7 @@ class Outcome:
     n_bytes: int = 0
     seconds: float = 0.0
     failure: str = ""
+    full: bool = False
     removed: list[str] = field(default_factory=list)
     not_copied: str = ""
 

@@ -26,12 +26,15 @@ from gridformer.checkpoint.outcome import Kept, Outcome
 from gridformer.checkpoint.place import LocalPlace, Place
 from gridformer.checkpoint.saving import Save
 from gridformer.checkpoint.snapshot import Snapshot, bytes_of
+from gridformer.comm import progress
 from gridformer.config import RunConfig
 from gridformer.mesh import Axes
 from gridformer.mesh.groups import objects_group
 from gridformer.utils.errors import SaveError
 
 LABEL = "checkpoint"
+_RETRY_S = 5.0  # between two attempts to write a last checkpoint for which there is no space
+_LOOK_S = 0.25
 
 
 @dataclass
@@ -59,6 +62,9 @@ class Saver:
         hold, release: Called when a save begins and when this rank has done its part of it, the
             latter maybe in another thread. In between the process should not be ended.
         hopeless: Returns whether a rank has failed or was killed; see `Save`.
+        seconds_left: Returns after how many seconds the process must have ended.
+        no_space: Called on the first rank when there is no space for the last checkpoint, with the
+            reason, before each pause until the next attempt.
     """
 
     def __init__(
@@ -69,8 +75,12 @@ class Saver:
         hold: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
         hopeless: Callable[[], bool] = lambda: False,
+        seconds_left: Callable[[], float] = lambda: float("inf"),
+        no_space: Callable[[str], None] = lambda why: None,
     ) -> None:
         train = run.train
+        self._seconds_left, self._no_space = seconds_left, no_space
+        self._full_disk_wait_s = train.full_disk_wait_s
         self._hold, self._release, self._hopeless = hold, release, hopeless
         self.axes, self.patience_s = axes, train.timeout_s
         self.kept = Kept(
@@ -126,12 +136,47 @@ class Saver:
             shards: By global name, this rank's local tensor and its position in the global tensor.
             wait: Whether to wait until the checkpoint is complete. Otherwise this waits for the
                 save before this one and for copies in host memory.
-            last: Whether the run ends after it. It is then waited for.
+            last: Whether the run ends after it. It is then waited for, and for space on a full
+                disk.
 
         Raises:
             SaveError: It is the last one and could not be written. All ranks raise it.
         """
-        began, wait = time.monotonic(), wait or last
+        until = time.monotonic() + self._full_disk_wait_s
+        while True:
+            save = self._once(manifest, shards, wait or last)
+            if not (wait or last):
+                return
+            self.finish()
+            self._failed = not self._all(not save.outcome.failure)
+            if not (self._failed and last):
+                return
+            self._news = self._news[:-1]
+            if not self._all(self._may_wait(save.outcome, until)):
+                raise SaveError(
+                    f"the checkpoint of step {manifest.step} could not be saved: "
+                    + (save.outcome.failure or "the first rank says why"),
+                    elsewhere=not save.outcome.failure,
+                )
+            self._pause(save.outcome.failure)
+
+    def _may_wait(self, outcome: Outcome, until: float) -> bool:
+        """Returns whether, as far as this rank knows, the save may be tried again later."""
+        again_s = 2 * _RETRY_S  # a pause, and an attempt
+        may = self._seconds_left() > again_s and not self._hopeless()
+        return may and (not self.first or (outcome.full and time.monotonic() + _RETRY_S < until))
+
+    def _pause(self, why: str) -> None:
+        if self.first:
+            self._no_space(why)
+        until = time.monotonic() + _RETRY_S
+        while time.monotonic() < until and self._seconds_left() > _RETRY_S:
+            progress.waits_on_purpose()
+            time.sleep(_LOOK_S)
+
+    def _once(self, manifest: Manifest, shards: Shards, wait: bool) -> Save:
+        """Saves, or begins to; see `save`."""
+        began = time.monotonic()
         self.finish()
         waited = time.monotonic() - began
         if self._last_step == manifest.step:
@@ -152,16 +197,7 @@ class Saver:
         self._stalls = time.monotonic() - began, waited
         if self.first and not wait:
             self._metrics["save_stall_s"] = self._stalls[0]
-        if wait:
-            self.finish()
-            self._failed = not self._all(not save.outcome.failure)
-            if self._failed and last:
-                self._news = self._news[:-1]
-                raise SaveError(
-                    f"the checkpoint of step {manifest.step} could not be saved: "
-                    + (save.outcome.failure or "the first rank says why"),
-                    elsewhere=not save.outcome.failure,
-                )
+        return save
 
     def all_saved(self) -> bool:
         """Waits for the save under way. All ranks call it together.

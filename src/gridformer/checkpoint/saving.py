@@ -107,6 +107,7 @@ class Save:
                 return True
             except OSError as error:
                 if not self._makes_room([_Told(0, error=error.errno or errno.EIO)]):
+                    self.outcome.full = error.errno in _FULL
                     self._fails(f"{self.draft.target}: {error.strerror or error}")
                     return False
 
@@ -234,6 +235,7 @@ class Save:
                 return False
             except OSError as error:
                 troubles = [_Told(0, error=error.errno or errno.EIO)]
+        self.outcome.full = all(one.error in _FULL for one in troubles)
         self._fails(self._why(troubles))
         return True
 

@@ -139,6 +139,7 @@ class Progress:
         self._bytes = mmap.mmap(file, LENGTH)
         if path is not None:
             os.close(file)
+        self.waits = 0  # how often `waits_on_purpose` was called
         self._view: memoryview[int] = memoryview(self._bytes).cast("q")
         self._lanes: dict[tuple[str, str, int], _Lane] = {}
         self._sites: dict[tuple[str, int, str, str, int], _Site] = {}
@@ -242,6 +243,12 @@ def at_step(step: int) -> None:
     """Notes the step that begins, counted from 1, if this process is watched."""
     if active is not None:
         active.at_step(step)
+
+
+def waits_on_purpose() -> None:
+    """Notes that this process waits for something else than a message, and is not stuck."""
+    if active is not None:
+        active.waits += 1
 
 
 def _group_name(group: ProcessGroup | None) -> str:

@@ -58,6 +58,13 @@ class FaultsConfig(Config):
         "tries again (go_on), or the oldest checkpoint that is not kept for good is removed and "
         "the save is tried again (remove_oldest), but never the last complete one.",
     )
+    full_disk_wait_s: float = Field(
+        default=900.0,
+        ge=0.0,
+        le=1e7,
+        description="If there is no space for the last checkpoint of a run, the run waits for it "
+        "for at most this number of seconds before it ends without that checkpoint.",
+    )
     on_divergence: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
         description="If the loss or the gradients of a step are not finite, the run ends (stop), "

@@ -80,7 +80,7 @@ class Watch:
         self.where = Where()
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
-        self._still_since, self._still = time.monotonic(), (0, 0)
+        self._still_since, self._still = time.monotonic(), (0, 0, 0)
         threading.Thread(target=self._run, name="hang watch", daemon=True).start()
 
     def end(self) -> None:
@@ -119,7 +119,8 @@ class Watch:
             return True
         if not self.nccl or frame is None:
             return False
-        still, now = (id(frame), frame.f_lasti), time.monotonic()
+        still = (id(frame), frame.f_lasti, self._progress.waits)
+        now = time.monotonic()
         if still != self._still:
             self._still, self._still_since = still, now
         began = not self._trains or self._progress.read().step > 0

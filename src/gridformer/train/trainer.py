@@ -104,8 +104,10 @@ class Trainer:
             self.stepper.train = self.recovery.present
         self._lost_a_peer = False
         self.saver = Saver(
-            plan.out, run, self.axes, self.stop.hold, self.stop.release, self._is_hopeless
-        )
+            plan.out, run, self.axes, self.stop.hold, self.stop.release, self._is_hopeless,
+            self._seconds_left, self._no_space,
+        )  # fmt: skip
+        self._told_of_no_space = False
         if saves_meanwhile(run.train):
             self.saver.reserve(checkpoint.parameters_of(self.model))
         if world.rank == 0:
@@ -380,6 +382,23 @@ class Trainer:
     def _is_hopeless(self) -> bool:
         """Returns whether another rank has ended, and maybe without its part of a save."""
         return self._lost_a_peer or self.stop.is_hopeless()
+
+    def _seconds_left(self) -> float:
+        """Returns after how many seconds this process must have ended."""
+        ends_at = self.stop.policy.ends_at
+        return min(
+            self.stop.seconds_left, float("inf") if ends_at is None else ends_at - time.time()
+        )
+
+    def _no_space(self, why: str) -> None:
+        """Tells, once, that the last checkpoint waits for space."""
+        self.journal.state("saving")
+        if not self._told_of_no_space:
+            self._told_of_no_space = True
+            self.journal.note(
+                f"the last checkpoint finds no space ({why}): free some, as the run ends without "
+                f"it after {self.run.train.full_disk_wait_s:g} s (train.full_disk_wait_s)"
+            )
 
     def _tell_of_saves(self) -> None:
         """Prints what became of saves."""

@@ -60,6 +60,7 @@ FIXED: dict[str, Any] = {
     "train.checkpoint_to": "",
     "train.async_save": False,
     "train.full_disk": "go_on",
+    "train.full_disk_wait_s": 900.0,
     "train.fallback": False,
     "train.on_divergence": "stop",
     "train.divergences": 5,
