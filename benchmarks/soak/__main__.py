@@ -2,6 +2,7 @@
 
     python -m benchmarks.soak                     # 100 faults: about half an hour on two cores
     python -m benchmarks.soak --faults 5 --seed 7 --keep runs/soak
+    python -m benchmarks.soak --side-by-side 4    # on a machine with many cores
 
 Run it in the repository's root on Linux. The same seed draws the same runs and faults; when a fault
 comes, to the step, also depends on the machine. kinds.py holds what is done and what is expected,
@@ -11,9 +12,12 @@ exits with 1 if anything was not as expected.
 
 from __future__ import annotations
 
+import queue
 import shutil
 import signal
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -36,40 +40,53 @@ def main(
         Path | None, typer.Option(help="A new folder, where the output of all starts is kept.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The page to write.")] = None,
+    side_by_side: Annotated[
+        int, typer.Option(min=1, max=64, help="So many runs are disturbed at the same time.")
+    ] = 1,
 ) -> None:
     """Disturb runs, compare each with an undisturbed one, and print a page in Markdown."""
     # A shell starts what runs in its background with Ctrl-C ignored, and so would start the runs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if keep:
         keep.mkdir(parents=True)
-        runs, left_out = soak(faults, seed, keep.resolve())
+        runs, left_out = soak(faults, seed, keep.resolve(), side_by_side)
     else:
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-            runs, left_out = soak(faults, seed, Path(folder))
+            runs, left_out = soak(faults, seed, Path(folder), side_by_side)
     write_page(page(runs, describe_machine("benchmarks.soak"), left_out), out)
     raise typer.Exit(1 if any(run.all_problems() for run in runs) else 0)
 
 
-def soak(n_faults: int, seed: int, folder: Path) -> tuple[list[Lived], list[str]]:
+def soak(
+    n_faults: int, seed: int, folder: Path, side_by_side: int = 1
+) -> tuple[list[Lived], list[str]]:
     """Runs everything in a folder.
 
     Returns:
         What became of the runs, and the kinds of faults that cannot be made here.
     """
     run_file = write_run(folder)
-    undisturbed: dict[str, Path] = {}
-    lived: list[Lived] = []
-    with disk(folder / "disk") as small:
+    with ExitStack() as at_end:
+        disks: queue.SimpleQueue[Disk] = queue.SimpleQueue()  # one for each run at a time
+        for number in range(side_by_side):
+            small = at_end.enter_context(disk(folder / f"disk-{number}"))
+            disks.put(small)
         kinds = [kind for kind in KINDS if small.small or kind.act != "full disk"]
-        for drawn in draw(n_faults, seed, kinds):
-            for number, fault in enumerate(drawn.faults):
-                first = "" if number else f"run {drawn.number}, {drawn.layout}: "
-                typer.echo(f"{first}fault {fault.number}, {fault.kind.title}", err=True)
-            if drawn.layout not in undisturbed:
-                undisturbed[drawn.layout] = _undisturbed(drawn.layout, run_file, folder)
-            lived.append(_live(drawn, run_file, small, folder, undisturbed[drawn.layout]))
-            for problem in lived[-1].all_problems():
-                typer.echo(f"  PROBLEM: {problem}", err=True)
+        runs = draw(n_faults, seed, kinds)
+        layouts = [*dict.fromkeys(drawn.layout for drawn in runs)]
+        pool = at_end.enter_context(ThreadPoolExecutor(side_by_side))
+        undisturbed = dict(
+            zip(layouts, pool.map(lambda layout: _undisturbed(layout, run_file, folder), layouts))
+        )
+
+        def live(drawn: Drawn) -> Lived:
+            small = disks.get()
+            try:
+                return _live(drawn, run_file, small, folder, undisturbed[drawn.layout])
+            finally:
+                disks.put(small)
+
+        lived = [*pool.map(live, runs)]
     return lived, [kind.title for kind in KINDS if kind not in kinds]
 
 
@@ -127,6 +144,8 @@ def _undisturbed(layout: str, run_file: Path, folder: Path) -> Path:
 def _live(drawn: Drawn, run_file: Path, small: Disk, folder: Path, undisturbed: Path) -> Lived:
     from benchmarks.soak.weights import difference, stored
 
+    title = f"run {drawn.number}, {drawn.layout}"
+    typer.echo(f"{title}: {'; '.join(fault.kind.title for fault in drawn.faults)}", err=True)
     life = _life(drawn, run_file, small, folder)
     life.run()
     shutil.rmtree(life.temporary, ignore_errors=True)
@@ -136,6 +155,8 @@ def _live(drawn: Drawn, run_file: Path, small: Disk, folder: Path, undisturbed: 
     lived = Lived(
         drawn, life.moved, life.starts, life.met, found, life.problems, len(life.too_late)
     )
+    for problem in lived.all_problems():
+        typer.echo(f"{title}: PROBLEM: {problem}", err=True)
     if lived.all_problems():  # to look at
         shutil.copytree(life.out, folder / f"run-{drawn.number}", dirs_exist_ok=True)
     shutil.rmtree(life.out, ignore_errors=True)

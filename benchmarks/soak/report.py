@@ -11,7 +11,10 @@ from benchmarks.soak.kinds import KINDS
 from benchmarks.soak.life import Met
 
 _LONGEST = 110
-TOLERANCE = 1e-9
+TOLERANCE = 1e-9  # of runs that went on in another layout
+# Of runs that kept their layout. They are equal in every bit on AMD processors. On Intel's, where
+# MKL computes products, two of 20 differed by less than 1e-14.
+ROUNDING = 1e-12
 
 
 @dataclass
@@ -37,10 +40,10 @@ class Lived:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing was lost: equal bits in one layout, or equal up to rounding."""
+        """Whether nothing was lost: the difference is one of rounding, or there is none."""
         if self.difference is None:
             return False
-        return self.difference <= (TOLERANCE if self.moved else 0.0)
+        return self.difference <= (TOLERANCE if self.moved else ROUNDING)
 
     def all_problems(self) -> list[str]:
         """Returns every problem with the number of its fault."""
@@ -110,9 +113,11 @@ def _weights(runs: Sequence[Lived]) -> str:
     moved = [run for run in runs if run.moved]
     text = (
         "Weights and moments of the last checkpoints, compared with undisturbed runs: "
-        f"{sum(run.is_equal for run in same)} of {len(same)} runs that kept their layout are "
-        "equal in every bit"
+        f"{sum(run.difference == 0.0 for run in same)} of {len(same)} runs that kept their layout "
+        "are equal in every bit"
     )
+    if rounded := [run.difference for run in same if run.difference and run.is_equal]:
+        text += f", and {len(rounded)} to {max(rounded):.1g}"
     if moved:
         worst = max(float("inf") if r.difference is None else r.difference for r in moved)
         text += (

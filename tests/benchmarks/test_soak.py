@@ -49,7 +49,8 @@ def test_the_page_tells_what_went_wrong() -> None:
     assert "| SIGKILL of a worker | 1 | 1 | `rank 1 (pid 5) was killed \\| by` | 4 | 2 |" in good
     assert "1 of 1 runs that kept their layout are equal in every bit" in good
     assert "Problems" not in good
-    assert lived(met, difference=1e-12).all_problems()
+    assert lived(met, difference=1e-11).all_problems()
+    assert not lived(met, difference=1e-14).all_problems(), "rounding"
     assert not lived(met, difference=1e-12, moved=True).all_problems()
     assert lived(met, difference=1e-8, moved=True).all_problems()
     assert lived(met, difference=None).all_problems()
