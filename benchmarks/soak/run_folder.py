@@ -10,7 +10,7 @@ from pathlib import Path
 _STEP = re.compile(r"step-\d{8}")
 _LINE = re.compile(r'^\{"step": (\d+)', re.MULTILINE)
 _OWN_FILES = re.compile(
-    r"checkpoints|config\.yaml|heartbeat\.json|loss\.png|metrics\.jsonl|tensorboard|"
+    r"checkpoints|config\.yaml|events\.jsonl|heartbeat\.json|loss\.png|metrics\.jsonl|tensorboard|"
     r"tokenizer\.json|hang-[\d-]+\.json"
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -15,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from gridformer.launch import run_lock
+from gridformer.launch import lock_holder, run_lock
+from gridformer.launch.lock_holder import this_process
 from gridformer.launch.run_lock import LOCK, RunLock, holder_of, is_held
 from gridformer.utils.errors import UserError
 
 
 def written(run_dir: Path, age_s: float = 0.0, **other: Any) -> Path:
     """Write a lock like this process's, except for some values."""
-    holder = replace(run_lock._this_process(), token="theirs", **other)
+    holder = replace(this_process(), token="theirs", **other)
     path = run_dir / LOCK
     path.write_text(json.dumps(asdict(holder)))
     os.utime(path, (time.time() - age_s,) * 2)
@@ -87,7 +89,7 @@ def test_the_lock_of_an_ended_process_is_stale_at_once(tmp_path: Path) -> None:
 def test_a_zombie_holds_nothing(tmp_path: Path) -> None:
     zombie = subprocess.Popen(["true"])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    written(tmp_path, pid=zombie.pid, began=run_lock._process(zombie.pid)[1])
+    written(tmp_path, pid=zombie.pid, began=lock_holder._process(zombie.pid)[1])
     assert not is_held(tmp_path)
     zombie.wait()
 
@@ -152,6 +154,56 @@ def test_one_of_many_takes_a_stale_lock(tmp_path: Path) -> None:
         assert left(tmp_path) == []
 
 
+@pytest.mark.parametrize("how", ["no links", "lost answer"])
+def test_it_holds_on_file_systems_with_fewer_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Some have no hard links, and NFS may say that one exists which this very call has made."""
+    link = os.link
+
+    def fails(source: Path, target: Path) -> None:
+        if how == "lost answer":
+            link(source, target)
+            raise FileExistsError(errno.EEXIST, "File exists")
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", fails)
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        with pytest.raises(UserError, match="is in use by process"):
+            RunLock().take(tmp_path)
+    assert left(tmp_path) == []
+    written(tmp_path, began=1)  # a dead process's
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        assert is_held(tmp_path)
+    assert left(tmp_path) == []
+
+
+def test_one_process_takes_a_lock_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one goes on waiting for it; what a killed one leaves is no obstacle for long."""
+    path = written(tmp_path, began=1)
+    mine = replace(this_process(), token="mine")
+    claims: list[Path] = []
+
+    def is_taken_over(path: Path, token: str) -> None:
+        claims.extend(tmp_path.glob(".lock-claim-*"))
+        assert not run_lock._take_over(path, token, replace(mine, token="another"))
+        raise SystemExit  # killed, but for the claim
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_lock, "_displace", is_taken_over)
+        with pytest.raises(SystemExit):
+            run_lock._take_over(path, "theirs", mine)
+    claims[0].touch()
+    assert not run_lock._take_over(path, "theirs", mine)
+    os.utime(claims[0], (1, 1))
+    assert not run_lock._take_over(path, "theirs", mine), "it only removes the claim"
+    assert not run_lock._take_over(path, "of the one before", mine)
+    assert run_lock._take_over(path, "theirs", mine)
+    assert run_lock._token_of(path) == "mine"
+
+
 def test_a_stale_lock_is_not_confused_with_the_next_one(tmp_path: Path) -> None:
     """Between finding a lock stale and removing it, another host may have taken its place."""
     path = written(tmp_path, host="elsewhere")
@@ -180,7 +232,7 @@ LOSES = """
 import sys, time
 from pathlib import Path
 from typing import Any
-from gridformer.launch import run_lock
+from gridformer.launch import lock_holder, run_lock
 run_lock.REFRESH_S = 0.05
 with run_lock.RunLock() as lock:
     lock.take(Path(sys.argv[1]))

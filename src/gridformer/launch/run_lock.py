@@ -1,31 +1,31 @@
 """RUNDIR/lock: at most one run at a time writes into a run directory.
 
 The file says who holds it: host, process, since when, and the command. It is created by a hard
-link, which exactly one process can do, also over NFS, where `flock` may not hold and where process
-ids mean nothing on another host. Its holder refreshes the time of the file every few seconds.
+link, which exactly one process can do, also over NFS, where `flock` may fail, hang or not hold, and
+where process ids mean nothing on another host. Its holder refreshes the time of the file every few
+seconds.
 
 A lock whose process has ended on this host is stale at once. One of another host, or of another
 container, is stale when it was not refreshed for STALE_S. Times are compared with that of a file
-written into the same folder, so that clocks of hosts may differ.
+written into the same folder, so that clocks of hosts may differ. Only the process that has created
+a file named after a stale lock may remove that lock, so a new one is never taken for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
-import shlex
-import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
+from gridformer.launch.lock_holder import Holder, this_process
 from gridformer.utils.errors import UserError
 from gridformer.utils.signals import at_end, end_process
 
@@ -33,53 +33,7 @@ LOCK = "lock"
 REFRESH_S = 5.0
 STALE_S = 60.0
 _POLL_S = 1.0  # between two looks at the lock of another host
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lock.
-
-    Attributes:
-        host: The name of the host.
-        pid: The process on it, which is the launcher of a local run and otherwise rank 0.
-        since: When it took the lock, in seconds since 1970.
-        command: Its command line.
-        machine: Tells hosts and containers apart in which `pid` means something else.
-        began: When the process began, in ticks since the machine was started, because the number
-            of a process is used again; 0 where this is not known.
-        token: A random text.
-    """
-
-    host: str
-    pid: int
-    since: float
-    command: str
-    machine: str = ""
-    began: int = 0
-    token: str = ""
-
-    def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"process {self.pid} on {self.host} since {since} ({self.command})"
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this process sees the holder's process if it still runs."""
-        return (self.host, self.machine) == (socket.gethostname(), _machine())
-
-    @property
-    def runs(self) -> bool:
-        """Whether the holder's process still runs; only for a holder that `is_here`."""
-        if not Path("/proc/self/stat").exists():
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                return False
-            except PermissionError:
-                return True
-            return True
-        state, began = _process(self.pid)
-        return state not in ("", "Z", "X") and began == self.began
+_SHORT_S = 0.02
 
 
 class RunLock:
@@ -119,7 +73,7 @@ class RunLock:
             return
         self._made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         self._path = run_dir / LOCK
-        mine = replace(_this_process(), token=secrets.token_hex(8))
+        mine = replace(this_process(), token=secrets.token_hex(8))
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             _take(self._path, mine, tell)
@@ -224,27 +178,30 @@ def _take(path: Path, mine: Holder, tell: Callable[[str], None]) -> None:
     """
     seen: tuple[str, float] | None = None  # the token and time of another host's lock
     while True:
-        with _one_at_a_time(path.parent):
-            if _write_new(path, mine):
-                return
-            holder = holder_of(path.parent)
-            if holder is not None and holder.is_here:
-                if holder.runs:
-                    raise _refusal(path.parent, holder)
-                _displace(path, holder.token)
-                continue
-            try:
-                refreshed = path.stat().st_mtime
-            except FileNotFoundError:
-                continue  # it was released
-            found = (holder.token if holder else "", refreshed)
-            if seen not in (None, found):
+        if _write_new(path, mine):
+            return
+        holder = holder_of(path.parent)  # over NFS, opening it makes its time below a fresh one
+        if holder is not None and holder.is_here:
+            if holder.runs:
                 raise _refusal(path.parent, holder)
-            seen = found
-            age = _now(path.parent) - refreshed
-            if age > STALE_S:
-                _displace(path, found[0])
-                continue
+            if _take_over(path, holder.token, mine):
+                return
+            time.sleep(_SHORT_S)  # another process takes it over
+            continue
+        try:
+            refreshed = path.stat().st_mtime
+        except FileNotFoundError:
+            continue  # it was released
+        found = (holder.token if holder else "", refreshed)
+        if seen not in (None, found):
+            raise _refusal(path.parent, holder)
+        seen = found
+        age = _now(path.parent) - refreshed
+        if age > STALE_S:
+            if _take_over(path, found[0], mine):
+                return
+            time.sleep(_SHORT_S)
+            continue
         tell(
             f"{path} is held by {holder or 'an unknown process'} and {age:.0f} s old: waiting "
             f"until it is refreshed or {STALE_S:g} s old"
@@ -260,7 +217,8 @@ def _write_new(path: Path, holder: Holder) -> bool:
     try:
         os.link(candidate, path)
     except FileExistsError:
-        return False
+        # Over NFS, what was done is repeated if the answer was lost, and then finds that.
+        return os.path.samefile(candidate, path) if path.exists() else False
     except OSError:  # a file system without hard links
         try:
             with path.open("x", encoding="utf-8") as file:
@@ -280,6 +238,32 @@ def _now(folder: Path) -> float:
         return probe.stat().st_mtime
     finally:
         probe.unlink(missing_ok=True)
+
+
+def _take_over(path: Path, token: str, mine: Holder) -> bool:
+    """Replaces a stale lock; returns whether this process has the lock now.
+
+    Of all processes that find the lock stale, the one that creates a file of its name does this.
+    """
+    name = sha256(token.encode()).hexdigest()[:16]
+    claim = path.with_name(f".lock-claim-{name}")
+    try:
+        claim.open("x").close()
+    except FileExistsError:
+        with contextlib.suppress(OSError):  # of a process that was killed in the lines below
+            if _now(path.parent) - claim.stat().st_mtime > STALE_S:
+                claim.unlink()
+        return False
+    try:
+        try:
+            if _token_of(path) != token:
+                return False  # another process was faster
+        except FileNotFoundError:
+            return False
+        _displace(path, token)
+        return _write_new(path, mine)
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def _displace(path: Path, token: str) -> None:
@@ -305,46 +289,3 @@ def _token_of(path: Path) -> str:
         return str(json.loads(path.read_text(encoding="utf-8"))["token"])
     except (ValueError, KeyError, TypeError):
         return ""
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Lets one process of this host at a time into the block, where folders can be locked."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _this_process() -> Holder:
-    pid = os.getpid()
-    words = ["gridformer", *sys.argv[1:]]
-    return Holder(
-        host=socket.gethostname(),
-        pid=pid,
-        since=time.time(),
-        command=shlex.join(words),
-        machine=_machine(),
-        began=_process(pid)[1],
-    )
-
-
-def _machine() -> str:
-    """Returns a text that differs between hosts, their starts, and containers; empty if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _process(pid: int) -> tuple[str, int]:
-    """Returns the state of a process, and when it began; nothing and 0 if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return "", 0
