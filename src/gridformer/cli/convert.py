@@ -12,6 +12,8 @@ from gridformer.cli.run_argument import RunDirectory
 
 
 class DTypeOption(StrEnum):
+    """The values of --dtype."""
+
     keep = "keep"
     float32 = "float32"
     bfloat16 = "bfloat16"

@@ -25,6 +25,7 @@ class Question:
 
 
 def questions_name(split: str) -> str:
+    """Returns the name of the file that holds the questions of a split."""
     return f"{split}.questions.jsonl"
 
 

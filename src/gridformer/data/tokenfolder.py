@@ -61,10 +61,12 @@ def is_own_file(name: str) -> bool:
 
 
 def bin_name(split: SplitName) -> str:
+    """Returns the name of the file that holds the tokens of a split."""
     return f"{split}.bin"
 
 
 def column_name(split: SplitName, column: str) -> str:
+    """Returns the name of the file that holds a column of a split."""
     return f"{split}.{column}.bin"
 
 

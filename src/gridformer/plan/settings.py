@@ -63,6 +63,7 @@ def micro_batches(run: RunConfig) -> list[int]:
 
 
 def rows_at_a_time(layout: LayoutConfig) -> int:
+    """Returns the number of which a layout's global batches are multiples."""
     axis = spec_of(layout).samples_over(layout)
     return layout.dp * (int(getattr(layout, axis)) if axis else 1)
 

@@ -77,6 +77,7 @@ class Sizes:
 
 
 def loss_tokens(sizes: Sizes, choice: Choice) -> float:
+    """Returns for how many tokens a device computes a product of the head."""
     return sizes.between(choice.product, 1) if choice.common else sizes.tokens(choice.product)
 
 

@@ -95,6 +95,7 @@ def _unequal(held: Sequence[tuple[str, nn.Parameter]], axis: Axis) -> list[str]:
 
 
 def checksum(parameter: Tensor) -> Tensor:
+    """Returns a checksum of a parameter's bytes, an int64 scalar on its device."""
     # Flattened before its bytes are read: the last dimension of a matrix [n, 1] that is stored
     # transposed has a stride other than 1, although torch calls the matrix contiguous.
     flat = parameter.detach().contiguous().view(-1)
