@@ -52,7 +52,18 @@ def read(run: Path, batches: int) -> dict[str, Any]:
     return dict(json.loads(found.stdout))
 
 
-def measured(tokens: int, steps: int, parent: Path | None) -> tuple[dict[str, Any], Watched]:
+def start(run: Path, out: Path) -> dict[str, tuple[float, float]]:
+    """Returns processor seconds and seconds of each phase until the first step is over."""
+    command = [sys.executable, "-m", "benchmarks.data.starting", str(run), str(out)]
+    found = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True
+    )
+    return dict(json.loads(found.stdout))
+
+
+def measured(
+    tokens: int, steps: int, parent: Path | None
+) -> tuple[dict[str, Any], dict[str, tuple[float, float]], Watched]:
     with tempfile.TemporaryDirectory(dir=parent, prefix="benchmark-data-") as name:
         folder = Path(name)
         corpus = folder / "corpus"
@@ -60,7 +71,9 @@ def measured(tokens: int, steps: int, parent: Path | None) -> tuple[dict[str, An
         forget(corpus)
         found = read(run_file(folder, sources, 64, 1), 200)
         forget(corpus)
-        return found, watch(run_file(folder, sources, 8, steps), folder / "out")
+        phases = start(run_file(folder, sources, 8, 1), folder / "started")
+        forget(corpus)
+        return found, phases, watch(run_file(folder, sources, 8, steps), folder / "out")
 
 
 def column(found: dict[str, Any], watched: Watched, steps: int) -> dict[str, str]:
@@ -86,13 +99,23 @@ def column(found: dict[str, Any], watched: Watched, steps: int) -> dict[str, str
     return {title: f"{value:,.3g}" for title, value in values.items()}
 
 
-def page(columns: dict[int, dict[str, str]]) -> list[str]:
-    machine = describe_machine("benchmarks.data")
+def phase_column(phases: dict[str, tuple[float, float]]) -> dict[str, str]:
+    """Returns the processor seconds and seconds of each phase of a start, by its title."""
+    both = {**phases, "until the first step is over": tuple(map(sum, zip(*phases.values())))}
+    return {title: f"{used:.2f} ({wall:.2f})" for title, (used, wall) in both.items()}
+
+
+def table(columns: dict[int, dict[str, str]]) -> str:
     heads = " | ".join(f"{tokens:,} tokens" for tokens in columns)
     rows = [
         f"| {title} | " + " | ".join(one[title] for one in columns.values()) + " |"
         for title in next(iter(columns.values()))
     ]
+    return "\n".join([f"| | {heads} |", "|---|" + "---:|" * len(columns), *rows])
+
+
+def page(columns: dict[int, dict[str, str]], starts: dict[int, dict[str, str]]) -> list[str]:
+    machine = describe_machine("benchmarks.data")
     return [
         "# Reading 10^9 tokens",
         "\n".join(
@@ -109,7 +132,15 @@ def page(columns: dict[int, dict[str, str]]) -> list[str]:
         f"{machine['cpu']}, {machine['cores']} cores; torch {machine['torch']}, Python "
         f"{machine['python']}; {machine['date']}, commit {machine['commit']}",
         f"`{machine['command']}`",
-        "\n".join([f"| | {heads} |", "|---|" + "---:|" * len(columns), *rows]),
+        table(columns),
+        "## The start of `gridformer train`, by phases",
+        "\n".join(
+            [
+                "Processor seconds of a run in one process, and in parentheses seconds, which",
+                "reading from a cold disk and other programs make longer.",
+            ]
+        ),
+        table(starts),
     ]
 
 
@@ -126,11 +157,12 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.tokens) < 10**5 or options.steps < 20:
         parser.error("use --tokens of at least 100000 and --steps of at least 20")
-    columns = {}
+    columns, starts = {}, {}
     for tokens in options.tokens:
-        found, watched = measured(tokens, options.steps, options.folder)
+        found, phases, watched = measured(tokens, options.steps, options.folder)
         columns[tokens] = column(found, watched, options.steps)
-    write_page(page(columns), options.out)
+        starts[tokens] = phase_column(phases)
+    write_page(page(columns, starts), options.out)
 
 
 if __name__ == "__main__":

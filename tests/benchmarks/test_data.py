@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from benchmarks.data.__main__ import column, page, run_file
+import pytest
+from benchmarks.data.__main__ import column, page, phase_column, run_file, start
 from benchmarks.data.corpus import forget, write_corpus
+from benchmarks.data.starting import PHASES
 from benchmarks.data.training import Watched
 
 from gridformer.config import load_run
@@ -28,7 +30,8 @@ def test_the_page_shows_what_was_measured() -> None:
     parts = dict.fromkeys(("open", "check", "fingerprint", "order", "first batch"), 0.25)
     found = {"parts": parts, "processor_s": 0.5, "wall": [0.01, 0.03], "processor": [0.002, 0.002]}
     watched = Watched(3.0, 2.0, [(2, 100.0), (19, 120.0)], [0.5, 0.0, 0.1], [1.0, 1.0, 1.0])
-    shown = "\n".join(page({10**6: column(found, watched, 20)}))
+    starts = phase_column({"first": (1.0, 2.0), "then": (0.25, 0.5)})
+    shown = "\n".join(page({10**6: column(found, watched, 20)}, {10**6: starts}))
     for row in (
         "| all of these, s | 1.25 |",
         "| the slowest of 200 batches, ms | 30 |",
@@ -37,5 +40,15 @@ def test_the_page_shows_what_was_measured() -> None:
         "| their share of the time of these steps, % | 5 |",
         "| memory after a tenth of the steps, MiB | 100 |",
         "| memory at the end, MiB | 120 |",
+        "| then | 0.25 (0.50) |",
+        "| until the first step is over | 1.25 (2.50) |",
     ):
         assert row in shown
+
+
+@pytest.mark.full
+def test_phases_follow_one_another_until_the_first_step(tmp_path: Path) -> None:
+    sources = write_corpus(tmp_path / "corpus", 100_000)
+    found = start(run_file(tmp_path, sources, 2, 1), tmp_path / "out")
+    assert tuple(found) == PHASES
+    assert all(used >= 0 for used, _ in found.values())
