@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PHASES = (
-    "Python, and the command line",
+    "Python, and the imports of the command line",
     "reading and checking the run and its data",
     "importing PyTorch",
     "memory, checkpoints, fingerprint of the data",
