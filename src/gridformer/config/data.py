@@ -22,19 +22,31 @@ from gridformer.config.model import Family
 from gridformer.utils.files import tokens_exist
 from gridformer.utils.limits import MOST_TOKENS
 
-Task = Literal["auto", "causal", "masked", "spans", "pairs", "classify", "choice", "answer", "chat"]
+Task = Literal[
+    "auto",
+    "causal",
+    "masked",
+    "spans",
+    "pairs",
+    "classify",
+    "regression",
+    "choice",
+    "answer",
+    "chat",
+]
 # The tasks that each family can be trained on. The first one is what `auto` means.
 TASKS: dict[Family, tuple[Task, ...]] = {
-    "gpt2": ("causal", "classify", "chat"),
-    "bert": ("masked", "classify", "choice", "answer"),
-    "t5": ("spans", "pairs"),
+    "gpt2": ("causal", "classify", "regression", "answer", "chat"),
+    "bert": ("masked", "classify", "regression", "choice", "answer"),
+    "t5": ("spans", "pairs", "classify", "regression", "answer"),
     "transformer": ("pairs",),
-    "llama": ("causal", "classify", "chat"),
+    "llama": ("causal", "classify", "regression", "answer", "chat"),
 }
 # The tasks that have a head of their own instead of the head that predicts tokens, and the keys of
 # `model` that they set.
 FINE_TUNING: dict[Task, dict[str, Any]] = {
     "classify": {},
+    "regression": {"n_labels": 1},
     "choice": {"n_labels": 1},
     "answer": {"span_head": True},
 }
@@ -74,10 +86,10 @@ class DataConfig(Config):
         description="The model learns to predict next tokens (causal, for gpt2 and llama), masked "
         "tokens (masked, for bert), masked spans (spans, for t5), or the second text of a pair "
         "from the first (pairs, for transformer and t5), or the answers of conversations (chat, "
-        "for gpt2 and llama). Fine-tuning predicts the label of a text "
-        "or of a pair of texts (classify, for bert, gpt2 and llama), the right one of several "
-        "answers (choice, for bert), or where a text answers a question (answer, for bert), and "
-        "no tokens. auto means the first task of the family.",
+        "for gpt2 and llama). Fine-tuning predicts no tokens, but the label of a text or of a pair "
+        "of texts (classify), a number that belongs to it (regression), or where a text answers a "
+        "question (answer), all for bert, gpt2, llama and t5, or the right one of several answers "
+        "(choice, for bert). auto means the first task of the family.",
     )
     seq_len: int = Field(
         default=0,
@@ -91,7 +103,8 @@ class DataConfig(Config):
         ge=0,
         le=MOST_TOKENS,
         description="For t5 and transformer, a source has this number of tokens; 0 means "
-        "model.max_seq_len.",
+        "model.max_seq_len, or data.seq_len for the tasks of fine-tuning, in which encoder and "
+        "decoder read the same tokens.",
     )
     n_choices: int = Field(
         default=4,

@@ -15,9 +15,9 @@ ENCODER_DECODER: tuple[Family, ...] = ("t5", "transformer")
 _ONLY_IN: dict[str, tuple[Family, ...]] = {
     "n_decoder_layers": ENCODER_DECODER,
     "sentence_pair": ("bert",),
-    "n_labels": ("gpt2", "bert", "llama"),
-    "span_head": ("bert",),
-    "token_head": ("gpt2", "bert", "llama"),
+    "n_labels": ("gpt2", "bert", "t5", "llama"),
+    "span_head": ("gpt2", "bert", "t5", "llama"),
+    "token_head": ("gpt2", "bert", "t5", "llama"),
     "relative_buckets": ("t5",),
     "relative_max_distance": ("t5",),
     "init_std": ("gpt2", "bert", "llama"),
@@ -113,18 +113,18 @@ class ModelConfig(Config):
         default=0,
         ge=0,
         le=WIDEST,
-        description="gpt2, bert and llama get a classification head with this number of labels; 0 "
-        "means that there is no such head.",
+        description="The model gets a classification head with this number of labels, which t5 "
+        "has only with token_head=false; 0 means that there is no such head. transformer has none.",
     )
     span_head: bool = Field(
         default=False,
-        description="For bert, true adds a head that tells where an answer begins and ends; "
-        "data.task=answer sets it.",
+        description="true adds a head that tells where an answer begins and ends, which "
+        "transformer cannot have; data.task=answer sets it.",
     )
     token_head: bool = Field(
         default=True,
         description="false leaves out the head that predicts tokens, for models that are "
-        "fine-tuned; data.task=classify, choice and answer set it.",
+        "fine-tuned; data.task=classify, regression, choice and answer set it.",
     )
     relative_buckets: int = Field(
         default=32,
@@ -228,6 +228,9 @@ class ModelConfig(Config):
         ]
         if self.norm_position == "post" and self.family in ("gpt2", "t5", "llama"):
             problems.append(f"norm_position=post: {self.family} normalizes inputs; use pre")
+        if self.family == "t5" and self.token_head and (self.n_labels or self.span_head):
+            key = f"n_labels={self.n_labels}" if self.n_labels else "span_head=true"
+            problems.append(f"{key}: t5 has this head only with token_head=false; set both")
         if self.family == "t5" and self.relative_max_distance <= self.relative_buckets // 2:
             problems.append(
                 f"relative_max_distance={self.relative_max_distance}: the first half of "
@@ -276,6 +279,19 @@ class ModelConfig(Config):
     def gated(self) -> bool:
         """Whether the feed-forward has a gate, which is a third matrix."""
         return self.family == "llama"
+
+    @property
+    def pooled_labels(self) -> bool:
+        """Whether the classification head has a pooler, which hidden states of tokens pass first.
+
+        Decoders have one beside the head that predicts tokens, and none without it.
+        """
+        return bool(self.n_labels) and (self.family in ("bert", "t5") or self.token_head)
+
+    @property
+    def only_token_head(self) -> bool:
+        """Whether the head that predicts tokens is the only one."""
+        return self.token_head and not self.n_labels and not self.span_head
 
     @property
     def layer_elements(self) -> int:

@@ -83,6 +83,11 @@ class RunConfig(Config):
                 "data.task=classify needs model.n_labels, the number of labels: use "
                 "model.n_labels=2, for example"
             )
+        if model.two_stacks and self.data.source_len not in (0, self.seq_len):
+            problems.append(
+                f"data.source_len={self.data.source_len}: with data.task={task} encoder and "
+                f"decoder read the same {self.seq_len} tokens; use data.source_len=0"
+            )
         if task == "answer" and model.n_labels:
             problems.append(
                 f"data.task=answer does not fit model.n_labels={model.n_labels}: use "
@@ -170,6 +175,8 @@ class RunConfig(Config):
     @property
     def source_len(self) -> int:
         """The length of sources in tokens; 0 for models without an encoder-decoder pair."""
+        if self.model.two_stacks and self.task in FINE_TUNING:
+            return self.seq_len
         return (self.data.source_len or self.model.max_seq_len) if self.model.two_stacks else 0
 
     @property

@@ -12,7 +12,7 @@ from gridformer.data.columns import LABELS
 from gridformer.data.opened import RunData
 from gridformer.data.samples.answers import ANSWER
 from gridformer.data.samples.batches import open_samples, special_ids
-from gridformer.data.samples.examples import RIGHT
+from gridformer.data.samples.examples import RIGHT, VALUE
 from gridformer.data.samples.spans import SHORTEST_SOURCE, target_length
 from gridformer.data.tokenfolder import TokenFolder
 from gridformer.data.tokenizer import Tokenizer
@@ -216,7 +216,7 @@ def _kind_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str]:
 
 def _tasks_of(folder: TokenFolder) -> list[Task]:
     """Returns the tasks of fine-tuning that a folder has what they need for."""
-    columns = {"classify": LABELS, "choice": RIGHT, "answer": ANSWER}
+    columns = {"classify": LABELS, "regression": VALUE, "choice": RIGHT, "answer": ANSWER}
     return [task for task in FINE_TUNING if columns[task] in folder.index.all_columns]
 
 
@@ -226,6 +226,7 @@ def _example_problems(run: RunConfig, key: str, folder: TokenFolder) -> list[str
     if run.task not in fits:
         formats = {
             "classify": "mnli, or from your own records with --label-key",
+            "regression": "sts-b",
             "choice": "race",
             "answer": "squad",
         }

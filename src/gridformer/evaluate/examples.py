@@ -18,7 +18,7 @@ from gridformer.evaluate.scoring import in_batches
 from gridformer.train.scorers import scorer_of
 from gridformer.utils.batch import Batch
 
-_OF_TOKENS = ("tokens", "valid", "segments", "context")
+_OF_TOKENS = ("tokens", "valid", "segments", "context", "source", "source_valid")
 
 
 def check_examples(path: str, run: RunConfig) -> None:

@@ -21,11 +21,9 @@ from gridformer.models.blocks import (
     LayerNorm,
     Linear,
     PaddingMask,
-    PooledDropout,
     PositionEmbedding,
     Role,
     SegmentEmbedding,
-    SpanHead,
     Spread,
     Style,
     StyledLayer,
@@ -74,13 +72,7 @@ class BERT(Model):
         self.head = TiedHead(biases=v if config.token_head else 0)
         if config.sentence_pair:
             self.pair = Classifier(h, 2, std)
-        if config.n_labels:
-            # A fine-tuned BERT drops out what the pooler returns; pre-training does not.
-            drops = config.dropout if not config.token_head else 0.0
-            dropout = PooledDropout(drops, "classifier", self.clock)
-            self.classifier = Classifier(h, config.n_labels, std, dropout)
-        if config.span_head:
-            self.span = SpanHead(h, std)
+        self._add_heads(std)
 
     def forward(
         self,
@@ -141,14 +133,9 @@ class BERT(Model):
         return self._head_logits(x, table, padded)
 
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
-        logits: dict[str, Tensor] = {}
+        logits = self._branch_logits(hidden_BSH, batch)
         if "pair" in batch:
-            first = torch.zeros_like(batch["pair"])
-            logits["pair"] = self.pair(hidden_BSH, first)
-        if "at" in batch:
-            logits["labels"] = self.classifier(hidden_BSH, batch["at"])
-        if "answer" in batch:
-            logits["answer"] = self.span(hidden_BSH)
+            logits["pair"] = self.pair(hidden_BSH, torch.zeros_like(batch["pair"]))
         return logits
 
     def head_modules(self) -> tuple[nn.Module, ...]:
@@ -159,12 +146,7 @@ class BERT(Model):
         config = self.config
         words = ("transform", "head_norm", "head", "tokens") if config.token_head else ("head",)
         last = (*("norm",) * (not self.post), *words, "loss")
-        has = {
-            "pair": config.sentence_pair,
-            "classifier": bool(config.n_labels),
-            "span": config.span_head,
-        }
-        branches = tuple(name for name, there in has.items() if there)
+        branches = ("pair",) * config.sentence_pair + self._branch_modules()
         return [
             Link("embedding", first),
             *(Link(f"layers.{i}", (f"layers.{i}", "mask")) for i in range(self.config.n_layers)),

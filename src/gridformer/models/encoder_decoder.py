@@ -72,17 +72,18 @@ class Stack(nn.Module):
             }
         )
         if config.norm_position == "pre":
-            # Every decoder layer reads the encoder's norm; only the head reads the decoder's.
-            reader = "head" if decoder else None
+            # Every decoder layer reads the encoder's norm. The head may be all that reads the
+            # decoder's.
+            reader = "head" if decoder and config.only_token_head else None
             self.norm = new_norm(style.norm, config.hidden_size, config.norm_eps, reader)
             if decoder and isinstance(self.norm, RMSNorm):
                 self.norm.scale = head_scale
 
 
 class EncoderDecoder(Model):
-    """Maps source [b, S] and tokens [b, s] to logits [b, s, v].
+    """Maps source [b, S] and tokens [b, s] to logits [b, s, v], and t5 to those of its branches.
 
-    One table embeds source and tokens, and the head shares it.
+    They are those of `GPT2`. One table embeds source and tokens, and the head shares it.
 
     Args:
         config: The model's config.
@@ -104,6 +105,7 @@ class EncoderDecoder(Model):
         self.encoder = Stack(config, style, self.clock, "encoder", 1.0)
         self.decoder = Stack(config, style, self.clock, "decoder", head_scale)
         self.head = TiedHead()
+        self._add_heads(config.hidden_size**-0.5)
 
     def forward(
         self, source_BT: Tensor, tokens_BS: Tensor, source_valid_BT: Tensor | None = None
@@ -176,6 +178,9 @@ class EncoderDecoder(Model):
         x = self.decoder.norm(hidden_BSH) if self.pre else hidden_BSH
         return self._head_logits(x, table, padded)
 
+    def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return self._branch_logits(hidden_BSH, batch, self.decoder.norm if self.pre else None)
+
     def head_modules(self) -> tuple[nn.Module, ...]:
         return (self.decoder.norm, self.head) if self.pre else (self.head,)
 
@@ -228,7 +233,8 @@ class EncoderDecoder(Model):
         config, norm, bias = self.config, self.pre, self.relative
         embedding = ("tokens", *self.position_modules)
         between = (*("encoder.norm",) * norm, *embedding, "decoder.dropout")
-        head = (*("decoder.norm",) * norm, "head", "tokens", "loss")
+        words = ("head", *("tokens",) * config.token_head, "loss")
+        head = (*("decoder.norm",) * norm, *words, *self._branch_modules())
 
         def layer(stack: StackName, i: int) -> Link:
             shared = (*(f"{stack}.bias",) * bias, "source_mask", "mask")

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
     AttendingRows,
-    Classifier,
     Dropout,
     KVCache,
     LayerNorm,
@@ -30,7 +29,11 @@ from gridformer.utils.batch import Batch
 
 
 class GPT2(Model):
-    """Maps tokens [b, s] to logits [b, s, v], and to [b, n_labels] if there is a classifier."""
+    """Maps tokens [b, s] to logits [b, s, v], and to the logits of optional branches.
+
+    The branch `labels` classifies one chosen token of each sequence: [b, n_labels]. The branch
+    `answer` tells where an answer begins and ends: [b, 2, s].
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -51,10 +54,9 @@ class GPT2(Model):
                 for i in layer_numbers("layers", n)
             }
         )
-        self.norm = LayerNorm(h, config.norm_eps, None if config.n_labels else "head")
+        self.norm = LayerNorm(h, config.norm_eps, "head" if config.only_token_head else None)
         self.head = TiedHead()
-        if config.n_labels:
-            self.classifier = Classifier(h, config.n_labels, std)
+        self._add_heads(std)
 
     def forward(
         self, tokens_BS: Tensor, caches: Sequence[KVCache] | None = None, start: int = 0
@@ -109,16 +111,14 @@ class GPT2(Model):
         return self._head_logits(self.norm(hidden_BSH), table, padded)
 
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
-        if "at" not in batch:
-            return {}
-        return {"labels": self.classifier(self.norm(hidden_BSH), batch["at"])}
+        return self._branch_logits(hidden_BSH, batch, self.norm)
 
     def head_modules(self) -> tuple[nn.Module, ...]:
         return self.norm, self.head
 
     def links(self) -> list[Link]:
-        tied, labels = ("tokens",) * self.config.token_head, bool(self.config.n_labels)
-        head = ("norm", "head", *tied, "loss", *("classifier",) * labels)
+        tied = ("tokens",) * self.config.token_head
+        head = ("norm", "head", *tied, "loss", *self._branch_modules())
         return [
             Link("embedding", ("tokens", "positions", "dropout")),
             *(

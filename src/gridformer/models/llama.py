@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
     AttendingRows,
-    Classifier,
     Dropout,
     GatedLayer,
     KVCache,
@@ -34,7 +33,11 @@ from gridformer.utils.batch import Batch
 
 
 class Llama(Model):
-    """Maps tokens [b, s] to logits [b, s, v], and to [b, n_labels] if there is a classifier."""
+    """Maps tokens [b, s] to logits [b, s, v], and to the logits of optional branches.
+
+    The branch `labels` classifies one chosen token of each sequence: [b, n_labels]. The branch
+    `answer` tells where an answer begins and ends: [b, 2, s].
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -50,11 +53,10 @@ class Llama(Model):
                 for i in layer_numbers("layers", config.n_layers)
             }
         )
-        self.norm = RMSNorm(h, config.norm_eps, None if config.n_labels else "head")
+        self.norm = RMSNorm(h, config.norm_eps, "head" if config.only_token_head else None)
         tied = config.tied_head or not config.token_head  # which has no weights of its own
         self.head = TiedHead() if tied else UntiedHead(v, h, std)
-        if config.n_labels:
-            self.classifier = Classifier(h, config.n_labels, std)
+        self._add_heads(std)
 
     def forward(
         self, tokens_BS: Tensor, caches: Sequence[KVCache] | None = None, start: int = 0
@@ -114,9 +116,7 @@ class Llama(Model):
         return self._head_logits(self.norm(hidden_BSH), table, padded)
 
     def branch_logits(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
-        if "at" not in batch:
-            return {}
-        return {"labels": self.classifier(self.norm(hidden_BSH), batch["at"])}
+        return self._branch_logits(hidden_BSH, batch, self.norm)
 
     def head_modules(self) -> tuple[nn.Module, ...]:
         return self.norm, self.head
@@ -124,10 +124,9 @@ class Llama(Model):
     def links(self) -> list[Link]:
         config = self.config
         tied = ("tokens",) * (config.tied_head and config.token_head)
-        labels = ("classifier",) * bool(config.n_labels)
         layers = (f"layers.{i}" for i in range(config.n_layers))
         return [
             Link("embedding", ("tokens", "dropout")),
             *(Link(name, (name, "mask", "rows", "rotary")) for name in layers),
-            Link("head", ("norm", "head", *tied, "loss", *labels)),
+            Link("head", ("norm", "head", *tied, "loss", *self._branch_modules())),
         ]

@@ -7,7 +7,7 @@ A family implements `run`, which turns a batch into hidden states, and `token_lo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -18,21 +18,25 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
     Attention,
+    Classifier,
     CrossAttention,
     CrossEntropy,
     Dropout,
     DropoutClock,
     KVCache,
     LabelLoss,
+    LastTokenClassifier,
+    PooledDropout,
     Recompute,
     RecomputeMode,
+    SpanHead,
     TiedHead,
     TokenEmbedding,
     chunked_loss,
     keep_copies,
     places_per_chunk,
 )
-from gridformer.utils.batch import IGNORE, Batch
+from gridformer.utils.batch import Batch, counts
 
 # Maps each loss of a model to the key of a batch that holds its targets.
 LOSSES = {"tokens": "targets", "pair": "pair", "labels": "labels", "answer": "answer"}
@@ -241,16 +245,15 @@ class Model(nn.Module):
         """Returns how many targets each loss has in a batch, as scalar tensors."""
         # Not sum(), which would first convert every boolean to an integer.
         return {
-            name: (batch[key] != IGNORE).count_nonzero()
-            for name, key in LOSSES.items()
-            if key in batch
+            name: counts(batch[key]).count_nonzero() for name, key in LOSSES.items() if key in batch
         }
 
     @staticmethod
     def n_tokens(batch: Batch) -> Tensor:
         """Returns how many tokens of a batch the model reads, without padding.
 
-        Of an encoder-decoder's batch it counts the source's tokens and the decoder's targets.
+        Of an encoder-decoder's batch it counts the source's tokens and the decoder's targets, which
+        fine-tuning does not have.
         """
 
         def real(key: str, mask: str) -> Tensor:
@@ -258,7 +261,8 @@ class Model(nn.Module):
 
         if "source" not in batch:
             return real("tokens", "valid")
-        return real("source", "source_valid") + (batch["targets"] != IGNORE).count_nonzero()
+        source = real("source", "source_valid")
+        return source + counts(batch["targets"]).count_nonzero() if "targets" in batch else source
 
     # ------------------------------------------------------------------ for the families
 
@@ -275,6 +279,37 @@ class Model(nn.Module):
         for module in self.modules():
             if isinstance(module, Attention | CrossAttention | Dropout):
                 module.fused = fused
+
+    def _add_heads(self, std: float) -> None:
+        """Adds the heads of sequences and spans that the config names."""
+        config, h = self.config, self.config.hidden_size
+        if config.n_labels and not config.pooled_labels:
+            self.classifier: nn.Module = LastTokenClassifier(h, config.n_labels, std)
+        elif config.n_labels:
+            # A fine-tuned BERT drops out what the pooler returns. Pre-training and T5 do not.
+            drops = config.dropout * (config.family == "bert" and not config.token_head)
+            dropout = PooledDropout(drops, "classifier", self.clock) if drops else None
+            self.classifier = Classifier(h, config.n_labels, std, dropout)
+        if config.span_head:
+            self.span = SpanHead(h, std)
+
+    def _branch_logits(
+        self, hidden_BSH: Tensor, batch: Batch, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Computes the logits of the heads of `_add_heads`, of normalized hidden states."""
+        logits: dict[str, Tensor] = {}
+        if norm is not None and ("at" in batch or "answer" in batch):
+            hidden_BSH = norm(hidden_BSH)
+        if "at" in batch:
+            logits["labels"] = self.classifier(hidden_BSH, batch["at"])
+        if "answer" in batch:
+            logits["answer"] = self.span(hidden_BSH)
+        return logits
+
+    def _branch_modules(self) -> tuple[str, ...]:
+        """Returns the names of the heads of `_add_heads`."""
+        found = {"classifier": bool(self.config.n_labels), "span": self.config.span_head}
+        return tuple(name for name, there in found.items() if there)
 
     def _link_names(self) -> list[str]:
         return [link.name for link in self.links()]

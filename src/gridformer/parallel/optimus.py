@@ -143,7 +143,7 @@ class Optimus(SchemeSpec):
                 "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
                 "pooled_dropout": dropout,
                 "label_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
-                "span_ends": lambda plain: RowParallelLabelHead(plain, "row", axes),
+                "token_head": lambda plain: RowParallelLabelHead(plain, "row", axes),
                 "cross_entropy": lambda plain: VocabParallelCrossEntropy(
                     axes.col, vocab_size, plain.smoothing, vocabulary_width(axes, vocab_size)
                 ),

@@ -206,7 +206,7 @@ class SchemeSpec:
 
 def has_pooler(model: ModelConfig) -> bool:
     """Whether a model has an output branch with a pooler that reads one token per sequence."""
-    return model.n_labels > 0 or (model.family == "bert" and model.sentence_pair)
+    return model.pooled_labels or (model.family == "bert" and model.sentence_pair)
 
 
 def sequence_cuts(run: RunConfig) -> dict[str, int]:

@@ -27,12 +27,13 @@ _ROLES: dict[type[nn.Module], str] = {
     blocks.PooledDropout: "pooled_dropout",  # before its base class
     blocks.Dropout: "dropout",
     blocks.TiedHead: "tied_head",
-    blocks.SpanEnds: "span_ends",  # before its base class
+    blocks.TokenHead: "token_head",  # before its base class
     blocks.LabelHead: "label_head",
     blocks.SpanHead: "span_head",
     blocks.WholeSequence: "whole_sequence",
     blocks.ChosenToken: "chosen_token",
     blocks.Classifier: "classifier",
+    blocks.LastTokenClassifier: "classifier",
     blocks.CrossEntropy: "cross_entropy",
     blocks.LabelLoss: "label_loss",
 }

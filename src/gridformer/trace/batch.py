@@ -50,9 +50,13 @@ def rows_like(run: RunConfig, rows: Rows) -> Batch:
 
 def _fine_tuning(run: RunConfig, ids: Callable[..., Tensor], real: Callable[..., Tensor]) -> Batch:
     shape = (*(run.data.n_choices,) * (run.task == "choice"), run.seq_len)
-    batch = {"tokens": ids(*shape), "valid": real(*shape)}
+    if run.model.two_stacks:
+        batch = {"tokens": ids(*shape), "source": ids(*shape), "source_valid": real(*shape)}
+    else:
+        batch = {"tokens": ids(*shape), "valid": real(*shape)}
     if run.model.family == "bert":
         batch |= {"segments": ids(*shape)}
     if run.task == "answer":
         return batch | {"answer": ids(2)}
-    return batch | {"at": ids(*shape[:-1]), "labels": ids()}
+    labels = ids().float() if run.task == "regression" else ids()
+    return batch | {"at": ids(*shape[:-1]), "labels": labels}

@@ -130,7 +130,7 @@ def _of_data(batch: Batch, model: Any) -> Iterator[str]:
     }
     for key, limit in limits.items():
         values = batch.get(key)
-        if values is None or not values.numel():
+        if values is None or not values.numel() or values.is_floating_point():
             continue
         real = values[values != IGNORE]
         if real.numel() and (int(real.min()) < 0 or int(real.max()) >= limit):

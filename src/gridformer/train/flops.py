@@ -115,9 +115,10 @@ def _heads(model: ModelConfig, s: int) -> int:
         found += 2 * s * h * h * model.token_head  # the transform before the head
         if model.sentence_pair and not model.n_labels:
             found += 2 * h * (h + 2)
-        found += 2 * s * h * 2 * model.span_head
+    found += 2 * s * h * 2 * model.span_head
     if model.n_labels:
-        found += 2 * h * (h + model.n_labels)
+        pooled = model.pooled_labels  # reads one token; without a pooler, the head reads them all
+        found += 2 * h * (h + model.n_labels) if pooled else 2 * s * h * model.n_labels
     return found
 
 

@@ -22,7 +22,7 @@ from gridformer.data.tokenizer import Tokenizer
 from gridformer.models import Model
 from gridformer.models.blocks import by_label
 from gridformer.train.evaluation import Scorer, ValidationSet
-from gridformer.train.task_scores import answer_scores, label_scores
+from gridformer.train.task_scores import answer_scores, label_scores, regression_scores
 from gridformer.utils.batch import Batch
 
 
@@ -69,6 +69,8 @@ def scorer_of(
     if run.task in ("classify", "choice"):
         n_labels = run.data.n_choices if run.task == "choice" else run.model.n_labels
         return LabelScorer(samples.n_samples, n_labels)
+    if run.task == "regression":
+        return NumberScorer(samples.n_samples)
     if run.task == "answer":
         assert isinstance(samples, AnswerExamples)
         return AnswerScorer(samples, folder, split.name, run.data.max_answer_len)
@@ -95,6 +97,26 @@ class LabelScorer:
         """See Scorer."""
         said, wanted = found.long().t().tolist()
         return label_scores(said, wanted, self.n_labels)
+
+
+@dataclass(frozen=True)
+class NumberScorer:
+    """Scores numbers: the found and the right one of each sample."""
+
+    n_samples: int
+    n_columns: int = 2
+
+    def answers(self, model: Model, hidden_BSH: Tensor, batch: Batch) -> Tensor | None:
+        """See Scorer."""
+        logits = model.branch_logits(hidden_BSH, batch)["labels"]
+        if logits.is_meta:
+            return None
+        return torch.stack((logits.squeeze(1).double(), batch["labels"].double()), 1)
+
+    def scores(self, found: Tensor) -> dict[str, float]:
+        """See Scorer."""
+        said, wanted = found.t().tolist()
+        return regression_scores(said, wanted)
 
 
 @dataclass(frozen=True)

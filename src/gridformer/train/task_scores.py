@@ -1,7 +1,8 @@
 """Scores of classification and question answering, by the definitions of GLUE and SQuAD.
 
-Wang et al. 2019 (GLUE): accuracy, the F1 score of class 1, and the Matthews correlation. Rajpurkar
-et al. 2016 and 2018 (SQuAD 1.1 and 2.0): exact match, and the F1 score of the words of an answer.
+Wang et al. 2019 (GLUE): accuracy, the F1 score of class 1, the Matthews correlation, and the
+correlations of Pearson and Spearman. Rajpurkar et al. 2016 and 2018 (SQuAD 1.1 and 2.0): exact
+match, and the F1 score of the words of an answer.
 All scores are fractions; papers often multiply them by 100.
 """
 
@@ -12,6 +13,9 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -36,6 +40,30 @@ def label_scores(found: Sequence[int], wanted: Sequence[int], n_labels: int) -> 
         top = both * neither - only_found * only_wanted
         scores["matthews"] = _ratio(top, math.sqrt(math.prod(sizes)))
     return scores
+
+
+def regression_scores(found: Sequence[float], wanted: Sequence[float]) -> dict[str, float]:
+    """Returns the correlations of numbers with the right ones: Pearson's, and Spearman's of ranks.
+
+    They are 0 if all numbers of one side are equal.
+
+    Args:
+        found: The number that a model gives to each sample.
+        wanted: The right one.
+    """
+    x, y = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    return {"pearson": _correlation(x, y), "spearman": _correlation(_ranks(x), _ranks(y))}
+
+
+def _correlation(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    x, y = x - x.mean(), y - y.mean()
+    return _ratio(float(x @ y), math.sqrt(float(x @ x) * float(y @ y)))
+
+
+def _ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the rank of each number; equal numbers have the mean of their ranks."""
+    _, group, sizes = np.unique(x, return_inverse=True, return_counts=True)
+    return (np.cumsum(sizes) - (sizes - 1) / 2)[group]
 
 
 def answer_scores(said: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, float]:

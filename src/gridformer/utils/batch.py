@@ -13,8 +13,10 @@ pair           [b] int64       bert: 1 if B follows A in the text, 0 if B is fro
 source         [b, S] int64    t5, transformer: what the encoder reads
 source_valid   [b, S] bool     t5, transformer: False for padding; absent without padding
 at             [b] int64       the position whose vector the classification head reads
-labels         [b] int64       the label that this head should predict
-answer         [b, 2] int64    bert: the first and the last token of the answer; both 0 for none
+labels         [b] int64       the label that this head should predict; [b] float32 with
+                               data.task=regression, the number that it should predict, where NaN
+                               does not count
+answer         [b, 2] int64    the first and the last token of the answer; both 0 for none
 context        [b, s] int64    answers, in evaluations only: 2 where an answer may begin or end, 1
                                where it may only end, otherwise 0
 
@@ -46,6 +48,11 @@ class MicroBatch:
 
     rows: slice
     batch: Batch
+
+
+def counts(wanted: Tensor) -> Tensor:
+    """Returns where targets count: labels and tokens that are not IGNORE, numbers but not NaN."""
+    return ~wanted.isnan() if wanted.is_floating_point() else wanted != IGNORE
 
 
 def next_words(windows: Tensor) -> Batch:

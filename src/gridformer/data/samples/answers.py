@@ -1,8 +1,9 @@
 """Samples of question answering: a question and a window of the context in which its answer is.
 
-A sequence is [CLS] question [SEP] context [SEP]. A context that is too long is read in several
-windows, which are samples of their own (Devlin et al. 2019, section 4.2). The answer of a window
-that does not hold all of it is [CLS], as is that of a question without an answer.
+A sequence is [CLS] question [SEP] context [SEP]. For decoders and encoder-decoder pairs all three
+are the end-of-text token. A context that is too long is read in several windows, which are samples
+of their own (Devlin et al. 2019, section 4.2). The answer of a window that does not hold all of it
+is the first token, as is that of a question without an answer.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.samples.examples import PARTS
-from gridformer.data.samples.samples import Arrays, first, padded
+from gridformer.data.samples.examples import PARTS, read_by
+from gridformer.data.samples.samples import Arrays, first
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.tokenfolder import TokenSplit
 
@@ -47,6 +48,7 @@ class AnswerExamples:
         special: The special ids.
         stride: How many tokens after the one before a window begins.
         evaluating: Whether samples tell where answers may be, in the key `context`.
+        two_stacks: See `gridformer.data.samples.examples.Reading`.
     """
 
     n_left_out = 0
@@ -58,11 +60,12 @@ class AnswerExamples:
         special: SpecialIds,
         stride: int,
         evaluating: bool = False,
+        two_stacks: bool = False,
     ) -> None:
-        assert special.cls is not None
-        assert special.sep is not None
         self.split, self.seq_len, self.special = split, seq_len, special
-        self.cls, self.sep, self.evaluating = special.cls, special.sep, evaluating
+        self.cls = special.eos if special.cls is None else special.cls
+        self.sep = special.eos if special.sep is None else special.sep
+        self.evaluating, self.two_stacks = evaluating, two_stacks
         parts = np.asarray(split.columns[PARTS], dtype=np.int64)
         self.n_context = parts[:, 1]
         self.n_question = np.minimum(parts[:, 0], min(MOST_QUESTION, (seq_len - 3) // 2))
@@ -81,20 +84,18 @@ class AnswerExamples:
         return Window(document, start, length, int(self.n_question[document]) + 2)
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """Returns tokens, valid, segments (and context) [seq_len], and answer [2]."""
+        """Returns what `read_by` returns, segments (and context) [seq_len], and answer [2]."""
         window = self.window(number)
         ids = self.split.document(window.document)
         question = ids[: int(self.n_question[window.document])]
         begin = int(self.split.columns[PARTS][window.document][0]) + window.start
         context = ids[begin : begin + window.length]
         tokens = np.concatenate([[self.cls], question, [self.sep], context, [self.sep]])
-        valid = first(len(tokens), self.seq_len)
-        found: Arrays = {
-            "tokens": padded(tokens.astype(np.int64), self.seq_len, self.special.pad),
-            "valid": valid,
-            "segments": (valid & ~first(window.place, self.seq_len)).astype(np.int64),
-            "answer": self._answer(window),
-        }
+        found = read_by(tokens.astype(np.int64), self.seq_len, self.special, self.two_stacks)
+        found["answer"] = self._answer(window)
+        if self.special.cls is not None:
+            of_context = first(len(tokens), self.seq_len) & ~first(window.place, self.seq_len)
+            found["segments"] = of_context.astype(np.int64)
         if self.evaluating:
             found["context"] = self._context(number, window)
         return found

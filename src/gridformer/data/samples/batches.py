@@ -10,7 +10,7 @@ from gridformer.data.opened import RunData
 from gridformer.data.samples.answers import AnswerExamples
 from gridformer.data.samples.chat import ChatSamples, PackedChats
 from gridformer.data.samples.documents import with_documents
-from gridformer.data.samples.examples import ChoiceExamples, TextExamples
+from gridformer.data.samples.examples import ChoiceExamples, NumberExamples, TextExamples
 from gridformer.data.samples.labeled import LabeledForDecoder, LabeledForEncoder
 from gridformer.data.samples.masked import MaskedSamples
 from gridformer.data.samples.mixture import Mixture, Stage
@@ -56,11 +56,14 @@ def open_samples(
         return WindowSamples(text, run.seq_len)
     special = special_ids(run, tokenizer)
     if run.task == "classify":
-        return TextExamples(text, run.seq_len, special)
+        return TextExamples(text, run.seq_len, special, run.model.two_stacks)
+    if run.task == "regression":
+        return NumberExamples(text, run.seq_len, special, run.model.two_stacks)
     if run.task == "choice":
         return ChoiceExamples(text, run.seq_len, special, run.data.n_choices)
     if run.task == "answer":
-        return AnswerExamples(text, run.seq_len, special, run.data.stride, evaluating)
+        stride, two = run.data.stride, run.model.two_stacks
+        return AnswerExamples(text, run.seq_len, special, stride, evaluating, two)
     if run.model.n_labels:
         kind = LabeledForEncoder if run.task == "masked" else LabeledForDecoder
         return kind(text, run.seq_len, special)

@@ -3,11 +3,13 @@
 A document of a folder of examples consists of parts, whose lengths are in the column `parts`: the
 two texts of a pair, of which the second may be empty, or a passage and the continuations to choose
 from. An encoder reads [CLS] A [SEP] B [SEP], and a decoder A and B with an end-of-text token each.
+An encoder-decoder pair reads that as its source, and its decoder the same one token later.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +19,24 @@ from gridformer.data.samples.special import SpecialIds
 from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.errors import DataError
 
-PARTS, LABELS, RIGHT = "parts", "labels", "right"
+PARTS, LABELS, RIGHT, VALUE = "parts", "labels", "right", "value"
 
 
 class Reading:
-    """Puts two texts into one sequence of seq_len tokens, the longer text truncated to fit."""
+    """Puts two texts into one sequence of seq_len tokens, the longer text truncated to fit.
 
-    def __init__(self, seq_len: int, special: SpecialIds) -> None:
-        self.seq_len, self.special = seq_len, special
+    Args:
+        seq_len: Tokens of a sequence.
+        special: The special ids, with [CLS] for encoders.
+        two_stacks: Whether an encoder reads the sequence, and a decoder the same one token later.
+    """
+
+    def __init__(self, seq_len: int, special: SpecialIds, two_stacks: bool = False) -> None:
+        self.seq_len, self.special, self.two_stacks = seq_len, special, two_stacks
         self.encoder = special.cls is not None
+        # transformers takes the last token that is not padding. If texts end with the token that
+        # also pads, that is the token before it, so none is put there.
+        self.ends = special.eos != special.pad or self.encoder
 
     def sequence(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> Arrays:
         """Returns tokens, valid and, for encoders, segments [seq_len]; and at [].
@@ -36,14 +47,14 @@ class Reading:
         """
         special = self.special
         before = [special.cls] if special.cls is not None else []
-        end = special.sep if special.sep is not None and self.encoder else special.eos
-        room = self.seq_len - len(before) - (2 if len(b) else 1)
+        between = special.sep if special.sep is not None and self.encoder else special.eos
+        behind = [between] * (self.ends or not len(a) + len(b))
+        room = self.seq_len - len(before) - len(behind) - bool(len(b))
         n_a, n_b = truncated(len(a), len(b), room)
-        ids = [*before, *a[:n_a], end, *([*b[:n_b], end] if len(b) else [])]
+        ids = [*before, *a[:n_a], *([between, *b[:n_b]] if len(b) else []), *behind]
         tokens = np.array(ids, dtype=np.int64)
-        found: Arrays = {
-            "tokens": padded(tokens, self.seq_len, special.pad),
-            "valid": first(len(tokens), self.seq_len),
+        found = {
+            **read_by(tokens, self.seq_len, special, self.two_stacks),
             "at": np.array(0 if self.encoder else len(tokens) - 1, dtype=np.int64),
         }
         if self.encoder:
@@ -57,8 +68,10 @@ class TextExamples:
 
     n_left_out = 0
 
-    def __init__(self, split: TokenSplit, seq_len: int, special: SpecialIds) -> None:
-        self.split, self.reading = split, Reading(seq_len, special)
+    def __init__(
+        self, split: TokenSplit, seq_len: int, special: SpecialIds, two_stacks: bool = False
+    ) -> None:
+        self.split, self.reading = split, Reading(seq_len, special, two_stacks)
         self.n_samples = split.n_documents
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
@@ -66,7 +79,18 @@ class TextExamples:
         ids = self.split.document(number)[:-1]  # without the end-of-text token
         parts = self.split.columns.get(PARTS)
         n_a = int(parts[number][0]) if parts is not None else len(ids)
-        return self.reading.sequence(ids[:n_a], ids[n_a:]) | {LABELS: label_of(self.split, number)}
+        return self.reading.sequence(ids[:n_a], ids[n_a:]) | {LABELS: self.wanted(number)}
+
+    def wanted(self, number: int) -> NDArray[Any]:
+        """Returns what the head should predict []."""
+        return label_of(self.split, number)
+
+
+class NumberExamples(TextExamples):
+    """A text, or a pair of texts, and a number."""
+
+    def wanted(self, number: int) -> NDArray[Any]:
+        return np.array(self.split.columns[VALUE][number], dtype=np.float32)
 
 
 class ChoiceExamples:
@@ -96,6 +120,22 @@ class ChoiceExamples:
         return {key: np.stack([one[key] for one in read]) for key in read[0]} | {
             LABELS: np.array(self.split.columns[RIGHT][number], dtype=np.int64)
         }
+
+
+def read_by(ids: NDArray[np.int64], seq_len: int, special: SpecialIds, two_stacks: bool) -> Arrays:
+    """Returns the keys of a batch that hold a sequence.
+
+    Args:
+        ids: Its tokens, at most `seq_len`.
+        seq_len: Its length with padding.
+        special: The special ids.
+        two_stacks: See Reading.
+    """
+    tokens, valid = padded(ids, seq_len, special.pad), first(len(ids), seq_len)
+    if not two_stacks:
+        return {"tokens": tokens, "valid": valid}
+    later = np.concatenate([[special.start], tokens[:-1]])
+    return {"tokens": later, "source": tokens, "source_valid": valid}
 
 
 def truncated(n_a: int, n_b: int, room: int) -> tuple[int, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gridformer.data.samples.order import Rows, row_numbers
 from gridformer.data.samples.samples import Arrays, Samples
@@ -53,5 +55,10 @@ class Whole:
         filler = item == self.n_samples
         found = self.samples.sample(0 if filler else item, np.random.default_rng(0))
         if filler:
-            found |= {k: np.full_like(found[k], IGNORE) for k in _WANTED if k in found}
+            found |= {k: _nothing(found[k]) for k in _WANTED if k in found}
         return found | {"item": np.array(item, dtype=np.int64)}
+
+
+def _nothing(wanted: NDArray[Any]) -> NDArray[Any]:
+    """Returns targets of the same shape that do not count."""
+    return np.full_like(wanted, np.nan if wanted.dtype.kind == "f" else IGNORE)

@@ -56,30 +56,51 @@ class LabelHead(nn.Module):
 
     cast_parameters = ("weight", "bias")
 
-    def __init__(self, h: int, n_labels: int, std: float) -> None:
+    def __init__(self, h: int, n_labels: int, std: float, bias: bool = True) -> None:
         super().__init__()
         self.weight = new_parameter(h, n_labels, init=Init(std=std))
-        self.bias: nn.Parameter | None = new_parameter(n_labels, init=Init())
+        self.bias: nn.Parameter | None = new_parameter(n_labels, init=Init()) if bias else None
 
     def forward(self, x_BH: Tensor) -> Tensor:
         return linear(x_BH, self.weight, self.bias)
 
 
+class TokenHead(LabelHead):
+    """Maps every token [b, s, h] to a few logits, where schemes have the hidden states."""
+
+
+class LastTokenClassifier(nn.Module):
+    """Classifies each sequence by the logits of one chosen token, without a pooler or a bias.
+
+    Maps x [b, s, h] and positions [b] to logits [b, n_labels], as transformers' classes of decoders
+    do (GPT2ForSequenceClassification, LlamaForSequenceClassification).
+    """
+
+    def __init__(self, h: int, n_labels: int, std: float) -> None:
+        super().__init__()
+        self.labels: nn.Module = TokenHead(h, n_labels, std, bias=False)
+        self.choose: nn.Module = ChosenToken()
+
+    def forward(self, x_BSH: Tensor, at_B: Tensor) -> Tensor:
+        # Logits are chosen rather than hidden states: they are narrower where s is sharded.
+        logits: Tensor = self.choose(self.labels(x_BSH), at_B)
+        return logits
+
+
 class SpanHead(nn.Module):
-    """Tells where an answer begins and ends: x [b, s, h] to logits [b, 2, s] over the tokens."""
+    """Tells where an answer begins and ends: x [b, s, h] to logits [b, 2, s] over the tokens.
+
+    `ends` computes both logits of each token, with which the answer begins or ends there.
+    """
 
     def __init__(self, h: int, std: float) -> None:
         super().__init__()
-        self.ends: nn.Module = SpanEnds(h, 2, std)
+        self.ends: nn.Module = TokenHead(h, 2, std)
         self.join: nn.Module = WholeSequence()
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         logits: Tensor = self.join(self.ends(x_BSH))
         return logits.transpose(1, 2)
-
-
-class SpanEnds(LabelHead):
-    """Maps every token [b, s, h] to two logits: that the answer begins, and that it ends there."""
 
 
 class WholeSequence(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridformer.utils.batch import IGNORE
+from gridformer.utils.batch import IGNORE, counts
 
 Chunk = tuple[slice, Tensor]  # positions of each sequence, and their targets
 
@@ -79,15 +79,21 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class LabelLoss(nn.Module):
-    """Sums the cross entropy of labels over those that are not IGNORE.
+    """Sums the cross entropy of labels over those that are not IGNORE, or squared differences.
 
     logits [b, n_labels], labels [b]    a label per sequence
     logits [b n, 1], labels [b]         which of a sample's n sequences is right
     logits [b, 2, s], labels [b, 2]     at which tokens an answer begins and ends
+    logits [b, 1], numbers [b]          the number of a sequence; the sum of squared differences
+                                        from those that are not NaN
     """
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         each, wanted = by_label(logits, labels), labels.flatten()
+        if wanted.is_floating_point():
+            found = _wide(each).squeeze(1)
+            wrong = found - wanted.nan_to_num().to(found.dtype)
+            return wrong.square().masked_fill(~counts(wanted), 0.0).sum()
         return F.cross_entropy(_wide(each), wanted, ignore_index=IGNORE, reduction="sum")
 
 

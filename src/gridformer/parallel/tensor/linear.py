@@ -279,7 +279,7 @@ class RowParallelLabelHead(nn.Module):
         )
         if self.col.index:
             self.bias = None
-        else:
+        if self.bias is not None:
             place(self, "bias", ParamPlacement(cut=(None,), copies=copies, partial=partial), axes)
 
     def forward(self, x_BH: Tensor) -> Tensor:

@@ -45,10 +45,25 @@ def labeled_texts(
     tokenizer: Tokenizer, examples: Sequence[Text], dropped: Counter[str]
 ) -> Iterator[Document]:
     """Yields texts, or pairs of texts, with their labels."""
+    for one, parts in _in_tokens(tokenizer, examples):
+        yield _document(parts, [one.a, one.b], {}, one.label)
+
+
+def numbered_texts(
+    tokenizer: Tokenizer, examples: Sequence[Text], dropped: Counter[str]
+) -> Iterator[Document]:
+    """Yields texts, or pairs of texts, with their numbers."""
+    for one, parts in _in_tokens(tokenizer, examples):
+        yield _document(parts, [one.a, one.b], {"value": float(one.label)})
+
+
+def _in_tokens(
+    tokenizer: Tokenizer, examples: Sequence[Text]
+) -> Iterator[tuple[Text, list[list[int]]]]:
     firsts = tokenizer.encode_batch([one.a for one in examples])
     seconds = tokenizer.encode_batch([one.b for one in examples])
     for one, a, b in zip(examples, firsts, seconds):
-        yield _document([a, b], [one.a, one.b], {}, one.label)
+        yield one, [a, b]
 
 
 def choices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ BAD_ROWS = "incomplete rows"
 
 @dataclass(frozen=True)
 class Text:
-    """A text, or a pair of texts, and its label."""
+    """A text, or a pair of texts, and its label, or a number as it was written."""
 
     a: str
     b: str
@@ -31,7 +32,7 @@ class GlueTask:
         train: The file of training examples.
         val: The file of validation examples.
         columns: The columns of the first text, of the second one if there is one, and of the label.
-        labels: The labels, in the order of their numbers.
+        labels: The labels, in the order of their numbers; none if the last column has numbers.
         header: Whether the first row names the columns; otherwise columns are numbers.
     """
 
@@ -65,6 +66,7 @@ GLUE: dict[str, GlueTask] = {
     ),
     "mrpc": GlueTask("train.tsv", "dev.tsv", ("#1 String", "#2 String", "Quality"), ("0", "1")),
     "sst-2": GlueTask("train.tsv", "dev.tsv", ("sentence", "label"), ("0", "1")),
+    "sts-b": GlueTask("train.tsv", "dev.tsv", ("sentence1", "sentence2", "score"), ()),
     "cola": GlueTask("train.tsv", "dev.tsv", ("3", "1"), ("0", "1"), header=False),
 }
 
@@ -92,16 +94,30 @@ def read_glue(path: Path, task: GlueTask, skipped: Counter[str]) -> Iterator[Tex
     for row in rows:
         values = [row[place].strip() if place < len(row) else "" for place in places]
         *texts, label = values
-        if not all(texts) or label not in task.labels:
+        if not all(texts) or not _known(label, task):
             skipped[BAD_ROWS] += 1
             continue
         n += 1
         yield Text(texts[0], texts[1] if len(texts) > 1 else "", label)
     if not n:
         raise DataError(
-            f"{path}: no row has texts and one of the labels {', '.join(task.labels)}: it is not "
-            "a file of this data set with labels"
+            f"{path}: no row has texts and {_wanted(task)}: it is not a file of this data set with "
+            f"{'labels' if task.labels else 'scores'}"
         )
+
+
+def _known(label: str, task: GlueTask) -> bool:
+    """Returns whether a row has a label of the data set, or a finite number."""
+    if task.labels:
+        return label in task.labels
+    try:
+        return math.isfinite(float(label))
+    except ValueError:
+        return False
+
+
+def _wanted(task: GlueTask) -> str:
+    return f"one of the labels {', '.join(task.labels)}" if task.labels else "a number"
 
 
 def _places(path: Path, task: GlueTask, rows: list[list[str]]) -> tuple[list[int], list[list[str]]]:

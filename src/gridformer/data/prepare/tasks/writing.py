@@ -21,6 +21,7 @@ from gridformer.data.prepare.tasks.encoding import (
     answers,
     choices,
     labeled_texts,
+    numbered_texts,
 )
 from gridformer.data.prepare.tasks.glue import GLUE, Text, read_glue
 from gridformer.data.prepare.tasks.race import Choices, read_race
@@ -119,7 +120,8 @@ def _opened(kind: str, path: Path) -> Found:
     if kind in GLUE:
         task = GLUE[kind]
         files = {"train": (task.train,), "val": (task.val,)}
-        columns = {"parts": Column(dtype="int32", width=2), LABELS: LABEL_COLUMN}
+        columns = {"parts": Column(dtype="int32", width=2)}
+        columns |= {LABELS: LABEL_COLUMN} if task.labels else {"value": Column(dtype="float32")}
 
         def rows(split: SplitName, file: Path) -> Reader[Text]:
             return lambda skipped, place: read_glue(file, task, skipped)
@@ -128,7 +130,7 @@ def _opened(kind: str, path: Path) -> Found:
             _files(kind, path, files),
             rows,
             lambda one: len(one.a) + len(one.b),
-            labeled_texts,
+            labeled_texts if task.labels else numbered_texts,
             columns,
         )
     if kind == "squad":
