@@ -6,9 +6,11 @@ from typing import Any
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED, Form, Interleaved
+from gridformer.checkpoint.convert.heads import head_entries, head_keys, head_problems, read_heads
 from gridformer.checkpoint.convert.table import Entry, Kind
-from gridformer.config import ModelConfig
+from gridformer.config import ModelConfig, Task
 
+_LABELS = {"classifier.pooler": "bert.pooler.dense", "classifier.labels": "classifier"}
 _NEXT_SENTENCE = "cls.seq_relationship.weight"
 
 
@@ -37,13 +39,7 @@ def entries(config: ModelConfig) -> list[Entry]:
             *_norm("head_norm", "cls.predictions.transform.LayerNorm"),
             Entry("head.bias", ("cls.predictions.bias",)),
         ]
-    elif config.n_labels:
-        found += [
-            *_linear("classifier.pooler", ["bert.pooler.dense"]),
-            *_linear("classifier.labels", ["classifier"]),
-        ]
-    if config.span_head:
-        found += _linear("span.ends", ["qa_outputs"])
+    found += head_entries(config, _LABELS)
     if config.sentence_pair:
         found += [
             *_linear("pair.pooler", ["bert.pooler.dense"]),
@@ -88,29 +84,22 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 def _heads_of(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
     """Returns the keys of our model that tell its heads, which tensors of theirs show."""
-    if "qa_outputs.weight" in names:
-        return {"sentence_pair": False, "token_head": False, "span_head": True}
-    if "classifier.weight" in names:
-        # BertForMultipleChoice has one logit for each choice, whatever its config says.
-        choice = "BertForMultipleChoice" in (keys.get("architectures", None) or ())
-        n_labels = 1 if choice else len(keys.get("id2label", None) or {0: "", 1: ""})
-        return {"sentence_pair": False, "token_head": False, "n_labels": n_labels}
-    return {"sentence_pair": _NEXT_SENTENCE in names}
+    heads = read_heads(keys, names, "classifier.weight")
+    return {"sentence_pair": not heads and _NEXT_SENTENCE in names} | heads
 
 
-def write_config(config: ModelConfig) -> dict[str, Any] | list[str]:
-    problems = []
+def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    problems = head_problems(config)
     if config.norm_position != "post":
         problems.append(f"norm_position={config.norm_position}: BERT there has only post")
-    if config.n_labels and (config.token_head or config.span_head):
-        problems.append(f"n_labels={config.n_labels}: no model there has this head too")
     if config.head_width * config.n_heads != config.hidden_size:
         problems.append(
             f"head_dim={config.head_dim}: there it is hidden_size / n_heads, "
             f"{config.hidden_size // config.n_heads}"
         )
+    pretrained = "BertForPreTraining" if config.sentence_pair else "BertForMaskedLM"
     return problems or {
-        **_head_keys(config),
+        **head_keys(config, task, "Bert", pretrained),
         "num_hidden_layers": config.n_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.n_heads,
@@ -123,24 +112,6 @@ def write_config(config: ModelConfig) -> dict[str, Any] | list[str]:
         "attention_probs_dropout_prob": config.attention_dropout,
         "layer_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
-    }
-
-
-def _head_keys(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of their config.json that tell the class of a model and its labels."""
-    if config.token_head:
-        return {
-            "architectures": ["BertForPreTraining" if config.sentence_pair else "BertForMaskedLM"]
-        }
-    if config.span_head:
-        return {"architectures": ["BertForQuestionAnswering"]}
-    if config.n_labels == 1:
-        return {"architectures": ["BertForMultipleChoice"]}
-    names = [f"LABEL_{i}" for i in range(config.n_labels)]
-    return {
-        "architectures": ["BertForSequenceClassification"],
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)},
     }
 
 

@@ -24,7 +24,7 @@ from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.manifest import KEPT, read_manifest, verify
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
-from gridformer.config import ModelConfig, RunConfig, any_of
+from gridformer.config import ModelConfig, RunConfig, Task, any_of
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 from gridformer.utils.units import GIB
@@ -76,18 +76,20 @@ def export_run(
     folder = find.newest(run_dir)
     manifest = read_manifest(folder)
     root = folder if (folder / "tokenizer.json").is_file() else folder.parents[1]
-    kind, config = _kind_of(manifest.model, root / KEPT)
+    run = RunConfig.model_validate(manifest.run)
+    kind, config = _kind_of(manifest.model, run.task, root / KEPT)
     tell("verifying the checkpoint")
     verify(folder)
     shapes = shapes_of(manifest.model)
     stored = StoredParameters(folder, manifest, shapes)
     streamed: dict[str, Streamed] = {}
     for entry in kind.entries(manifest.model):
-        streamed |= _streamed(entry, stored, dtype)
+        tensors = _streamed(entry, stored, dtype)
+        streamed |= {kind.written(manifest.model, name): one for name, one in tensors.items()}
     with new_folder(out) as writing:
         n_files = write_tensors(streamed, writing, int(shard_gib * GIB), tell)
         stored.close()
-        tokens = write_tokenizer(writing, root, RunConfig.model_validate(manifest.run))
+        tokens = write_tokenizer(writing, root, run)
         types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
         values = {"model_type": kind.model_type, **tokens, **config}
         values["torch_dtype"] = types.most_common(1)[0][0]
@@ -97,7 +99,7 @@ def export_run(
     return Exported(kind.model_type, architecture, n_parameters, n_files, manifest.step)
 
 
-def _kind_of(model: ModelConfig, kept: Path) -> tuple[Kind, dict[str, Any]]:
+def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str, Any]]:
     """Returns the kind that represents a model, that of its import if several do."""
     kinds = kinds_of(model)
     if not kinds:
@@ -110,7 +112,7 @@ def _kind_of(model: ModelConfig, kept: Path) -> tuple[Kind, dict[str, Any]]:
         kinds.sort(key=lambda kind: kind.model_type != before)
     problems: list[str] = []
     for kind in kinds:
-        found = kind.write_config(model)
+        found = kind.write_config(model, task)
         if isinstance(found, dict):
             return kind, found
         problems += found

@@ -6,8 +6,9 @@ from typing import Any
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, SideBySide
+from gridformer.checkpoint.convert.heads import head_entries, head_keys, head_problems, read_heads
 from gridformer.checkpoint.convert.table import Entry, Kind
-from gridformer.config import ModelConfig
+from gridformer.config import ModelConfig, Task
 
 _LAYER = {
     "norm1": "ln_1",
@@ -37,7 +38,7 @@ def entries(config: ModelConfig) -> list[Entry]:
             for leaf in _LEAVES
         ]
     found += [Entry(f"norm.{leaf}", (f"transformer.ln_f.{leaf}",)) for leaf in _LEAVES]
-    return found
+    return found + head_entries(config, {"classifier.labels": "score"}, bias=False)
 
 
 def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
     keys.only("add_cross_attention", (False,), False)
     keys.only("tie_word_embeddings", (True,), True)
     hidden = keys.size("n_embd")
-    return {
+    return read_heads(keys, names, "score.weight") | {
         "n_layers": keys.size("n_layer"),
         "hidden_size": hidden,
         "n_heads": keys.size("n_head"),
@@ -61,17 +62,15 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
     }
 
 
-def write_config(config: ModelConfig) -> dict[str, Any] | list[str]:
-    problems = []
-    if config.n_labels:
-        problems.append(f"n_labels={config.n_labels}: its pooled head has no counterpart there")
+def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    problems = head_problems(config)
     if config.head_width * config.n_heads != config.hidden_size:
         problems.append(
             f"head_dim={config.head_dim}: there it is hidden_size / n_heads, "
             f"{config.hidden_size // config.n_heads}"
         )
     return problems or {
-        "architectures": ["GPT2LMHeadModel"],
+        **head_keys(config, task, "GPT2", "GPT2LMHeadModel"),
         "n_layer": config.n_layers,
         "n_embd": config.hidden_size,
         "n_head": config.n_heads,

@@ -28,6 +28,7 @@ from gridformer.checkpoint.convert.folder import (
     tensors_in,
 )
 from gridformer.checkpoint.convert.forms import Shape
+from gridformer.checkpoint.convert.heads import task_of
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.checkpoint.convert.weights_only import write_weights
@@ -83,6 +84,7 @@ class Source:
         folder: The folder.
         kind: The kind of its model.
         model: The config of our model.
+        task: The task that it has learned, or `auto`.
         entries: The table.
         shapes: The shapes of our parameters.
         tensors: Their tensors by the names of the table.
@@ -91,6 +93,7 @@ class Source:
     folder: Path
     kind: Kind
     model: ModelConfig
+    task: Task
     entries: list[Entry]
     shapes: Mapping[str, Shape]
     tensors: Mapping[str, There]
@@ -120,7 +123,7 @@ def import_folder(
     run = RunConfig(
         name=file_name(out.resolve().name, "imported"),
         model=source.model,
-        data=DataConfig(path=Path("data"), task=_task_of(source.model)),
+        data=DataConfig(path=Path("data"), task=source.task),
     )
     with new_folder(out) as writing:
         step = writing / "checkpoints" / "step-00000000"
@@ -136,15 +139,6 @@ def import_folder(
             shutil.copyfile(folder / "tokenizer.json", writing / "tokenizer.json")
     n_parameters = sum(torch.Size(shape).numel() for shape in source.shapes.values())
     return Imported(run, source.kind.model_type, n_parameters, has_tokenizer)
-
-
-def _task_of(model: ModelConfig) -> Task:
-    """Returns the task of fine-tuning whose heads a model has."""
-    if model.token_head:
-        return "auto"
-    if model.span_head:
-        return "answer"
-    return "choice" if model.n_labels == 1 else "classify"
 
 
 def open_source(folder: Path) -> Source:
@@ -175,7 +169,7 @@ def open_source(folder: Path) -> Source:
         raise ConfigError([f"{path}: vocab_size=0 is no vocabulary: write how many tokens it has"])
     entries, shapes = kind.entries(model), shapes_of(model)
     _check_tensors(folder, kind, entries, shapes, there)
-    return Source(folder, kind, model, entries, shapes, there)
+    return Source(folder, kind, model, task_of(model, values), entries, shapes, there)
 
 
 def _named(there: Mapping[str, There], kind: Kind) -> dict[str, There]:

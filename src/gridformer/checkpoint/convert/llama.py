@@ -12,9 +12,10 @@ from typing import Any
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED
+from gridformer.checkpoint.convert.heads import head_entries, head_keys, head_problems, read_heads
 from gridformer.checkpoint.convert.rope import read_rope, write_rope
 from gridformer.checkpoint.convert.table import Entry, Kind
-from gridformer.config import ModelConfig
+from gridformer.config import ModelConfig, Task
 from gridformer.utils.units import as_yaml
 
 _NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
@@ -41,6 +42,7 @@ class _Traits:
             `layer_types` or `max_window_layers` names.
         kv_heads: The number of key/value heads; None means that of query heads.
         head_dim: The width of a head; None means hidden_size / num_attention_heads.
+        answering: What names of tensors begin with in the class for answers to questions.
     """
 
     qkv_bias: bool = False
@@ -48,11 +50,12 @@ class _Traits:
     window: str = "none"
     kv_heads: int | None = None
     head_dim: int | None = None
+    answering: str = "transformer."
 
 
 _TRAITS = {
     "llama": _Traits(),
-    "mistral": _Traits(window="all", kv_heads=8),
+    "mistral": _Traits(window="all", kv_heads=8, answering="model."),
     "qwen2": _Traits(qkv_bias=True, window="some", kv_heads=32),
     "qwen3": _Traits(qk_norm=True, window="some", kv_heads=32, head_dim=128),
 }
@@ -74,9 +77,9 @@ def entries(config: ModelConfig) -> list[Entry]:
                 for ours, theirs in _QKV.items()
             ]
     found.append(Entry("norm.weight", ("model.norm.weight",)))
-    if not config.tied_head:
+    if config.token_head and not config.tied_head:
         found.append(Entry("head.weight", ("lm_head.weight",)))
-    return found
+    return found + head_entries(config, {"classifier.labels": "score"}, bias=False)
 
 
 def read_config(traits: _Traits, keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def read_config(traits: _Traits, keys: ConfigKeys, names: frozenset[str]) -> dic
     kv_heads = keys.get("num_key_value_heads", traits.kv_heads) or n
     d = keys.get("head_dim", traits.head_dim) or 0
     layers = keys.size("num_hidden_layers")
-    return {
+    return read_heads(keys, names, "score.weight") | {
         "n_layers": layers,
         "hidden_size": h,
         "n_heads": n,
@@ -130,9 +133,9 @@ def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
     return 0 if different == [_FULL] else window
 
 
-def write_config(kind: str, config: ModelConfig) -> dict[str, Any] | list[str]:
+def write_config(kind: str, config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
     traits = _TRAITS[kind]
-    problems = []
+    problems = head_problems(config)
     for key, here in (("qkv_bias", traits.qkv_bias), ("qk_norm", traits.qk_norm)):
         if getattr(config, key) != here:
             value = as_yaml(getattr(config, key))
@@ -144,12 +147,11 @@ def write_config(kind: str, config: ModelConfig) -> dict[str, Any] | list[str]:
             f"hidden_size={config.hidden_size}: for a llama transformers wants a multiple of "
             f"n_heads={config.n_heads}"
         )
-    if config.n_labels:
-        problems.append(f"n_labels={config.n_labels}: its pooled head has no counterpart there")
     if problems:
         return problems
+    name = kind.capitalize()
     found = {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        **head_keys(config, task, name, f"{name}ForCausalLM"),
         "num_hidden_layers": config.n_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.n_heads,
@@ -174,6 +176,10 @@ def write_config(kind: str, config: ModelConfig) -> dict[str, Any] | list[str]:
     return found
 
 
+def _written(traits: _Traits, config: ModelConfig, name: str) -> str:
+    return name.replace("model.", traits.answering) if config.span_head else name
+
+
 def _kind(name: str, traits: _Traits) -> Kind:
     read: Callable[[ConfigKeys, frozenset[str]], dict[str, Any]] = partial(read_config, traits)
     return Kind(
@@ -183,6 +189,8 @@ def _kind(name: str, traits: _Traits) -> Kind:
         read,
         partial(write_config, name),
         prefix="model.",
+        written=partial(_written, traits),
+        old_names={"transformer.": "model."},
         skipped=(
             r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
             r"model\.rotary_emb\.inv_freq",

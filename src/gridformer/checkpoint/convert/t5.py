@@ -6,8 +6,14 @@ from typing import Any
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import TRANSPOSED, Interleaved
+from gridformer.checkpoint.convert.heads import head_entries, head_keys, head_problems, read_heads
 from gridformer.checkpoint.convert.table import Entry, Kind
-from gridformer.config import ModelConfig
+from gridformer.config import ModelConfig, Task
+
+_LABELS = {
+    "classifier.pooler": "classification_head.dense",
+    "classifier.labels": "classification_head.out_proj",
+}
 
 
 def entries(config: ModelConfig) -> list[Entry]:
@@ -18,7 +24,7 @@ def entries(config: ModelConfig) -> list[Entry]:
         for i in range(n):
             found += _layer(config, stack, i)
         found.append(Entry(f"{stack}.norm.weight", (f"{stack}.final_layer_norm.weight",)))
-    return found
+    return found + head_entries(config, _LABELS)
 
 
 def _layer(config: ModelConfig, stack: str, i: int) -> list[Entry]:
@@ -60,7 +66,7 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
     keys.only("is_gated_act", (False, None), None)
     keys.only("tie_word_embeddings", (True,), True, " (as in T5 v1.1)")
     keys.only("scale_decoder_outputs", (True, None), None)
-    return {
+    return read_heads(keys, names, "classification_head.out_proj.weight") | {
         "n_layers": keys.size("num_layers"),
         "n_decoder_layers": keys.get("num_decoder_layers", None) or keys.size("num_layers"),
         "hidden_size": keys.size("d_model"),
@@ -77,9 +83,9 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
     }
 
 
-def write_config(config: ModelConfig) -> dict[str, Any] | list[str]:
-    return {
-        "architectures": ["T5ForConditionalGeneration"],
+def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    return head_problems(config) or {
+        **head_keys(config, task, "T5", "T5ForConditionalGeneration"),
         "is_encoder_decoder": True,
         "num_layers": config.n_layers,
         "num_decoder_layers": config.n_decoder_layers,
@@ -97,6 +103,11 @@ def write_config(config: ModelConfig) -> dict[str, Any] | list[str]:
     }
 
 
+def _written(config: ModelConfig, name: str) -> str:
+    inside = config.n_labels and not name.startswith("classification_head.")
+    return f"transformer.{name}" if inside else name
+
+
 T5 = Kind(
     "t5",
     "t5",
@@ -104,6 +115,8 @@ T5 = Kind(
     read_config,
     write_config,
     prefix="",
+    written=_written,
+    old_names={"transformer.": ""},
     skipped=(
         r"(encoder|decoder)\.embed_tokens\.weight",  # these repeat shared.weight
         r"lm_head\.weight",

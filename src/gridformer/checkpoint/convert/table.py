@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, Form
-from gridformer.config import Family, ModelConfig
+from gridformer.config import Family, ModelConfig, Task
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,14 @@ class Entry:
     form: Form = SAME
 
 
+class WriteConfig(Protocol):
+    """Returns a config.json; see Kind."""
+
+    def __call__(
+        self, config: ModelConfig, task: Task = "auto", /
+    ) -> dict[str, Any] | list[str]: ...
+
+
 @dataclass(frozen=True)
 class Kind:
     """One `model_type` of Hugging Face's config.json.
@@ -37,23 +45,27 @@ class Kind:
         family: Our family.
         entries: The table of a model of ours.
         read_config: Returns the keys of our ModelConfig, given theirs and the names of the tensors.
-        write_config: Returns their config.json of a model of ours, without what every kind has.
-            A model that this kind cannot represent is a list of problems instead.
+        write_config: Returns their config.json of a model of ours that has learned a task, without
+            what every kind has. A model that this kind cannot represent is a list of problems
+            instead.
         prefix: What the names of the bare model's tensors begin with when it has a head. Files of a
             bare model have the names without it.
         skipped: Patterns (regular expressions of whole names) of tensors that are not parameters,
             or that repeat another one.
-        old_names: Replacements in names that older versions have written.
+        old_names: Replacements in names that older versions, or classes with other heads, have
+            written.
+        written: Returns the name that the class of a model has for a tensor of the table.
     """
 
     model_type: str
     family: Family
     entries: Callable[[ModelConfig], list[Entry]]
     read_config: Callable[[ConfigKeys, frozenset[str]], dict[str, Any]]
-    write_config: Callable[[ModelConfig], dict[str, Any] | list[str]]
+    write_config: WriteConfig
     prefix: str
     skipped: tuple[str, ...] = ()
     old_names: Mapping[str, str] = field(default_factory=dict)
+    written: Callable[[ModelConfig, str], str] = lambda model, name: name
 
 
 def to_ours(entries: list[Entry], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if (kept / CONFIG).is_file():
         before = read_json(kept / CONFIG)
-        return {key: before[key] for key in _TOKEN_KEYS if key in before}
+        return {key: before[key] for key in _TOKEN_KEYS if key in before} | _padding(root, run)
     if not (root / _TOKENIZER).is_file():
         return {}
     tokenizer = Tokenizer.load(root / _TOKENIZER)
@@ -63,6 +63,14 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
     if run.model.two_stacks:
         ids["decoder_start_token_id"] = special.start
     return ids
+
+
+def _padding(root: Path, run: RunConfig) -> dict[str, Any]:
+    """Returns what decoders that classify need: they read the last token that is not padding."""
+    decoder = not run.model.two_stacks and run.model.family != "bert"
+    if not decoder or run.model.token_head or not (root / _TOKENIZER).is_file():
+        return {}
+    return {"pad_token_id": special_ids(run, Tokenizer.load(root / _TOKENIZER)).pad}
 
 
 def _named(special: SpecialIds, tokenizer: Tokenizer, decoder: bool) -> dict[str, str]:

@@ -1,0 +1,110 @@
+"""Heads of fine-tuning: their tensors in transformers, the classes that have them, and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gridformer.checkpoint.convert.config_keys import ConfigKeys
+from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED
+from gridformer.checkpoint.convert.table import Entry
+from gridformer.config import ModelConfig, Task
+
+_CHOICE = "ForMultipleChoice"
+
+
+def head_entries(config: ModelConfig, labels: Mapping[str, str], bias: bool = True) -> list[Entry]:
+    """Returns the entries of the heads of fine-tuning that a model has.
+
+    Args:
+        config: The model.
+        labels: The products of the classification head, ours and theirs.
+        bias: Whether these have biases.
+    """
+    products: list[tuple[str, str, bool]] = []
+    if config.n_labels and not config.token_head:
+        products += [(ours, theirs, bias) for ours, theirs in labels.items()]
+    if config.span_head:
+        products.append(("span.ends", "qa_outputs", True))
+    found = []
+    for ours, theirs, biased in products:
+        found.append(Entry(f"{ours}.weight", (f"{theirs}.weight",), TRANSPOSED))
+        if biased:
+            found.append(Entry(f"{ours}.bias", (f"{theirs}.bias",), SAME))
+    return found
+
+
+def read_heads(keys: ConfigKeys, names: frozenset[str], label_weight: str) -> dict[str, Any]:
+    """Returns the keys of our model that tell its heads of fine-tuning, which their tensors show.
+
+    Args:
+        keys: Their config.json.
+        names: The names of their tensors.
+        label_weight: The name of the weight that computes the logits of labels.
+    """
+    if "qa_outputs.weight" in names:
+        return {"token_head": False, "span_head": True}
+    if label_weight in names:
+        kinds = (None, "single_label_classification", "regression")
+        kind = keys.only("problem_type", kinds, None)
+        # A class for choices has one logit for each of them, whatever its config says.
+        n_labels = 1 if _of_choices(keys.values) else len(keys.get("id2label", None) or (0, 1))
+        if kind == "regression" and n_labels != 1:
+            keys.problems.append(
+                f"problem_type=regression of {n_labels} numbers: gridformer has only 1"
+            )
+        return {"token_head": False, "n_labels": n_labels}
+    return {}
+
+
+def task_of(model: ModelConfig, values: Mapping[str, Any]) -> Task:
+    """Returns the task of fine-tuning whose heads an imported model has.
+
+    Args:
+        model: The model.
+        values: The content of its config.json.
+    """
+    if model.token_head:
+        return "auto"
+    if model.span_head:
+        return "answer"
+    if model.n_labels == 1:
+        return "choice" if _of_choices(values) else "regression"
+    return "classify"
+
+
+def head_problems(config: ModelConfig) -> list[str]:
+    """Returns why no class of transformers has the heads of a model."""
+    if config.n_labels and (config.token_head or config.span_head):
+        return [f"n_labels={config.n_labels}: no model there has this head beside another one"]
+    return []
+
+
+def head_keys(config: ModelConfig, task: Task, name: str, of_tokens: str) -> dict[str, Any]:
+    """Returns the keys of their config.json that tell the class of a model and its labels.
+
+    Args:
+        config: The model.
+        task: The task that it has learned.
+        name: What the names of their classes begin with, such as `Bert`.
+        of_tokens: The name of the class with a head of tokens.
+    """
+    if config.token_head:
+        return {"architectures": [of_tokens]}
+    if config.span_head:
+        return {"architectures": [f"{name}ForQuestionAnswering"]}
+    if task == "choice":
+        return {"architectures": [f"{name}{_CHOICE}"]}
+    labels = [f"LABEL_{i}" for i in range(config.n_labels)]
+    kind = "regression" if task == "regression" else "single_label_classification"
+    return {
+        "architectures": [f"{name}ForSequenceClassification"],
+        "problem_type": kind,
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
+
+
+def _of_choices(values: Mapping[str, Any]) -> bool:
+    classes: Sequence[str] = values.get("architectures") or ()
+    return any(name.endswith(_CHOICE) for name in classes)
