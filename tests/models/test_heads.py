@@ -1,7 +1,8 @@
-"""Heads for fine-tuning compute what Hugging Face's BertFor... classes compute."""
+"""Heads for fine-tuning compute what the classes of transformers compute."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
 from gridformer.train.rows import RowSplit
 from gridformer.utils.batch import Batch
+from tests.support.marks import full_unless
+from tests.support.reference import heads
 from tests.support.reference.bert import S, V, config_of
 from tests.support.reference.shared import (
     assert_close,
@@ -115,6 +118,83 @@ def test_logits_loss_and_gradients_are_those_of_hugging_face(name: str) -> None:
         assert parameter.grad is not None, parameter_name
         if parameter_name not in NOISE[name] and not parameter_name.endswith("qkv.bias"):
             assert_close(parameter.grad, expected[parameter_name])
+
+
+LENGTHS = [24, 17, 5, 12]
+KINDS_HEADS: list[tuple[str, heads.Head, int]] = [
+    (kind, head, n)
+    for kind in heads.CLASSES
+    for head, n in (
+        ("ForSequenceClassification", 3),
+        ("ForSequenceClassification", 1),
+        ("ForQuestionAnswering", 2),
+    )
+]
+QUICK_HEADS = {
+    ("gpt2", "ForSequenceClassification", 1),
+    ("llama", "ForSequenceClassification", 3),
+    ("qwen2", "ForQuestionAnswering", 2),
+    ("t5", "ForSequenceClassification", 3),
+    ("t5", "ForQuestionAnswering", 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "n_labels"),
+    full_unless(QUICK_HEADS.__contains__, KINDS_HEADS, unpack=True),
+)
+def test_every_class_gives_the_same_logits_loss_and_gradients(
+    kind: str, head: heads.Head, n_labels: int
+) -> None:
+    """With one label their loss is the mean squared difference, and ours has numbers as labels."""
+    ours, theirs = heads.pair(kind, head, n_labels)
+    draw = torch.Generator().manual_seed(3)
+    rows = [torch.randint(2, 211, (n,), generator=draw) for n in LENGTHS]
+    for row in rows:
+        row[-1] = heads.END
+    batch = heads.batch_of(ours, rows, 24)
+    labels = {"labels": torch.tensor([2, 0, 1, 2])}
+    if n_labels == 1:
+        labels = {"labels": torch.tensor([0.5, -1.25, 4.0, 2.0], dtype=torch.float64)}
+    if head == "ForQuestionAnswering":
+        del batch["at"]
+        answer = torch.tensor([[3, 5], [0, 0], [2, 2], [7, 11]])
+        labels = {"start_positions": answer[:, 0], "end_positions": answer[:, 1]}
+        batch["answer"] = answer
+    else:
+        batch |= labels
+    want = theirs(**heads.inputs_of(batch), **labels)
+    want.loss.backward()
+    (logits,) = ours.logits(batch).values()
+    if head == "ForQuestionAnswering":
+        assert_close(logits.detach(), torch.stack((want.start_logits, want.end_logits), 1).detach())
+    else:
+        assert_close(logits.detach(), want.logits.detach())
+    (loss,), (count,) = ours.losses(batch).values(), ours.counts(batch).values()
+    (loss / count).backward()
+    assert_close((loss / count).detach(), want.loss.detach())
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    expected = heads.in_our_names(kind, ours.config, grads)
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        # Softmax does not see what is added to all keys, or to all tokens of a span.
+        zero = ("span.ends.bias", "layers.1.norm2.bias", "qkv.bias", "k.bias")
+        # Their tables have no gradient of padding.
+        first = heads.PAD + 1 if name == "tokens.weight" else 0
+        if not name.endswith(zero):
+            assert_close(parameter.grad[first:], expected[name][first:])
+
+
+def test_numbers_that_are_not_there_count_nothing() -> None:
+    ours, _ = heads.pair("gpt2", "ForSequenceClassification", 1)
+    batch = heads.batch_of(ours, [torch.arange(2, 9)] * 3, 24)
+    numbers = torch.tensor([1.0, math.nan, 3.0])
+    with torch.no_grad():
+        logits = ours.logits(batch)["labels"].squeeze(1)
+        batch["labels"] = numbers
+        assert int(ours.counts(batch)["labels"]) == 2
+        want = (logits[0] - 1.0) ** 2 + (logits[2] - 3.0) ** 2
+        assert_close(ours.losses(batch)["labels"], want)
 
 
 def test_micro_batches_of_choices_are_sequences() -> None:

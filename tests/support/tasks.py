@@ -34,6 +34,20 @@ def write_mnli(folder: Path) -> Path:
     return folder
 
 
+def write_sts_b(folder: Path) -> Path:
+    """Write GLUE's files: the score is that of the last word of the second sentence."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(3)
+    for name, n in SIZES.items():
+        rows = ["index\tsentence1\tsentence2\tscore"]
+        for i in range(n):
+            word = int(draw.integers(len(WORDS)))
+            rows.append(f"{i}\t{text(draw, 4)}\t{text(draw, 2)} {WORDS[word]}\t{word / 2:.3f}")
+        rows.append("77\ta pair\twithout a score\t")
+        (folder / f"{name}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
 def write_squad(folder: Path, version: str = "v2.0") -> Path:
     """Write SQuAD's files; in version 2.0 every other question has no answer."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +89,7 @@ def write_race(folder: Path) -> Path:
     return folder
 
 
-WRITE = {"mnli": write_mnli, "squad": write_squad, "race": write_race}
+WRITE = {"mnli": write_mnli, "sts-b": write_sts_b, "squad": write_squad, "race": write_race}
 
 
 def words_tokenizer() -> Tokenizer:

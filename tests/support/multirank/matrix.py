@@ -21,6 +21,8 @@ from tests.support.multirank.exactness import TOLERANCE, TRAIN, tiny
 
 LARGEST = 8  # the most processes of a layout whose grid is the larger of two
 
+# The heads of fine-tuning, without that of tokens: labels of sequences, and spans.
+FINE_TUNED: dict[str, Any] = {"token_head": False, "span_head": True, "n_labels": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"family": "gpt2", "n_labels": 3},
     "BERT": {"family": "bert"},
@@ -28,13 +30,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "Transformer": {"family": "transformer", "label_smoothing": 0.1},
     # Its 3 heads of keys and values do not divide over 2 columns, so both columns have all of them.
     "Llama": {"family": "llama", "n_kv_heads": 3, "qk_norm": True, "tied_head": False},
-    # The heads of fine-tuning, without that of tokens: labels of sequences, and spans.
-    "BERT, fine-tuned": {
-        "family": "bert",
-        "sentence_pair": False,
-        "token_head": False,
-        "span_head": True,
-        "n_labels": 3,
+    "BERT, fine-tuned": {"family": "bert", "sentence_pair": False, **FINE_TUNED},
+    "GPT-2, fine-tuned": {"family": "gpt2", **FINE_TUNED},
+    "Llama, fine-tuned": {"family": "llama", "n_kv_heads": 3, "tied_head": False, **FINE_TUNED},
+    "T5, fine-tuned": {
+        "family": "t5",
+        "relative_buckets": 8,
+        "relative_max_distance": 16,
+        **FINE_TUNED,
     },
 }
 # What a model also has in cells with dropout.
@@ -62,6 +65,8 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # Schemes and models added after the quick cells were chosen, in order.
 ADDED = ("Megatron 2-D", "Llama", "BERT, fine-tuned")
+# Models of which all parts but the heads are in other models, too. Few of their cells are quick.
+HEADS = ("GPT-2, fine-tuned", "Llama, fine-tuned", "T5, fine-tuned")
 PIPELINES = (1, 2, 4)
 REPLICAS = ("none", "replicate", "zero1", "fsdp")
 DROPOUT = (False, True)
@@ -116,6 +121,17 @@ CELLS = [
 ]
 
 
+# The quick cells of HEADS: those of schemes that change these heads.
+QUICK_HEADS = {
+    Cell("GPT-2, fine-tuned", "Megatron, sequence parallel", 1, "none", True),
+    Cell("Llama, fine-tuned", "Optimus", 1, "none", False),
+    Cell("T5, fine-tuned", "Megatron, sequence parallel", 1, "none", False),
+    Cell("T5, fine-tuned", "D&SP-cSub", 1, "none", True),
+}
+# The cells in which every pair of values occurs.
+PAIRED = [cell for cell in CELLS if cell.model not in HEADS]
+
+
 def _quick() -> set[Cell]:
     """Choose few cells in which every pair of values of two dimensions occurs.
 
@@ -125,9 +141,9 @@ def _quick() -> set[Cell]:
     chosen: set[Cell] = set()
     for n_added in range(len(ADDED) + 1):
         later = ADDED[n_added:]
-        cells = [cell for cell in CELLS if cell.scheme not in later and cell.model not in later]
+        cells = [cell for cell in PAIRED if cell.scheme not in later and cell.model not in later]
         chosen = _chosen(cells, chosen)
-    return chosen
+    return chosen | QUICK_HEADS
 
 
 def _chosen(cells: list[Cell], before: set[Cell]) -> set[Cell]:

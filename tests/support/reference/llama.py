@@ -71,7 +71,7 @@ def hugging_face(architecture: str, config: ModelConfig, dtype: torch.dtype) -> 
     their_config = getattr(transformers, f"{name}Config")(**sizes)
     model = randomize(getattr(transformers, f"{name}ForCausalLM")(their_config), dtype)
     if dtype == torch.float64:
-        _widen(model)
+        widened(model)
     return model
 
 
@@ -83,12 +83,14 @@ def _scaling_of(scaling: RopeScaling) -> dict[str, Any]:
     return found
 
 
-def _widen(model: Any) -> None:
+def widened(model: Any) -> Any:
+    """Let norms and rotations of a model of theirs compute in float64, and return it."""
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")):
             module.forward = _norm_of(module)
         elif type(module).__name__.endswith("RotaryEmbedding"):
             module.forward = _rotation_of(module)
+    return model
 
 
 def _norm_of(module: Any) -> Any:

@@ -40,7 +40,9 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if (kept / CONFIG).is_file():
         before = read_json(kept / CONFIG)
-        return {key: before[key] for key in _TOKEN_KEYS if key in before} | _padding(root, run)
+        return {key: before[key] for key in _TOKEN_KEYS if key in before} | _read_by_heads(
+            root, run
+        )
     if not (root / _TOKENIZER).is_file():
         return {}
     tokenizer = Tokenizer.load(root / _TOKENIZER)
@@ -65,12 +67,16 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
     return ids
 
 
-def _padding(root: Path, run: RunConfig) -> dict[str, Any]:
-    """Returns what decoders that classify need: they read the last token that is not padding."""
-    decoder = not run.model.two_stacks and run.model.family != "bert"
-    if not decoder or run.model.token_head or not (root / _TOKENIZER).is_file():
+def _read_by_heads(root: Path, run: RunConfig) -> dict[str, Any]:
+    """Returns the ids that classes for fine-tuning look for, as the run has used them.
+
+    Decoders classify by the last token that is not padding, and T5 by the last end of text.
+    """
+    if run.model.token_head or run.model.family == "bert" or not (root / _TOKENIZER).is_file():
         return {}
-    return {"pad_token_id": special_ids(run, Tokenizer.load(root / _TOKENIZER)).pad}
+    special = special_ids(run, Tokenizer.load(root / _TOKENIZER))
+    ids = {"eos_token_id": special.eos, "pad_token_id": special.pad}
+    return ids | ({"decoder_start_token_id": special.start} if run.model.two_stacks else {})
 
 
 def _named(special: SpecialIds, tokenizer: Tokenizer, decoder: bool) -> dict[str, str]:
