@@ -274,7 +274,8 @@ def test_older_runs_keep_their_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ({"family": "t5", "n_labels": 3}, "n_labels=3 belongs to family gpt2, bert or llama"),
+        ({"family": "t5", "n_labels": 3}, "t5 has this head only with token_head=false"),
+        ({"family": "transformer", "n_labels": 3}, "belongs to family gpt2, bert, t5 or llama"),
         ({"family": "bert", "n_decoder_layers": 2}, "belongs to family t5 or transformer"),
         ({"family": "t5", "norm_position": "post"}, "norm_position=post: t5 normalizes inputs"),
         ({"family": "gpt2", "relative_buckets": 8}, "relative_buckets=8 belongs to family t5"),
@@ -327,7 +328,8 @@ def test_documents_share_samples_of_running_text_only(
 def test_tasks_belong_to_families() -> None:
     text = problem(BASE, "data.task=pairs")
     assert text.endswith(
-        "gpt2 learns from causal, classify or chat; use data.task=auto, causal, classify or chat"
+        "gpt2 learns from causal, classify, regression, answer or chat; use data.task=auto, "
+        "causal, classify, regression, answer or chat"
     )
 
 

@@ -25,6 +25,7 @@ def test_tasks_choose_heads() -> None:
     for task, n_labels, spans in (
         ("classify", 3, False),
         ("choice", 1, False),
+        ("regression", 1, False),
         ("answer", 0, True),
     ):
         model = run_of(task, {"n_labels": 3} if task == "classify" else {}).model
@@ -33,7 +34,18 @@ def test_tasks_choose_heads() -> None:
     again = parse_run(run_of("answer").model_dump(mode="json"))
     assert again == run_of("answer")
     gpt2 = run_of("classify", {"family": "gpt2", "n_labels": 2}).model
-    assert not gpt2.token_head
+    assert (gpt2.token_head, gpt2.pooled_labels) == (False, False)
+    assert gpt2.model_copy(update={"token_head": True}).pooled_labels
+
+
+def test_both_stacks_of_t5_read_the_same_tokens() -> None:
+    model = {"family": "t5", "n_labels": 2}
+    run = run_of("classify", model)
+    assert (run.source_len, run.seq_len) == (32, 32)
+    values = {"model": BERT | model, "data": {"path": ".", "task": "classify", "source_len": 16}}
+    with pytest.raises(ConfigError, match=r"read the same 32 tokens; use data\.source_len=0"):
+        parse_run(values)
+    assert parse_run(values, ["data.seq_len=16"]).source_len == 16
 
 
 @pytest.mark.parametrize(
@@ -43,8 +55,8 @@ def test_tasks_choose_heads() -> None:
         ("classify", {"n_labels": 2, "token_head": True}, "use model.token_head=false"),
         ("choice", {"n_labels": 4}, "use model.n_labels=1, or leave it out"),
         ("answer", {"n_labels": 2}, "use model.n_labels=0"),
-        ("masked", {"span_head": True}, "use data.task=classify, choice or answer"),
-        ("masked", {"token_head": False}, "use data.task=classify, choice or answer"),
+        ("masked", {"span_head": True}, "use data.task=classify, regression, choice or"),
+        ("masked", {"token_head": False}, "use data.task=classify, regression, choice or"),
     ],
 )
 def test_heads_that_do_not_fit_a_task(task: str, model: dict[str, Any], told: str) -> None:

@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2, labels": {"n_labels": 3},
+    "gpt2, fine-tuned": {"n_labels": 3, "token_head": False},
     "bert": {"family": "bert"},
     "bert, labels": {"family": "bert", "n_labels": 3, "sentence_pair": False},
     "bert, pre-norm, alone": {"family": "bert", "norm_position": "pre", "sentence_pair": False},

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from gridformer.train.scorers import best_spans
-from gridformer.train.task_scores import answer_scores, label_scores, normalized, word_f1
+from gridformer.train.task_scores import (
+    answer_scores,
+    label_scores,
+    normalized,
+    regression_scores,
+    word_f1,
+)
 
 
 def test_scores_of_two_labels() -> None:
@@ -24,6 +30,15 @@ def test_scores_of_two_labels() -> None:
 def test_scores_of_labels_that_do_not_occur() -> None:
     assert label_scores([0, 0], [0, 0], 2) == {"accuracy": 1.0, "f1": 0.0, "matthews": 0.0}
     assert label_scores([2, 0, 1], [2, 1, 1], 3) == {"accuracy": 2 / 3}
+
+
+def test_correlations_of_numbers() -> None:
+    """The ranks of 2, 2 and 5 are 1.5, 1.5 and 3."""
+    scores = regression_scores([1.0, 2.0, 3.0], [2.0, 2.0, 5.0])
+    assert scores["pearson"] == pytest.approx(3 / math.sqrt(2 * 6))
+    assert scores["spearman"] == pytest.approx(1.5 / math.sqrt(2 * 1.5))
+    assert regression_scores([1.0, 1.0], [0.0, 3.0]) == {"pearson": 0.0, "spearman": 0.0}
+    assert regression_scores([0.1, 7.0, 8.0], [3.0, 2.0, 1.0])["spearman"] == pytest.approx(-1.0)
 
 
 def test_answers_are_compared_without_articles_case_and_punctuation() -> None:

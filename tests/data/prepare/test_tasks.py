@@ -108,6 +108,16 @@ def test_a_folder_of_pairs_with_labels(tmp_path: Path) -> None:
     assert other.val.n_documents == 10
 
 
+def test_scores_of_pairs_are_numbers(tmp_path: Path) -> None:
+    folder = examples("sts-b", tmp_path)
+    assert (folder.index.labels, folder.index.skipped) == ((), {BAD_ROWS: 2})
+    rows = (tmp_path / "sts-b" / "dev.tsv").read_text(encoding="utf-8").split("\n")
+    assert folder.val.columns["value"][3] == float(rows[4].split("\t")[-1])
+    (tmp_path / "sts-b" / "dev.tsv").write_text("sentence1\tsentence2\tscore\na\tb\tnan\n")
+    with pytest.raises(DataError, match="no row has texts and a number"):
+        prepare_task("sts-b", tmp_path / "sts-b", tmp_path / "again", words_tokenizer())
+
+
 @pytest.mark.parametrize("version", ["v1.1", "v2.0"])
 def test_tokens_of_answers_spell_the_answers(tmp_path: Path, version: str) -> None:
     path = write_squad(tmp_path / "squad", version)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gridformer.data.samples.answers import AnswerExamples
-from gridformer.data.samples.examples import ChoiceExamples, Reading, TextExamples, truncated
+from gridformer.data.samples.examples import (
+    ChoiceExamples,
+    NumberExamples,
+    Reading,
+    TextExamples,
+    truncated,
+)
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.samples.whole import Whole
 from gridformer.data.tokenfolder import TokenSplit
@@ -63,6 +70,35 @@ def test_encoders_and_decoders_read_two_texts() -> None:
     assert (int(last["at"]), "segments" in last) == (6, False)
 
 
+def test_a_decoder_that_pads_with_the_end_of_text_reads_none_at_the_end() -> None:
+    """transformers takes the last token that is not padding, which `at` must be."""
+    same = dataclasses.replace(DECODER, pad=EOS)
+    a, b, none = np.array([1, 2, 3]), np.array([7, 8]), np.array([], dtype=np.int64)
+    two, one = Reading(8, same).sequence(a, b), Reading(4, same).sequence(a, none)
+    assert two["tokens"].tolist() == [1, 2, 3, EOS, 7, 8, EOS, EOS]
+    assert (int(two["valid"].sum()), int(two["at"])) == (6, 5)
+    assert (one["tokens"].tolist(), int(one["at"])) == ([1, 2, 3, EOS], 2)
+    empty = Reading(4, same).sequence(none, none)
+    assert (int(empty["valid"].sum()), int(empty["at"])) == (1, 0)
+
+
+def test_both_stacks_read_a_sequence() -> None:
+    a, b = np.array([1, 2, 3]), np.array([7, 8])
+    found = Reading(8, DECODER, two_stacks=True).sequence(a, b)
+    assert found["source"].tolist() == [1, 2, 3, EOS, 7, 8, EOS, PAD]
+    assert found["tokens"].tolist() == [PAD, 1, 2, 3, EOS, 7, 8, EOS]
+    assert (int(found["source_valid"].sum()), int(found["at"])) == (7, 6)
+
+
+def test_numbers_are_labels() -> None:
+    split = split_of([[1, 2], [3]], parts=[[1, 1], [1, 0]], value=[0.5, 3.25])
+    whole = Whole(NumberExamples(split, 6, DECODER), 3).batch(0)
+    assert whole["labels"].dtype == np.float32
+    assert whole["labels"][:2].tolist() == [0.5, 3.25]
+    assert np.isnan(whole["labels"][2])
+    assert whole["tokens"][1].tolist() == [3, EOS, *[PAD] * 4]
+
+
 def test_texts_with_and_without_parts() -> None:
     pairs = split_of([[1, 2, 3], [4]], parts=[[1, 2], [1, 0]], labels=[2, 0])
     found = TextExamples(pairs, 8, ENCODER).sample(0, DRAW)
@@ -114,6 +150,9 @@ def test_windows_cover_contexts_and_hold_answers() -> None:
     ]
     window = samples.window(2)
     assert (window.document, window.start, window.length, window.place) == (0, 6, 4, 4)
+    decoder = AnswerExamples(split, 9, DECODER, 3).sample(1, DRAW)
+    assert decoder["tokens"].tolist() == [EOS, 1, 2, EOS, 13, 14, 15, 16, EOS]
+    assert (decoder["answer"].tolist(), "segments" in decoder) == ([5, 6], False)
 
 
 def test_every_sample_once() -> None:
