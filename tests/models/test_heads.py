@@ -121,15 +121,12 @@ def test_logits_loss_and_gradients_are_those_of_hugging_face(name: str) -> None:
 
 
 LENGTHS = [24, 17, 5, 12]
-KINDS_HEADS: list[tuple[str, heads.Head, int]] = [
-    (kind, head, n)
-    for kind in heads.CLASSES
-    for head, n in (
-        ("ForSequenceClassification", 3),
-        ("ForSequenceClassification", 1),
-        ("ForQuestionAnswering", 2),
-    )
-]
+OF_CLASSES: tuple[tuple[heads.Head, int], ...] = (
+    ("ForSequenceClassification", 3),
+    ("ForSequenceClassification", 1),
+    ("ForQuestionAnswering", 2),
+)
+KINDS_HEADS = [(kind, head, n) for kind in heads.CLASSES for head, n in OF_CLASSES]
 QUICK_HEADS = {
     ("gpt2", "ForSequenceClassification", 1),
     ("llama", "ForSequenceClassification", 3),

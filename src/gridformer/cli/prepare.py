@@ -132,8 +132,8 @@ def prepare(
             "--format",
             metavar="FORMAT",
             help="SOURCE is the folder of a data set for fine-tuning, with the files as they are "
-            "distributed: mnli, mnli-mismatched, qqp, qnli, rte, mrpc, sst-2, cola (GLUE's .tsv "
-            "files), squad (JSON of SQuAD 1.1 or 2.0) or race. It needs --tokenizer, and the "
+            "distributed: mnli, mnli-mismatched, qqp, qnli, rte, mrpc, sst-2, cola, sts-b (GLUE's "
+            ".tsv files), squad (JSON of SQuAD 1.1 or 2.0) or race. It needs --tokenizer, and the "
             "splits are those of the data set.",
         ),
     ] = None,
@@ -361,7 +361,7 @@ def _summarize(folder: TokenFolder, out: Path, console: Console) -> None:
 def _next(folder: TokenFolder, out: Path) -> str:
     """Returns a command that trains on the folder."""
     if folder.kind == "examples":
-        of = {"answer": "squad", "right": "race"}
+        of = {"answer": "squad", "right": "race", "value": "sts-b"}
         run = next((of[name] for name in of if name in folder.index.columns), "mnli")
         words = ["gridformer", "train", run, f"data.path={out}"]
         if folder.index.labels and len(folder.index.labels) != 3:

@@ -60,7 +60,10 @@ def score_examples(trained: Trained, path: str, batch_size: int) -> dict[str, fl
     def batch_of(numbers: Sequence[int], multiple: int) -> Batch:
         read = [samples.sample(number, draw) for number in numbers]
         batch = {key: torch.from_numpy(np.stack([x[key] for x in read])) for key in read[0]}
-        more = -batch["tokens"].shape[-1] % multiple
+        # What is padding in all sequences is left out, since models may read far longer ones.
+        real = batch["valid" if "valid" in batch else "source_valid"].flatten(0, -2).any(0)
+        n = -(-int(real.nonzero().max() + 1) // multiple) * multiple
+        more = n - len(real)  # negative numbers cut
         return {k: F.pad(x, (0, more)) if k in _OF_TOKENS else x for k, x in batch.items()}
 
     def answers(hidden: Tensor, batch: Batch) -> Tensor | None:

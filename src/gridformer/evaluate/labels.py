@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gridformer.config import RunConfig
 from gridformer.data import TokenFolder
+from gridformer.data.samples.examples import Reading, read_by
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.prompts import read_fields
 from gridformer.evaluate.scoring import in_batches
@@ -50,29 +52,21 @@ def predicted(trained: Trained, texts: Sequence[str], batch_size: int) -> list[i
 
     Texts are cut to the length of training.
     """
-    length, special = trained.run.seq_len, trained.special
+    length, special, model = trained.run.seq_len, trained.special, trained.run.model
     tokens = trained.tokenizer.encode_batch(texts)
-    if trained.run.model.family == "bert":
-        assert special.cls is not None
-        assert special.sep is not None
-        read = [[special.cls, *ids[: length - 2], special.sep] for ids in tokens]
-        at = [0] * len(read)
+    if model.family == "bert" or not model.token_head:
+        reading = Reading(length, special)
+        read = [reading.joined(ids)[0] for ids in tokens]
     else:
         read = [[*ids, special.eos][:length] for ids in tokens]
-        at = [len(ids) - 1 for ids in read]
+    at = [0 if model.family == "bert" else len(ids) - 1 for ids in read]
     order = sorted(range(len(texts)), key=lambda i: -len(read[i]))
 
     def batch_of(numbers: Sequence[int], multiple: int) -> Batch:
         n = -(-max(len(read[i]) for i in numbers) // multiple) * multiple
-        found = torch.full((len(numbers), n), special.pad)
-        for row, i in enumerate(numbers):
-            found[row, : len(read[i])] = torch.tensor(read[i])
-        sizes = torch.tensor([len(read[i]) for i in numbers])
-        return {
-            "tokens": found,
-            "valid": torch.arange(n) < sizes[:, None],
-            "at": torch.tensor([at[i] for i in numbers]),
-        }
+        rows = [read_by(np.array(read[i]), n, special, model.two_stacks) for i in numbers]
+        found = {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
+        return found | {"at": torch.tensor([at[i] for i in numbers])}
 
     def columns(hidden: Tensor, batch: Batch) -> Tensor | None:
         logits = trained.model.branch_logits(hidden, batch)["labels"]

@@ -243,8 +243,8 @@ def _predicts(run: RunConfig) -> str:
 
 
 def _classifies(run: RunConfig) -> str:
-    if run.task == "choice":
-        return "needs a classifier of texts, not one of choices"
+    if run.task in ("choice", "regression"):
+        return f"needs a classifier of texts, not a model of data.task={run.task}"
     return "" if run.model.n_labels else "needs a model with a classifier, but model.n_labels=0"
 
 

@@ -8,6 +8,7 @@ An encoder-decoder pair reads that as its source, and its decoder the same one t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -45,22 +46,31 @@ class Reading:
             a: The tokens of the first text.
             b: Those of the second one; there is none if they are empty.
         """
+        ids, n_first = self.joined(a.tolist(), b.tolist())
+        tokens = np.array(ids, dtype=np.int64)
+        found = {
+            **read_by(tokens, self.seq_len, self.special, self.two_stacks),
+            "at": np.array(0 if self.encoder else len(ids) - 1, dtype=np.int64),
+        }
+        if self.encoder:
+            of_b = first(len(ids), self.seq_len) & ~first(n_first, self.seq_len)
+            found["segments"] = of_b.astype(np.int64)
+        return found
+
+    def joined(self, a: Sequence[int], b: Sequence[int] = ()) -> tuple[list[int], int]:
+        """Returns the tokens of a sequence without padding, and how many belong to the first text.
+
+        Args:
+            a, b: See `sequence`.
+        """
         special = self.special
         before = [special.cls] if special.cls is not None else []
         between = special.sep if special.sep is not None and self.encoder else special.eos
         behind = [between] * (self.ends or not len(a) + len(b))
-        room = self.seq_len - len(before) - len(behind) - bool(len(b))
+        room = self.seq_len - len(before) - len(behind) - bool(b)
         n_a, n_b = truncated(len(a), len(b), room)
-        ids = [*before, *a[:n_a], *([between, *b[:n_b]] if len(b) else []), *behind]
-        tokens = np.array(ids, dtype=np.int64)
-        found = {
-            **read_by(tokens, self.seq_len, special, self.two_stacks),
-            "at": np.array(0 if self.encoder else len(tokens) - 1, dtype=np.int64),
-        }
-        if self.encoder:
-            of_b = first(len(tokens), self.seq_len) & ~first(len(before) + n_a + 1, self.seq_len)
-            found["segments"] = of_b.astype(np.int64)
-        return found
+        ids = [*before, *a[:n_a], *([between, *b[:n_b]] if b else []), *behind]
+        return ids, len(before) + n_a + 1
 
 
 class TextExamples:
