@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from benchmarks.data.__main__ import column, page, phase_column, run_file, start
 from benchmarks.data.corpus import forget, write_corpus
+from benchmarks.data.readers import WAYS, WHAT
+from benchmarks.data.readers import page as readers_page
 from benchmarks.data.starting import PHASES
 from benchmarks.data.training import Watched
 
@@ -52,3 +54,13 @@ def test_phases_follow_one_another_until_the_first_step(tmp_path: Path) -> None:
     found = start(run_file(tmp_path, sources, 2, 1), tmp_path / "out")
     assert tuple(found) == PHASES
     assert all(used >= 0 for used, _ in found.values())
+
+
+def test_the_page_of_readers_shows_both_ways() -> None:
+    one = {"used_s": 1.5, "with_start_s": 3.0, "peak_mib": 50.0, "error": "", "cached": 0}
+    other = {**one, "used_s": 2.5, "cached": 5e6}
+    found = {(what, way): one if way == "gridformer" else other for what in WHAT for way in WAYS}
+    shown = "\n".join(readers_page(found, 60_000_000))
+    assert "| a text file | gridformer | 1.50 | 50 |  |" in shown
+    assert "| a text file | datasets | 2.50 | 50 | 5 MB in its cache |" in shown
+    assert shown.count("| 3.00 |") == 2

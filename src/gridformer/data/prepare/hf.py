@@ -42,7 +42,7 @@ class TableSource:
 
     def pieces_from(self, skipped: Counter[str], place: Place) -> Iterator[Piece]:
         """Yields the pieces from the row after place.mark on."""
-        return _rows(self.name, self.table, self.fields, skipped, place)
+        return rows_of(self.name, self.table, self.fields, skipped, place)
 
     def sample(self) -> Iterator[Piece]:
         return self.pieces(Counter())
@@ -108,7 +108,7 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
 
 def table_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
     """Yields the documents of one file of a table; see `open_table`."""
-    return _rows(str(path), open_table(path), fields, skipped, Place())
+    return rows_of(str(path), open_table(path), fields, skipped, Place())
 
 
 def open_table(path: Path) -> Any:
@@ -128,7 +128,7 @@ def open_table(path: Path) -> Any:
         raise DataError(f"{path}: cannot be read ({_reason(error)})") from error
 
 
-def _rows(
+def rows_of(
     name: str, table: Any, fields: Fields, skipped: Counter[str], place: Place
 ) -> Iterator[Piece]:
     columns = table.column_names
