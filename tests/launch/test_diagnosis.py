@@ -164,3 +164,45 @@ def test_many_ranks_in_words() -> None:
     assert listed([4]) == "rank 4"
     assert listed([0, 1, 5]) == "ranks 0, 1 and 5"
     assert listed(range(100)).endswith("11 and 88 more")
+
+
+def queued(*ranks: Seen, first: int = 0) -> Verdict:
+    """Diagnose a run over NCCL, where nobody waits in a message."""
+    return diagnose({seen.rank: seen for seen in ranks}, first, queued=True)
+
+
+def test_over_nccl_the_rank_that_has_started_fewer_messages_is_found() -> None:
+    """Rank 3 of a grid is in Python; 1 is behind because of it, and 0 because of 1."""
+    found = queued(
+        rank(0, lane((0, 1), 5), lane((0, 2), 5)),
+        rank(1, lane((0, 1), 4), lane((1, 3), 9)),
+        rank(2, lane((2, 3), 5), lane((0, 2), 5)),
+        rank(3, lane((1, 3), 8), lane((2, 3), 5)),
+    )
+    assert (found.kind, found.culprits) == ("stuck", (3,))
+    assert "rank 3 (pid 103) has started 8 of the 9 messages that rank 1" in found.reason
+    assert "so not all_reduce on axis col" in found.reason
+    slow = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 4), moved=2))
+    assert (slow.kind, slow.culprits) == ("slow", (1,))
+    silent = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 4), status="silent"))
+    assert (silent.kind, silent.culprits) == ("silent", (1,))
+    stopped = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 4), status="stopped"))
+    assert (stopped.kind, stopped.culprits) == ("stopped", (1,))
+
+
+def test_over_nccl_a_stage_that_has_not_begun_to_receive_is_found() -> None:
+    found = queued(rank(0, lane((0, 1), 3, SEND, 1)), rank(1, lane((0, 1), 2, RECEIVE, 0)), first=1)
+    assert (found.kind, found.culprits) == ("stuck", (1,))
+
+
+def test_over_nccl_nobody_is_blamed_for_what_gpus_do_not_finish() -> None:
+    found = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 5)))
+    assert (found.kind, found.culprits) == ("late", ())
+    assert "a GPU does not finish one" in found.reason
+
+
+def test_over_nccl_different_messages_are_found() -> None:
+    other = replace(SUM, size=32)
+    found = queued(rank(0, lane((0, 1), 5)), rank(1, lane((0, 1), 5, what=other)))
+    assert (found.kind, found.culprits) == ("diverged", (0, 1))
+    assert "64 elements on rank 0, but all_reduce on axis col" in found.reason

@@ -1,8 +1,10 @@
 """Where in a model a thread is, found from its stack while it is there."""
 
 import sys
+import traceback
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +50,14 @@ def test_the_module_of_a_message_is_named() -> None:
     assert there[:2] == ["0 (forward)", "1 (forward)"]
     assert there[2].startswith("the backward pass near 1.norm.")
     assert there[3].startswith("the backward pass near 0.norm.")
+
+
+def test_a_call_between_two_lines_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python then knows none, and the watch, which asks once a second, must not end of it."""
+    calls = [(sys._getframe(), None)]
+    monkeypatch.setattr(traceback, "walk_stack", lambda frame: calls)
+    (line,) = WHERE.stack(sys._getframe())
+    assert line.endswith("line ?, in test_a_call_between_two_lines_has_no_number\n")
 
 
 def test_the_stack_ends_with_the_innermost_call() -> None:

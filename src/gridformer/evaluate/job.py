@@ -84,7 +84,7 @@ class Job:
         signals.install().nothing_left_to_save()  # Ctrl-C ends it at once
         set_numerics(self.run.train)
         margin_s = self.watch.margin_s if self.watch else 0.0
-        world = init_world(self.device, self.n_processes, self.timeout_s + margin_s)
+        world = init_world(self.device, self.n_processes, self.timeout_s, margin_s)
         watched = self.watch.start(world, self.timeout_s) if self.watch else None
         axes = build_axes(self.run.layout, world.device.type)
         dtype = self.run.train.dtype

@@ -22,6 +22,7 @@ from gridformer.comm.progress_file import (
     State,
     Wait,
 )
+from gridformer.launch import hang_queued
 
 Kind = Literal["stopped", "dead", "diverged", "silent", "slow", "stuck", "late"]
 COMPUTES = 0.05  # a rank that uses this share of a core computes
@@ -89,13 +90,16 @@ class Verdict:
     missing: tuple[int, ...]
 
 
-def diagnose(ranks: Mapping[int, Seen], first: int, limit: str = "train.timeout_s") -> Verdict:
+def diagnose(
+    ranks: Mapping[int, Seen], first: int, limit: str = "train.timeout_s", queued: bool = False
+) -> Verdict:
     """Returns why a run hangs.
 
     Args:
         ranks: what is known of each rank.
         first: the rank that has waited for too long.
         limit: what users call the time that was too long.
+        queued: whether messages are only queued by the host, as over NCCL.
     """
 
     def verdict(kind: Kind, culprits: Iterable[int], reason: str) -> Verdict:
@@ -119,6 +123,8 @@ def diagnose(ranks: Mapping[int, Seen], first: int, limit: str = "train.timeout_
         )
     if dead := [r for r, seen in ranks.items() if seen.status == "dead"]:
         return verdict("dead", dead, f"{_named(ranks, dead)} {_is(dead)} dead")
+    if queued and ranks[first].wait is None:
+        return verdict(*_queued(ranks, limit))
     for rank, seen in sorted(ranks.items(), key=lambda one: one[0] != first):
         if found := mismatch(ranks, seen):
             others, reason = found
@@ -156,6 +162,27 @@ def diagnose(ranks: Mapping[int, Seen], first: int, limit: str = "train.timeout_
         "all ranks have started the message by now: the last one came too late, or the network "
         "between them does not deliver",
     )
+
+
+def _queued(ranks: Mapping[int, Seen], limit: str) -> tuple[Kind, tuple[int, ...], str]:
+    """Returns the kind, the culprits and the reason where hosts only queue messages."""
+    if found := hang_queued.different(ranks):
+        return "diverged", *found
+    last = hang_queued.last_ones(ranks)
+    culprits = tuple(one.rank for one in last)
+    if not last:
+        return "late", (), (
+            "all ranks have started the same messages, and a GPU does not finish one: the network "
+            "does not deliver, or a kernel does not end"
+        )  # fmt: skip
+    said = hang_queued.told(last, ranks)
+    if silent := [rank for rank in culprits if ranks[rank].status == "silent"]:
+        return "silent", tuple(silent), f"{_silence(ranks, silent)}; {said}"
+    if any(ranks[rank].moved for rank in culprits):
+        return "slow", culprits, (
+            f"{said}, and still computes: increase {limit} if this is meant to take so long"
+        )  # fmt: skip
+    return "stuck", culprits, f"{said}, and does not go on: see its stack"
 
 
 def _witness(ranks: Mapping[int, Seen], culprits: Sequence[int], first: int) -> int:

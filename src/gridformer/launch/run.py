@@ -178,7 +178,7 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     train = plan.run.train
     leave_to_callers()
     set_numerics(train)
-    world = init_world(train.device, plan.n_processes, train.timeout_s + MARGIN_S)
+    world = init_world(train.device, plan.n_processes, train.timeout_s, MARGIN_S)
     place, watch = joined(), None
     if place and world.size > 1:
         nccl = world.backend == "nccl"
@@ -188,6 +188,6 @@ def worker(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
         if watch:
             watch.where.model = trainer.model
         trainer.fit()
+    close_world()
     if watch:
         watch.end()
-    close_world()

@@ -41,6 +41,7 @@ _SAMPLES, _APART_S = 6, 0.15  # of the stack of a rank, once the run hangs
 _ANSWERS_S = 3.0  # how long the first rank waits for what others see
 _LEAVES_S = 25.0  # a rank ends by itself so long after it told what it saw
 _CALLS = 8  # shown of a stack; the file has them all
+_RECORDS_S = 1.5  # for torch's records of messages
 _QUIET_S = 2.5  # a watch that has not looked for so long does not run
 
 
@@ -158,7 +159,9 @@ class Watch:
             if frame is not None:
                 at = tuple((id(f.f_code), f.f_lasti) for f, _ in traceback.walk_stack(frame))
                 moved += last is not None and at != last
-                last, stack, module = at, self.where.stack(frame), self.where.module(frame)
+                last, stack = at, self.where.stack(frame)
+                with suppress(Exception):  # it looks into frames that run meanwhile
+                    module = self.where.module(frame)
             if number + 1 < _SAMPLES:
                 time.sleep(_APART_S)
         used = (time.process_time() - cpu) / max(1e-9, time.monotonic() - began)
@@ -218,7 +221,7 @@ class Watch:
 
     def _conclude(self, reports: Mapping[int, Report], lost: bool) -> None:
         ranks = telling.ranks_of(reports, self.place.size)
-        verdict = diagnose(ranks, self.place.rank, self._limit)
+        verdict = diagnose(ranks, self.place.rank, self._limit, queued=self.nccl)
         text = self._text(ranks, verdict, lost)
         if self.out is not None:
             text += self._kept(self.out, reports, verdict, text)
@@ -295,9 +298,16 @@ def _stack_text(seen: Seen) -> list[str]:
 
 def _flight_records() -> Any:
     """Returns torch's records of messages that NCCL has not finished, if it keeps them."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    if dump is None:
-        return None
-    with suppress(Exception):
-        return json.loads(dump(includeCollectives=True, onlyActive=True))
-    return None
+    answer: list[Any] = []
+
+    def ask() -> None:
+        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # older and newer torch
+            if dump := getattr(torch._C._distributed_c10d, name, None):
+                with suppress(Exception):
+                    answer.append(json.loads(dump(includeCollectives=True, onlyActive=True)))
+                    return
+
+    thread = threading.Thread(target=ask, name="flight recorder", daemon=True)
+    thread.start()
+    thread.join(_RECORDS_S)  # torch asks the GPU, which may not answer
+    return answer[0] if answer else None

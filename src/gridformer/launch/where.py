@@ -30,10 +30,13 @@ class Where:
         """Returns the calls of a thread, the innermost last, as a traceback shows them."""
         calls = [*traceback.walk_stack(frame)][:_DEEPEST]
         lines = []
-        for call, number in reversed(calls):
+        for call, at in reversed(calls):
             name = call.f_code.co_filename
-            source = linecache.getline(name, number).strip()
-            lines.append(f'  File "{name}", line {number}, in {call.f_code.co_name}\n')
+            # Between two lines, such as on leaving a `with`, Python may know none.
+            number: int | None = at
+            source = linecache.getline(name, number).strip() if number else ""
+            line = "?" if number is None else number
+            lines.append(f'  File "{name}", line {line}, in {call.f_code.co_name}\n')
             if source:
                 lines.append(f"    {source}\n")
         return lines

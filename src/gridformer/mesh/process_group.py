@@ -80,7 +80,9 @@ def check_devices(
     return problems
 
 
-def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> World:
+def init_world(
+    device: DeviceChoice, n_processes: int, timeout_s: float, margin_s: float = 0.0
+) -> World:
     """Joins the process group of the run from inside a worker and chooses this process's device.
 
     `auto` uses CUDA with NCCL if every machine has a GPU for each of its processes, and the CPU
@@ -90,6 +92,9 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
         device: train.device of the run.
         n_processes: number of processes that the layout needs.
         timeout_s: seconds after which a collective that still waits raises.
+        margin_s: seconds for which torch waits longer, as a watch ends what waits too long. NCCL
+            counts from when a message was queued, which may be a whole step before the host waits,
+            so it gets `timeout_s` once more.
 
     Raises:
         UserError: the number of processes is wrong, `cuda` was requested and there are too few
@@ -108,7 +113,7 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
     if place is None or n_processes == 1:
         return World(0, 0, 1, _take(gpu), "none", f"one process on {_why(gpu, device)}")
 
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s + margin_s)
     store = store_of(place)
     store.set_timeout(timeout)
     found = share_result(place, "gpu", identity(gpu, place.rank), verdict)
@@ -117,6 +122,8 @@ def init_world(device: DeviceChoice, n_processes: int, timeout_s: float) -> Worl
             wait_until_heard(place, "gpu", _HEARD_S)
         raise UserError(found)
     backend = "gloo" if gpu is None else "nccl"
+    if backend == "nccl" and margin_s:
+        timeout += timedelta(seconds=timeout_s)
     chosen = _take(gpu)
     dist.init_process_group(
         backend,

@@ -1,0 +1,78 @@
+"""What the watch does over NCCL, where no process waits in a message, with stand-ins."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.comm import progress
+from gridformer.launch import watch
+from gridformer.launch.watch import Watch
+
+TIMEOUT_S = 0.2
+
+
+@pytest.fixture
+def watched() -> Any:
+    """A watch over NCCL without its thread, in the middle of a step."""
+    found: Any = object.__new__(Watch)
+    found.timeout_s, found.nccl, found._trains = TIMEOUT_S, True, True
+    found._progress = progress.start(None)
+    found._still_since, found._still = time.monotonic(), (0, 0, 0)
+    progress.at_step(1)
+    yield found
+    progress.stop()
+
+
+def looks(watched: Any, frame: FrameType) -> bool:
+    """Look for longer than the timeout, and return whether the process was found to hang."""
+    until, found = time.monotonic() + 2 * TIMEOUT_S, False
+    while time.monotonic() < until:
+        found = found or watched._hangs(frame)
+        time.sleep(TIMEOUT_S / 10)
+    return found
+
+
+def test_a_process_in_one_place_hangs(watched: Any) -> None:
+    assert looks(watched, sys._getframe())
+    progress.at_step(0)
+    assert not looks(watched, sys._getframe()), "before the first step it may compile for long"
+    watched._trains = False
+    assert looks(watched, sys._getframe()), "generate and evaluate have no steps"
+
+
+def test_a_process_that_waits_on_purpose_does_not(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as for space on a full disk."""
+    hangs = watched._hangs
+
+    def waiting(frame: FrameType) -> bool:
+        progress.waits_on_purpose()
+        return bool(hangs(frame))
+
+    monkeypatch.setattr(watched, "_hangs", waiting, raising=False)
+    assert not looks(watched, sys._getframe())
+
+
+@pytest.mark.parametrize("name", ["_dump_nccl_trace_json", "_dump_fr_trace_json"])
+def test_the_flight_recorder_is_read_whatever_its_name(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def dump(includeCollectives: bool, onlyActive: bool) -> bytes:
+        assert includeCollectives
+        assert onlyActive
+        return b'{"entries": [{"state": "started"}]}'
+
+    module = torch._C._distributed_c10d
+    monkeypatch.delattr(module, "_dump_nccl_trace_json", raising=False)
+    monkeypatch.setattr(module, name, dump, raising=False)
+    assert watch._flight_records() == {"entries": [{"state": "started"}]}
+    monkeypatch.setattr(module, name, lambda **how: time.sleep(60))
+    monkeypatch.setattr(watch, "_RECORDS_S", 0.05)
+    assert watch._flight_records() is None, "a GPU that does not answer holds up no report"
