@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gridformer.models.blocks.dropout import Mask
-from gridformer.models.kernels import dropout, library
+from gridformer.models.kernels import dropout, library, products
 from tests.support.kernels import ATTENTION, KEY, LARGE, MASKS, run_attention
 
 if not (torch.cuda.is_available() and library.available(torch.device("cuda", 0), torch.bfloat16)):
@@ -35,3 +35,19 @@ def test_attention_equals_the_unfused_path(name: str, dtype: torch.dtype) -> Non
     for one, other, same in zip(got, want, again):
         torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
         assert torch.equal(one, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [64, 51])
+def test_products_are_summed_in_float32(dtype: torch.dtype, m: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    a = torch.randn(200, m, generator=generator).to("cuda", dtype).t()
+    b = torch.randn(200, 48, generator=generator).to("cuda", dtype)
+    want = a.double() @ b.double()
+    total = products.wide_product(a, b, torch.float32)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-4)
+    products.add_product(total, a, b)
+    torch.testing.assert_close(total.double(), 2 * want, rtol=1e-5, atol=1e-4)
+    rounded = (a @ b).double()
+    assert (rounded - want).abs().max() > 100 * (total.double() / 2 - want).abs().max()

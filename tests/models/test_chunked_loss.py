@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gridformer.memory.tracker import MemoryTracker
-from gridformer.models.blocks import IGNORE, CrossEntropy, chunked_loss, places_per_chunk
+from gridformer.models.blocks import (
+    IGNORE,
+    CrossEntropy,
+    TiedHead,
+    chunked_loss,
+    places_per_chunk,
+)
+from gridformer.models.kernels import products
 
 H = 6
 
@@ -141,3 +149,37 @@ def test_logits_exist_for_one_chunk_at_a_time(training: bool) -> None:
     peak, largest = run(tokens)
     assert largest == part
     assert peak <= (3 if training else 2) * part + rest
+
+
+def test_products_add_to_the_sum_of_the_gradients() -> None:
+    """The head's table is float32 and its products are bfloat16, as in training."""
+    generator = torch.Generator().manual_seed(3)
+    table = nn.Parameter(torch.randn(11, H, generator=generator))
+    bias = nn.Parameter(torch.randn(11, generator=generator))
+    hidden = torch.randn(2, 8, H, generator=generator).bfloat16()
+    targets = torch.randint(0, 11, (2, 8), generator=generator)
+    head, loss = TiedHead(biases=11), CrossEntropy()
+    head.bias = bias
+
+    def logits(x: Tensor) -> Tensor:
+        out: Tensor = head(x, table)
+        return out
+
+    with patch.object(products, "add_product", wraps=products.add_product) as added:
+        x = hidden.clone().requires_grad_()
+        total = chunked_loss(x, targets, 2, logits, loss, [table, bias])
+        got = torch.autograd.grad(total, (x, table, bias))
+    assert added.call_count == 3  # the sum begins with the first of four chunks
+
+    of_x, of_table, of_bias = [], torch.zeros_like(table), torch.zeros_like(bias)
+    for begin in range(0, 8, 2):
+        x = hidden[:, begin : begin + 2].clone().requires_grad_()
+        part = loss(logits(x), targets[:, begin : begin + 2])
+        found = torch.autograd.grad(part, (x, table, bias))
+        of_x.append(found[0])
+        of_table += found[1]
+        of_bias += found[2]
+    for one, other in zip(got, (torch.cat(of_x, 1), of_table, of_bias)):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0.03, atol=0.03)
+    assert "_gridformer_gradient_sum" not in vars(table)

@@ -60,9 +60,8 @@ def room_of(run: RunConfig) -> Room | None:
     if run.train.memory_gib:
         gib = run.train.memory_gib
         return Room(round(gib * GIB), f"train.memory_gib={gib:g}")
-    place = joined()
+    place, gpus = joined(), _gpus_of(run)
     n_here = place.local_size if place else run.layout.n_processes
-    gpus = gpus_here(place, run.layout.n_processes) if run.train.device != "cpu" else []
     if gpus:
         least = min(torch.cuda.get_device_properties(i).total_memory for i in gpus)
         usable = round(least * USABLE) - OWN_CUDA
@@ -80,6 +79,11 @@ def room_of(run: RunConfig) -> Room | None:
         f"{format_bytes(share)} are left for each of {n_here} processes, with "
         f"{format_bytes(free)} free here, of which {own}",
     )
+
+
+def _gpus_of(run: RunConfig) -> list[int]:
+    """Returns the GPUs that a run started now would use on this machine."""
+    return gpus_here(joined(), run.layout.n_processes) if run.train.device != "cpu" else []
 
 
 def fit_problems(
@@ -102,7 +106,11 @@ def fit_problems(
     Returns:
         At most one problem; none if the run fits or the budget is not known.
     """
-    room = room or room_of(run)
+    if room is None:
+        room = room_of(run)
+        if run.train.device == "auto" and not _gpus_of(run):  # though there may be some here
+            on_cpu = run.train.model_copy(update={"device": "cpu"})
+            run = run.model_copy(update={"train": on_cpu})
     if room is None or at_most(run) <= room.n_bytes:
         return []
     if states_of(run) > room.n_bytes:

@@ -26,7 +26,8 @@ class Work(NamedTuple):
     order: str = ""
 
 
-_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1}  # where the factors begin
+# Where the factors begin.
+_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "add_product": 1}
 # Operators that launch nothing although their results are not marked as views.
 _NOTHING = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"),
@@ -63,7 +64,7 @@ def work_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str)
     if not made and not changed:
         return None  # a view
     if name in _PRODUCTS:
-        return _product(name, args[_PRODUCTS[name] :], results[0], given)
+        return _product(name, args[_PRODUCTS[name] :], (results or changed)[0], given)
     if "attention" in name:
         return _attention(name, args, kwargs, [*made, *changed], given)
     read: list[int] = [_extent(x) for x in given if x.device.type == device]

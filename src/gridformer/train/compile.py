@@ -40,6 +40,7 @@ from gridformer.models.blocks import (
     copy_of,
     document_mask,
 )
+from gridformer.models.kernels import library
 from gridformer.parallel.sharding import info_of
 
 _in_parts = document_mask.attention_in_parts
@@ -66,8 +67,11 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
         model: This rank's model on any layout.
         backend: The backend of torch.compile; `aot_eager` needs no C++ compiler and is not faster.
     """
-    from torch import compile
+    from torch import bfloat16, compile
 
+    for parameter in model.parameters():  # compiled code then only reads the answer
+        library.available(parameter.device, bfloat16)
+        break
     kinds = (Layer, CrossEntropy)
     parts = [module for module in model.modules() if isinstance(module, kinds)]
     for module in (module for part in parts for module in part.modules()):

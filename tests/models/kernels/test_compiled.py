@@ -73,6 +73,7 @@ def test_attention_compiles(
 
 def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture: int) -> int:
     from gridformer.models.kernels import flash, flash_backward, flash_launch
+    from gridformer.models.kernels import tiles as tiles_module
 
     kernel = getattr(flash if name == "forward" else flash_backward, name)
     q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
@@ -86,8 +87,8 @@ def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture
             types[argument] = ("i32",) * 3
         elif argument == "sizes":
             types[argument] = ("i32",) * 6
-        elif argument in ("key", "first"):
-            types[argument] = ("i32",) * 2
+        elif argument in tiles_module.RANDOM:
+            types[argument] = "i32"
         elif argument == "valid":
             types[argument] = "*u8"
         elif argument == "documents":

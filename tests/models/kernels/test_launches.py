@@ -121,18 +121,22 @@ def test_the_estimate_of_memory_knows(fused: bool) -> None:
     assert on_cpu.peak > 2 * scores
 
 
-def test_kernels_need_a_gpu_and_a_working_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setattr(library, "triton_works", lambda: True)
-    monkeypatch.setattr(library, "_supported", lambda device: True)
-    assert library.available(cuda, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("capability", "triton", "runs"),
+    [((8, 0), True, True), ((7, 5), True, False), ((9, 0), False, False)],
+)
+def test_kernels_need_a_gpu_and_a_working_triton(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: bool, runs: bool
+) -> None:
+    cuda, cpu = torch.device("cuda", 3), torch.device("cpu")
+    monkeypatch.setattr(library, "_RUN", {})
+    monkeypatch.setattr(library, "triton_works", lambda: triton)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert library.available(cuda, torch.bfloat16) == runs
     assert not library.available(cuda, torch.float64)
     assert not library.available(cpu, torch.float32)
-    monkeypatch.setattr(library, "_supported", lambda device: False)
-    assert not library.available(cuda, torch.bfloat16)
-    monkeypatch.setattr(library, "_supported", lambda device: True)
-    monkeypatch.setattr(library, "triton_works", lambda: False)
-    assert not library.available(cuda, torch.bfloat16)
+    assert {cuda: runs} == library._RUN  # compiled code reads it
 
 
 def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +150,28 @@ def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         assert library.triton_works.__wrapped__() == works
     monkeypatch.setenv("CC", "icc")
     assert library.triton_works.__wrapped__()
+
+
+def of_the_loss(chunk_tokens: int) -> Counter[str]:
+    """Return the kernels of the head and the loss of a small model in bfloat16."""
+    config = ModelConfig(n_layers=1, n_heads=2, hidden_size=64, max_seq_len=16, vocab_size=50)
+    with fake_tensors(), fake_gpu(), Launches() as seen:
+        model = build_parallel(
+            config, LayoutConfig(), Axes(), 1, fake_gpu(), "bfloat16", filled=False
+        )
+        model.loss_chunk_tokens = chunk_tokens
+        hidden = torch.zeros(4, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.zeros(4, 16, dtype=torch.int64)
+        seen.of.clear()
+        losses = model.losses_of(hidden, {"tokens": targets, "targets": targets})
+        losses["tokens"].backward()
+    return seen.of
+
+
+def test_a_chunk_adds_to_the_gradient_of_the_table_where_it_multiplies(gpu: InProcess) -> None:
+    """Without this, each chunk would cast the gradient of the table, and add it in two kernels."""
+    four, eight = gpu(of_the_loss, 16), gpu(of_the_loss, 8)
+    assert four["add_product"] == 3  # the first chunk begins the sum
+    assert eight["add_product"] == 7
+    assert eight["mm"] - four["mm"] == 4 * 2  # logits, and the gradient of the hidden states
+    assert "add_product" not in gpu(of_the_loss, 0)

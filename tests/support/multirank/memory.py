@@ -19,7 +19,12 @@ from tests.support.multirank.exactness import tiny
 from tests.support.multirank.pool import WorkerPool
 
 AGREE = 0.05
-SETTINGS: dict[str, Any] = {"global_batch": 32, "loss_chunk_tokens": 32, "save_every": 0}
+SETTINGS: dict[str, Any] = {
+    "global_batch": 32,
+    "loss_chunk_tokens": 32,
+    "save_every": 0,
+    "device": "cpu",  # where the processes measure, on a machine with GPUs, too
+}
 
 
 def a_run(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> RunConfig:

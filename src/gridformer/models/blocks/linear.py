@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.models.blocks.cast import cast, stands_for_parameters
+from gridformer.models.blocks.gradient_sum import sum_behind
+from gridformer.models.kernels.products import wide_product
 
 Section = Literal["attention", "feed_forward", "head"]
 Activation = Literal["gelu", "gelu_tanh", "relu"]
@@ -127,11 +129,15 @@ class _CastLinear(torch.autograd.Function):
             weight = cast(source, x.dtype, padded=grad.shape[1] > n_out)
             grad_x = grads[0] @ weight.t()
         if ctx.needs_input_grad[1]:
+            total = None if ctx.weight is None else sum_behind(ctx.weight)
+            rows = x.flatten(0, -2)
             if weight_IO.stride(0) == 1:  # stored by columns, as the table that the head transposes
-                grad_weight = (grad.t() @ x.flatten(0, -2))[:n_out].t()
+                if total is not None and total.shape == (n_out, rows.shape[1]):
+                    total.add_product(grad.t(), rows)
+                else:
+                    grad_weight = wide_product(grad.t(), rows, weight_IO.dtype)[:n_out].t()
             else:
-                grad_weight = (x.flatten(0, -2).t() @ grad)[:, :n_out]
-            grad_weight = grad_weight.to(weight_IO.dtype)
+                grad_weight = wide_product(rows.t(), grad, weight_IO.dtype)[:, :n_out]
         if ctx.bias is not None:
             grad_bias = grad.sum(0)[:n_out].to(ctx.bias)
         return grad_x, grad_weight, grad_bias, None

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gridformer.models.blocks.gradient_sum import summed
 from gridformer.utils.batch import IGNORE, counts
 
 Chunk = tuple[slice, Tensor]  # positions of each sequence, and their targets
@@ -170,23 +171,22 @@ class _ChunkedLoss(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         grad_hidden = torch.empty_like(hidden_BSH)
-        grads: list[Tensor] = []
         total: Tensor | None = None
-        for chunk, targets in each_chunk(chunks):
-            with torch.enable_grad():
-                hidden = hidden_BSH[:, chunk].detach().requires_grad_()
-                part = loss(head(hidden), targets)
-                found = torch.autograd.grad(part, (hidden, *parameters))
-            total = part.detach() if total is None else total + part.detach()
-            grad_hidden[:, chunk] = found[0]
-            if not grads:  # the sum begins with the first chunk's gradients, not with zeros
-                grads = [more.to(_at_least_float32(more.dtype)) for more in found[1:]]
-            else:
-                for grad, more in zip(grads, found[1:]):
-                    grad += more
-            del part, found
+        with summed(parameters) as sums:
+            for chunk, targets in each_chunk(chunks):
+                with torch.enable_grad():
+                    hidden = hidden_BSH[:, chunk].detach().requires_grad_()
+                    part = loss(head(hidden), targets)
+                    read = (hidden, *parameters)
+                    found = torch.autograd.grad(part, read, allow_unused=True)
+                total = part.detach() if total is None else total + part.detach()
+                grad_hidden[:, chunk] = found[0]
+                for sum_, more in zip(sums, found[1:], strict=True):
+                    if more is not None:  # None if a product has added it to the sum itself
+                        sum_.add(more)
+                del part, found, more
         assert total is not None
-        ctx.grads = [grad_hidden, *grads]
+        ctx.grads = [grad_hidden, *(sum_.value for sum_ in sums)]
         ctx.dtypes = [hidden_BSH.dtype, *(p.dtype for p in parameters)]
         return total
 

@@ -9,10 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gridformer.models.kernels.tiles import drop, head_of, load, product, scores, store, within
+from gridformer.models.kernels.tiles import (
+    RANDOM,
+    drop,
+    head_of,
+    load,
+    product,
+    scores,
+    store,
+    within,
+)
 
 
-@triton.jit(do_not_specialize=["key", "first"])
+@triton.jit(do_not_specialize=RANDOM)
 def forward(
     q,
     k,
@@ -27,8 +36,10 @@ def forward(
     v_strides,
     out_strides,
     sizes,
-    key,
-    first,
+    key_low,
+    key_high,
+    first_sample,
+    first_head,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -51,7 +62,8 @@ def forward(
         bias: [n, s, S], contiguous.
         documents: Where each position's document begins and ends, int32 [b, 2, s], contiguous.
         lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
-        q_strides, k_strides, v_strides, out_strides, sizes, key, first: See `tiles`.
+        q_strides, k_strides, v_strides, out_strides, sizes: See `tiles`.
+        key_low, key_high, first_sample, first_head: See `tiles.RANDOM`.
         SCALE: A factor of the scores.
         CAUSAL: Whether queries see only the past.
         VALID, BIAS, DOCUMENTS: Whether there are these.
@@ -95,7 +107,9 @@ def forward(
         p = tl.exp(x - finite[:, None])
         shrink = tl.exp(largest - finite)
         exps = exps * shrink + tl.sum(p, 1)
-        p = drop(p, first[0] + sample, first[1] + head, row, column, key, THRESHOLD)
+        p = drop(
+            p, first_sample + sample, first_head + head, row, column, key_low, key_high, THRESHOLD
+        )
         total = product(p.to(tile_v.dtype), tile_v, total * shrink[:, None], PRECISION)
         largest = now
     some = exps > 0  # a query that sees no key gets zeros

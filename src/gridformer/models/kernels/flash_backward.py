@@ -9,10 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gridformer.models.kernels.tiles import drop, head_of, load, product, scores, store, within
+from gridformer.models.kernels.tiles import (
+    RANDOM,
+    drop,
+    head_of,
+    load,
+    product,
+    scores,
+    store,
+    within,
+)
 
 
-@triton.jit(do_not_specialize=["key", "first"])
+@triton.jit(do_not_specialize=RANDOM)
 def backward_queries(
     q,
     k,
@@ -32,8 +41,10 @@ def backward_queries(
     grad_strides,
     grad_q_strides,
     sizes,
-    key,
-    first,
+    key_low,
+    key_high,
+    first_sample,
+    first_head,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -86,7 +97,16 @@ def backward_queries(
         )  # fmt: skip
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)
-        grad_p = drop(grad_p, first[0] + sample, first[1] + head, row, column, key, THRESHOLD)
+        grad_p = drop(
+            grad_p,
+            first_sample + sample,
+            first_head + head,
+            row,
+            column,
+            key_low,
+            key_high,
+            THRESHOLD,
+        )
         grad_x = tl.exp(x - log[:, None]) * (grad_p - row_delta[:, None])
         total = product(grad_x.to(tile_k.dtype), tile_k, total, PRECISION)
     total = total * tl.full([1, 1], SCALE, wide)
@@ -94,7 +114,7 @@ def backward_queries(
     store(grad_q, grad_q_strides, total, first_row, n_rows, width, R, D)
 
 
-@triton.jit(do_not_specialize=["key", "first"])
+@triton.jit(do_not_specialize=RANDOM)
 def backward_keys(
     q,
     k,
@@ -114,8 +134,10 @@ def backward_keys(
     grad_k_strides,
     grad_v_strides,
     sizes,
-    key,
-    first,
+    key_low,
+    key_high,
+    first_sample,
+    first_head,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -168,7 +190,16 @@ def backward_keys(
             )  # fmt: skip
             p = tl.exp(x - log[:, None])
             factor = tl.full([R, C], GAIN, wide)
-            factor = drop(factor, first[0] + sample, first[1] + head, row, column, key, THRESHOLD)
+            factor = drop(
+                factor,
+                first_sample + sample,
+                first_head + head,
+                row,
+                column,
+                key_low,
+                key_high,
+                THRESHOLD,
+            )
             dropped = (p * factor).to(tile_grad.dtype)
             total_v = product(tl.trans(dropped), tile_grad, total_v, PRECISION)
             grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
@@ -181,7 +212,7 @@ def backward_keys(
     store(grad_v, grad_v_strides, total_v, start, n_columns, width, C, D)
 
 
-@triton.jit(do_not_specialize=["key", "first"])
+@triton.jit(do_not_specialize=RANDOM)
 def backward_bias(
     q,
     k,
@@ -198,8 +229,10 @@ def backward_bias(
     v_strides,
     grad_strides,
     sizes,
-    key,
-    first,
+    key_low,
+    key_high,
+    first_sample,
+    first_head,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -251,7 +284,16 @@ def backward_bias(
         )  # fmt: skip
         grad_p = product(tile_grad, tl.trans(tile_v), tl.zeros([R, C], wide), PRECISION)
         grad_p = grad_p * tl.full([1, 1], GAIN, wide)
-        grad_p = drop(grad_p, first[0] + sample, first[1] + head, row, column, key, THRESHOLD)
+        grad_p = drop(
+            grad_p,
+            first_sample + sample,
+            first_head + head,
+            row,
+            column,
+            key_low,
+            key_high,
+            THRESHOLD,
+        )
         total += tl.exp(x - log[:, None]) * (grad_p - row_delta[:, None])
     place = row[:, None].to(tl.int64) * n_columns + column[None, :]
     inside = (row < n_rows)[:, None] & (column < n_columns)[None, :]

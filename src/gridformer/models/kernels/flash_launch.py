@@ -48,8 +48,9 @@ def attention(
             lse,
             *(x.stride()[:3] for x in (q, k, v, out)),
             _sizes(q, k),
-            halves(key),
-            (first_sample, first_head),
+            *halves(key),
+            first_sample,
+            first_head,
             **_constants(causal, window, scale, p, valid, bias, documents),
             **tiles,
         )
@@ -88,7 +89,7 @@ def attention_backward(
     sizes = _sizes(q, k)
     heads, of_keys = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     n_rows, n_columns = triton.cdiv(sizes[2], tiles["R"]), triton.cdiv(sizes[3], tiles["C"])
-    rest = (sizes, halves(key), (first_sample, first_head))
+    rest = (sizes, *halves(key), first_sample, first_head)
     constants = {**_constants(causal, window, scale, p, valid, bias, documents), **tiles}
 
     def strides(*tensors: Tensor) -> tuple[Any, ...]:

@@ -19,15 +19,21 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
 
     float64 is for comparisons, for which PyTorch's operators are the reference.
     """
-    return (
-        device.type == "cuda" and dtype != torch.float64 and triton_works() and _supported(device)
-    )
+    return device.type == "cuda" and dtype != torch.float64 and _run_on(device)
 
 
-@cache
-def _supported(device: torch.device) -> bool:
-    """Returns whether it is an NVIDIA GPU with the shared memory that tiles need."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+# By device. Compiled code reads it, while a cached function's body would break its graph.
+_RUN: dict[torch.device, bool] = {}
+
+
+def _run_on(device: torch.device) -> bool:
+    """Returns whether it is an NVIDIA GPU with the shared memory that tiles need, and Triton."""
+    found = _RUN.get(device)
+    if found is None:
+        nvidia = torch.version.cuda is not None
+        found = nvidia and torch.cuda.get_device_capability(device) >= (8, 0) and triton_works()
+        _RUN[device] = found
+    return found
 
 
 @cache

@@ -7,8 +7,6 @@ belong together are tuples:
     strides   of a tensor [b, n, s, d], for its first three dimensions; the last is contiguous
     sizes     numbers of samples, heads, queries and keys, the head size, and how many heads of
               queries in a row share one head of keys and values
-    first     the global indices of the first sample and of the first head
-    key       the two halves of the key of dropout masks, see `gridformer.utils.rng`
 """
 
 from __future__ import annotations
@@ -17,6 +15,11 @@ import triton
 import triton.language as tl
 
 from gridformer.models.kernels.bits import hash_column, hash_row, join, kept
+
+# What dropout masks depend on: the two halves of their key, see `gridformer.utils.rng`, and the
+# global indices of the first sample and of the first head. They differ from call to call, and for
+# some values Triton would compile a kernel again. It does so for any in a tuple, so they are none.
+RANDOM = ("key_low", "key_high", "first_sample", "first_head")
 
 
 @triton.jit
@@ -123,7 +126,7 @@ def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def drop(x, sample, head, row, column, key, THRESHOLD: tl.constexpr):
+def drop(x, sample, head, row, column, key_low, key_high, THRESHOLD: tl.constexpr):
     """Zeroes elements of a tile [R, C] where dropout drops a probability.
 
     Args:
@@ -132,10 +135,10 @@ def drop(x, sample, head, row, column, key, THRESHOLD: tl.constexpr):
         head: The global index of the head, int64.
         row: Indices of the queries [R].
         column: Indices of the keys [C].
-        key: See the module.
+        key_low, key_high: See `RANDOM`.
     """
     if THRESHOLD > 0:
         joined = join(tl.zeros_like(row).to(tl.uint32), sample)
-        rows = hash_row(join(join(joined, head), row.to(tl.int64)), key[0])
-        x = tl.where(kept(rows, hash_column(column.to(tl.int64), key[1]), THRESHOLD), x, 0.0)
+        rows = hash_row(join(join(joined, head), row.to(tl.int64)), key_low)
+        x = tl.where(kept(rows, hash_column(column.to(tl.int64), key_high), THRESHOLD), x, 0.0)
     return x

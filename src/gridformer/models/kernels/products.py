@@ -1,0 +1,56 @@
+"""Gradients of weights as GPUs can compute them: factors in half precision, a result in float32.
+
+A product sums in float32 anyway. Rounding its result to the type of the factors, casting it to the
+weight's type and adding it to a sum reads and writes a matrix as large as the weight five times;
+adding it where the product is computed does so twice, and it needs no memory in between. For the
+table of a large vocabulary, to whose gradient every chunk of the loss adds, that is a part of the
+step that shows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gridformer.models.kernels import library
+from gridformer.models.kernels.library import LIBRARY, define
+
+define("add_product(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+
+
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a @ b of matrices a [m, k] and b [k, n] in a type at least as wide as theirs."""
+    if _in_float32(a, dtype):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).to(dtype)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a @ b of matrices a [m, k] and b [k, n] to `total` [m, n], in the type of `total`."""
+    if _in_float32(a, total.dtype):
+        torch.ops.gridformer.add_product(total, a, b)
+    else:
+        total += a @ b
+
+
+def _in_float32(a: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether the device writes a product of matrices like `a` in float32.
+
+    Code that is compiled leaves the cast to the compiler.
+    """
+    return (
+        dtype == torch.float32
+        and a.dtype in (torch.bfloat16, torch.float16)
+        and not torch.compiler.is_compiling()
+        and library.available(a.device, a.dtype)
+    )
+
+
+@torch.library.impl(LIBRARY, "add_product", "CUDA")
+def _(total: Tensor, a: Tensor, b: Tensor) -> None:
+    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+@torch.library.register_fake("gridformer::add_product", lib=LIBRARY)
+def _(total: Tensor, a: Tensor, b: Tensor) -> None:
+    return None
