@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,8 +73,33 @@ class Copied:
         return found
 
 
+class Moment:
+    """When a device is done with all work that was launched before this was made.
+
+    Between two of them lies the time that the device took, however far ahead of it the host is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self._time = time.perf_counter()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Waits for this moment and returns the seconds from an earlier one of the same device."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1e3
+
+
 class StartedStep:
-    """A step whose work has been launched."""
+    """A step whose work has been launched.
+
+    Attributes:
+        ended: When the device is done with the step and its update; set when that is launched.
+    """
 
     def __init__(
         self,
@@ -87,6 +113,7 @@ class StartedStep:
         self._stepper, self._step, self._lr, self._scale = stepper, step, lr, scale
         self._losses, self._copied = losses, copied
         self._result: StepResult | None = None
+        self.ended: Moment | None = None
 
     def result(self) -> StepResult:
         """Waits until the device has computed the loss and the norm, and returns the result.

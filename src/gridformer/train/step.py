@@ -24,7 +24,14 @@ from gridformer.train.forward_backward import Finish, Passes, Pipeline, WholeMod
 from gridformer.train.loss_scale import LossScale
 from gridformer.train.mean_losses import ReadRows, mean_losses, on_device
 from gridformer.train.optimizer import Updates
-from gridformer.train.results import Copied, Evaluation, Repeated, StartedStep, StepResult
+from gridformer.train.results import (
+    Copied,
+    Evaluation,
+    Moment,
+    Repeated,
+    StartedStep,
+    StepResult,
+)
 from gridformer.train.rows import RowSplit
 from gridformer.train.schedules import learning_rate
 from gridformer.utils.batch import Batch
@@ -123,6 +130,7 @@ class Stepper:
             self.updates.finish(totals[-2:], self._overflow(totals), scale)
             share_parts(self.parameters, self.axes)
             share_copies(self.parameters, self.axes)
+        self._last.ended = Moment(self.device)
         return self._last
 
     def _overflow(self, totals: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from gridformer.train.flops import Utilization
 from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
 from gridformer.train.plan import Plan
-from gridformer.train.results import StartedStep
+from gridformer.train.results import Moment, StartedStep
 from gridformer.train.resuming import intact
 from gridformer.train.scorers import validation_sets
 from gridformer.train.step import ReadRows, Stepper
@@ -196,7 +196,7 @@ class Trainer:
 
     def _start(self, step: int) -> None:
         """Launches a step, or runs it if its timeline is written."""
-        began = time.perf_counter()
+        began = Moment(self.stepper.device)
         progress.at_step(step + 1)
         read = partial(self.ahead.read, step)
         if step + 1 == self.run.train.trace_step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from gridformer.config import TrainConfig
-from gridformer.train.results import StartedStep, StepResult
+from gridformer.train.results import Moment, StartedStep, StepResult
 
 
 class Ended(NamedTuple):
@@ -19,7 +18,7 @@ class Ended(NamedTuple):
     Attributes:
         step: Its number, counted from 0.
         result: Its result.
-        seconds: How long it took.
+        seconds: How long the device took for it, with the update and with waiting for the host.
         data_wait_s: For how many of these its launch waited for the batch to be made.
     """
 
@@ -40,15 +39,14 @@ class StepsUnderWay:
 
     def __init__(self, lag: int) -> None:
         self.lag = lag
-        self._started: deque[tuple[int, float, StartedStep, float]] = deque()
-        self._ended = 0.0  # when the result of the last step was there
+        self._started: deque[tuple[int, Moment, StartedStep, float]] = deque()
 
-    def add(self, step: int, began: float, started: StartedStep, data_wait_s: float) -> None:
+    def add(self, step: int, began: Moment, started: StartedStep, data_wait_s: float) -> None:
         """Adds a step.
 
         Args:
             step: Its number, counted from 0.
-            began: When the host began with it, in seconds of `time.perf_counter`.
+            began: A moment made before the step was launched.
             started: The step.
             data_wait_s: For how many seconds its launch waited for the batch to be made.
         """
@@ -63,9 +61,8 @@ class StepsUnderWay:
         while len(self._started) > left:
             step, began, started, data_wait_s = self._started.popleft()
             result = started.result()
-            now = time.perf_counter()
-            # Until the step before was over, this one's launches only ran ahead of the device.
-            seconds, self._ended = now - max(began, self._ended), now
+            assert started.ended is not None
+            seconds = started.ended.seconds_since(began)
             left = 0 if result.flagged else left
             yield Ended(step, result, seconds, data_wait_s)
 

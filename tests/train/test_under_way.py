@@ -1,0 +1,70 @@
+"""Times of steps that are under way are those of the device, not of when the host asked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gridformer.train import results
+from gridformer.train.results import Moment, StartedStep, StepResult
+from gridformer.train.under_way import StepsUnderWay
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def a_second_a_moment() -> Iterator[None]:
+    """Every look at the clock is a second later."""
+    with patch.object(results.time, "perf_counter", itertools.count().__next__):
+        yield
+
+
+class Done(StartedStep):
+    """A step that is over when it was launched."""
+
+    def __init__(self) -> None:
+        self.ended = Moment(CPU)
+
+    def result(self) -> StepResult:
+        for _ in range(5):  # reading it late changes nothing
+            results.time.perf_counter()
+        return StepResult(1.0, {}, 1.0, 0.1, 7)
+
+
+def test_a_step_that_is_read_late_took_no_longer() -> None:
+    steps = StepsUnderWay(lag=1)
+    seconds = []
+    for number in range(4):
+        steps.add(number, Moment(CPU), Done(), 0.0)
+        seconds += [ended.seconds for ended in steps.end(left=int(number < 3))]
+    assert seconds == [1.0] * 4
+
+
+class Event:
+    """A CUDA event of a device that takes 2 s for all that is launched between two of them."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.made += 1
+        self.at = 2000.0 * Event.made
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later.waited
+        return later.at - self.at
+
+
+def test_a_gpu_tells_the_time_of_its_steps() -> None:
+    with patch.object(torch.cuda, "Event", Event):
+        began, ended = (Moment(torch.device("cuda", 0)) for _ in range(2))
+        assert ended.seconds_since(began) == 2.0
