@@ -166,8 +166,9 @@ def abandon_world() -> None:
             dist.distributed_c10d._abort_process_group()
 
     thread = threading.Thread(target=abort, name="abort", daemon=True)
-    thread.start()
-    thread.join(_ABORT_S)
+    with contextlib.suppress(RuntimeError):  # no memory is left for its stack
+        thread.start()
+        thread.join(_ABORT_S)
 
 
 def is_effect_of_a_peer(error: BaseException) -> bool:

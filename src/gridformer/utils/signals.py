@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -277,7 +277,12 @@ def end_process(code: int) -> NoReturn:
     for last in (sys.stdout.flush, sys.stderr.flush, *at_end):
         # In a separate thread, because a stuck main thread may hold the lock of the stream.
         thread = threading.Thread(target=last, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no memory is left for its stack
+            with suppress(Exception):
+                last()
+            continue
         thread.join(0.1)
     os._exit(code)
 

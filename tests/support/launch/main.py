@@ -5,6 +5,7 @@
 NAME may also be MODULE:NAME, with a module of this package.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ POLICIES = {
 def main() -> None:
     # A shell starts what runs in its background with Ctrl-C ignored, and so would start the tests.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if group := os.environ.get("CONTROL_GROUP"):
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
     file, _, name = sys.argv[1].rpartition(":")
     n, folder = int(sys.argv[2]), Path(sys.argv[3])
     module = f"tests.support.launch.{file or 'entrypoints'}"

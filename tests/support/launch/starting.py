@@ -1,6 +1,7 @@
-"""Runs that fail before or soon after they begin, for test_fork_server.py and test_explain.py."""
+"""Runs that fail before or soon after they begin, for tests of the fork server and of memory."""
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -26,4 +27,18 @@ def with_a_full_disk(folder: Path, n: int) -> None:
     if world.rank == 1:
         with writing(Path("/dev/full"), 1 << 20):
             Path("/dev/full").write_text("x")
+    dist.all_reduce(torch.ones(1))
+
+
+def needing_memory(folder: Path, n: int) -> None:
+    """Rank 1 takes memory until it gets no more; the others wait for it."""
+    world = init_world("cpu", n, 600.0)
+    dist.barrier()
+    if world.rank == 1:
+        if more := int(os.environ.get("MORE_BYTES", "0")):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more,) * 2)
+        kept = []
+        while True:
+            kept.append(torch.ones(16 << 20))
     dist.all_reduce(torch.ones(1))
