@@ -19,7 +19,7 @@ from gridformer.memory.estimate import estimate_ranks, on_gpu
 from gridformer.memory.ranks import largest_ranks
 from gridformer.mesh.gpus import gpus_here
 from gridformer.mesh.launch_env import joined
-from gridformer.models import build_model
+from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import Decisions, decide_run, work_of
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.offers import Changes, with_changes
@@ -360,8 +360,7 @@ def at_most(run: RunConfig) -> int:
     block keeps.
     """
     model, layout, train = run.model, run.layout, run.train
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in build_model(model).parameters())
+    parameters = count_parameters(model)
     size = 8 if train.dtype == "float64" else 4
     sequences = train.global_batch // (layout.dp * layout.micro_batches)
     under_way = layout.micro_batches if layout.pp > 1 else 1

@@ -104,11 +104,25 @@ def blocks_of(pieces: int, columns: int) -> int:
 @lru_cache(maxsize=64)
 def products_of(model: ModelConfig) -> list[Product]:
     """Returns the distinct products of a model in forward order, with their counts."""
+    from gridformer.models import in_few_layers
+
+    sized = model.model_copy(update={"vocab_size": max(model.vocab_size, 1)})
+    found: dict[str, Product] = {}
+    for times, few in in_few_layers(sized):
+        for one in _built(few):
+            count = times * one.count
+            if one.name in found:
+                count += found[one.name].count
+            found[one.name] = replace(one, count=count)
+    return [*found.values()]
+
+
+def _built(sized: ModelConfig) -> list[Product]:
+    """Returns the products of a model, all of whose layers it builds."""
     import torch
 
     from gridformer.models import blocks, build_model
 
-    sized = model.model_copy(update={"vocab_size": max(model.vocab_size, 1)})
     with torch.device("meta"):
         modules = [*build_model(sized).modules()]
     norms = (blocks.LayerNorm, blocks.RMSNorm)
