@@ -59,13 +59,26 @@ def predict(
     Raises:
         UserError: The step of this run fails, which `gridformer check` explains.
     """
-    recorded = record(run, cluster.device.kind, training=training, whole=timeline)
-    found = price(recorded, cluster, layers_only, timeline)
+    timed: Callable[[], Prediction] = partial(
+        _predict_time, run, cluster, layers_only, training, timeline
+    )
+    if peak_gib is not None:
+        timed = beside(timed)  # a copy of this process loads less; see gridformer.trace.no_dtensor
+    found = timed()
     if memory:
-        wait = peak_gib or partial(_peak_gib, recorded.run, cluster, recorded.decisions)
-        found.peak_gib = wait()
+        if peak_gib is None:
+            on_device = _on_device(run, cluster.device.kind)
+            peak_gib = partial(_peak_gib, on_device, cluster, decide_run(on_device))
+        found.peak_gib = peak_gib()
         found.fits = found.peak_gib <= found.limit_gib
     return found
+
+
+def _predict_time(
+    run: RunConfig, cluster: Cluster, layers_only: bool, training: bool, timeline: bool
+) -> Prediction:
+    recorded = record(run, cluster.device.kind, training=training, whole=timeline)
+    return price(recorded, cluster, layers_only, timeline)
 
 
 def peak_beside(run: RunConfig, cluster: Cluster) -> Callable[[], float]:

@@ -15,9 +15,12 @@ from functools import partial, reduce
 from importlib.util import find_spec
 from typing import Any
 
+from torch import Tensor
+
 from gridformer.utils.stand_in import StandIn, in_place
 
 _NAME = "torch.fx.experimental.symbolic_shapes"
+_FUNCTIONS = "torch.utils._sympy.functions"
 
 
 def _same(x: Any) -> Any:
@@ -27,6 +30,9 @@ def _same(x: Any) -> Any:
 _ANSWERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("guard_or_false", "guard_or_true", "guard_size_oblivious"), _same),
     **dict.fromkeys(("statically_known_true", "guarding_hint_or_throw", "guard_scalar"), _same),
+    **dict.fromkeys(("expect_true", "guard_bool", "guard_int"), _same),
+    **dict.fromkeys(("has_free_symbols", "has_free_unbacked_symbols"), lambda x: False),
+    "free_unbacked_symbols": lambda x: set(),
     "has_guarding_hint": lambda x: True,
     "is_nested_int": lambda x: False,
     "sym_and": lambda *all_of: reduce(operator.and_, all_of),
@@ -34,11 +40,11 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "sym_eq": operator.eq,
 }
 _NUMBERS = (bool, int, float)
-# Functions that torch imports wherever it may need them, and that it calls only for symbols.
-_FOR_SYMBOLS = ("free_unbacked_symbols", "has_free_unbacked_symbols")
 
 
 def _is_plain(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return all(map(_is_plain, (*x.shape, *x.stride(), x.storage_offset())))
     return type(x) in _NUMBERS or (isinstance(x, tuple | list) and all(map(_is_plain, x)))
 
 
@@ -49,8 +55,6 @@ class _SymbolicShapes(StandIn):
         super().__init__(_NAME)
         for name, answer in _ANSWERS.items():
             setattr(self, name, partial(self._asked, name, answer))
-        for name in _FOR_SYMBOLS:
-            setattr(self, name, partial(self._of_real, name))
 
     def _asked(self, name: str, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs or not all(map(_is_plain, args)):
@@ -68,6 +72,24 @@ class _SymbolicShapes(StandIn):
         return self._of_real("compute_unbacked_bindings", shape_env, *args, **kwargs)
 
 
+class _Functions(StandIn):
+    """Takes the place of torch's functions of symbols, which it imports even for numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(_FUNCTIONS)
+
+    def Max(self, *args: Any) -> Any:
+        """Returns the largest of some symbols."""
+        return self.real().Max(*args)
+
+
+class _Sympy(StandIn):
+    """Takes the place of sympy. Nothing is a symbol until the real one is loaded."""
+
+    class Basic:
+        """What torch asks whether a number is one."""
+
+
 @contextmanager
 def without_sympy() -> Iterator[None]:
     """Does without sympy and symbolic shapes inside the context, unless they are loaded."""
@@ -75,6 +97,7 @@ def without_sympy() -> Iterator[None]:
         if "sympy" not in sys.modules:
             spec = find_spec("sympy")
             places = (spec and spec.submodule_search_locations) or [""]
-            stack.enter_context(in_place(StandIn("sympy", places[0])))
+            stack.enter_context(in_place(_Sympy("sympy", places[0])))
         stack.enter_context(in_place(_SymbolicShapes()))
+        stack.enter_context(in_place(_Functions()))
         yield

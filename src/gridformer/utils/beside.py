@@ -79,6 +79,11 @@ def _compute(function: Callable[[], T], writer: int) -> None:
     os._exit(0)
 
 
+def is_copy() -> bool:
+    """Whether this process is a copy, which ends when its work is done."""
+    return _is_copy
+
+
 def can_copy() -> bool:
     """Whether work can be done beside this process."""
     here = threading.current_thread()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,14 +100,18 @@ class Mask:
         flat = x_BSH.reshape(-1, h)
         out = torch.empty_like(flat)
         n_rows = max(1, _CHUNK_ELEMENTS[x_BSH.is_cuda] // h)
-        for start in range(0, len(flat), n_rows):
-            some = slice(start, start + n_rows)
+        for some in each_part(len(flat), n_rows):
             torch.mul(flat[some], rng.keep(self.key, rows[some], columns, self.p), out=out[some])
         return out.mul_(1.0 / (1.0 - self.p)).view_as(x_BSH)
 
 
 # Elements per chunk, by whether the tensor is on a GPU: there each chunk costs kernel launches.
 _CHUNK_ELEMENTS = {False: 1 << 18, True: 1 << 24}
+
+
+def each_part(n: int, size: int) -> Sequence[slice]:
+    """Returns parts of n rows, in order. An estimate of memory runs equal ones once."""
+    return [slice(start, start + size) for start in range(0, n, size)]
 
 
 class _Masked(torch.autograd.Function):
