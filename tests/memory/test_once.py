@@ -13,6 +13,8 @@ from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import largest_ranks
 from gridformer.memory.tape import NotRepeatableError
+from gridformer.memory.tracker import MemoryTracker
+from gridformer.models.blocks import dropout
 from gridformer.parallel.pipeline import Executor
 from gridformer.trace import fast_fake
 from tests.support.marks import full_unless
@@ -70,6 +72,22 @@ def complete(run: Any, rank: int) -> MemoryBreakdown:
 def same_as_complete(run: Any) -> None:
     for rank in largest_ranks(run):
         assert estimate_rank(run, rank) == complete(run, rank)
+
+
+def test_a_few_chunks_of_losses_and_masks_hold_what_all_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dropout, "_CHUNK_ELEMENTS", {False: 200})
+    run = a_run({}, {"dropout": 0.1, "n_layers": 1}, {"global_batch": 4, "loss_chunk_tokens": 4})
+    entries: list[int] = []
+    real = MemoryTracker.begin
+    monkeypatch.setattr(
+        MemoryTracker, "begin", lambda *args, **kw: (entries.append(1), real(*args, **kw))[1]
+    )
+    few, n_few = estimate_rank(run, 0), len(entries)
+    whole = estimate_rank(run, 0, once=False)
+    assert n_few < (len(entries) - n_few) / 2, "most chunks are left out"
+    assert (few.peak, few.moment, few.by_kind) == (whole.peak, whole.moment, whole.by_kind)
 
 
 @pytest.mark.parametrize("method", full_unless(lambda name: name in IN_MAKE_TEST, METHODS))
