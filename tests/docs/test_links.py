@@ -43,6 +43,14 @@ def test_named_paths_exist(page: Path) -> None:
             assert list((ROOT / "tests").rglob(name)), name
 
 
+def test_readme_names_every_shipped_run_file() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = text[text.index("These run files are also shipped") :].partition("\n\n")[0]
+    assert {*_CODE.findall(said)} == {path.stem for path in (ROOT / "configs/runs").iterdir()} | {
+        "configs/runs/"
+    }
+
+
 def test_every_module_of_the_map_exists() -> None:
     """Check docs/architecture.md: packages, contents of `parallel`, and the reading order."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
