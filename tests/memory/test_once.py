@@ -79,11 +79,14 @@ def test_a_few_chunks_of_losses_and_masks_hold_what_all_do(
 ) -> None:
     monkeypatch.setattr(dropout, "_CHUNK_ELEMENTS", {False: 200})
     run = a_run({}, {"dropout": 0.1, "n_layers": 1}, {"global_batch": 4, "loss_chunk_tokens": 4})
-    entries: list[int] = []
+    entries: list[Any] = []
     real = MemoryTracker.begin
-    monkeypatch.setattr(
-        MemoryTracker, "begin", lambda *args, **kw: (entries.append(1), real(*args, **kw))[1]
-    )
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        entries.append(real(*args, **kwargs))
+        return entries[-1]
+
+    monkeypatch.setattr(MemoryTracker, "begin", begin)
     few, n_few = estimate_rank(run, 0), len(entries)
     whole = estimate_rank(run, 0, once=False)
     assert n_few < (len(entries) - n_few) / 2, "most chunks are left out"
