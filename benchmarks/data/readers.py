@@ -171,7 +171,7 @@ def page(found: dict[tuple[str, str], dict[str, Any]], size: int) -> list[str]:
             [
                 f"Files of about {size / 1e6:,.0f} MB. Processor seconds are without the import of",
                 "libraries, and memory is the most that the reading process held. The last two",
-                "rows count all processes with their start: `gridformer prepare --workers 2`, and",
+                "rows count all processes with their start: prepare with `--workers 2`, and",
                 "`Dataset.map` with `num_proc=2`, whose cache is then copied to a file of tokens.",
             ]
         ),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,8 +11,6 @@ from gridformer.utils.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rich.console import Console
 
     from gridformer.data.prepare.progress import Progress
     from gridformer.data.tokenfolder import TokenFolder
@@ -165,6 +162,7 @@ def prepare(
 
     from rich.console import Console
 
+    from gridformer.cli.prepare_output import Bar, summarize
     from gridformer.data.prepare.prepare import prepare_corpus
     from gridformer.data.prepare.resuming import documents_kept
     from gridformer.data.prepare.sources import open_sources
@@ -235,7 +233,7 @@ def prepare(
         )
 
     try:
-        with _Bar(Console(stderr=True)) as bar:
+        with Bar(Console(stderr=True)) as bar:
             folder = write(bar.show)
     except BaseException:
         if kept := documents_kept(out):
@@ -243,7 +241,7 @@ def prepare(
                 f"{kept:,} documents are done; the same command goes on after them", highlight=False
             )
         raise
-    _summarize(folder, out, Console())
+    summarize(folder, out, Console())
 
 
 def _task_folder(
@@ -280,42 +278,6 @@ def _task_folder(
     )
 
 
-class _Bar:
-    """A progress bar on the terminal that `show` updates from `Progress` reports."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
-
-        self._bar = Bar(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[counts]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._bar.add_task("looking for text", total=None, counts="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, now: Progress) -> None:
-        counts = ""
-        if now.tokens:
-            counts = (
-                f"{now.bytes / 1e6:,.1f} MB, {now.tokens:,} tokens, {now.documents:,} documents"
-            )
-        self._bar.update(
-            self._task, description=now.phase, completed=now.bytes, total=now.total, counts=counts
-        )
-
-
 def _two_keys(text: str | None) -> tuple[str, str] | None:
     if text is None:
         return None
@@ -323,74 +285,3 @@ def _two_keys(text: str | None) -> tuple[str, str] | None:
     if len(keys) != 2 or not all(keys) or keys[0] == keys[1]:
         raise UserError(f"--pair-keys {text} must be two different keys, such as --pair-keys en,de")
     return keys[0], keys[1]
-
-
-def _summarize(folder: TokenFolder, out: Path, console: Console) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    index = folder.index
-    n_bytes = sum(source.bytes for source in index.sources)
-    documents = sum(source.documents for source in index.sources)
-    words = index.train.tokens + index.val.tokens - documents  # without end-of-text tokens
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    unit = 2 if index.kind == "pairs" else 1
-    counts = f"{index.train.documents // unit:,} train, {index.val.documents // unit:,} val"
-    longest = ", ".join(f"{name} {n}" for name, n in _usual_lengths(folder).items())
-    rows = {
-        {"pairs": "pairs", "chat": "conversations"}.get(index.kind, "documents"): counts,
-        "languages": " to ".join(index.languages or ()),
-        "labels": _shortened(index.labels),
-        "tokens": f"{index.train.tokens:,} train, {index.val.tokens:,} val",
-        "90% fit into": longest,
-        "vocabulary": f"{index.vocab_size:,} ({index.tokenizer.origin})",
-        "bytes per token": f"{n_bytes / words:.2f} ({n_bytes / 1e6:,.1f} MB of text)",
-        "catalogs": f"{n:,}" if (n := sum(len(s.parts) for s in index.sources)) else "",
-        "left out": ", ".join(f"{n:,} {what}" for what, n in index.skipped.items()),
-        "license": "; ".join(s.license for s in index.sources if s.license),
-        "token folder": str(out),
-    }
-    for name, value in rows.items():
-        if value:
-            table.add_row(name, Text(value))  # Text, because brackets in paths are not markup
-    console.print(table)
-    # Printed on its own line without wrapping, so that it can be copied.
-    console.print(Text(f"next: {_next(folder, out)}"), soft_wrap=True)
-
-
-def _next(folder: TokenFolder, out: Path) -> str:
-    """Returns a command that trains on the folder."""
-    if folder.kind == "examples":
-        of = {"answer": "squad", "right": "race", "value": "sts-b"}
-        run = next((of[name] for name in of if name in folder.index.columns), "mnli")
-        words = ["gridformer", "train", run, f"data.path={out}"]
-        if folder.index.labels and len(folder.index.labels) != 3:
-            words.append(f"model.n_labels={len(folder.index.labels)}")
-        return shlex.join([*words, "--out", f"runs/{out.resolve().name}"])
-    shipped = {"pairs": "translate", "chat": "chat"}.get(folder.kind, "demo")
-    words = ["gridformer", "train", shipped, f"data.path={out}"]
-    if folder.kind == "labeled":
-        words.append(f"model.n_labels={len(folder.index.labels)}")
-    words += [f"{key}={n}" for key, n in _usual_lengths(folder).items()]
-    # A separate run directory, because that of the run file may hold a model of other data.
-    return shlex.join([*words, "--out", f"runs/{out.resolve().name}"])
-
-
-def _usual_lengths(folder: TokenFolder) -> dict[str, int]:
-    """Returns lengths, multiples of 8, that hold 90% of the pairs' texts or conversations."""
-    if folder.kind not in ("pairs", "chat"):
-        return {}
-    import numpy as np
-
-    if folder.kind == "chat":
-        nine = np.quantile(np.diff(folder.train.offsets), 0.9)
-        return {"data.seq_len": 8 * -(-int(nine) // 8)}
-
-    lengths = np.diff(folder.train.offsets).reshape(-1, 2)
-    nine = np.quantile(lengths, 0.9, axis=0)
-    return {key: 8 * -(-int(n) // 8) for key, n in zip(("data.source_len", "data.seq_len"), nine)}
-
-
-def _shortened(labels: tuple[str, ...], most: int = 12) -> str:
-    shown = ", ".join(labels[:most])
-    return f"{len(labels)}: {shown}{', ...' if len(labels) > most else ''}" if labels else ""
