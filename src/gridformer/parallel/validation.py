@@ -151,9 +151,10 @@ def _racks(run: RunConfig) -> Iterator[Broken]:
 
 def _cluster(run: RunConfig) -> Iterator[Broken]:
     """The cluster that decides must be a shipped one, or a file without problems."""
-    name, names = run.layout.cluster, cluster_names()
+    name = run.layout.cluster
     if not name:
         return
+    names = cluster_names()
     if name not in names and not Path(name).is_file():
         text = f"layout.cluster={name} is no shipped cluster, and there is no such file"
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)

@@ -9,6 +9,7 @@ random numbers, so that a new setting does not change what is drawn for the othe
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -338,7 +339,12 @@ def _settings_in(sentence: str, section: str = "") -> list[str]:
 
 def _is_setting(key: str) -> bool:
     section, _, name = key.partition(".")
-    return section in SECTIONS and name in SECTIONS[section].model_fields
+    return section in SECTIONS and name in _names_of(SECTIONS[section])
+
+
+@functools.cache
+def _names_of(schema: type[BaseModel]) -> frozenset[str]:
+    return frozenset(schema.model_fields)  # which pydantic looks for in each class above it
 
 
 def _set(sections: Sections, changes: Mapping[str, Any]) -> None:
