@@ -32,8 +32,9 @@ def url_of(path: Path) -> str | None:
     found = _URL.fullmatch(str(path))
     if found is None or path.exists():
         return None
-    scheme, rest = found[1], found[2]
-    return f"{scheme}://{'/' * (scheme in ('file', 'local'))}{rest}"
+    protocol, rest = found[1], found[2]
+    root = "/" if protocol in ("file", "local") else ""
+    return f"{protocol}://{root}{rest}"
 
 
 @contextmanager
