@@ -48,12 +48,12 @@ def no_thread_is_left() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == "batches":
-            thread.join(10.0)  # if a loader was closed while its thread was busy
+            thread.join(120.0)  # if a loader was closed while its thread was busy
             assert not thread.is_alive()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -114,7 +114,7 @@ def test_an_error_is_raised_at_its_step_with_its_traceback() -> None:
         loader.read(1, ROWS)
         with pytest.raises(OSError, match="no such page") as error:
             loader.read(2, ROWS)
-        loader._thread.join(10.0)
+        loader._thread.join(120.0)
         assert not loader._thread.is_alive(), "it makes no more batches"
         with pytest.raises(AssertionError, match="no batch is left for step 3"):
             loader.read(3, ROWS)

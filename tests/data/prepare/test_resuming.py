@@ -208,7 +208,7 @@ def test_killed_with_workers(tmp_path: Path) -> None:
     prepare_corpus(sources, tmp_path / "whole", tokenizer=tokenizer)
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
     # The workers of the killed process have ended by themselves.
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (left := _processes_with(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
