@@ -92,3 +92,12 @@ def test_an_estimate_takes_little_time() -> None:
     for _ in range(20):
         estimate(run, cluster(), costs)
     assert (time.process_time() - began) / 20 < 0.05
+
+
+def test_without_a_head_of_tokens_nothing_multiplies_by_their_table() -> None:
+    run = run_of("Llama", {}, global_batch=8)
+    changes = {"token_head": False, "n_labels": 2}
+    other = run.model_copy(update={"model": run.model.model_copy(update=changes)})
+    words, labels = (estimate(one, cluster()) for one in (run, other))
+    assert labels.load.products < 0.95 * words.load.products
+    assert labels.peak_gib < words.peak_gib

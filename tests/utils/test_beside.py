@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -51,3 +52,11 @@ def test_nothing_is_copied_beside_other_threads() -> None:
     finally:
         done.set()
         other.join()
+
+
+def test_what_takes_too_long_is_stopped() -> None:
+    began = time.monotonic()
+    assert beside.as_far_as([lambda: 1, lambda: time.sleep(600)], 0.0, fewest=1) == [1, None]
+    assert beside.as_far_as([lambda: time.sleep(600)], 0.1) == [None]
+    assert time.monotonic() - began < 300, "nobody waits for what was stopped"
+    assert beside.as_far_as([lambda: 1, lambda: 2], float("inf")) == [1, 2]

@@ -163,6 +163,8 @@ def _kept_inputs(choices: Choices) -> float:
 def _logits(run: RunConfig, choices: Choices) -> float:
     """Returns bytes of logits, probabilities and their gradients that exist at a time."""
     work = choices.work
+    if not run.model.token_head:
+        return 0.0
     replicated = choices.between != "cut"
     rows = work.tokens if replicated else work.tokens / choices.rows
     width: float = run.model.vocab_size

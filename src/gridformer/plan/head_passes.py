@@ -16,18 +16,21 @@ LOGITS_SHARDED = 13  # the same with the vocabulary over an axis
 def head(sizes: Sizes) -> tuple[Load, Load]:
     """Returns the loads of the products outside layers, with the loss, and of the embedding.
 
-    A loss in chunks computes its gradients in the forward pass.
+    A loss in chunks computes its gradients in the forward pass. Without a head of tokens there is
+    only their table.
     """
     forward, backward = Load(), Load()
+    of_tokens = sizes.run.model.token_head
     for choice in sizes.choices.products.values():
-        if choice.product.section == "head":
+        if choice.product.section == "head" and (of_tokens or choice.product.name != "head"):
             there, back = product_loads(sizes, choice)
             forward.add(there)
             if choice.product.name == "head" and chunks_of(sizes, choice) > 1:
                 forward.add(back)
             else:
                 backward.add(back)
-    forward.add(_loss(sizes, sizes.choices["head"]))
+    if of_tokens:
+        forward.add(_loss(sizes, sizes.choices["head"]))
     return forward, backward
 
 

@@ -9,6 +9,7 @@ core, and only layouts whose trace fits are listed.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.settings import changed, micro_batches, modes, neighbors, rows_at_a_time
 from gridformer.trace.fast_fake import fast_fakes
-from gridformer.utils.beside import beside, can_copy
+from gridformer.utils.beside import as_far_as, can_copy
 from gridformer.utils.hardware import n_cores
 
 IMPROVED = 24  # arrangements whose settings are improved
@@ -225,7 +226,8 @@ def search(
         n_devices: The number of devices.
         top: How many layouts to trace and list.
         limit_s: If a few layouts have been found, no trace is begun that would end after so many
-            seconds if it takes as long as the one before it. After them, one layout is enough.
+            seconds if it takes as long as the one before it. After them, one layout is enough, and
+            traces on other cores are stopped.
         predictor: Traces a run; tests replace it.
         tell: Is told what happens.
     """
@@ -235,7 +237,7 @@ def search(
     found, result = asked.ranked()
     last_s, traces = 0.0, 0
     queue = [(one.step_s, number, one) for number, one in enumerate(found)]
-    at_once = 1
+    at_once, stopped = 1, itertools.count(1)
     if predictor is predict and can_copy():
         at_once = n_cores()
         fast_fakes()  # loads what all copies of this process need
@@ -249,10 +251,17 @@ def search(
         names = " and ".join(one.name for one in some)
         tell(f"tracing {names}: {len(result.layouts) + 1} of {top}")
         work = [partial(predictor, one.run, cluster) for one in some]
-        waits = [beside(one) for one in work] if at_once > 1 else work
-        predictions = [wait() for wait in waits]
+        predictions: list[Prediction | None]
+        if at_once > 1:
+            left_s = began + limit_s - here
+            predictions = as_far_as(work, left_s, 0 if result.layouts else 1)
+        else:
+            predictions = [one() for one in work]
         last_s = time.monotonic() - here
         for one, prediction in zip(some, predictions):
+            if prediction is None:  # there was no time for it
+                heapq.heappush(queue, (one.step_s, -next(stopped), one))
+                continue
             traces += 1
             traced = Found(one.run, one.estimate, prediction)
             assert prediction.peak_gib is not None, "predict estimates memory, too"

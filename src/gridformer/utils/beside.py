@@ -10,10 +10,13 @@ an error, because its threads for these are missing; then the process itself doe
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import pickle
+import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -61,6 +64,8 @@ class _Child(Generic[T]):
 
     def stop(self) -> None:
         """Ends it, because nobody will ask for its result."""
+        with suppress(OSError):
+            os.close(self.reader)
         with suppress(ProcessLookupError):
             os.kill(self.pid, SIGKILL)
         self.wait()
@@ -104,6 +109,34 @@ def beside(function: Callable[[], T]) -> Callable[[], T]:
     if not can_copy():
         return function
     return _Child(function).result
+
+
+def as_far_as(work: Sequence[Callable[[], T]], seconds: float, fewest: int = 0) -> list[T | None]:
+    """Does some work at the same time, each piece of it in a copy of this process.
+
+    Args:
+        work: The pieces; `can_copy()` is true.
+        seconds: When so much time is over, what is not done is stopped.
+        fewest: So many pieces are waited for, however long they take.
+
+    Returns:
+        The results, in the order of the pieces; None for those that were stopped.
+    """
+    end = time.monotonic() + seconds
+    found: list[T | None] = [None] * len(work)
+    waiting = {child.reader: (n, child) for n, child in enumerate(map(_Child, work))}
+    while waiting:
+        left = max(0.0, end - time.monotonic())
+        must = len(work) - len(waiting) < fewest or left == math.inf
+        ready, _, _ = select.select([*waiting], [], [], None if must else left)
+        if not ready:
+            break
+        for reader in ready:
+            n, child = waiting.pop(reader)
+            found[n] = child.result()
+    for _, child in waiting.values():
+        child.stop()
+    return found
 
 
 def on_all_cores(function: Callable[[Sequence[T]], list[R]], work: Sequence[T]) -> list[R]:
