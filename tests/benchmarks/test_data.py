@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from benchmarks.data.__main__ import column, page, phase_column, run_file, start
 from benchmarks.data.corpus import forget, write_corpus
-from benchmarks.data.readers import WAYS, WHAT
+from benchmarks.data.readers import GROWING, TIMES, WAYS, WHAT
 from benchmarks.data.readers import page as readers_page
 from benchmarks.data.starting import PHASES
 from benchmarks.data.training import Watched
@@ -60,7 +60,9 @@ def test_the_page_of_readers_shows_both_ways() -> None:
     one = {"used_s": 1.5, "with_start_s": 3.0, "peak_mib": 50.0, "error": "", "cached": 0}
     other = {**one, "used_s": 2.5, "cached": 5e6}
     found = {(what, way): one if way == "gridformer" else other for what in WHAT for way in WAYS}
-    shown = "\n".join(readers_page(found, 60_000_000))
+    larger = {(n * 10**6, what, way): one for n in TIMES for what in GROWING for way in WAYS}
+    shown = "\n".join(readers_page(found, 10**6, larger))
     assert "| a text file | gridformer | 1.50 | 50 |  |" in shown
     assert "| a text file | datasets | 2.50 | 50 | 5 MB in its cache |" in shown
     assert shown.count("| 3.00 |") == 2
+    assert "| a text file | datasets | 1.50 s, 50 MiB | 1.50 s, 50 MiB |" in shown
