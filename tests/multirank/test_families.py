@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "transformer": {"family": "transformer", "label_smoothing": 0.1},
     "transformer-pre": {"family": "transformer", "norm_position": "pre", "n_decoder_layers": 1},
     "gpt2": {"family": "gpt2", "n_labels": 3},
+    "llama-smoothed": {"family": "llama", "label_smoothing": 0.1},
 }
 MEGATRON: Layout = {"scheme": "megatron", "cols": 2}
 OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 2}
@@ -54,6 +55,7 @@ def quick(case: tuple[str, str]) -> bool:
         or (model == "t5-wide" and layout == "subgraph-3-first-outside")
         or (model == "bert" and layout in ("optimus-2x2-panels", "megatron-1x3-sp"))
         or (model == "transformer" and layout == "subgraph-2-outside")
+        or (model == "llama-smoothed" and layout == "megatron-1x3-sp")
     )
 
 
