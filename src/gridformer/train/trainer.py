@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -14,13 +13,11 @@ import torch
 from gridformer import comm
 from gridformer.checkpoint import checkpoint, weights
 from gridformer.checkpoint.manifest import Manifest
-from gridformer.checkpoint.saver import Saver
-from gridformer.checkpoint.snapshot import saves_meanwhile
 from gridformer.comm import progress
 from gridformer.data import Batches, RunData, open_training
 from gridformer.data.samples.order import Rows
 from gridformer.mesh.launch_env import joined
-from gridformer.mesh.process_group import World, is_effect_of_a_peer
+from gridformer.mesh.process_group import World
 from gridformer.mesh.rendezvous import store_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
@@ -38,6 +35,7 @@ from gridformer.train.loader import BatchLoader
 from gridformer.train.plan import Plan
 from gridformer.train.results import Moment, StartedStep
 from gridformer.train.resuming import intact
+from gridformer.train.saves import Saves
 from gridformer.train.scorers import validation_sets
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.train.trace import StepTrace
@@ -102,16 +100,7 @@ class Trainer:
         if plan.resume is not None:
             self.recovery.done = self._load(plan.resume, verified).divergences
             self.stepper.train = self.recovery.present
-        self._lost_a_peer = False
-        self.saver = Saver(
-            plan.out, run, self.axes, self.stop.hold, self.stop.release, self._is_hopeless,
-            self._seconds_left, self._no_space,
-        )  # fmt: skip
-        self._told_of_no_space = False
-        if saves_meanwhile(run.train):
-            self.saver.reserve(checkpoint.parameters_of(self.model))
-        if world.rank == 0:
-            self.saver.sweep()
+        self.saves = Saves(plan, self.model, self.axes, self.stop, self.journal)
         self.journal.begin(plan, data.n_train_tokens, self.batches)
 
     def _load(self, folder: Path, verified: Manifest | None = None) -> Manifest:
@@ -139,8 +128,8 @@ class Trainer:
             self.stepper.passes.at_border = self.ending.at
             self.ahead = self._loader(self.batches, range(step, train.steps))
             at_end.callback(lambda: self.ahead.close())  # a rollback opens another
-            at_end.callback(self._finish_saves)
-            at_end.push(self._note_error)
+            at_end.callback(self.saves.finish)
+            at_end.push(self.saves.note_error)
             if step == 0:
                 with suppress(StepDropped):
                     self.journal.metrics({"step": 0, "tokens": 0, **self._evaluate(0)})
@@ -169,7 +158,7 @@ class Trainer:
             if metrics:
                 self.journal.metrics(metrics)
             with self.stop.held():  # until it is told, too, that all work is saved
-                if saved < step or not self.saver.all_saved():
+                if saved < step or not self.saves.saver.all_saved():
                     self._save(step, last=True)
                     saved = step
                 self._end(step)
@@ -261,7 +250,8 @@ class Trainer:
         step, result, seconds, data_wait_s = ended
         self.recovery.succeeded()
         self.tokens += result.tokens
-        self._tell_of_saves()
+        self.saves.tell()
+        self.ending.save_s = self.saves.save_s or self.ending.save_s
         scale: dict[str, Any] = {}
         if self.run.train.dtype == "float16":
             scale = {"loss_scale": self.stepper.scale.scale, "skipped": result.skipped}
@@ -279,7 +269,7 @@ class Trainer:
             "step_time_s": seconds,
             "data_wait_s": data_wait_s,
             **self.utilization.metrics(seconds),
-            **self.saver.metrics(),
+            **self.saves.saver.metrics(),
         }
         if self.recovery.done.rollbacks:
             metrics["rollbacks"] = self.recovery.done.rollbacks
@@ -297,7 +287,7 @@ class Trainer:
         """
         with self._loader(self.batches, range(step, step + 1)) as again:
             found = diagnose(self.stepper, step, partial(again.read, step))
-        self._finish_saves()  # it may be the checkpoint to go back to
+        self.saves.finish()  # it may be the checkpoint to go back to
         decision = self.recovery.decide(error, found)
         self.ahead.close()
         self.under_way.clear()
@@ -350,22 +340,17 @@ class Trainer:
         return {"peak_memory_gib": int(largest) / GIB}
 
     def _save(self, step: int, last: bool) -> None:
-        self.journal.state("saving")
-        self.saver.save(
-            checkpoint.manifest_of(
-                step,
-                self.tokens,
-                self.run,
-                self.stepper.scale,
-                self.plan.data_start,
-                self.plan.data,
-                self.recovery.done,
-            ),
-            checkpoint.shards_of(self.model, self.stepper.updates),
-            wait=not self.run.train.async_save,
-            last=last,
+        manifest = checkpoint.manifest_of(
+            step,
+            self.tokens,
+            self.run,
+            self.stepper.scale,
+            self.plan.data_start,
+            self.plan.data,
+            self.recovery.done,
         )
-        self._tell_of_saves()
+        self.saves.save(manifest, self.stepper, last)
+        self.ending.save_s = self.saves.save_s or self.ending.save_s
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
@@ -373,45 +358,6 @@ class Trainer:
         if error is not None:
             self.journal.failed(error)
         self.journal.close()
-
-    def _note_error(
-        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
-    ) -> None:
-        self._lost_a_peer = error is not None and is_effect_of_a_peer(error)
-
-    def _is_hopeless(self) -> bool:
-        """Returns whether another rank has ended, and maybe without its part of a save."""
-        return self._lost_a_peer or self.stop.is_hopeless()
-
-    def _seconds_left(self) -> float:
-        """Returns after how many seconds this process must have ended."""
-        ends_at = self.stop.policy.ends_at
-        return min(
-            self.stop.seconds_left, float("inf") if ends_at is None else ends_at - time.time()
-        )
-
-    def _no_space(self, why: str) -> None:
-        """Tells, once, that the last checkpoint waits for space."""
-        self.journal.state("saving")
-        if not self._told_of_no_space:
-            self._told_of_no_space = True
-            self.journal.note(
-                f"the last checkpoint finds no space ({why}): free some, as the run ends without "
-                f"it after {self.run.train.full_disk_wait_s:g} s (train.full_disk_wait_s)"
-            )
-
-    def _tell_of_saves(self) -> None:
-        """Prints what became of saves."""
-        for one in self.saver.news():
-            self.ending.save_s = one.outcome.seconds
-            self.journal.saved(one)
-
-    def _finish_saves(self) -> None:
-        """Waits for a save under way, also after an error."""
-        if self.saver.busy:
-            self.journal.say("saving")
-        self.saver.finish()
-        self._tell_of_saves()
 
     def _loader(self, batches: Batches, steps: Sequence[int]) -> BatchLoader:
         """Starts to make this device's rows of some global batches."""
