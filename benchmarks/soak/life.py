@@ -69,6 +69,7 @@ class Life:
         self._settings: tuple[str, ...] = ()
         self._waiting: list[Met] = []  # what the next start must tell or clear up
         self._unswept: set[str] = set()
+        self._unfinished: set[str] = set()  # what a killed start has left in the run directory
         self._step = 0  # up to which the run has come
         self._done = False
 
@@ -318,8 +319,13 @@ class Life:
         found = self._temporaries()
         if code < 0:  # it could not clear up; the next start does
             self._unswept |= found
+            self._unfinished = self.folder.unfinished()
             return
         found = (found - self._unswept) | self.folder.unfinished()
+        if not re.search(r"^ *step|resum", now.said(), re.MULTILINE):
+            found -= self._unfinished  # it was stopped before it had come as far as clearing up
+        else:
+            self._unfinished = set()
         if found:
             problems.append(f"left after exit code {code}: {', '.join(sorted(found))}")
 
