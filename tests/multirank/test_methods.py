@@ -140,7 +140,11 @@ def test_schedules_equal_one_device_without(pool: WorkerPool, name: str, model: 
 
 def test_quick_cells_are_many_enough() -> None:
     """Every family, scheme and replica mode occurs, and so do pipelines, with dropout."""
-    assert {cell.model for cell in QUICK} == {*MODELS}
+    families = [
+        {model.get("family", "gpt2") for model in some}
+        for some in ((MODELS[cell.model] for cell in QUICK), MODELS.values())
+    ]
+    assert families[0] == families[1]
     assert {cell.scheme for cell in QUICK} == {*SCHEMES}
     assert {cell.pp for cell in QUICK} == {1, 2}
     assert {cell.replicas for cell in QUICK} == {"none", "replicate", "zero1", "fsdp"}

@@ -36,14 +36,17 @@ from tests.support.multirank.runs import (
 
 
 def train_and_fail(plan: Plan) -> None:
-    """Train on one rank; the last rank's disk is full while it writes the second checkpoint."""
+    """Train on one rank; the last rank's disk fails while it writes the second checkpoint.
+
+    For space, which may come back, a last save would wait.
+    """
     written = []
 
     def failing(file: BinaryIO, blocks: Any) -> tuple[int, int]:
         written.append(file)
         if len(written) == 2 and dist.get_rank() == dist.get_world_size() - 1:
             file.write(b"half a file")
-            raise OSError(errno.ENOSPC, "no space left on device")
+            raise OSError(errno.EIO, "input/output error")
         return original(file, blocks)
 
     original = saving.write_file

@@ -137,12 +137,18 @@ def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward:
     rows = 1 if choice.common else sizes.choices.rows
     own = weight / rows
     accumulated = (work.micro_batches - 1) / work.micro_batches
+    # Products that are not sharded write float32, and chunks add to it; see
+    # `gridformer.models.kernels.products`.
+    alone = choice.common or sizes.choices.rows * sizes.choices.cols == 1
+    in_product = alone and sizes.cast > 0
     if choice.product.name == "head" and chunks > choice.n_chunks:
         # Gradients of chunks are added up in float32 and scaled; with rows in the gathered table.
         each = sizes.cast + 3 * wide if rows == 1 else 2 * wide + sizes.itemsize
-        n_bytes = weight * (chunks * each + 4 * wide)
+        n_bytes = weight * (chunks * each * (not in_product) + 4 * wide)
         n_bytes += weight * (sizes.cast + 2 * sizes.itemsize) * (rows > 1)
-        backward.launches += 3 * chunks + 4
+        backward.launches += (1 if in_product else 3) * chunks + 4
+    elif in_product:
+        n_bytes = 0.0
     else:
         n_bytes = own * sizes.cast
         backward.launches += 2 * (sizes.cast > 0)
