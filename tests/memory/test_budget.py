@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,3 +308,23 @@ def test_invalid_changes_are_not_tried(key: str) -> None:
     wrong = {"train.recompute": "twice", "layout.micro_batches": 7}[key]
     assert changed(run, {key: wrong}) is None
     check(run)
+
+
+@pytest.mark.parametrize(("gpus", "device"), [([], "cpu"), ([0, 1], "auto")])
+def test_a_run_that_has_no_gpus_is_estimated_without_them(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[int], device: str
+) -> None:
+    """A machine may have GPUs, but fewer than the run has processes."""
+    run = a_run({"dp": 2}, {}, {"device": "auto"})
+    seen: list[str] = []
+
+    def estimate(run: RunConfig, *_: Any) -> list[Any]:
+        seen.append(run.train.device)
+        return [SimpleNamespace(needed=0)]
+
+    monkeypatch.setattr(fits, "gpus_here", lambda *_: gpus)
+    monkeypatch.setattr(fits, "room_of", lambda run: Room(1, "a byte"))
+    monkeypatch.setattr(fits, "states_of", lambda run: 0)
+    monkeypatch.setattr(fits, "estimate_ranks", estimate)
+    assert fit_problems(run) == []
+    assert seen == [device]
