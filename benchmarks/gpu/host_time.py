@@ -44,7 +44,6 @@ from gridformer.mesh import Axes, groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
-from gridformer.parallel.tensor.linear import weights_kept
 from gridformer.trace.kernels import work_of
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import MicroBatch, next_words
@@ -116,7 +115,7 @@ def ours(
 
         def run() -> None:
             clear_gradients(stepper.parameters)
-            with weights_kept(model):
+            with stepper.kept.open():
                 stepper.passes.train(work, counts)
             reduce_gradients(stepper.parameters, axes, stepper.sums)
 

@@ -19,7 +19,7 @@ from gridformer.models import Model
 from gridformer.parallel.data.copies import share_copies, share_parts
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
 from gridformer.parallel.pipeline import Executor, timed
-from gridformer.parallel.tensor.linear import weights_kept
+from gridformer.parallel.tensor.linear import KeptWeights
 from gridformer.train.forward_backward import Finish, Passes, Pipeline, WholeModel
 from gridformer.train.loss_scale import LossScale
 from gridformer.train.mean_losses import ReadRows, mean_losses, on_device
@@ -69,6 +69,7 @@ class Stepper:
         self.scale = LossScale.of(train.dtype)
         # They stay the same objects, and to walk through a model's modules takes time.
         self.parameters = [*model.parameters()]
+        self.kept = KeptWeights(model)
         held = self.parameters[0].device if self.parameters else None
         self.device = held or torch.device(axes.device_type)
         self._last: StartedStep | None = None
@@ -116,7 +117,7 @@ class Stepper:
         lr = learning_rate(step, self.train)
         self.updates.begin(lr)
         scale = self.scale.scale
-        with weights_kept(self.model), one_thread():
+        with self.kept.open(), one_thread():
             losses = self.passes.train(work, counts, scale)
         with self._timed("add up gradients"):
             reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
@@ -191,7 +192,7 @@ class Stepper:
         clear_gradients(self.parameters)
         self.model.clock.step = step
         border, self.passes.at_border = self.passes.at_border, None
-        with weights_kept(self.model), one_thread():
+        with self.kept.open(), one_thread():
             if self.updates.in_backward:
                 self.model.eval()
                 with torch.no_grad():

@@ -93,7 +93,8 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = F
         padded: Whether the result may have the additional columns of the cast copy, see `CastCopy`.
     """
     if weight_IO.dtype == x.dtype and not stands_for_parameters(weight_IO):
-        return F.linear(x, weight_IO.t(), bias_O)
+        # F.linear would transpose the transpose once more, and both again in the backward pass.
+        return x @ weight_IO if bias_O is None else F.linear(x, weight_IO.t(), bias_O)
     weight = cast(weight_IO, x.dtype, padded)
     bias = None if bias_O is None else cast(bias_O, x.dtype, weight.shape[1] > len(bias_O))
     place = _CastLinear.apply(x, weight_IO, bias_O, weight.shape[1])

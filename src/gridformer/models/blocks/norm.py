@@ -60,8 +60,8 @@ class _RMSNorm(torch.autograd.Function):
         normed = x.to(weight.dtype) * rstd
         product = grad * normed
         grad_weight = product.flatten(0, -2).sum(0)
-        mean = product.mul_(weight).mean(-1, keepdim=True)
-        grad_x = (grad * weight).addcmul_(normed, mean, value=-1).mul_(rstd)
+        total = product.mul_(weight).sum(-1, keepdim=True)
+        grad_x = (grad * weight).addcmul_(normed, total, value=-1 / x.shape[-1]).mul_(rstd)
         return grad_x.to(x.dtype), grad_weight, None
 
 

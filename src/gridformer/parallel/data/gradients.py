@@ -26,7 +26,7 @@ from gridformer import comm
 from gridformer.mesh import Axes, Axis
 from gridformer.parallel.data.buckets import buckets, in_buckets
 from gridformer.parallel.data.zero import FlatBucket, replica_part
-from gridformer.parallel.sharding import ParamShard, replica_axis, shard_of
+from gridformer.parallel.sharding import ParamShard, info_of, replica_axis, shard_of
 
 _NORMED = 1024  # elements; see `_square_on_cpu`
 _IN_FLIGHT = 2  # reduce-scatters; each of them holds full gradients until it has arrived
@@ -73,7 +73,8 @@ def reduce_gradients(
         updated: Parameters that the backward pass has updated, and their copies. They are left out.
     """
     parameters = [*parameters]
-    shards = [shard_of(parameter) for parameter in parameters]
+    infos = [info_of(parameter) for parameter in parameters]
+    shards = [info.shard for info in infos]
     partial: dict[str, list[Tensor]] = defaultdict(list)
     for parameter, shard in zip(parameters, shards):
         if shard.partial and shard.copies and parameter not in updated:
@@ -103,8 +104,8 @@ def reduce_gradients(
         shared = [p for p, shard in zip(parameters, shards) if shard.stages == stages]
         grads = [_grad(_updated(p)) for p in shared if shard_of(p).owned]
         in_buckets(grads, lambda flat, axis=axis: _sum_over_stages(flat, axis))  # type: ignore[misc]
-    for parameter in parameters:
-        if replica_part(parameter) is not None:
+    for parameter, info in zip(parameters, infos):
+        if info.replica_part is not None:
             parameter.grad = None  # of a copy: the sum is on its owner
 
 

@@ -11,7 +11,7 @@ in place (gridformer.parallel.auto.cost):
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -326,24 +326,39 @@ class SequenceParallelJoin(nn.Module):
         return autograd.allreduce_identity(terms, self.col)
 
 
-@contextmanager
-def weights_kept(model: nn.Module) -> Iterator[None]:
+class KeptWeights:
+    """What of a model `weights_kept` opens and closes, found once for many steps.
+
+    The model is complete: no product and no copy of a weight is added to it later.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        # Not getattr, which is slow for what a module does not have.
+        keeps = [vars(module).get("keep") for module in model.modules()]
+        self.weights = [
+            keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight
+        ]
+        self.copied = [p for p in model.parameters() if blocks.copy_of(p) is not None]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """See `weights_kept`."""
+        for weight in self.weights:
+            weight.open()
+        try:
+            with blocks.keep_copies(self.copied), gathered(self.model):
+                yield
+        finally:
+            for weight in self.weights:
+                weight.close()
+
+
+def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
     """Lets products keep and prefetch gathered weights, as their choices say, inside this context.
 
     It also keeps the copies of weights in the type of the computation. Weights must not change
     inside it, except that a weight may be updated when the last product of a step has read it.
     With FSDP, it also enables gathering the parameters of each layer from the replicas.
     """
-    # Not getattr, which is slow for what a module does not have.
-    keeps = [vars(module).get("keep") for module in model.modules()]
-    weights = [
-        keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight
-    ]
-    for weight in weights:
-        weight.open()
-    try:
-        with blocks.keep_copies(model.parameters()), gathered(model):
-            yield
-    finally:
-        for weight in weights:
-            weight.close()
+    return KeptWeights(model).open()
