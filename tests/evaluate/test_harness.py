@@ -22,6 +22,7 @@ from gridformer.train.step import Stepper
 
 pytestmark = pytest.mark.full
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: gridformer[lm-eval]")
+pytest.importorskip("accelerate", reason="lm-eval runs transformers' models with it: lm-eval[hf]")
 
 LENGTH = 32
 PAGES = [
