@@ -16,13 +16,14 @@ from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, load_run, parse_run
 from gridformer.parallel.validation import check
 from gridformer.plan import search as plan_search
-from gridformer.plan.advice import advise
+from gridformer.plan.advice import Advice, advise
 from gridformer.plan.analytic import estimate
 from gridformer.plan.emit import with_cluster, write_run
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.ranking import as_json, layout_of, print_result, settings_between
 from gridformer.plan.remedies import remedies
 from gridformer.plan.search import Found, Search, default_batch, search
+from gridformer.plan.settings import changed
 from gridformer.utils import beside
 
 
@@ -202,6 +203,40 @@ def test_advice_names_what_takes_most_time() -> None:
     said = advise(asked, waits)
     assert "the pipeline" in said.limit
     assert said.shares["bubble"] == pytest.approx(2 / 3)
+
+
+def test_advice_prefers_traces_to_estimates() -> None:
+    """A change that an estimate favors is not advised if its trace was slower, or did not fit."""
+    asked, result = Search(run_of(), cluster(), 8), found_on_8()
+    slow = replace(
+        result.layouts[0],
+        estimate=replace(result.layouts[0].estimate, step_s=100.0),
+        prediction=replace(result.layouts[0].prediction, step_s=100.0),
+    )
+    by_estimate = advise(asked, slow).best
+    assert by_estimate is not None
+    assert not by_estimate.traced
+    run = changed(slow.run, dict(by_estimate.settings))
+    assert run is not None
+    other = asked.estimated(run)
+    trace = predictor(other.run, cluster())
+
+    def again(**found: Any) -> Advice:
+        traced = replace(other, prediction=replace(trace, **found))
+        return advise(asked, slow, [traced])
+
+    slower = again(step_s=100.0 * other.run.train.global_batch / slow.run.train.global_batch)
+    assert slower.best is not None
+    assert slower.best.settings != by_estimate.settings
+    faster = again(step_s=1e-6)
+    assert faster.best is not None
+    assert (faster.best.settings, faster.best.traced) == (by_estimate.settings, True)
+    assert "in its own trace" in " ".join(faster.sentences)
+    large = again(step_s=1e-6, fits=False, peak_gib=1e3)
+    assert large.best is not None
+    assert large.best.settings != by_estimate.settings
+    assert large.too_large is not None
+    assert large.too_large.peak_gib == 1e3
 
 
 def test_a_model_gets_half_a_million_tokens_a_step() -> None:

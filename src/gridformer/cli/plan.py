@@ -91,7 +91,8 @@ def plan(
         limit_s = seconds or (8.0 if devices <= 64 else 45.0)
         result = search(run, machine, devices, top, limit_s, tell=status.update)
         asked = Search(run, machine, devices)
-        advice = [advise(asked, found) for found in result.layouts]
+        traced = [*result.layouts, *result.refused]
+        advice = [advise(asked, found, traced) for found in result.layouts]
         would_fit = [] if result.layouts else remedies(asked, result.smallest)
         if html is not None and result.layouts:
             from gridformer.plan.html import write_page

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +38,21 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one setting, and what it would do by estimate.
+    """A change of one setting, and what it would do.
 
     Attributes:
         settings: The changed values by dotted key.
         gain: The fraction of the time per sequence that it saves.
         peak_gib: The memory of the fullest device with it.
         fits: Whether that fits.
+        traced: Whether the changed layout was traced, too; otherwise it is estimated.
     """
 
     settings: Mapping[str, Any]
     gain: float
     peak_gib: float
     fits: bool
+    traced: bool = False
 
     @property
     def words(self) -> str:
@@ -84,9 +86,10 @@ class Advice:
         )
         found = [f"Time goes to {where}.", self.limit]
         if self.best:
+            how = "in its own trace" if self.best.traced else "by estimate"
             found.append(
                 f"The change that would help most is {self.best.words}: about "
-                f"{self.best.gain:.0%} less time per sequence by estimate, with "
+                f"{self.best.gain:.0%} less time per sequence {how}, with "
                 f"{self.best.peak_gib:.1f} GiB."
             )
         else:
@@ -99,31 +102,45 @@ class Advice:
         return found
 
 
-def advise(search: Search, found: Found) -> Advice:
+def advise(search: Search, found: Found, traced: Sequence[Found] = ()) -> Advice:
     """Returns the advice for a layout that was traced.
 
     Args:
         search: The search that found it, which estimates its neighbors.
         found: The layout.
+        traced: All layouts that were traced. A change into one of them is judged by its trace,
+            since estimates are less right.
     """
     assert found.prediction is not None, "only traced layouts are listed"
     shares = shares_of(found.prediction)
     best: Change | None = None
     too_large: Change | None = None
-    here = found.estimate.step_s / found.run.train.global_batch
+    known = [(one.run.layout, one.run.train, one.prediction) for one in traced]
     for settings, other in _changes(found.run):
-        estimate = search.estimated(other).estimate
-        gain = 1 - estimate.step_s / other.train.global_batch / here
-        change = Change(settings, gain, estimate.peak_gib, estimate.fits)
-        if gain < WORTH:
+        there = next((p for *run, p in known if run == [other.layout, other.train]), None)
+        change = _judged(settings, found, search.estimated(other), there)
+        if change.gain < WORTH:
             continue
-        if change.fits and (best is None or gain > best.gain):
+        if change.fits and (best is None or change.gain > best.gain):
             best = change
-        if not change.fits and (too_large is None or gain > too_large.gain):
+        if not change.fits and (too_large is None or change.gain > too_large.gain):
             too_large = change
     if too_large and best and too_large.gain <= best.gain:
         too_large = None
     return Advice(shares, _limit(shares), best, too_large)
+
+
+def _judged(
+    settings: Mapping[str, Any], found: Found, other: Found, traced: Prediction | None
+) -> Change:
+    """Compares two layouts by their traces, or by their estimates if one was not traced."""
+    batches = found.run.train.global_batch / other.run.train.global_batch
+    if traced is not None and found.prediction is not None:
+        assert traced.peak_gib is not None, "predict estimates memory, too"
+        gain = 1 - batches * traced.step_s / found.prediction.step_s
+        return Change(settings, gain, traced.peak_gib, bool(traced.fits), traced=True)
+    gain = 1 - batches * other.estimate.step_s / found.estimate.step_s
+    return Change(settings, gain, other.estimate.peak_gib, other.estimate.fits)
 
 
 def shares_of(prediction: Prediction) -> dict[str, float]:
