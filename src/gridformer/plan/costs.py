@@ -24,6 +24,10 @@ _SecondsOf = Callable[[Cluster, MessageWork], float]
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
+_Places = list[tuple[tuple[int, ...], int]]  # of each group its ranks, and `MessageWork.sharers`
+_Along = tuple[tuple[int, tuple[int, ...]], ...]  # dimensions of the mesh, and places in each
+
+
 class Costs:
     """Computes times once for each kind of kernel and message.
 
@@ -40,7 +44,8 @@ class Costs:
         self._place = {int(r): i for i, r in enumerate(self.mesh.flatten().tolist())}
         self._kernels: dict[Any, float] = {}
         self._messages: dict[Any, tuple[float, float | None]] = {}
-        self._groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+        self._groups: dict[tuple[int, ...], _Places] = {}  # by ranks
+        self._alike: dict[_Along, _Places] = {}  # of all groups that are alike
 
     def items(
         self, events: Iterable[Event], rank: int, only: OnlyLayers | None, last: bool = False
@@ -126,32 +131,41 @@ class Costs:
             for members, sharers in found
         )
 
-    def _places(self, ranks: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
+    def _places(self, ranks: tuple[int, ...]) -> _Places:
         """Returns groups like this one that lie differently, and `MessageWork.sharers` of each."""
         if ranks not in self._groups:
-            like = self.like_groups(ranks)
-            places = np.array(like)
-            sizes = [level.size for level in self.cluster.levels]
-            units = np.stack([places // size for size in sizes], 1)
-            lies = units - units[:, :, :1]
-            different: dict[bytes, tuple[int, ...]] = {}
-            for group, how in zip(like, lies):
-                different.setdefault(how.tobytes(), tuple(group))
-            self._groups[ranks] = [
-                (group, like_messages(self.cluster, group, like)) for group in different.values()
-            ]
+            along = self._along(ranks)
+            if along not in self._alike:
+                self._alike[along] = self._different(self._groups_along(along))
+            self._groups[ranks] = self._alike[along]
         return self._groups[ranks]
+
+    def _different(self, like: list[list[int]]) -> _Places:
+        places = np.array(like)
+        sizes = [level.size for level in self.cluster.levels]
+        units = np.stack([places // size for size in sizes], 1)
+        lies = units - units[:, :, :1]
+        different: dict[bytes, tuple[int, ...]] = {}
+        for group, how in zip(like, lies):
+            different.setdefault(how.tobytes(), tuple(group))
+        return [(group, like_messages(self.cluster, group, like)) for group in different.values()]
 
     def like_groups(self, ranks: Sequence[int]) -> list[list[int]]:
         """Returns the groups that have the same places along some axes, and any place in others."""
-        shape = self.mesh.shape
-        places = [self._unravel(self._place[rank]) for rank in ranks]
-        varying = [d for d in range(len(shape)) if len({place[d] for place in places}) > 1]
+        return self._groups_along(self._along(ranks))
+
+    def _along(self, ranks: Sequence[int]) -> _Along:
+        """Returns the dimensions of the mesh in which ranks differ, and their places in each."""
+        places = [*zip(*(self._unravel(self._place[rank]) for rank in ranks))]
+        return tuple((d, at) for d, at in enumerate(places) if len({*at}) > 1)
+
+    def _groups_along(self, along: _Along) -> list[list[int]]:
+        shape, varying = self.mesh.shape, [d for d, _ in along]
         fixed = [d for d in range(len(shape)) if d not in varying]
         view = self.mesh.permute(*fixed, *varying).reshape(
             math.prod(shape[d] for d in fixed), *(shape[d] for d in varying)
         )
-        index: list[Any] = [torch.tensor([place[d] for place in places]) for d in varying]
+        index: list[Any] = [torch.tensor(at) for _, at in along]
         whole: Any = slice(None)
         found: list[list[int]] = view[(whole, *index)].tolist()
         return found

@@ -1,0 +1,50 @@
+"""Times of messages, which are remembered for all groups that are alike."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from gridformer.cluster import load_cluster
+from gridformer.config import RunConfig, parse_run
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.plan.costs import Costs
+
+
+def run_of(*layout: str) -> RunConfig:
+    given = ["train.global_batch=16", *(f"layout.{one}" for one in layout)]
+    return parse_run({"model": "gpt2-774m", "data": {"path": "."}}, given)
+
+
+def costs_of(run: RunConfig) -> Costs:
+    return Costs(run, load_cluster("dgx-h100"), decide_run(run))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("scheme=optimus", "rows=2", "cols=4", "dp=2", "pp=2", "micro_batches=2"),
+        ("scheme=megatron", "cols=4", "dp=8"),
+    ],
+)
+def test_what_is_remembered_of_groups_is_what_is_found_anew(layout: tuple[str, ...]) -> None:
+    """Groups of every two axes, and pairs of ranks, are asked for in one order and in another."""
+    run = run_of("devices_per_node=8", *layout)
+    found = costs_of(run)
+    mesh = found.mesh
+    groups: list[tuple[int, ...]] = []
+    for one in range(mesh.dim()):
+        for other in range(one + 1, mesh.dim()):
+            last = mesh.movedim((one, other), (-2, -1))
+            groups += [tuple(g) for g in last.flatten(0, -3).flatten(1).tolist() if len(g) > 1]
+        line = mesh.movedim(one, -1).flatten(0, -2)
+        groups += [tuple(pair) for row in line.tolist() for pair in itertools.pairwise(row)]
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0)).tolist()
+    for number in order:
+        group = groups[number]
+        assert found._places(group) == costs_of(run)._places(group)
+        like = found.like_groups(group)
+        assert [*group] in like
+        assert len({frozenset(one) for one in like}) == len(like)
