@@ -32,7 +32,8 @@ def test_a_run_goes_on_after_a_process_was_killed(
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for out, entrypoint in ((whole, worker), (cut, dies_once)):
-        settings = EACH | {"max_restarts": 2, "save_every": 3}
+        # A save beside training may not be complete on a busy machine when the process is killed.
+        settings = EACH | {"max_restarts": 2, "save_every": 3, "async_save": False}
         plan = plan_of(token_folder, out, layout, **settings)
         launch_with_restarts(entrypoint, plan, StopPolicy())
     said = capfd.readouterr().err
