@@ -90,6 +90,37 @@ def test_nothing_that_the_trace_says_does_not_fit_is_listed() -> None:
     assert all(4 * one.estimate.peak_gib <= limit for one in found.layouts)
 
 
+def kind_of(run: RunConfig) -> tuple[str, str, bool]:
+    """Layouts of one kind are taken to need the same multiple of their estimates."""
+    return run.layout.scheme, run.train.recompute, run.layout.pp > 1
+
+
+def test_one_refusal_speaks_for_layouts_like_it() -> None:
+    """If traces need 4 times what is estimated, one of each kind of layout is traced in vain."""
+    large = functools.partial(predictor, peak=4.0)
+    found = search(run_of(batch=512), cluster(), 8, top=6, predictor=large)
+    assert len(found.layouts) == 6
+    kinds = [kind_of(one.run) for one in found.refused]
+    assert len({*kinds}) == len(kinds) > 0
+
+
+def test_what_was_passed_over_is_traced_if_nothing_else_fits() -> None:
+    """The first trace of each kind is far off, and the others need what is estimated."""
+    seen: set[tuple[str, str, bool]] = set()
+
+    def first_is_larger(run: RunConfig, machine: Cluster) -> Prediction:
+        peak = 1.0 if kind_of(run) in seen else 1e3
+        seen.add(kind_of(run))
+        return predictor(run, machine, peak)
+
+    found = search(run_of(batch=512), cluster(), 8, top=10, predictor=first_is_larger)
+    assert found.layouts
+    assert {kind_of(one.run) for one in found.layouts} <= {
+        kind_of(one.run) for one in found.refused
+    }
+    assert len(found.refused) == len(seen)
+
+
 def test_time_limits_what_is_traced() -> None:
     found = search(run_of(), cluster(), 8, top=4, limit_s=0.0, predictor=predictor)
     assert len(found.layouts) == 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -209,6 +209,81 @@ class Search:
         return sorted(found, key=lambda one: one.step_s), result
 
 
+class _Queue:
+    """Layouts that wait for their traces, the fastest by estimate first.
+
+    When a trace has shown that a layout needs more than its estimate, the estimates of others like
+    it are taken for wrong by the same factor. Those that then do not fit make way for neighbors
+    that do, so that plans of long sequences, which estimates know least, trace few layouts in vain.
+
+    Args:
+        search: The search, which finds smaller neighbors.
+        found: The layouts.
+    """
+
+    def __init__(self, search: Search, found: Sequence[Found]) -> None:
+        self.search = search
+        self._number = itertools.count()
+        self._waiting: list[tuple[float, int, Found]] = []
+        self._factors: dict[tuple[str, str, bool], float] = {}
+        self._passed_over: list[Found] = []
+        self._smaller: list[RunConfig] = []  # which stood in for others
+        for one in found:
+            self.put(one)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, one: Found) -> None:
+        heapq.heappush(self._waiting, (one.step_s, next(self._number), one))
+
+    def next(self, n: int) -> list[Found]:
+        """Removes the fastest layouts that may fit and returns them, at most n."""
+        found: list[Found] = []
+        while self._waiting and len(found) < n:
+            one = heapq.heappop(self._waiting)[2]
+            factor = self._factors.get(self._kind(one), 0.0)
+            if factor * one.estimate.peak_gib > one.estimate.limit_gib:
+                self._passed_over.append(one)
+                self._put_smaller(one, factor)
+            else:
+                found.append(one)
+        return found
+
+    def refuse(self, one: Found, factor: float) -> None:
+        """Replaces a layout whose trace does not fit by a neighbor that may.
+
+        Args:
+            one: The layout.
+            factor: How many times as large as its estimate its traced memory is.
+        """
+        kind = self._kind(one)
+        self._factors[kind] = max(factor, self._factors.get(kind, 0.0))
+        self._put_smaller(one, factor)
+
+    def give_another_chance(self) -> None:
+        """Puts back what was passed over, because nothing else fits."""
+        self._factors.clear()
+        for one in self._passed_over:
+            self.put(one)
+        self._passed_over.clear()
+
+    def rest(self) -> list[Found]:
+        """Returns what still waits, the fastest first."""
+        return [one for _, _, one in sorted(self._waiting)]
+
+    def _put_smaller(self, one: Found, factor: float) -> None:
+        smaller = self.search.smaller(one, factor)
+        if smaller is not None and smaller.run not in self._smaller:
+            self._smaller.append(smaller.run)
+            self.put(smaller)
+
+    @staticmethod
+    def _kind(one: Found) -> tuple[str, str, bool]:
+        layout = one.run.layout
+        return layout.scheme, one.run.train.recompute, layout.pp > 1
+
+
 def search(
     run: RunConfig,
     cluster: Cluster,
@@ -236,8 +311,8 @@ def search(
     asked = Search(run, cluster, n_devices)
     found, result = asked.ranked()
     last_s, traces = 0.0, 0
-    queue = [(one.step_s, number, one) for number, one in enumerate(found)]
-    at_once, stopped = 1, itertools.count(1)
+    queue = _Queue(asked, found)
+    at_once = 1
     if predictor is predict and can_copy():
         at_once = n_cores()
         fast_fakes()  # loads what all copies of this process need
@@ -246,8 +321,7 @@ def search(
         fewest = min(top, FEWEST) if here - began <= limit_s else 1
         if len(result.layouts) >= fewest and here - began + last_s > limit_s:
             break
-        n = min(at_once, top - len(result.layouts), len(queue))
-        some = [heapq.heappop(queue)[2] for _ in range(n)]
+        some = queue.next(min(at_once, top - len(result.layouts)))
         names = " and ".join(one.name for one in some)
         tell(f"tracing {names}: {len(result.layouts) + 1} of {top}")
         work = [partial(predictor, one.run, cluster) for one in some]
@@ -260,7 +334,7 @@ def search(
         last_s = time.monotonic() - here
         for one, prediction in zip(some, predictions):
             if prediction is None:  # there was no time for it
-                heapq.heappush(queue, (one.step_s, -next(stopped), one))
+                queue.put(one)
                 continue
             traces += 1
             traced = Found(one.run, one.estimate, prediction)
@@ -269,11 +343,11 @@ def search(
                 result.layouts.append(traced)
                 continue
             result.refused.append(traced)
-            smaller = asked.smaller(one, prediction.peak_gib / one.estimate.peak_gib)
-            if smaller is not None:
-                heapq.heappush(queue, (smaller.step_s, len(found) + traces, smaller))
+            queue.refuse(one, prediction.peak_gib / one.estimate.peak_gib)
+        if not queue and not result.layouts:
+            queue.give_another_chance()
     result.layouts.sort(key=lambda one: one.step_s)
-    result.untraced = [one for _, _, one in sorted(queue)][: top - len(result.layouts)]
+    result.untraced = queue.rest()[: top - len(result.layouts)]
     result.n_estimates, result.seconds = asked.n_estimates, time.monotonic() - began
     return result
 
