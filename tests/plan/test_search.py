@@ -102,6 +102,15 @@ def test_one_refusal_speaks_for_layouts_like_it() -> None:
     assert len(found.layouts) == 6
     kinds = [kind_of(one.run) for one in found.refused]
     assert len({*kinds}) == len(kinds) > 0
+    limit = cluster().limit_gib
+    assert found.passed_over
+    assert all(4 * one.estimate.peak_gib > limit for one in found.passed_over)
+    shown = io.StringIO()
+    print_result(run_of(batch=512), found, [], "dgx-h100", Console(file=shown, width=1000))
+    assert (
+        f"Left out without a trace, as these need too much by that: {found.passed_over[0].name}"
+        in shown.getvalue()
+    )
 
 
 def test_what_was_passed_over_is_traced_if_nothing_else_fits() -> None:

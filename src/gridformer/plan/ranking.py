@@ -49,6 +49,11 @@ def print_result(
                 f"{one.prediction.peak_gib:.1f} of {one.prediction.limit_gib:.1f} GiB."
             )
         )
+    if result.passed_over:
+        some = ", ".join(one.name for one in result.passed_over[:3])
+        more = len(result.passed_over) - 3
+        names = f"{some} and {more} more" if more > 0 else some
+        console.print(Text(f"Left out without a trace, as these need too much by that: {names}."))
     if result.untraced:
         text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
         console.print(Text(f"There was no time to trace, by estimate: {text}."))

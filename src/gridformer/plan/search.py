@@ -70,6 +70,8 @@ class Result:
     Attributes:
         layouts: Layouts whose trace fits, fastest first.
         refused: Layouts that fit by the estimate but not by their trace.
+        passed_over: Layouts that were not traced, because by the traces of others they need more
+            than is estimated, and so do not fit.
         untraced: The next fastest layouts by estimate, for which there was no time. They may not
             fit.
         n_arrangements: Arrangements of the devices that are valid.
@@ -80,6 +82,7 @@ class Result:
 
     layouts: list[Found] = field(default_factory=list)
     refused: list[Found] = field(default_factory=list)
+    passed_over: list[Found] = field(default_factory=list)
     untraced: list[Found] = field(default_factory=list)
     n_arrangements: int = 0
     n_estimates: int = 0
@@ -213,12 +216,16 @@ class _Queue:
     """Layouts that wait for their traces, the fastest by estimate first.
 
     When a trace has shown that a layout needs more than its estimate, the estimates of others like
-    it are taken for wrong by the same factor. Those that then do not fit make way for neighbors
-    that do, so that plans of long sequences, which estimates know least, trace few layouts in vain.
+    it are taken for wrong by the same factor, and those of all others at least for not too high.
+    What then does not fit makes way for neighbors that do, so that plans of long sequences, which
+    estimates know least, trace few layouts in vain.
 
     Args:
         search: The search, which finds smaller neighbors.
         found: The layouts.
+
+    Attributes:
+        passed_over: See `Result`.
     """
 
     def __init__(self, search: Search, found: Sequence[Found]) -> None:
@@ -226,7 +233,7 @@ class _Queue:
         self._number = itertools.count()
         self._waiting: list[tuple[float, int, Found]] = []
         self._factors: dict[tuple[str, str, bool], float] = {}
-        self._passed_over: list[Found] = []
+        self.passed_over: list[Found] = []
         self._smaller: list[RunConfig] = []  # which stood in for others
         for one in found:
             self.put(one)
@@ -242,9 +249,9 @@ class _Queue:
         found: list[Found] = []
         while self._waiting and len(found) < n:
             one = heapq.heappop(self._waiting)[2]
-            factor = self._factors.get(self._kind(one), 0.0)
+            factor = self._factors.get(self._kind(one), 1.0 if self._factors else 0.0)
             if factor * one.estimate.peak_gib > one.estimate.limit_gib:
-                self._passed_over.append(one)
+                self.passed_over.append(one)
                 self._put_smaller(one, factor)
             else:
                 found.append(one)
@@ -264,9 +271,9 @@ class _Queue:
     def give_another_chance(self) -> None:
         """Puts back what was passed over, because nothing else fits."""
         self._factors.clear()
-        for one in self._passed_over:
+        for one in self.passed_over:
             self.put(one)
-        self._passed_over.clear()
+        self.passed_over.clear()
 
     def rest(self) -> list[Found]:
         """Returns what still waits, the fastest first."""
@@ -347,6 +354,7 @@ def search(
         if not queue and not result.layouts:
             queue.give_another_chance()
     result.layouts.sort(key=lambda one: one.step_s)
+    result.passed_over = queue.passed_over
     result.untraced = queue.rest()[: top - len(result.layouts)]
     result.n_estimates, result.seconds = asked.n_estimates, time.monotonic() - began
     return result
