@@ -280,7 +280,7 @@ def plot(found: Found, path: Path) -> None:
         [legend[row] for row in shown],
         shown,
         loc="outside lower center",
-        ncols=4,
+        ncols=min(4, max(2, len(all_axes[0]) + 1)),
         frameon=False,
         fontsize=9,
     )
