@@ -22,7 +22,7 @@ from gridformer.plan.emit import with_cluster, write_run
 from gridformer.plan.prediction import Parts, Prediction
 from gridformer.plan.ranking import as_json, layout_of, print_result, settings_between
 from gridformer.plan.remedies import remedies
-from gridformer.plan.search import Found, Search, default_batch, search
+from gridformer.plan.search import Found, Queue, Search, default_batch, search
 from gridformer.plan.settings import changed
 from gridformer.utils import beside
 
@@ -111,6 +111,28 @@ def test_one_refusal_speaks_for_layouts_like_it() -> None:
         f"Left out without a trace, as these need too much by that: {found.passed_over[0].name}"
         in shown.getvalue()
     )
+
+
+def test_after_a_refusal_no_estimate_may_exceed_the_limit() -> None:
+    asked = Search(run_of(batch=512), cluster(), 8)
+    one, *others = asked.ranked()[0]
+    other = next(other for other in others if kind_of(other.run) != kind_of(one.run))
+    above = 1.05 * other.estimate.limit_gib
+    larger = replace(other, estimate=replace(other.estimate, peak_gib=above))
+    assert Queue(asked, [larger]).next(1) == [larger]
+    queue = Queue(asked, [larger])
+    queue.refuse(one, 1.01)
+    assert larger not in queue.next(9)
+    assert queue.passed_over == [larger]
+
+
+def test_a_layout_stands_in_for_another_once() -> None:
+    asked = Search(run_of(batch=512), cluster(), 8)
+    one, *_ = asked.ranked()[0]
+    queue = Queue(asked, [])
+    for _ in range(2):
+        queue.refuse(one, 1.2)
+    assert len(queue) == 1
 
 
 def test_what_was_passed_over_is_traced_if_nothing_else_fits() -> None:

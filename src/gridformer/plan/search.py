@@ -212,7 +212,7 @@ class Search:
         return sorted(found, key=lambda one: one.step_s), result
 
 
-class _Queue:
+class Queue:
     """Layouts that wait for their traces, the fastest by estimate first.
 
     When a trace has shown that a layout needs more than its estimate, the estimates of others like
@@ -318,7 +318,7 @@ def search(
     asked = Search(run, cluster, n_devices)
     found, result = asked.ranked()
     last_s, traces = 0.0, 0
-    queue = _Queue(asked, found)
+    queue = Queue(asked, found)
     at_once = 1
     if predictor is predict and can_copy():
         at_once = n_cores()
