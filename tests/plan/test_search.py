@@ -108,7 +108,7 @@ def test_one_refusal_speaks_for_layouts_like_it() -> None:
     shown = io.StringIO()
     print_result(run_of(batch=512), found, [], "dgx-h100", Console(file=shown, width=1000))
     assert (
-        f"Left out without a trace, as these need too much by that: {found.passed_over[0].name}"
+        f"Not traced, because by the same factor these would not fit: {found.passed_over[0].name}"
         in shown.getvalue()
     )
 

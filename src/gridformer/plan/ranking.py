@@ -53,7 +53,7 @@ def print_result(
         some = ", ".join(one.name for one in result.passed_over[:3])
         more = len(result.passed_over) - 3
         names = f"{some} and {more} more" if more > 0 else some
-        console.print(Text(f"Left out without a trace, as these need too much by that: {names}."))
+        console.print(Text(f"Not traced, because by the same factor these would not fit: {names}."))
     if result.untraced:
         text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
         console.print(Text(f"There was no time to trace, by estimate: {text}."))
