@@ -34,6 +34,20 @@ def write_mnli(folder: Path) -> Path:
     return folder
 
 
+def write_qqp(folder: Path) -> Path:
+    """Write GLUE's files: the first words of two questions tell whether they are duplicates."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(4)
+    for name, n in SIZES.items():
+        rows = ["id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"]
+        for i in range(n):
+            label = int(draw.integers(2))
+            pair = f"{WORDS[0]} {text(draw, 3)}\t{WORDS[1 - label]} {text(draw, 3)}"
+            rows.append(f"{i}\t1\t2\t{pair}\t{label}")
+        (folder / f"{name}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
 def write_sts_b(folder: Path) -> Path:
     """Write GLUE's files: the score is that of the last word of the second sentence."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import MANIFEST
-from gridformer.checkpoint.remote import SIDE_FILES, SIDE_FOLDER, Remote
+from gridformer.checkpoint.remote import SIDE_FILES, SIDE_FOLDER, Remote, reading
 from gridformer.config.yaml_text import parse_yaml
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.files import read_text
@@ -82,7 +82,7 @@ def _copy(url: str, run_dir: Path, copy: Path, newest: int | None, tell: Tell) -
     """Copies checkpoints, and what belongs to them, into a folder that does not exist."""
     is_url = url_of(run_dir) is not None
     asked = url if is_url else f"{url} (train.checkpoint_to of {run_dir}, which has no checkpoint)"
-    try:
+    with reading(asked):
         remote = Remote(url)
         there = remote.complete()
         if not there:
@@ -95,10 +95,6 @@ def _copy(url: str, run_dir: Path, copy: Path, newest: int | None, tell: Tell) -
             tell(f"copying {name} from {url}")
             remote.download(name, copy / "checkpoints" / name)
         remote.download_beside(copy)
-    except UserError:
-        raise
-    except Exception as error:  # each file system has errors of its own
-        raise UserError(f"{asked} cannot be read: {type(error).__name__}: {error}") from None
     if not is_url:
         for name in SIDE_FILES:
             if (run_dir / name).is_file():

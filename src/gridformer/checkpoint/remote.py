@@ -10,6 +10,8 @@ The small files that generation and export need lie beside the checkpoints, as i
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,23 +143,37 @@ def fetch_newest(url: str, run_dir: Path) -> Path | None:
     """
     from gridformer.checkpoint.find import complete
 
+    asked = f"train.checkpoint_to={url}"
+    copy: Path | None = None
     try:
-        remote = Remote(url)
-        there = remote.complete()
-        here = [folder.name for folder in complete(run_dir)]
-        if not there or (here and _step(here[-1]) >= _step(there[-1])):
-            return None
-        target = run_dir / "checkpoints" / there[-1]
-        remote.download(there[-1], target)
-        return target
+        with reading(asked):
+            remote = Remote(url)
+            there = remote.complete()
+            here = [folder.name for folder in complete(run_dir)]
+            if there and not (here and _step(here[-1]) >= _step(there[-1])):
+                copy = run_dir / "checkpoints" / there[-1]
+                remote.download(there[-1], copy)
     except CheckpointError as error:
-        raise UserError(f"train.checkpoint_to={url}: {error}") from None
-    except Exception as error:  # each file system has errors of its own
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"train.checkpoint_to={url} cannot be read: {type(error).__name__}: {error}"
-        ) from None
+        raise UserError(f"{asked}: {error}") from None
+    return copy
+
+
+@contextmanager
+def reading(place: str) -> Iterator[None]:
+    """Turns errors of a file system, each of which has some of its own, into a `UserError`.
+
+    Args:
+        place: What is read, for the message.
+
+    Raises:
+        UserError: The place cannot be read.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{place} cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _step(name: str) -> int:

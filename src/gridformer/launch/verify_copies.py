@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from gridformer.checkpoint.remote import Remote
+from gridformer.checkpoint.remote import Remote, reading
 from gridformer.launch.verify_run import Finding, Tell, verify_run
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.folders import private_prefix
@@ -22,23 +22,19 @@ def verify_copies(url: str, finite: bool = False, tell: Tell = lambda doing: Non
     Raises:
         UserError: The URL cannot be read, or has no checkpoint.
     """
-    try:
+    found: list[Finding] = []
+    with reading(url):
         remote = Remote(url)
         names = remote.complete()
         if not names:
             raise UserError(
                 f"there is no checkpoint at {url}: name what train.checkpoint_to of the run was"
             )
-        found = []
         for number, name in enumerate(names, start=1):
             tell(f"copying and verifying checkpoint {number} of {len(names)}")
             with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:
                 found += _verify(remote, name, Path(folder) / name, finite)
-        return found
-    except UserError:
-        raise
-    except Exception as error:  # each file system has errors of its own
-        raise UserError(f"{url} cannot be read: {type(error).__name__}: {error}") from None
+    return found
 
 
 def _verify(remote: Remote, name: str, copy: Path, finite: bool) -> list[Finding]:
