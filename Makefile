@@ -12,9 +12,9 @@ THREE  := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Where it is set, as in many container images, each of the hundreds of processes that tests start
 # would compile the package anew, and each test run would rewrite all asserts.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+suite test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint fmt lock clean help
+.PHONY: demo test suite test-all lint style types fmt lock clean help
 
 help:
 	@echo "make demo    set up, prepare real text, train a small GPT-2 on a 2x2 grid, sample from it"
@@ -28,17 +28,25 @@ demo: $(VENV)/.ready
 	@$(BIN)/gridformer demo --out $(RUN)
 	@echo 'To type `gridformer` as it is, in this shell: source $(BIN)/activate'
 
-test: $(VENV)/.ready lint
+# mypy takes half a minute of one core, so it runs beside the first tests.
+test: $(VENV)/.ready style
+	@$(MAKE) --no-print-directory --jobs=2 types suite
+
+suite: $(VENV)/.ready
 	$(BIN)/python -m pytest $(THREE)
 
 test-all: $(VENV)/.ready lint
 	$(BIN)/python -m pytest $(THREE) -m "full or not full" --hypothesis-profile=fresh --fuzz-cases $(FUZZ) --exactness-table docs/results/exactness.md
 
-lint: $(VENV)/.ready
+lint: style types
+
+style: $(VENV)/.ready
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
 
 fmt: $(VENV)/.ready
 	$(BIN)/ruff check --fix src tests benchmarks examples

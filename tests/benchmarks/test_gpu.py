@@ -68,9 +68,8 @@ def test_ceiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (tmp_path / "report.md").read_text() == out
 
 
-@pytest.mark.parametrize(
-    "hf_compile", full_unless(lambda how: how == "blocks", ["blocks", "whole"])
-)
+@pytest.mark.full  # the tests of `compare` and of compiled blocks below are its parts
+@pytest.mark.parametrize("hf_compile", ["blocks", "whole"])
 def test_single(hf_compile: str) -> None:
     """Both sides run eager and compiled, and their losses agree."""
     pytest.importorskip("transformers")

@@ -51,6 +51,7 @@ def test_one_process_runs_here_without_a_group(start: Start, tmp_path: Path) -> 
     assert "one process on" in out
 
 
+@pytest.mark.full  # test_failing.py joins torchrun, and test_restarts.py restarts
 def test_torchrun_is_joined_and_restarts(start: Start, tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     code, _, err = finish(start("fails_in_the_first_attempt", 2, *torchrun, "--max-restarts", "1"))

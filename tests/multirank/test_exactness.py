@@ -58,8 +58,11 @@ KEPT = by_size(
 )
 # With `output` some products have other operands than with `auto`; the same operands are kept.
 KEPT_ALSO = [layout for layout in KEPT if layout["cols"] == 2] + [
-    {**TWO_BY_THREE, "schedule": "gather", "stationary": "output", "keep_gathered": keep}
-    for keep in ("none", "weights")
+    {**TWO_BY_THREE, "schedule": "gather", "stationary": stationary, "keep_gathered": keep}
+    for stationary, keep in (
+        *(("output", "none"), ("output", "weights")),
+        *(("auto", "weights"), ("auto", "inputs")),
+    )
 ]
 DROPPED: list[Layout] = [{**TWO_BY_THREE, "dp": 1}, {**SEQUENCE, "dp": 1}]
 DROPPED.append({"scheme": "megatron", "cols": 4, "dp": 1})
