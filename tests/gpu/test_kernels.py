@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gridformer.models.blocks.dropout import Mask
+from gridformer.models.blocks.dropout import masked
 from gridformer.models.kernels import dropout, library, products
-from tests.support.kernels import ATTENTION, KEY, LARGE, MASKS, run_attention
+from tests.support.kernels import ATTENTION, LARGE, MASKS, run_attention, stamp_of
 
 if not (torch.cuda.is_available() and library.available(torch.device("cuda", 0), torch.bfloat16)):
     pytest.skip("the kernels on a GPU: none was found that runs them", allow_module_level=True)
@@ -20,8 +20,8 @@ if not (torch.cuda.is_available() and library.available(torch.device("cuda", 0),
 def test_masks_have_the_bits_of_the_reference(name: str, dtype: torch.dtype) -> None:
     shape, first, block, p = MASKS[name]
     x = torch.randn(shape, dtype=dtype, device="cuda")
-    got = dropout.masked(x, KEY, first, block[0] * shape[1], block[1] * shape[2], p)
-    assert torch.equal(got, Mask(KEY, first, block, p).times(x))
+    where = stamp_of(first, "cuda"), block[0] * shape[1], block[1] * shape[2], p
+    assert torch.equal(dropout.masked(x, *where), masked(x, *where))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

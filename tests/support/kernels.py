@@ -59,6 +59,11 @@ DOCUMENTS = ((0, 3, 4, 21, 63), (0, 16, 48))
 LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1, 2, 70)
 
 
+def stamp_of(first_sample: int, device: str = "cpu") -> Tensor:
+    """Return the stamp of a site whose key is `KEY`."""
+    return torch.tensor([*rng.halves(KEY), first_sample, 0], device=device)
+
+
 @contextmanager
 def interpreter() -> Iterator[Callable[..., Any]]:
     """Yield a caller of top-level functions in a process whose CPU has the kernels of a GPU.
@@ -169,6 +174,37 @@ def run_model(
         loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return float(loss.detach()), gradients
+
+
+def run_compiled(family: str, backend: str) -> tuple[list[float], dict[str, Tensor], int]:
+    """Return losses of several micro-batches, all gradients, and the number of graph breaks.
+
+    Args:
+        family: The family of a model with dropout, which uses the kernels.
+        backend: Compiles its blocks; empty compiles nothing.
+    """
+    from torch._dynamo.utils import counters
+
+    from gridformer.train.compile import compile_model
+
+    values = {"n_layers": 2, "hidden_size": 12, "n_heads": 2, "vocab_size": 31, "max_seq_len": 9}
+    rates = {"dropout": 0.2, "attention_dropout": 0.2}
+    config = ModelConfig(family=family, **values, **rates)  # type: ignore[arg-type]
+    model = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu")).train()
+    counters.clear()
+    if backend:
+        compile_model(model, backend)
+    losses = []
+    with patch.object(rng, "keep", side_effect=AssertionError):
+        for step, rows in ((0, slice(0, 2)), (0, slice(2, 4)), (1, slice(0, 2))):
+            model.clock.step = step
+            model.clock.at(rows)
+            with torch.compiler.set_stance("fail_on_recompile" if losses else "default"):
+                loss = model.losses(batch_of(config, False))["tokens"]
+                loss.backward()
+            losses.append(float(loss.detach()))
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return losses, gradients, sum(counters["graph_break"].values())
 
 
 def batch_of(config: ModelConfig, padded: bool) -> Batch:

@@ -84,6 +84,8 @@ def train(
             found["documents"] = (
                 (torch.arange(found["tokens"].shape[1]) > 6).long().repeat(len(batch), 1)
             )
+        if config.two_stacks:
+            found["source"] = found["tokens"].flip(1)
         return found
 
     layout, axes = layout or LayoutConfig(), axes or Axes()
@@ -152,18 +154,35 @@ def test_documents_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got[0][0].loss != train(config, "", 1)[0][0].loss
 
 
-def test_dropout_compiles_once_and_keeps_its_masks() -> None:
+@pytest.mark.parametrize(
+    "family",
+    full_unless({"gpt2", "llama"}.__contains__, ["gpt2", "bert", "llama", "transformer", "t5"]),
+)
+def test_dropout_is_in_the_graph_and_keeps_its_masks(family: str) -> None:
+    """Compiled steps are bit-equal, but for norms of Llama and T5, which are rounded otherwise."""
+    config = tiny(family=family, dropout=0.2, attention_dropout=0.2)
+    got, want = (train(config, backend, evaluates=False) for backend in ("aot_eager", ""))
+    assert_same(got, want, 1e-6)
+    if family not in ("llama", "t5"):
+        assert [(r.loss, r.grad_norm) for r in got[0]] == [(r.loss, r.grad_norm) for r in want[0]]
+        assert all(map(torch.equal, got[2].parameters(), want[2].parameters()))
+    assert not counters["graph_break"]
+    assert graphs() == 2 + config.two_stacks, "a block of each stack, and the loss"
+    without = train(tiny(family=family), "", n_steps=1, evaluates=False)
+    assert without[0][0].loss != want[0][0].loss
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
+def test_dropout_compiles_nothing_after_the_first_step(recompute: str) -> None:
     config = tiny(dropout=0.2, attention_dropout=0.2)
-    assert_same(train(config, "aot_eager"), train(config, ""))
     model = build_parallel(config, LayoutConfig(), Axes(), 3, CPU)
     compile_model(model, "aot_eager")
-    stepper = Stepper(model, TrainConfig(global_batch=4), Axes(), LayoutConfig(micro_batches=2))
-    seen = []
+    settings = TrainConfig(global_batch=4, recompute=recompute)  # type: ignore[arg-type]
+    stepper = Stepper(model, settings, Axes(), LayoutConfig(micro_batches=2))
     for step in range(12):  # more than torch's limit of 8 recompilations
         batch = batch_of(step, config)
-        stepper(step, lambda rows, batch=batch: next_words(batch[rows]))  # type: ignore[misc]
-        seen.append(graphs())
-    assert len(set(seen)) == 1, f"graphs after each step: {seen}"
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            stepper(step, lambda rows, batch=batch: next_words(batch[rows]))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -213,20 +232,22 @@ def test_names_and_state_stay() -> None:
 
 GRID: dict[str, Any] = {"rows": 2, "cols": 2}
 BRANCHES: dict[str, Any] = {"scheme": "subgraph", "branches": 2}
+DROPS = {"dropout": 0.1, "attention_dropout": 0.1}
 # A layout, changes of the model, settings, and the graph breaks of a block's training step, as in
 # docs/reference/compile.md.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
-    "replicas": ({"dp": 2}, {"dropout": 0.1}, {"recompute": "full"}, 2),
+    "replicas": ({"dp": 2}, {"dropout": 0.1}, {"recompute": "full"}, 0),
     "fsdp": ({"dp": 2, "dp_mode": "fsdp"}, {}, {}, 0),
     "fsdp, bfloat16": ({"dp": 2, "dp_mode": "fsdp"}, {}, {"dtype": "bfloat16"}, 6),
     "fsdp, recomputed": ({"dp": 2, "dp_mode": "fsdp"}, {}, {"recompute": "full"}, 0),
-    "stages": ({"pp": 2}, {}, {}, 0),
+    # Between forward and backward of a micro-batch its stage runs another one.
+    "stages": ({"pp": 2}, DROPS, {"recompute": "full"}, 0),
     "megatron": ({"scheme": "megatron", "cols": 2}, {}, {}, 6),
     "sequence": (
         {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
-        {"dropout": 0.1},
+        DROPS,
         {},
-        8,
+        6,
     ),
     "megatron_2d": ({"scheme": "megatron_2d", **GRID}, {}, {}, 6),
     "optimus": ({"scheme": "optimus", **GRID}, {}, {"recompute": "full"}, 8),
@@ -236,7 +257,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
         {},
         8,
     ),
-    "D&SP": (BRANCHES, {"dropout": 0.1}, {}, 8),
+    "D&SP": (BRANCHES, DROPS, {}, 6),
     "D&SP-cSub": ({**BRANCHES, "common": "first"}, {}, {}, 6),
     "outside": (
         {**BRANCHES, "common": "first", "attention": "outside", "feed_forward": "common"},
@@ -245,7 +266,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
         3,
     ),
 }
-QUICK = {"fsdp, bfloat16", "sequence", "D&SP-cSub"}
+QUICK = {"fsdp, bfloat16", "stages", "sequence", "D&SP-cSub"}
 
 
 @pytest.mark.parametrize("name", full_unless(QUICK.__contains__, LAYOUTS))

@@ -156,16 +156,18 @@ def _attention(shape: AttentionShape, dtype: str) -> Iterator[Operation]:
 
 def _own_attention(shape: AttentionShape, dtype: str) -> Iterator[Operation]:
     """Yields the kernel of `gridformer.models.kernels` with dropout."""
+    from gridformer.models.blocks import DropoutClock
     from gridformer.models.kernels import attention as kernel
 
-    settings = kernel.Settings(shape.causal, shape.width**-0.5, key=1234567, p=0.1)
+    settings = kernel.Settings(shape.causal, shape.width**-0.5, p=0.1)
     for backward in (False, True):
 
         def build(device: torch.device, backward: bool = backward) -> Run:
             q, k, v = _heads(shape, dtype, device)
+            stamp = DropoutClock().stamp("attention", 0, device)
 
             def forward() -> Tensor:
-                return kernel.attention(q, k, v, None, None, settings)
+                return kernel.attention(q, k, v, None, None, settings, stamp=stamp)
 
             return _passes(forward, (q, k, v), backward)
 

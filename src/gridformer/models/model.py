@@ -21,7 +21,6 @@ from gridformer.models.blocks import (
     Classifier,
     CrossAttention,
     CrossEntropy,
-    Dropout,
     DropoutClock,
     KVCache,
     LabelLoss,
@@ -29,6 +28,7 @@ from gridformer.models.blocks import (
     PooledDropout,
     Recompute,
     RecomputeMode,
+    Site,
     SpanHead,
     TiedHead,
     TokenEmbedding,
@@ -277,8 +277,13 @@ class Model(nn.Module):
         """Sets whether GPUs use `gridformer.models.kernels`, or PyTorch's operators only."""
         self.fused = fused
         for module in self.modules():
-            if isinstance(module, Attention | CrossAttention | Dropout):
+            if isinstance(module, Site):
                 module.fused = fused
+
+    def sites(self) -> dict[str, int]:
+        """Returns the name and the `sample_block` of each module that drops elements."""
+        found = [module for module in self.modules() if isinstance(module, Site)]
+        return {module.site: module.sample_block for module in found if module.p > 0.0}
 
     def _add_heads(self, std: float) -> None:
         """Adds the heads of sequences and spans that the config names."""

@@ -103,7 +103,8 @@ def build_parallel(
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
     initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled)
     attach_copies(model, getattr(torch, dtype), choices.cast_once)
-    model.clock.seed = seed
+    model.clock.seed, model.clock.device = seed, device
+    model.clock.sites = model.sites()
     model.compute_dtype = getattr(torch, dtype)
     if layout.dp_mode == "fsdp":
         fsdp.install(model, axes, reshards=layout.reshard == "layer")

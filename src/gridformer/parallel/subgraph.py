@@ -163,7 +163,6 @@ class Branched(SchemeSpec):
         from gridformer.parallel.tensor.branched import (
             ConcatLinear,
             Elsewhere,
-            GatheredClock,
             GatheredMask,
             GatheredRows,
             NoEmbedding,
@@ -213,7 +212,7 @@ class Branched(SchemeSpec):
         def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
             shard_heads(plain, model.config, branch)
             if not first:
-                plain.clock = GatheredClock(model.clock, branch)
+                plain.sample_block = branch.index  # it gets the samples of all g processes
 
         def head_norm(plain: blocks.HeadNorm) -> None:
             place(plain, "weight", ParamPlacement((None,), copies="branch", partial=True), axes)

@@ -111,7 +111,7 @@ def _causal(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     named = [kwargs[key] for key in ("is_causal", "causal") if key in kwargs]
     if named:
         return named
-    at = {"attention": 6, "attention_backward": 9}.get(name)  # the operators of gridformer
+    at = {"attention": 7, "attention_backward": 10}.get(name)  # the operators of gridformer
     return [args[at]] if at is not None else [x for x in args if isinstance(x, bool)]
 
 

@@ -18,9 +18,11 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -30,13 +32,11 @@ from gridformer.mesh.gpus import gpus_here
 from gridformer.mesh.launch_env import joined
 from gridformer.models import Model
 from gridformer.models.blocks import (
-    Attention,
-    CrossAttention,
     CrossEntropy,
-    Dropout,
     JoinedLinear,
     Layer,
     Linear,
+    Site,
     copy_of,
     document_mask,
 )
@@ -54,10 +54,10 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     Shapes are treated as static, as they are in training. Another micro-batch size or sequence
     length recompiles, and so does evaluation, which saves nothing for a backward pass.
 
-    Dropout stays outside of the compiled code. Its mask is a function of the step and the
-    micro-batch, which are Python numbers: compiled code would treat them as constants and recompile
-    for every new value. A block with dropout is therefore several compiled pieces with a mask
-    between them. The masks are bit-identical to those of uncompiled code.
+    Dropout masks depend on the seed, the step, the micro-batch and the layer, which compiled code
+    would treat as constants if they were Python numbers. It reads them from a tensor of each site,
+    its stamp, which is looked up before a block runs. The masks themselves are operators into which
+    the compiler does not look, so they are bit-identical to those of uncompiled code.
 
     Hooks of a block, with which FSDP gathers its parameters, also run outside of compiled code. In
     bfloat16 and float16 FSDP gathers cast copies, which compiled code cannot read, so the products
@@ -75,11 +75,6 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     kinds = (Layer, CrossEntropy)
     parts = [module for module in model.modules() if isinstance(module, kinds)]
     for module in (module for part in parts for module in part.modules()):
-        if isinstance(module, Dropout) and module.p > 0.0:
-            _leave_out(module, "forward")
-        if isinstance(module, Attention | CrossAttention) and module.dropout > 0.0:
-            _leave_out(module, "_unfused")
-            _leave_out(module, "_fused")
         if type(module).__module__.startswith(parallel.__name__ + "."):
             _leave_out_all(type(module))
         kind = type(module)
@@ -87,9 +82,8 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
             module.__class__ = _uncompiled(kind)
     _leave_out_documents()
     for part in parts:
-        part.forward = compile(  # type: ignore[method-assign]
-            part.forward, backend=backend, dynamic=False
-        )
+        compiled = compile(part.forward, backend=backend, dynamic=False)
+        part.forward = _stamped(part, compiled)  # type: ignore[method-assign]
 
 
 def compile_problems(run: RunConfig) -> list[str]:
@@ -107,11 +101,22 @@ def toolchain_problems(device_type: str) -> list[str]:
     return (_problems_on_cuda() if device_type == "cuda" else _problems_on_cpu()) + _no_headers()
 
 
-def _leave_out(module: Dropout | Attention | CrossAttention, method: str) -> None:
-    """Excludes one module's method from compilation."""
-    from torch.compiler import disable
+def _stamped(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward pass that first takes the stamps of its dropout masks.
 
-    setattr(module, method, disable(getattr(module, method)))
+    It does so whenever it is called, so that recomputation takes those of its own micro-batch.
+    """
+    sites = [module for module in part.modules() if isinstance(module, Site) and module.p > 0.0]
+    if not sites:
+        return forward
+
+    def stamped(*args: Any, **kwargs: Any) -> Any:
+        if part.training:
+            for site in sites:
+                site.hold()
+        return forward(*args, **kwargs)
+
+    return stamped
 
 
 def _leave_out_all(kind: type[nn.Module]) -> None:

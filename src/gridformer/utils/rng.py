@@ -26,26 +26,32 @@ def key(*words: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def bits(key: int, rows: Tensor, cols: Tensor) -> Tensor:
+def halves(key: int) -> tuple[int, int]:
+    """Splits a 64-bit key into its low and its high half, each in [0, 2^32)."""
+    return key & _MASK, key >> 32
+
+
+def bits(key: int | tuple[Tensor, Tensor], rows: Tensor, cols: Tensor) -> Tensor:
     """Returns 32 random bits for each pair of a row and a column.
 
     Args:
-        key: 64-bit key, see `key`.
+        key: 64-bit key, see `key`, or its halves as int64 scalars on the device of the indices.
         rows: [...], int64 indices below 2^62.
         cols: [C], int64 indices below 2^62.
 
     Returns:
         [..., C], int64 in [0, 2^32).
     """
-    row_hash = _mix(_fold(rows) ^ (key & _MASK))
-    col_hash = _mix(_fold(cols) ^ (key >> 32))
+    low, high = halves(key) if isinstance(key, int) else key
+    row_hash = _mix(_fold(rows) ^ low)
+    col_hash = _mix(_fold(cols) ^ high)
     return _mix_in_place(row_hash.unsqueeze(-1) ^ col_hash)
 
 
-def join(*indices: Tensor) -> Tensor:
+def join(first: Tensor, *others: Tensor) -> Tensor:
     """Hashes several broadcastable index tensors into one row index per element, int64 [...]."""
-    joined = torch.zeros((), dtype=torch.int64, device=indices[0].device)
-    for index in indices:
+    joined = (_mix(_fold(first)) + 0x9E3779B9) & _MASK
+    for index in others:
         joined = (_mix(joined ^ _fold(index)) + 0x9E3779B9) & _MASK
     return joined
 
@@ -69,7 +75,7 @@ def normal(key: int, rows: Tensor, cols: Tensor) -> Tensor:
     return low + (table[cell + 1] - low) * ((word & 0xFFFFF).double() / (1 << 20))
 
 
-def keep(key: int, rows: Tensor, cols: Tensor, p: float) -> Tensor:
+def keep(key: int | tuple[Tensor, Tensor], rows: Tensor, cols: Tensor, p: float) -> Tensor:
     """Returns a dropout mask, bool [..., C], in which each element is True with probability 1-p.
 
     Args: p is the dropout probability; for the others see `bits`.

@@ -55,7 +55,7 @@ def compile_dropout(dtype: torch.dtype, architecture: int) -> int:
     from gridformer.models.kernels import masking
 
     constants = {"THRESHOLD": threshold(0.1), "SCALE": 1 / 0.9, "ROWS": 2, "COLUMNS": 1024}
-    pointers = dict.fromkeys(("x", "out"), TYPES[dtype])
+    pointers = {"x": TYPES[dtype], "out": TYPES[dtype], "stamp": "*i64"}
     return shared_memory(masking._masked, pointers, constants, architecture, {"num_warps": 4})
 
 
@@ -73,7 +73,6 @@ def test_attention_compiles(
 
 def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture: int) -> int:
     from gridformer.models.kernels import flash, flash_backward, flash_launch
-    from gridformer.models.kernels import tiles as tiles_module
 
     kernel = getattr(flash if name == "forward" else flash_backward, name)
     q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
@@ -87,8 +86,10 @@ def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture
             types[argument] = ("i32",) * 3
         elif argument == "sizes":
             types[argument] = ("i32",) * 6
-        elif argument in tiles_module.RANDOM:
+        elif argument == "first_head":
             types[argument] = "i32"
+        elif argument == "stamp":
+            types[argument] = "*i64"
         elif argument == "valid":
             types[argument] = "*u8"
         elif argument == "documents":

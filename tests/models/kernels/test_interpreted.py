@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from gridformer.models.blocks import DropoutClock
-from gridformer.models.blocks.dropout import Dropout, Mask
+from gridformer.models.blocks.dropout import Dropout, masked
 from gridformer.models.kernels import attention, dropout
 from gridformer.utils import rng
 from tests.support.kernels import (
     ATTENTION,
-    KEY,
     MASKS,
     NO_LOOPS,
     interpreter,
     run_attention,
+    run_compiled,
     run_model,
     runs_loops,
+    stamp_of,
 )
 from tests.support.marks import full_unless
 
@@ -62,10 +63,9 @@ def test_masks_have_the_bits_of_the_reference(
     if dtype == torch.bfloat16:
         x = torch.ones(shape, dtype=dtype)
     _, s, h = shape
-    mask = Mask(KEY, first, block, p)
+    where = stamp_of(first), block[0] * s, block[1] * h, p
     for y in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
-        got = cpu(dropout.masked, y, KEY, first, block[0] * s, block[1] * h, p)
-        want = mask.times(y)
+        got, want = cpu(dropout.masked, y, *where), masked(y, *where)
         if dtype == torch.bfloat16:
             got, want = got.ne(0).float(), want.ne(0).float()
         assert got.is_contiguous()
@@ -143,12 +143,15 @@ def check_operators() -> None:
     q = torch.randn(b, s, n, d).transpose(1, 2)
     k, v = torch.randn(2, b, n, seen, d)
     valid, bias = torch.ones(b, seen, dtype=torch.bool), torch.randn(n, s, seen)
-    settings = attention.Settings(True, 0.5, KEY, 3, 4, 0.1).arguments()
-    out, lse = ops.attention(q, k, v, valid, bias, None, *settings)
+    settings = attention.Settings(True, 0.5, 4, 0.1).arguments()
+    found = (q, k, v, valid, bias, None, stamp_of(3))
+    out, lse = ops.attention(*found, *settings)
     tests = ("test_schema", "test_faketensor")
     x = torch.randn(2, 3, 4).transpose(0, 1)
-    torch.library.opcheck(ops.masked.default, (x, 5, 0, 0, 0, 0.1), test_utils=tests)
-    found = (q, k, v, valid, bias, None)
+    for op in (ops.masked, ops.masked_unfused):
+        torch.library.opcheck(op.default, (x, stamp_of(3), 0, 0, 0.1), test_utils=tests)
+    scores = (stamp_of(3), (b, n, s, seen), 0, 0.1)
+    torch.library.opcheck(ops.keep_scores.default, scores, test_utils=tests)
     torch.library.opcheck(ops.attention.default, (*found, *settings), test_utils=tests)
     for wants_bias in (False, True):
         given = (out, *found, out, lse, *settings, wants_bias)
@@ -156,6 +159,19 @@ def check_operators() -> None:
 
 
 # --------------------------------------------------------------------------- whole models
+
+
+@pytest.mark.parametrize("family", full_unless(lambda name: name == "llama", ["llama", "t5"]))
+def test_kernels_are_part_of_compiled_blocks(loops: InProcess, family: str) -> None:
+    """Without a graph break; other steps and rows compile nothing, and change the masks."""
+    losses, gradients, breaks = loops(run_compiled, family, "aot_eager")
+    want, others, _ = loops(run_compiled, family, "")
+    assert losses == pytest.approx(want, rel=1e-6)
+    assert len(set(losses)) == 3
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert breaks == 0
+
 
 MODELS = {
     (family, padded, rate)

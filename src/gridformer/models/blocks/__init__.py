@@ -19,7 +19,8 @@ from gridformer.models.blocks.branch import (
 )
 from gridformer.models.blocks.cache import KVCache
 from gridformer.models.blocks.cast import attach_copies, cast, copy_of, keep_copies
-from gridformer.models.blocks.dropout import Clock, Dropout, DropoutClock
+from gridformer.models.blocks.clock import DropoutClock, Site
+from gridformer.models.blocks.dropout import Dropout
 from gridformer.models.blocks.embedding import (
     PositionEmbedding,
     SegmentEmbedding,
@@ -69,7 +70,6 @@ __all__ = [
     "Attention",
     "ChosenToken",
     "Classifier",
-    "Clock",
     "CrossAttention",
     "CrossEntropy",
     "Dropout",
@@ -102,6 +102,7 @@ __all__ = [
     "Rotation",
     "SegmentEmbedding",
     "SinusoidalPositions",
+    "Site",
     "SpanHead",
     "Spread",
     "Style",

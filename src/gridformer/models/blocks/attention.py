@@ -6,21 +6,21 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gridformer.models.blocks import document_mask
 from gridformer.models.blocks.cache import KVCache
+from gridformer.models.blocks.clock import DropoutClock, Site
 from gridformer.models.blocks.document_mask import DocumentMask
-from gridformer.models.blocks.dropout import Clock, indices
+from gridformer.models.blocks.dropout import keep_scores
 from gridformer.models.blocks.linear import Linear
 from gridformer.models.blocks.recompute import Recompute
 from gridformer.models.blocks.scores import ScoreBias, ScoreParts, SharedBias, past
 from gridformer.models.kernels import attention as kernel
 from gridformer.models.kernels import library
-from gridformer.utils import rng
 
 
-class _Heads(nn.Module):
+class _Heads(Site):
     """The part that both attentions share: from q, k and v of this device's heads to their results.
 
     Args:
@@ -35,14 +35,12 @@ class _Heads(nn.Module):
     """
 
     def __init__(
-        self, head_dim: int, scaled: bool, dropout: float, site: str, clock: Clock
+        self, head_dim: int, scaled: bool, dropout: float, site: str, clock: DropoutClock
     ) -> None:
-        super().__init__()
+        super().__init__(dropout, site, clock)
         self.head_dim = head_dim
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
-        self.dropout, self.site, self.clock = dropout, site, clock
         self.head_block = 0  # index of the block of heads that this device holds
-        self.fused = True
         self.recompute = Recompute()
 
     def _attend(
@@ -59,7 +57,7 @@ class _Heads(nn.Module):
         """
         b, _, s, d = q_BNSD.shape
         seen = k_BNTD.shape[2]
-        dropped = self.training and self.dropout > 0.0
+        dropped = self.training and self.p > 0.0
         fits = self.fused and d * q_BNSD.element_size() <= kernel.MAX_HEAD_BYTES
         if isinstance(mask, ScoreParts) and not fits:
             mask = mask.sum(s, q_BNSD.dtype)
@@ -92,14 +90,11 @@ class _Heads(nn.Module):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, parts: ScoreParts) -> Tensor:
         """Attention in a kernel that computes the same dropout mask as `_unfused`."""
         window = 0 if parts.window is None else parts.window.size
-        settings = kernel.Settings(parts.causal, self.scale, window=window)
-        if self.training and self.dropout > 0.0:
-            key = rng.key(self.clock.seed, self.clock.step, self.site)
-            sample, head = self.clock.first_sample, self.head_block * q.shape[1]
-            settings = kernel.Settings(
-                parts.causal, self.scale, key, sample, head, self.dropout, window
-            )
-        return kernel.attention(q, k, v, parts.valid, parts.bias, settings, parts.documents)
+        settings, stamp = kernel.Settings(parts.causal, self.scale, window=window), None
+        if self.training and self.p > 0.0:
+            head, stamp = self.head_block * q.shape[1], self.stamp(q.device)
+            settings = kernel.Settings(parts.causal, self.scale, head, self.p, window)
+        return kernel.attention(q, k, v, parts.valid, parts.bias, settings, parts.documents, stamp)
 
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention with a dropout mask that is indexed globally, as PyTorch's kernels' is not."""
@@ -111,12 +106,9 @@ class _Heads(nn.Module):
             scores = scores.masked_fill(~mask, -torch.inf)
         elif mask is not None:
             scores = scores + mask
-        samples = indices(self.clock.first_sample, b, q).view(b, 1, 1)
-        heads = indices(self.head_block * n, n, q).view(n, 1)
-        rows = rng.join(samples, heads, indices(0, s, q))
-        key = rng.key(self.clock.seed, self.clock.step, self.site)
-        keep = rng.keep(key, rows, indices(0, k.shape[2], q), self.dropout)
-        probabilities = torch.softmax(scores, -1) * keep / (1.0 - self.dropout)
+        shape = b, n, s, k.shape[2]
+        keep = keep_scores(self.stamp(q.device), shape, self.head_block * n, self.p)
+        probabilities = torch.softmax(scores, -1) * keep / (1.0 - self.p)
         return probabilities.to(v.dtype) @ v
 
 
@@ -136,7 +128,7 @@ class Attention(_Heads):
         scaled: bool,
         dropout: float,
         site: str,
-        clock: Clock,
+        clock: DropoutClock,
     ) -> None:
         super().__init__(head_dim, scaled, dropout, site, clock)
         self.causal = causal
@@ -175,7 +167,7 @@ class CrossAttention(_Heads):
         scaled: bool,
         dropout: float,
         site: str,
-        clock: Clock,
+        clock: DropoutClock,
     ) -> None:
         super().__init__(head_dim, scaled, dropout, site, clock)
         self.q, self.kv, self.out = q, kv, out

@@ -1,108 +1,98 @@
-"""Dropout whose masks do not depend on the layout, and the clock that they do depend on."""
+"""Dropout whose masks do not depend on the layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from gridformer.models.blocks.clock import Site
+from gridformer.models.kernels import dropout as kernel
 from gridformer.models.kernels import library
-from gridformer.models.kernels.dropout import masked
+from gridformer.models.kernels.library import LIBRARY, define
 from gridformer.utils import rng
 
 
-class Clock(Protocol):
-    """What a dropout mask depends on besides its site and the element's index; see DropoutClock."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def first_sample(self) -> int: ...
-
-
-@dataclass
-class DropoutClock:
-    """The Clock of a model, shared by all its dropout modules.
-
-    Attributes:
-        seed: The seed of the run.
-        step: The optimizer step.
-        first_sample: The index of this rank's first sequence within the step's global batch.
-        n_samples: The number of sequences in this rank's micro-batch.
-    """
-
-    seed: int = 0
-    step: int = 0
-    first_sample: int = 0
-    n_samples: int = 0
-
-    def at(self, rows: slice) -> None:
-        """Sets the rows of the step's global batch that the model runs next."""
-        self.first_sample, self.n_samples = rows.start, rows.stop - rows.start
-
-
-class Dropout(nn.Module):
+class Dropout(Site):
     """Dropout whose mask is a function of (seed, step, site, global element index).
 
     The input is [b, s, h] or a block of it; `block` holds the indices along s and along h of the
     block on this device. With `fused` a GPU computes mask and product in one kernel.
     """
 
-    def __init__(self, p: float, site: str, clock: Clock) -> None:
-        super().__init__()
-        self.p, self.site, self.clock = p, site, clock
-        self.block = (0, 0)
-        self.fused = True
+    block = (0, 0)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x_BSH
-        key = rng.key(self.clock.seed, self.clock.step, self.site)
+        _, s, h = x_BSH.shape
+        token, column = self.block[0] * s, self.block[1] * h
         fused = self.fused and library.available(x_BSH.device, x_BSH.dtype)
-        mask = Mask(key, self.clock.first_sample, self.block, self.p, fused)
-        out: Tensor = _Masked.apply(x_BSH, mask)
+        stamp = self.stamp(x_BSH.device)
+        out: Tensor = _Masked.apply(x_BSH, stamp, token, column, self.p, fused)
         return out
 
 
-@dataclass(frozen=True)
-class Mask:
-    """A mask over [b, s, h] that scales kept elements by 1 / (1 - p) and zeroes the others.
+class _Masked(torch.autograd.Function):
+    """Multiplies x by a mask, which backward generates again, so that nothing is saved.
 
-    Attributes:
-        key: The random key of the seed, step and site.
-        first_sample: The global index of the first sequence.
-        block: Indices along s and along h of the block that the mask covers.
-        p: The probability of dropping an element.
-        fused: Whether a kernel of `gridformer.models.kernels` computes the mask.
+    A block that ends in dropout therefore does not need the output of its last product in backward,
+    and recomputation can stop before it.
     """
 
-    key: int
-    first_sample: int
-    block: tuple[int, int]
-    p: float
-    fused: bool = False
+    @staticmethod
+    def forward(
+        ctx: Any, x_BSH: Tensor, stamp: Tensor, token: int, column: int, p: float, fused: bool
+    ) -> Tensor:
+        # Recomputation would run until the stamp is saved; a compiled block is run as a whole.
+        ctx.stamp = None if torch.compiler.is_compiling() else stamp
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(stamp)
+        ctx.rest = token, column, p, fused
+        return _masked(x_BSH, stamp, token, column, p, fused)
 
-    def times(self, x_BSH: Tensor) -> Tensor:
-        """Returns x [b, s, h] masked."""
-        b, s, h = x_BSH.shape
-        token, column = self.block[0] * s, self.block[1] * h
-        if self.fused:
-            return masked(x_BSH, self.key, self.first_sample, token, column, self.p)
-        # Runs on some rows at a time: the random integers take several times the memory of x.
-        samples = indices(self.first_sample, b, x_BSH).view(b, 1)
-        rows = rng.join(samples, indices(token, s, x_BSH)).view(-1)
-        columns = indices(column, h, x_BSH)
-        flat = x_BSH.reshape(-1, h)
-        out = torch.empty_like(flat)
-        n_rows = max(1, _CHUNK_ELEMENTS[x_BSH.is_cuda] // h)
-        for some in each_part(len(flat), n_rows):
-            torch.mul(flat[some], rng.keep(self.key, rows[some], columns, self.p), out=out[some])
-        return out.mul_(1.0 / (1.0 - self.p)).view_as(x_BSH)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (stamp,) = ctx.saved_tensors or (ctx.stamp,)
+        return _masked(grads[0], stamp, *ctx.rest), None, None, None, None, None
+
+
+def _masked(x: Tensor, stamp: Tensor, token: int, column: int, p: float, fused: bool) -> Tensor:
+    if fused:
+        return kernel.masked(x, stamp, token, column, p)
+    if torch.compiler.is_compiling():
+        out: Tensor = torch.ops.gridformer.masked_unfused(x, stamp, token, column, p)
+        return out
+    return masked(x, stamp, token, column, p)
+
+
+def masked(x_BSH: Tensor, stamp: Tensor, token: int, column: int, p: float) -> Tensor:
+    """Zeroes elements of x with probability p and multiplies the others by 1 / (1 - p).
+
+    Args:
+        x_BSH: Activations [b, s, h].
+        stamp: The stamp of the site, see `DropoutClock`.
+        token: The index of the first token within its sequence.
+        column: The index of the first column.
+        p: The probability of zeroing an element, below 1.
+
+    Returns:
+        [b, s, h], contiguous.
+    """
+    b, s, h = x_BSH.shape
+    low, high, first_sample, _ = stamp.unbind()
+    # Runs on some rows at a time: the random integers take several times the memory of x.
+    samples = (indices(0, b, x_BSH) + first_sample).view(b, 1)
+    rows = rng.join(samples, indices(token, s, x_BSH)).view(-1)
+    columns = indices(column, h, x_BSH)
+    flat = x_BSH.reshape(-1, h)
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    n_rows = max(1, _CHUNK_ELEMENTS[x_BSH.is_cuda] // h)
+    for some in each_part(len(flat), n_rows):
+        torch.mul(flat[some], rng.keep((low, high), rows[some], columns, p), out=out[some])
+    return out.mul_(1.0 / (1.0 - p)).view_as(x_BSH)
 
 
 # Elements per chunk, by whether the tensor is on a GPU: there each chunk costs kernel launches.
@@ -114,23 +104,50 @@ def each_part(n: int, size: int) -> Sequence[slice]:
     return [slice(start, start + size) for start in range(0, n, size)]
 
 
-class _Masked(torch.autograd.Function):
-    """Multiplies x by a mask, which backward generates again, so that nothing is saved.
+def keep_scores(
+    stamp: Tensor, shape: tuple[int, int, int, int], first_head: int, p: float
+) -> Tensor:
+    """Returns which attention probabilities dropout keeps, bool [b, n, s, S].
 
-    A block that ends in dropout therefore does not need the output of its last product in backward,
-    and recomputation can stop before it.
+    Args:
+        stamp: The stamp of the site, see `DropoutClock`.
+        shape: b, n, s, S.
+        first_head: The global index of the first head.
+        p: The probability of dropping one.
     """
+    if torch.compiler.is_compiling():
+        out: Tensor = torch.ops.gridformer.keep_scores(stamp, shape, first_head, p)
+        return out
+    return _keep_scores(stamp, shape, first_head, p)
 
-    @staticmethod
-    def forward(ctx: Any, x_BSH: Tensor, mask: Mask) -> Tensor:
-        ctx.mask = mask
-        return mask.times(x_BSH)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.mask.times(grads[0]), None
+def _keep_scores(stamp: Tensor, shape: Sequence[int], first_head: int, p: float) -> Tensor:
+    b, n, s, seen = shape
+    low, high, first_sample, _ = stamp.unbind()
+    samples = (indices(0, b, stamp) + first_sample).view(b, 1, 1)
+    heads = indices(first_head, n, stamp).view(n, 1)
+    rows = rng.join(samples, heads, indices(0, s, stamp))
+    return rng.keep((low, high), rows, indices(0, seen, stamp), p)
 
 
 def indices(start: int, n: int, like: Tensor) -> Tensor:
     """Returns the n integers from `start` on, on the device of `like`."""
     return torch.arange(start, start + n, device=like.device)
+
+
+# Compiled code calls the two functions as operators, into which it does not look: its bits are then
+# those of uncompiled code, and it does not hold random integers of 64 bits for the backward pass.
+define("masked_unfused(Tensor x, Tensor stamp, int token, int column, float p) -> Tensor")
+define("keep_scores(Tensor stamp, int[] shape, int first_head, float p) -> Tensor")
+torch.library.impl(LIBRARY, "masked_unfused", "CompositeExplicitAutograd")(masked)
+torch.library.impl(LIBRARY, "keep_scores", "CompositeExplicitAutograd")(_keep_scores)
+
+
+@torch.library.register_fake("gridformer::masked_unfused", lib=LIBRARY)
+def _(x: Tensor, stamp: Tensor, token: int, column: int, p: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("gridformer::keep_scores", lib=LIBRARY)
+def _(stamp: Tensor, shape: Sequence[int], first_head: int, p: float) -> Tensor:
+    return stamp.new_empty(shape, dtype=torch.bool)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks.cache import KVCache
-from gridformer.models.blocks.dropout import Clock, Dropout
+from gridformer.models.blocks.clock import DropoutClock
+from gridformer.models.blocks.dropout import Dropout
 from gridformer.models.blocks.grouped import GroupedAttention
 from gridformer.models.blocks.joined import JoinedLinear, Part
 from gridformer.models.blocks.layer import Layer
@@ -58,7 +59,7 @@ class GatedLayer(Layer):
         site: The name of the layer in dropout masks.
     """
 
-    def __init__(self, config: ModelConfig, clock: Clock, site: str) -> None:
+    def __init__(self, config: ModelConfig, clock: DropoutClock, site: str) -> None:
         super().__init__()
         h, f, d, eps = config.hidden_size, config.ffn_size, config.head_width, config.norm_eps
         n, m, init = config.n_heads, config.kv_heads, Init(std=config.init_std)

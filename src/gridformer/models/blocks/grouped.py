@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gridformer.models.blocks.attention import Attention
 from gridformer.models.blocks.cache import KVCache
-from gridformer.models.blocks.dropout import Clock
+from gridformer.models.blocks.clock import DropoutClock
 from gridformer.models.blocks.joined import JoinedLinear
 from gridformer.models.blocks.linear import Linear
 from gridformer.models.blocks.norm import HeadNorm
@@ -47,7 +47,7 @@ class GroupedAttention(Attention):
         window: int,
         dropout: float,
         site: str,
-        clock: Clock,
+        clock: DropoutClock,
     ) -> None:
         super().__init__(qkv, out, head_dim, True, True, dropout, site, clock)  # type: ignore[arg-type]
         self.window = window

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models.blocks.attention import Attention, CrossAttention
 from gridformer.models.blocks.cache import KVCache
-from gridformer.models.blocks.dropout import Clock, Dropout
+from gridformer.models.blocks.clock import DropoutClock
+from gridformer.models.blocks.dropout import Dropout
 from gridformer.models.blocks.linear import Activation, FeedForward, Init, Linear, Role
 from gridformer.models.blocks.norm import NormKind, new_norm
 from gridformer.models.blocks.scores import ScoreBias
@@ -78,7 +79,7 @@ class StyledLayer(Layer):
         self,
         config: ModelConfig,
         style: Style,
-        clock: Clock,
+        clock: DropoutClock,
         stack: Literal["", "encoder.", "decoder."],
         site: str,
         causal: bool,

@@ -8,21 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gridformer.models.kernels.library import LIBRARY, define, signed
+from gridformer.models.kernels.library import LIBRARY, define
 
 MAX_HEAD_BYTES = 512  # tiles of a larger head do not fit into a GPU's shared memory
 
-_SETTINGS = (
-    "bool causal, float scale, int key, int first_sample, int first_head, float p, int window"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, Tensor? documents, Tensor? stamp"
 )
+_SETTINGS = "bool causal, float scale, int first_head, float p, int window"
+define(f"attention({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)")
 define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, Tensor? documents, "
-    f"{_SETTINGS}) -> (Tensor, Tensor)"
-)
-define(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? valid, Tensor? bias, "
-    f"Tensor? documents, Tensor out, Tensor lse, {_SETTINGS}, bool wants_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, {_SETTINGS}, "
+    "bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -34,8 +31,6 @@ class Settings:
         causal: Whether a query sees only keys up to its own position. The last query and the last
             key are at the same position.
         scale: A factor of the scores.
-        key: The 64-bit key of the dropout mask; see `gridformer.utils.rng`.
-        first_sample: The global index of the first sequence.
         first_head: The global index of the first head.
         p: The probability of dropping an attention probability; 0 means no dropout.
         window: How many keys a query sees at most if `causal`, of which the one at its own
@@ -44,17 +39,13 @@ class Settings:
 
     causal: bool
     scale: float
-    key: int = 0
-    first_sample: int = 0
     first_head: int = 0
     p: float = 0.0
     window: int = 0
 
     def arguments(self) -> tuple[Any, ...]:
         """Returns them in the order of the operators' schemas."""
-        key = signed(self.key, 64)
-        places = self.first_sample, self.first_head
-        return self.causal, self.scale, key, *places, self.p, self.window
+        return self.causal, self.scale, self.first_head, self.p, self.window
 
 
 def attention(
@@ -65,6 +56,7 @@ def attention(
     bias_NST: Tensor | None,
     settings: Settings,
     documents: Tensor | None = None,
+    stamp: Tensor | None = None,
 ) -> Tensor:
     """Computes attention; it is differentiable in q, k, v and the bias.
 
@@ -78,12 +70,15 @@ def attention(
         settings: The rest.
         documents: Where the document of each position, which a query does not leave, begins and
             ends, int32 [b, 2, s]; only for s = S. Tiles outside are left out.
+        stamp: What the dropout mask depends on, if there is one; see `dropout.masked`.
 
     Returns:
         [b, n, s, d], in memory [b, s, n, d]. A query that sees no key gets zeros.
     """
     assert documents is None or q_BNSD.shape[2] == k_BNTD.shape[2] == documents.shape[2]
-    out: Tensor = _Attention.apply(q_BNSD, k_BNTD, v_BNTD, valid_BT, bias_NST, documents, settings)
+    assert stamp is not None or settings.p == 0.0
+    masks = valid_BT, bias_NST, documents, stamp
+    out: Tensor = _Attention.apply(q_BNSD, k_BNTD, v_BNTD, *masks, settings)
     return out
 
 
@@ -99,11 +94,13 @@ class _Attention(torch.autograd.Function):
         valid: Tensor | None,
         bias: Tensor | None,
         documents: Tensor | None,
+        stamp: Tensor | None,
         settings: Settings,
     ) -> Tensor:
         ops = torch.ops.gridformer
-        out, lse = ops.attention(q, k, v, valid, bias, documents, *settings.arguments())
-        ctx.save_for_backward(q, k, v, valid, bias, documents, out, lse)
+        inputs = q, k, v, valid, bias, documents, stamp
+        out, lse = ops.attention(*inputs, *settings.arguments())
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.settings = settings
         return out
 
@@ -113,7 +110,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias = torch.ops.gridformer.attention_backward(
             grads[0], *ctx.saved_tensors, *ctx.settings.arguments(), wants_bias
         )
-        return q, k, v, None, bias if wants_bias else None, None, None
+        return q, k, v, None, bias if wants_bias else None, None, None, None
 
 
 def empty_heads(q_BNSD: Tensor) -> Tensor:
@@ -158,6 +155,7 @@ def _(
     valid: Tensor | None,
     bias: Tensor | None,
     documents: Tensor | None,
+    stamp: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *settings: Any,

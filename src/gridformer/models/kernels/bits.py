@@ -11,6 +11,12 @@ import triton.language as tl
 
 
 @triton.jit
+def opened(stamp):
+    """Loads a stamp: the two halves of its key and the index of the first sample, all int64."""
+    return tl.load(stamp), tl.load(stamp + 1), tl.load(stamp + 2)
+
+
+@triton.jit
 def mix(x):
     """`rng._mix` of uint32 words."""
     x = x ^ (x >> 16)

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from gridformer.models.kernels.tiles import (
-    RANDOM,
     drop,
     head_of,
+    key_of,
     load,
     product,
     scores,
@@ -21,7 +21,7 @@ from gridformer.models.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=RANDOM)
+@triton.jit(do_not_specialize=["first_head"])
 def forward(
     q,
     k,
@@ -29,6 +29,7 @@ def forward(
     valid,
     bias,
     documents,
+    stamp,
     out,
     lse,
     q_strides,
@@ -36,9 +37,6 @@ def forward(
     v_strides,
     out_strides,
     sizes,
-    key_low,
-    key_high,
-    first_sample,
     first_head,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -61,9 +59,10 @@ def forward(
         valid: 0 where a key may not be attended to, uint8 [b, S], contiguous.
         bias: [n, s, S], contiguous.
         documents: Where each position's document begins and ends, int32 [b, 2, s], contiguous.
+        stamp: What dropout masks depend on, if `THRESHOLD`; see `dropout.masked`.
         lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
         q_strides, k_strides, v_strides, out_strides, sizes: See `tiles`.
-        key_low, key_high, first_sample, first_head: See `tiles.RANDOM`.
+        first_head: The global index of the first head.
         SCALE: A factor of the scores.
         CAUSAL: Whether queries see only the past.
         VALID, BIAS, DOCUMENTS: Whether there are these.
@@ -85,6 +84,7 @@ def forward(
     row = first_row + tl.arange(0, R)
     tile_q = load(q, q_strides, first_row, n_rows, width, R, D)
     wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
+    key_low, key_high, first_sample = key_of(stamp, THRESHOLD)
     total = tl.zeros([R, D], wide)
     largest, exps = tl.full([R], float("-inf"), wide), tl.zeros([R], wide)
     begin, end = 0, n_columns

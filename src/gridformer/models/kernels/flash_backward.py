@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from gridformer.models.kernels.tiles import (
-    RANDOM,
     drop,
     head_of,
+    key_of,
     load,
     product,
     scores,
@@ -21,7 +21,7 @@ from gridformer.models.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=RANDOM)
+@triton.jit(do_not_specialize=["first_head"])
 def backward_queries(
     q,
     k,
@@ -29,6 +29,7 @@ def backward_queries(
     valid,
     bias,
     documents,
+    stamp,
     out,
     grad,
     lse,
@@ -41,9 +42,6 @@ def backward_queries(
     grad_strides,
     grad_q_strides,
     sizes,
-    key_low,
-    key_high,
-    first_sample,
     first_head,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -75,6 +73,7 @@ def backward_queries(
     tile_out = load(out, out_strides, first_row, n_rows, width, R, D)
     tile_grad = load(grad, grad_strides, first_row, n_rows, width, R, D)
     wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
+    key_low, key_high, first_sample = key_of(stamp, THRESHOLD)
     row_delta = tl.sum(tile_out.to(wide) * tile_grad.to(wide), 1)
     place = pair * n_rows + row
     tl.store(delta + place, row_delta, row < n_rows)
@@ -114,7 +113,7 @@ def backward_queries(
     store(grad_q, grad_q_strides, total, first_row, n_rows, width, R, D)
 
 
-@triton.jit(do_not_specialize=RANDOM)
+@triton.jit(do_not_specialize=["first_head"])
 def backward_keys(
     q,
     k,
@@ -122,6 +121,7 @@ def backward_keys(
     valid,
     bias,
     documents,
+    stamp,
     grad,
     lse,
     delta,
@@ -134,9 +134,6 @@ def backward_keys(
     grad_k_strides,
     grad_v_strides,
     sizes,
-    key_low,
-    key_high,
-    first_sample,
     first_head,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -164,6 +161,7 @@ def backward_keys(
     tile_k = load(k, k_strides, start, n_columns, width, C, D)
     tile_v = load(v, v_strides, start, n_columns, width, C, D)
     wide: tl.constexpr = tl.float64 if tile_k.dtype == tl.float64 else tl.float32
+    key_low, key_high, first_sample = key_of(stamp, THRESHOLD)
     total_k, total_v = tl.zeros([C, D], wide), tl.zeros([C, D], wide)
     begin, end = 0, n_rows
     if CAUSAL:  # the tile of the first query that sees one of these keys
@@ -212,7 +210,7 @@ def backward_keys(
     store(grad_v, grad_v_strides, total_v, start, n_columns, width, C, D)
 
 
-@triton.jit(do_not_specialize=RANDOM)
+@triton.jit(do_not_specialize=["first_head"])
 def backward_bias(
     q,
     k,
@@ -220,6 +218,7 @@ def backward_bias(
     valid,
     bias,
     documents,
+    stamp,
     grad,
     lse,
     delta,
@@ -229,9 +228,6 @@ def backward_bias(
     v_strides,
     grad_strides,
     sizes,
-    key_low,
-    key_high,
-    first_sample,
     first_head,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -260,6 +256,7 @@ def backward_bias(
     row, column = first_row + tl.arange(0, R), start + tl.arange(0, C)
     bias, grad_bias = bias + head * n_rows * n_columns, grad_bias + head * n_rows * n_columns
     wide: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
+    key_low, key_high, first_sample = key_of(stamp, THRESHOLD)
     total = tl.zeros([R, C], wide)
     end = n_samples
     if CAUSAL:  # no sample adds to a tile in the future

@@ -15,7 +15,7 @@ from gridformer.models.kernels.flash_backward import (
     backward_keys,
     backward_queries,
 )
-from gridformer.models.kernels.library import halves, threshold
+from gridformer.models.kernels.library import threshold
 
 
 def attention(
@@ -25,10 +25,9 @@ def attention(
     valid: Tensor | None,
     bias: Tensor | None,
     documents: Tensor | None,
+    stamp: Tensor | None,
     causal: bool,
     scale: float,
-    key: int,
-    first_sample: int,
     first_head: int,
     p: float,
     window: int,
@@ -43,13 +42,11 @@ def attention(
             q,
             k,
             v,
-            *_masks(q, valid, bias, documents),
+            *_masks(q, valid, bias, documents, stamp),
             out,
             lse,
             *(x.stride()[:3] for x in (q, k, v, out)),
             _sizes(q, k),
-            *halves(key),
-            first_sample,
             first_head,
             **_constants(causal, window, scale, p, valid, bias, documents),
             **tiles,
@@ -65,12 +62,11 @@ def attention_backward(
     valid: Tensor | None,
     bias: Tensor | None,
     documents: Tensor | None,
+    stamp: Tensor | None,
     out: Tensor,
     lse: Tensor,
     causal: bool,
     scale: float,
-    key: int,
-    first_sample: int,
     first_head: int,
     p: float,
     window: int,
@@ -85,11 +81,11 @@ def attention_backward(
     if not lse.numel():
         return grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias.zero_()
     delta = torch.empty_like(lse)
-    tiles, masks = tile_sizes(q, forward=False), _masks(q, valid, bias, documents)
+    tiles, masks = tile_sizes(q, forward=False), _masks(q, valid, bias, documents, stamp)
     sizes = _sizes(q, k)
     heads, of_keys = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     n_rows, n_columns = triton.cdiv(sizes[2], tiles["R"]), triton.cdiv(sizes[3], tiles["C"])
-    rest = (sizes, *halves(key), first_sample, first_head)
+    rest = (sizes, first_head)
     constants = {**_constants(causal, window, scale, p, valid, bias, documents), **tiles}
 
     def strides(*tensors: Tensor) -> tuple[Any, ...]:
@@ -158,12 +154,17 @@ def _with_whole_rows(x: Tensor) -> Tensor:
 
 
 def _masks(
-    q: Tensor, valid: Tensor | None, bias: Tensor | None, documents: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor,
+    valid: Tensor | None,
+    bias: Tensor | None,
+    documents: Tensor | None,
+    stamp: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns them as the kernels read them; q takes the place of one that does not exist."""
     mask = q if valid is None else valid.contiguous().view(torch.uint8)
     added = q if bias is None else bias.contiguous()
-    return mask, added, q if documents is None else documents.contiguous()
+    bounds = q if documents is None else documents.contiguous()
+    return mask, added, bounds, q if stamp is None else stamp
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:

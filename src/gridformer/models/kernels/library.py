@@ -53,21 +53,6 @@ def define(schema: str) -> None:
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def signed(word: int, n_bits: int) -> int:
-    """Returns the signed integer that has the same last `n_bits` bits as `word`."""
-    half = 1 << (n_bits - 1)
-    return (word + half) % (2 * half) - half
-
-
-def halves(key: int) -> tuple[int, int]:
-    """Splits a 64-bit key into its low and its high half, each as a signed 32-bit integer.
-
-    Triton picks an argument's type by its value. Signed halves always have the same type, so that
-    no key makes a kernel compile again.
-    """
-    return signed(key, 32), signed(key >> 32, 32)
-
-
 def threshold(p: float) -> int:
     """Returns the number that random bits must reach for an element to be kept, as `rng.keep`."""
     return round(p * (1 << 32))

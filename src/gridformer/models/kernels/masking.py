@@ -7,24 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gridformer.models.kernels.bits import hash_column, hash_row, join, kept
-from gridformer.models.kernels.library import halves, threshold
+from gridformer.models.kernels.bits import hash_column, hash_row, join, kept, opened
+from gridformer.models.kernels.library import threshold
 
 _ELEMENTS = 2048  # of a program's tile: 16 for each of 128 threads
 
 
-@triton.jit(
-    do_not_specialize=["key_low", "key_high", "first_sample", "first_token", "first_column"]
-)
+@triton.jit(do_not_specialize=["first_token", "first_column"])
 def _masked(
     x,
     out,
+    stamp,
     n_rows,
     n_columns,
     n_tokens,
-    key_low,
-    key_high,
-    first_sample,
     first_token,
     first_column,
     THRESHOLD: tl.constexpr,
@@ -35,6 +31,7 @@ def _masked(
     program, n_blocks = tl.program_id(0), tl.cdiv(n_columns, COLUMNS)
     row = (program // n_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % n_blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    key_low, key_high, first_sample = opened(stamp)
     joined = join(tl.zeros([ROWS], tl.uint32), first_sample + row // n_tokens)
     joined = join(joined, first_token + row % n_tokens)
     keep = kept(hash_row(joined, key_low), hash_column(first_column + column, key_high), THRESHOLD)
@@ -48,9 +45,7 @@ def _masked(
     tl.store(out + place, (values.to(wide) * factor).to(values.dtype), inside)
 
 
-def masked(
-    x_BSH: Tensor, key: int, first_sample: int, first_token: int, first_column: int, p: float
-) -> Tensor:
+def masked(x_BSH: Tensor, stamp: Tensor, first_token: int, first_column: int, p: float) -> Tensor:
     """Returns x [b, s, h] masked, contiguous; see `dropout.masked`."""
     x_BSH = x_BSH.contiguous()
     out = torch.empty_like(x_BSH)
@@ -64,11 +59,10 @@ def masked(
     _masked[grid](
         x_BSH,
         out,
+        stamp,
         n_rows,
         h,
         x_BSH.shape[1],
-        *halves(key),
-        first_sample,
         first_token,
         first_column,
         THRESHOLD=threshold(p),

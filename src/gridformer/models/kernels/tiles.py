@@ -14,12 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gridformer.models.kernels.bits import hash_column, hash_row, join, kept
-
-# What dropout masks depend on: the two halves of their key, see `gridformer.utils.rng`, and the
-# global indices of the first sample and of the first head. They differ from call to call, and for
-# some values Triton would compile a kernel again. It does so for any in a tuple, so they are none.
-RANDOM = ("key_low", "key_high", "first_sample", "first_head")
+from gridformer.models.kernels.bits import hash_column, hash_row, join, kept, opened
 
 
 @triton.jit
@@ -126,6 +121,15 @@ def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
 
 
 @triton.jit
+def key_of(stamp, THRESHOLD: tl.constexpr):
+    """Returns the two halves of a key and the index of the first sample; zeros without dropout."""
+    found = (tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64))
+    if THRESHOLD > 0:
+        found = opened(stamp)
+    return found
+
+
+@triton.jit
 def drop(x, sample, head, row, column, key_low, key_high, THRESHOLD: tl.constexpr):
     """Zeroes elements of a tile [R, C] where dropout drops a probability.
 
@@ -135,7 +139,7 @@ def drop(x, sample, head, row, column, key_low, key_high, THRESHOLD: tl.constexp
         head: The global index of the head, int64.
         row: Indices of the queries [R].
         column: Indices of the keys [C].
-        key_low, key_high: See `RANDOM`.
+        key_low, key_high: See `key_of`.
     """
     if THRESHOLD > 0:
         joined = join(tl.zeros_like(row).to(tl.uint32), sample)

@@ -6,8 +6,6 @@ results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -16,26 +14,6 @@ from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
 from gridformer.models import blocks
 from gridformer.models.blocks.linear import linear
-
-
-@dataclass(frozen=True)
-class GatheredClock:
-    """Dropout clock of a branch in D&SP, whose samples are those of all g processes in order."""
-
-    clock: blocks.DropoutClock
-    branch: Axis
-
-    @property
-    def seed(self) -> int:
-        return self.clock.seed
-
-    @property
-    def step(self) -> int:
-        return self.clock.step
-
-    @property
-    def first_sample(self) -> int:
-        return self.clock.first_sample - self.branch.index * self.clock.n_samples
 
 
 class GatheredMask(nn.Module):

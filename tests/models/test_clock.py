@@ -1,0 +1,80 @@
+"""Stamps, from which kernels and compiled code read what dropout masks depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.mesh import Axes
+from gridformer.models import Model
+from gridformer.models.blocks import DropoutClock, Site
+from gridformer.parallel import build_parallel
+from gridformer.utils import rng
+
+CPU = torch.device("cpu")
+
+
+def build(**changes: Any) -> Model:
+    rates = {"dropout": 0.1, "attention_dropout": 0.1, **changes}
+    config = ModelConfig(n_layers=2, hidden_size=8, n_heads=2, vocab_size=5, max_seq_len=4, **rates)  # type: ignore[arg-type]
+    return build_parallel(config, LayoutConfig(), Axes(), 7, CPU)
+
+
+def whole_key(stamp: Tensor) -> int:
+    low, high, _, _ = stamp.tolist()
+    return int(low + (high << 32))
+
+
+def test_a_stamp_holds_the_key_and_the_first_sample() -> None:
+    clock = DropoutClock(seed=3, step=5)
+    clock.at(slice(2**40, 2**40 + 4))
+    for block in (0, 3):
+        stamp = clock.stamp(f"site{block}", block, CPU)
+        assert whole_key(stamp) == rng.key(3, 5, f"site{block}")
+        assert stamp[2:].tolist() == [2**40 - 4 * block, 0]
+        assert stamp.data_ptr() % 16 == 0, "else Triton compiles kernels again"
+
+
+def test_a_model_lists_all_its_sites() -> None:
+    model = build()
+    found = [module.site for module in model.modules() if isinstance(module, Site)]
+    assert len(found) == len(set(found)) == 1 + 3 * 2
+    assert set(model.clock.sites) == set(found)
+    assert set(build(dropout=0.0).clock.sites) == {f"layers.{i}.attention" for i in range(2)}
+    assert not build(dropout=0.0, attention_dropout=0.0).clock.sites
+
+
+class Copies(TorchDispatchMode):
+    """Counts tensors that are made from numbers of the host."""
+
+    n = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.n += func is torch.ops.aten.lift_fresh.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_stamps_of_all_sites_are_made_once_per_micro_batch() -> None:
+    """Those of earlier micro-batches stay as they are, and a pipeline finds them again."""
+    model = build()
+    clock, sites = model.clock, [*model.clock.sites]
+    seen: list[list[Tensor]] = []
+    with Copies() as copies:
+        for step, rows in ((0, slice(0, 2)), (0, slice(2, 4)), (0, slice(0, 2)), (1, slice(0, 2))):
+            clock.step = step
+            clock.at(rows)
+            seen.append([clock.stamp(site, 0, CPU) for site in sites])
+    assert copies.n == 3
+    one, other, again, later = seen
+    assert all(a is b for a, b in zip(one, again))
+    for a, b, c, site in zip(one, other, later, sites):
+        assert whole_key(a) == whole_key(b) == rng.key(7, 0, site)
+        assert whole_key(c) == rng.key(7, 1, site)
+        assert [int(stamp[2]) for stamp in (a, b, c)] == [0, 2, 0]
+        assert len({stamp.data_ptr() for stamp in (a, b, c)}) == 3
