@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def build(**changes: Any) -> Model:
     rates = {"dropout": 0.1, "attention_dropout": 0.1, **changes}
-    config = ModelConfig(n_layers=2, hidden_size=8, n_heads=2, vocab_size=5, max_seq_len=4, **rates)  # type: ignore[arg-type]
+    config = ModelConfig(n_layers=2, hidden_size=8, n_heads=2, vocab_size=5, max_seq_len=4, **rates)
     return build_parallel(config, LayoutConfig(), Axes(), 7, CPU)
 
 

@@ -191,7 +191,9 @@ def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
     """Return the bytes that one rank holds after a forward pass and did not hold before."""
     model, batch, _ = start(layout, config, recompute)
     with weights_kept(model), MemoryTracker() as tracker:
-        tracker.mark([*model.parameters(), *batch.values()], "before")
+        clock = model.clock
+        stamps = [clock.stamp(site, block, CPU) for site, block in clock.sites.items()]
+        tracker.mark([*model.parameters(), *batch.values(), *stamps], "before")
         loss = loss_of(model, batch)
         # gloo's threads free a message a moment after it is waited for.
         found, before = held(tracker), -1

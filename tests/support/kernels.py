@@ -194,7 +194,7 @@ def run_compiled(family: str, backend: str) -> tuple[list[float], dict[str, Tens
     counters.clear()
     if backend:
         compile_model(model, backend)
-    losses = []
+    losses: list[float] = []
     with patch.object(rng, "keep", side_effect=AssertionError):
         for step, rows in ((0, slice(0, 2)), (0, slice(2, 4)), (1, slice(0, 2))):
             model.clock.step = step

@@ -10,20 +10,36 @@ results are bitwise equal on every device and for every sharding.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from functools import cache
 from statistics import NormalDist
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+_BETWEEN = "\x1f"  # between the words of a key
 _CELLS = 1 << 12  # cells of the normal quantile table; the other 20 bits interpolate
 
 
 def key(*words: int | str) -> int:
     """Returns a 64-bit key derived from words, for example `key(seed, "layers.0.norm1.weight")`."""
-    text = "\x1f".join(str(word) for word in words)
+    text = _BETWEEN.join(str(word) for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def keys(words: Sequence[int | str], names: Iterable[str]) -> NDArray[np.uint32]:
+    """Returns the low and the high half of `key(*words, name)` for each of many names, [n, 2]."""
+    begun = hashlib.blake2b("".join(f"{word}{_BETWEEN}" for word in words).encode(), digest_size=8)
+
+    def digest(name: str) -> bytes:
+        state = begun.copy()
+        state.update(name.encode())
+        return state.digest()
+
+    return np.frombuffer(b"".join(map(digest, names)), "<u4").reshape(-1, 2)
 
 
 def halves(key: int) -> tuple[int, int]:

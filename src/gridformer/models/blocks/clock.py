@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gridformer.utils import rng
@@ -44,7 +45,7 @@ class DropoutClock:
     sites: Mapping[str, int] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _moment: tuple[object, ...] = ()
-    _keys: list[int] = field(default_factory=list, repr=False)
+    _keys: NDArray[np.uint32] = field(default_factory=lambda: rng.keys((), ()), repr=False)
     _stamps: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
     def at(self, rows: slice) -> None:
@@ -65,7 +66,7 @@ class DropoutClock:
         stamps = self._of_now()
         found = stamps.get(site)
         if found is None:  # of a module outside of a model
-            keys = [rng.key(self.seed, self.step, site)]
+            keys = rng.keys((self.seed, self.step), [site])
             stamps.update(self._made({site: sample_block}, keys))
             found = stamps[site]
         return found
@@ -75,20 +76,20 @@ class DropoutClock:
         moment = self.seed, self.step, self.device, self.sites
         if moment != self._moment:
             self._moment, self._stamps = moment, {}
-            self._keys = [rng.key(self.seed, self.step, site) for site in self.sites]
+            self._keys = rng.keys((self.seed, self.step), self.sites)
         rows = self.first_sample, self.n_samples
         found = self._stamps.get(rows)
         if found is None:
             found = self._stamps[rows] = self._made(self.sites, self._keys)
         return found
 
-    def _made(self, sites: Mapping[str, int], keys: list[int]) -> dict[str, Tensor]:
-        """Makes the stamps of some sites. The host does not wait for a GPU."""
+    def _made(self, sites: Mapping[str, int], keys: NDArray[np.uint32]) -> dict[str, Tensor]:
+        """Makes the stamps of sites with these halves of keys. The host does not wait for a GPU."""
         if not sites:
             return {}
         numbers = np.zeros((len(sites), STAMP_SIZE), np.int64)
         blocks = np.array([*sites.values()], np.int64)
-        numbers[:, :2] = [rng.halves(key) for key in keys]
+        numbers[:, :2] = keys
         numbers[:, 2] = self.first_sample - blocks * self.n_samples
         on_host = torch.tensor(numbers, pin_memory=self.device.type == "cuda")
         return dict(zip(sites, on_host.to(self.device, non_blocking=True).unbind()))
