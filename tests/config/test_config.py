@@ -340,6 +340,21 @@ def test_conversations_share_a_sample_only_if_packed() -> None:
     parse_run(chat, ["data.document_mask=true", "data.packing=documents"])
 
 
+def test_pairs_share_a_sample_only_if_packed() -> None:
+    model = {"family": "t5", "n_layers": 1, "hidden_size": 8, "n_heads": 2}
+    pairs = {"model": model, "data": {"path": "somewhere", "task": "pairs"}}
+    packed = ["data.document_mask=true", "data.packing=documents"]
+    text = problem(pairs, packed[0])
+    assert "data.task=pairs is one pair; use data.packing=documents to put several" in text
+    assert "must not see each other; use data.document_mask=true" in problem(pairs, packed[1])
+    text = problem(pairs, *packed, "data.reset_positions=false")
+    assert "begin at position 0 each; use data.reset_positions=true" in text
+    for task in ("spans", "answer"):
+        wanted = f"samples of data.task={task} (t5) are not running text; use"
+        assert wanted in problem(pairs, *packed, f"data.task={task}")
+    assert parse_run(pairs, packed).data.packing == "documents"
+
+
 def test_an_old_key_is_refused_with_its_new_name() -> None:
     with pytest.raises(ConfigError, match=r"use train\.loss_chunk_tokens=64"):
         parse_run({"model": {"n_layers": 1}, "data": {"path": "."}}, ["train.loss_tokens=64"])

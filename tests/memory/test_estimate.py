@@ -21,6 +21,7 @@ from gridformer.memory.budget import at_most
 from gridformer.memory.estimate import estimate_rank, estimate_ranks, shortened
 from gridformer.memory.ranks import largest_ranks
 from gridformer.trace.batch import rows_like
+from tests.support.data import pairs_source
 from tests.support.multirank.memory import a_run
 
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
@@ -140,16 +141,20 @@ def test_the_bound_is_an_upper_bound(model: dict[str, Any], batch: int, dtype: s
     assert estimate_rank(run, 0).peak <= at_most(run)
 
 
+PACKED = {"document_mask": True, "packing": "documents"}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with text and with labeled documents."""
+    """Folders with text, with labeled documents and with pairs."""
     root = tmp_path_factory.mktemp("kinds")
     for label in ("good", "bad"):
         (root / "text" / label).mkdir(parents=True)
         for i in range(30):
             text = " ".join(f"{label} word {i * j}" for j in range(40))
             (root / "text" / label / f"{i}.txt").write_text(text)
-    found = {"text": root / "plain", "labeled": root / "labeled"}
+    found = {"text": root / "plain", "labeled": root / "labeled", "pairs": root / "pairs"}
+    prepare_corpus([pairs_source(60)], found["pairs"], vocab_size=300, val_fraction=0.2)
     sources = open_sources([str(root / "text")])
     prepare_corpus(sources, found["text"], vocab_size=300, val_fraction=0.2)
     sources = open_sources([str(root / "text")], labels_from_folders=True)
@@ -162,12 +167,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [
         ("text", {"family": "gpt2"}, {}),
         ("text", {"family": "gpt2"}, {"document_mask": True, "reset_positions": False}),
-        ("text", {"family": "llama"}, {"document_mask": True, "packing": "documents"}),
+        ("text", {"family": "llama"}, PACKED),
         ("labeled", {"family": "gpt2", "n_labels": 2}, {}),
         ("text", {"family": "bert"}, {}),
         ("text", {"family": "bert", "sentence_pair": False}, {}),
         ("labeled", {"family": "bert", "n_labels": 2, "sentence_pair": False}, {}),
         ("text", {"family": "t5"}, {"source_len": 24}),
+        ("pairs", {"family": "transformer"}, {"source_len": 20}),
+        ("pairs", {"family": "t5"}, {"task": "pairs", **PACKED}),
     ],
 )
 def test_batches_have_the_shapes_of_real_ones(

@@ -56,7 +56,7 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
             "tests/multirank/test_matrix.py, all of which `make test-all` runs, torch "
             f"{torch.__version__}, gloo, {platform.machine()}. Tied embeddings, padding, two "
             "losses (GPT-2, BERT), label smoothing (Transformer) and rows of several documents "
-            "(GPT-2 with dropout, Llama without) are in it; "
+            "or pairs (GPT-2 and Transformer with dropout, Llama and T5 without) are in it; "
             "with pp > 1 there are as many micro-batches as "
             "stages, and stages are of unequal size. Optimus is on a 2x2 grid where that takes at "
             "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all."

@@ -21,7 +21,12 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models.blocks import DropoutClock
 from gridformer.models.blocks.attention import _Heads
-from gridformer.models.blocks.scores import ScoreParts, Window, document_bounds
+from gridformer.models.blocks.scores import (
+    DocumentBounds,
+    ScoreParts,
+    Window,
+    document_bounds,
+)
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
 from gridformer.utils import rng
@@ -52,9 +57,13 @@ ATTENTION: dict[str, tuple[Sizes, bool, bool, bool, float, int, int]] = {
     "documents": ((2, 2, 70, 70, 8), True, False, False, 0.2, 2, 0),
     "documents, window": ((2, 1, 70, 70, 8), True, False, False, 0.0, 1, 20),
     "documents, both ways": ((2, 1, 70, 70, 8), False, False, True, 0.0, 1, 0),
+    "documents of two rows": ((2, 1, 40, 49, 8), False, False, False, 0.0, 1, 0),
+    "documents of two rows, bias": ((2, 2, 70, 80, 8), False, False, True, 0.2, 2, 0),
 }
 # Where documents begin in each sample: one goes through several tiles, and several share a tile.
 DOCUMENTS = ((0, 3, 4, 21, 63), (0, 16, 48))
+# Where those of keys begin that are not at the positions of queries. The last 5 keys are of none.
+OF_KEYS = ((0, 1, 18, 20, 30), (0, 20, 33))
 # Several tiles of a real run.
 LARGE = ((2, 4, 300, 333, 64), True, True, True, 0.1, 2, 70)
 
@@ -124,7 +133,7 @@ def run_attention(
     heads = _Heads(d, True, p, "x", DropoutClock(1, 2, 2**32 + 3)).train()
     heads.head_block, heads.fused = 2, fused
     window = Window(size, seen, torch.device(device)) if size else None
-    bounds = bounds_of(seen).to(device) if "documents" in name else None
+    bounds = bounds_of(s, seen, device) if "documents" in name else None
     mask = None
     if padded or biased or size or bounds is not None:
         mask = ScoreParts(valid, bias, causal, window, bounds)
@@ -137,12 +146,20 @@ def run_attention(
         return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
-def bounds_of(length: int) -> Tensor:
+def bounds_of(queries: int, keys: int, device: str) -> DocumentBounds:
     """Return the bounds of `DOCUMENTS`, or of as many documents in samples of another length."""
-    begins = torch.zeros(len(DOCUMENTS), length, dtype=torch.int64)
-    for begin, places in zip(begins, DOCUMENTS):
-        begin[torch.tensor(places) * length // 70] = 1
-    return document_bounds(begins.cumsum(1))
+
+    def numbers(length: int, places: tuple[tuple[int, ...], ...]) -> Tensor:
+        begins = torch.zeros(len(places), length, dtype=torch.int64)
+        for begin, some in zip(begins, places):
+            begin[torch.tensor(some)] = 1
+        return begins.cumsum(1).to(device)
+
+    places = tuple(tuple(place * queries // 70 for place in row) for row in DOCUMENTS)
+    of_queries = numbers(queries, places)
+    if queries == keys:
+        return document_bounds(of_queries)
+    return document_bounds(of_queries, numbers(keys, tuple((*row, keys - 5) for row in OF_KEYS)))
 
 
 def run_model(
@@ -170,6 +187,11 @@ def run_model(
         if packed:
             batch["documents"] = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
             batch["positions"] = torch.tensor([[0, 1, 0, 1, 2, 0, 1], [0, 0, 1, 2, 3, 4, 5]])
+        if packed and config.two_stacks:
+            numbers = [[0, 1, 1, 1, 1, 1, 2, 3, 3], [0, 0, 0, 0, 0, 0, 1, 1, 1]]
+            positions = [[0, 0, 1, 2, 3, 4, 0, 0, 1], [0, 1, 2, 3, 4, 5, 0, 1, 2]]
+            batch["source_documents"] = torch.tensor(numbers)
+            batch["source_positions"] = torch.tensor(positions)
         loss = model.train().losses(batch)["tokens"]
         loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

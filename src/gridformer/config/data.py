@@ -141,20 +141,21 @@ class DataConfig(Config):
     )
     document_mask: bool = Field(
         default=False,
-        description="true keeps attention within documents, for gpt2 and llama on running text "
-        "and on conversations (data.task=chat, with packing=documents). The last token of a "
-        "document then predicts nothing.",
+        description="true keeps attention within documents, for gpt2 and llama on running text, "
+        "and with packing=documents on conversations (data.task=chat), and for t5 and transformer "
+        "on pairs (data.task=pairs). The last token of a document then predicts nothing.",
     )
     reset_positions: bool = Field(
         default=True,
         description="With document_mask, positions begin at 0 in each document; false counts them "
-        "from the start of the sample.",
+        "from the start of the sample, which pairs cannot.",
     )
     packing: Literal["windows", "documents"] = Field(
         default="windows",
         description="windows divides the text into samples of equal length, wherever documents "
-        "begin. documents fills samples with whole documents, which needs document_mask: only "
-        "documents that are longer than a sample are divided, and the rest of a sample is padding.",
+        "begin. documents fills samples with whole documents, conversations or pairs, which needs "
+        "document_mask: only documents that are longer than a sample are divided, and the rest of "
+        "a sample is padding.",
     )
     restart: bool = Field(
         default=False,

@@ -127,7 +127,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_documents(self) -> Self:
-        """Attention can stay within documents where samples are running text or conversations."""
+        """Attention can stay within documents of running text, and packed samples need that."""
         if not self.data.document_mask:
             if self.data.packing == "windows":
                 return self
@@ -135,13 +135,20 @@ class RunConfig(Config):
                 f"data.packing={self.data.packing}: documents that share a sample must not see "
                 "each other; use data.document_mask=true, or data.packing=windows"
             )
-        if self.task == "chat":
-            if self.data.packing == "documents":
-                return self
-            raise ValueError(
-                "data.document_mask=true: each sample of data.task=chat is one conversation; use "
-                "data.packing=documents to put several into one, or data.document_mask=false"
-            )
+        if self.task in ("chat", "pairs"):
+            one = "conversation" if self.task == "chat" else "pair"
+            if self.data.packing != "documents":
+                raise ValueError(
+                    f"data.document_mask=true: each sample of data.task={self.task} is one {one}; "
+                    "use data.packing=documents to put several into one, or "
+                    "data.document_mask=false"
+                )
+            if self.task == "pairs" and not self.data.reset_positions:
+                raise ValueError(
+                    "data.reset_positions=false: source and target of a pair begin at position 0 "
+                    "each; use data.reset_positions=true"
+                )
+            return self
         if self.task != "causal":
             why = f"samples of data.task={self.task} ({self.model.family}) are not running text"
         elif self.model.n_labels:

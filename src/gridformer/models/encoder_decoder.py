@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
+    AttendingRows,
     Dropout,
     DropoutClock,
     KVCache,
@@ -20,6 +21,7 @@ from gridformer.models.blocks import (
     TiedHead,
     TokenEmbedding,
     added_to_scores,
+    document_bounds,
     new_norm,
 )
 from gridformer.models.held_layers import layer_numbers
@@ -101,7 +103,7 @@ class EncoderDecoder(Model):
         self.pre = config.norm_position == "pre"
         self.relative = config.family == "t5"
         self.tokens = TokenEmbedding(config.vocab_size, config.hidden_size, embedding_std)
-        self.source_mask, self.mask = PaddingMask(), PaddingMask()
+        self.source_mask, self.mask, self.rows = PaddingMask(), PaddingMask(), AttendingRows()
         self.encoder = Stack(config, style, self.clock, "encoder", 1.0)
         self.decoder = Stack(config, style, self.clock, "decoder", head_scale)
         self.head = TiedHead()
@@ -135,17 +137,21 @@ class EncoderDecoder(Model):
         encoder, decoder = self.encoder, self.decoder
         encoder_layers = self._layers(encoder.layers, "encoder.layers", links)
         decoder_layers = self._layers(decoder.layers, "decoder.layers", links)
-        seen = None  # which tokens of the source are not padding
-        if (encoder_layers or decoder_layers) and "source_valid" in batch:
+        seen = pairs = None  # which tokens of the source are not padding, or whose pair they are
+        if (encoder_layers or decoder_layers) and "source_documents" in batch:
+            pairs = self.rows(batch["source_documents"])  # padding has a number of its own
+        elif (encoder_layers or decoder_layers) and "source_valid" in batch:
             seen = self.source_mask(batch["source_valid"])
 
         if "embedding" in links:
-            hidden = encoder.dropout(self._cast(self.embed(batch["source"], 0)))
+            source, positions = batch["source"], batch.get("source_positions")
+            hidden = encoder.dropout(self._cast(self.embed(source, 0, positions)))
 
         if encoder_layers:
             s = batch["source"].shape[1]
             bias = encoder.bias(s, s) if self.relative else None
-            mask = added_to_scores(s, hidden.dtype, seen, bias, fused=self.fused)
+            within = None if pairs is None else document_bounds(pairs)
+            mask = added_to_scores(s, hidden.dtype, seen, bias, fused=self.fused, documents=within)
             del bias  # `mask` does not share its memory
         for _, layer in encoder_layers:
             hidden = self.recompute.block(layer, hidden, mask)
@@ -153,16 +159,23 @@ class EncoderDecoder(Model):
         if "decoder.embedding" in links:
             if memory is None:  # `decode` passes the memory in
                 memory = self._memory_of(hidden)
-            hidden = decoder.dropout(self._cast(self.embed(batch["tokens"], start)))
+            tokens, positions = batch["tokens"], batch.get("positions")
+            hidden = decoder.dropout(self._cast(self.embed(tokens, start, positions)))
 
         if decoder_layers:
             fused = self.fused and not caches
             s = batch["tokens"].shape[1]
             bias = decoder.bias(s, start + s) if self.relative else None
             valid = self.mask(batch["valid"]) if "valid" in batch else None
-            mask = added_to_scores(s, hidden.dtype, valid, bias, causal=True, fused=fused)
+            within = across = None
+            if pairs is not None:
+                of_tokens = self.rows(batch["documents"])
+                within, across = document_bounds(of_tokens), document_bounds(of_tokens, pairs)
+            mask = added_to_scores(
+                s, hidden.dtype, valid, bias, causal=True, fused=fused, documents=within
+            )
             del bias
-            memory_mask = added_to_scores(1, hidden.dtype, seen, fused=fused)
+            memory_mask = added_to_scores(s, hidden.dtype, seen, fused=fused, documents=across)
         for i, layer in decoder_layers:
             cache = caches[i] if caches else None
             hidden = self.recompute.block(layer, hidden, mask, cache, memory, memory_mask)
@@ -184,8 +197,11 @@ class EncoderDecoder(Model):
     def head_modules(self) -> tuple[nn.Module, ...]:
         return (self.decoder.norm, self.head) if self.pre else (self.head,)
 
-    def embed(self, tokens_BS: Tensor, start: int) -> Tensor:
-        """Embeds tokens [b, s] as [b, s, h], the first of them at position `start`."""
+    def embed(self, tokens_BS: Tensor, start: int, positions: Tensor | None = None) -> Tensor:
+        """Embeds tokens [b, s] as [b, s, h].
+
+        The first of them is at position `start`, or each is at its place in `positions` [b, s].
+        """
         raise NotImplementedError
 
     def _memory_of(self, hidden_BTH: Tensor) -> Tensor:
@@ -237,7 +253,7 @@ class EncoderDecoder(Model):
         head = (*("decoder.norm",) * norm, *words, *self._branch_modules())
 
         def layer(stack: StackName, i: int) -> Link:
-            shared = (*(f"{stack}.bias",) * bias, "source_mask", "mask")
+            shared = (*(f"{stack}.bias",) * bias, "source_mask", "mask", "rows")
             name = f"{stack}.layers.{i}"
             return Link(name, (name, *shared), "reads" if stack == "decoder" else "")
 

@@ -25,6 +25,6 @@ class T5(EncoderDecoder):
         head_scale = h**-0.5 if config.token_head else 1.0
         super().__init__(config, style, embedding_std=1.0, head_scale=head_scale)
 
-    def embed(self, tokens_BS: Tensor, start: int) -> Tensor:
+    def embed(self, tokens_BS: Tensor, start: int, positions: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(tokens_BS)
         return x

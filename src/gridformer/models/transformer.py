@@ -27,7 +27,7 @@ class Transformer(EncoderDecoder):
         super().__init__(config, Style(spread, "relu"), embedding_std=h**-0.5)
         self.positions = SinusoidalPositions(h)
 
-    def embed(self, tokens_BS: Tensor, start: int) -> Tensor:
+    def embed(self, tokens_BS: Tensor, start: int, positions: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(tokens_BS) * math.sqrt(self.config.hidden_size)
-        positions: Tensor = self.positions(tokens_BS.shape[1], start, x)
-        return x + positions
+        waves: Tensor = self.positions(tokens_BS.shape[1], start, x, positions)
+        return x + waves

@@ -36,13 +36,16 @@ def rows_like(run: RunConfig, rows: Rows) -> Batch:
         batch |= {"source": ids(source)}
         if run.task == "pairs":
             batch |= {"source_valid": real(source)}
+        if run.data.document_mask:
+            batch |= {"source_documents": ids(source), "source_positions": ids(source)}
     if model.family == "bert":
         batch |= {"segments": ids(s)}
         if model.sentence_pair and not model.n_labels:
             batch |= {"pair": ids()}
     if run.data.document_mask:
         batch |= {"documents": ids(s)} | ({"positions": ids(s)} if run.data.reset_positions else {})
-        batch |= {"valid": real(s)} if run.data.packing == "documents" else {}
+        if run.data.packing == "documents" and not model.two_stacks:
+            batch |= {"valid": real(s)}
     if model.n_labels:
         batch |= {"valid": real(s), "at": ids(), "labels": ids()}
     return batch

@@ -5,13 +5,18 @@ tokens         [b, s] int64    what the model (or its decoder) reads
 targets        [b, s] int64    the token to predict at each position; IGNORE does not count
 valid          [b, s] bool     bert, gpt2: False for padding; absent without padding
 segments       [b, s] int64    bert: 0 for sentence A, 1 for sentence B
-documents      [b, s] int64    gpt2, llama: the number of each position's document, ascending in a
-                               row; attention stays within it. Padding has a number of its own.
-                               Absent if attention crosses documents
-positions      [b, s] int64    gpt2, llama: each position's number; absent if it is that in the row
+documents      [b, s] int64    the number of each position's document, ascending in a row; attention
+                               stays within it. Padding has a number of its own. Absent if attention
+                               crosses documents. t5, transformer: the number of its pair, where
+                               padding belongs to the last one, because it must see some source
+positions      [b, s] int64    each position's number in its document; absent if it is that in the
+                               row
 pair           [b] int64       bert: 1 if B follows A in the text, 0 if B is from elsewhere
 source         [b, S] int64    t5, transformer: what the encoder reads
 source_valid   [b, S] bool     t5, transformer: False for padding; absent without padding
+source_documents, source_positions
+               [b, S] int64    t5, transformer: as documents and positions, for the source; padding
+                               has a number of its own. Every number in documents is one here, too
 at             [b] int64       the position whose vector the classification head reads
 labels         [b] int64       the label that this head should predict; [b] float32 with
                                data.task=regression, the number that it should predict, where NaN

@@ -92,7 +92,7 @@ def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture
             types[argument] = "*i64"
         elif argument == "valid":
             types[argument] = "*u8"
-        elif argument == "documents":
+        elif argument in ("documents", "key_documents"):
             types[argument] = "*i32"
         elif argument in ("bias", "grad_bias", "lse", "delta"):
             types[argument] = "*fp32"

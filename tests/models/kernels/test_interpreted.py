@@ -99,7 +99,10 @@ def run_dropout() -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("name", full_unless({"everything", "documents"}.__contains__, ATTENTION))
+QUICK_ATTENTION = {"everything", "documents", "documents of two rows"}
+
+
+@pytest.mark.parametrize("name", full_unless(QUICK_ATTENTION.__contains__, ATTENTION))
 def test_attention_of_several_tiles(loops: InProcess, name: str) -> None:
     """Results and all gradients equal the unfused path's, with its dropout masks."""
     got, want = (loops(run_attention, name, fused, torch.float64, "cpu") for fused in (True, False))
@@ -154,7 +157,7 @@ def check_operators() -> None:
     torch.library.opcheck(ops.keep_scores.default, scores, test_utils=tests)
     torch.library.opcheck(ops.attention.default, (*found, *settings), test_utils=tests)
     for wants_bias in (False, True):
-        given = (out, *found, out, lse, *settings, wants_bias)
+        given = (out, *found, None, out, lse, *settings, wants_bias)
         torch.library.opcheck(ops.attention_backward.default, given, test_utils=tests)
 
 
@@ -183,8 +186,11 @@ MODELS = {
 QUICK = {("gpt2", False, 0.2), ("bert", True, 0.0), ("t5", True, 0.2)}
 
 
+OF_DOCUMENTS = ["gpt2", "llama", "t5", "transformer"]
+
+
 @pytest.mark.parametrize("rate", full_unless(lambda rate: rate == 0.0, [0.0, 0.2]))
-@pytest.mark.parametrize("family", full_unless(lambda name: name == "llama", ["gpt2", "llama"]))
+@pytest.mark.parametrize("family", full_unless({"llama", "t5"}.__contains__, OF_DOCUMENTS))
 def test_models_of_documents_have_the_same_loss_and_gradients(
     loops: InProcess, family: str, rate: float
 ) -> None:

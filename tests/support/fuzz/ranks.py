@@ -30,6 +30,7 @@ from tests.support.multirank.exactness import (
     keep_gradients,
     values,
     with_documents,
+    with_pairs,
     without_methods,
 )
 from tests.support.multirank.pool import group_cache
@@ -223,7 +224,9 @@ def batch_of(case: Case, run: RunConfig, step: int) -> Batch:
         batch["segments"] = numbers(2, rows, s)
         if model.sentence_pair:
             batch["pair"] = numbers(2, rows)
-    if run.data.document_mask:
+    if run.data.document_mask and model.two_stacks:
+        batch = with_pairs(batch, generator)
+    elif run.data.document_mask:
         chance = torch.rand(rows, s, generator=generator)
         batch = with_documents(batch, chance, run.data.reset_positions)
         if run.data.packing == "documents":

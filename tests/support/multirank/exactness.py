@@ -112,6 +112,28 @@ def with_documents(batch: Batch, chance: Tensor, reset: bool = True) -> Batch:
     return found | ({"positions": torch.arange(begins.shape[1]) - first} if reset else {})
 
 
+def with_pairs(batch: Batch, generator: torch.Generator) -> Batch:
+    """Return a batch of sources and targets in which each row holds several pairs.
+
+    Half of the sources end with padding, and some sources may have no target.
+    """
+
+    def chances(like: Tensor) -> Tensor:
+        return torch.rand(like.shape, generator=generator)
+
+    of_source = (chances(batch["source"]) < 1 / 3).cumsum(1)
+    of_source -= of_source[:, :1]
+    last = of_source[:, -1:]
+    last = (last - (chances(last) < 1 / 2).long()).clamp(min=0)
+    documents = (chances(batch["tokens"]) * (last + 1)).long().sort(1).values
+    found = {**batch, "source_valid": of_source <= last}
+    for prefix, numbers in (("source_", of_source), ("", documents)):
+        first = torch.searchsorted(numbers, numbers)
+        places = torch.arange(numbers.shape[1]) - first
+        found |= {f"{prefix}documents": numbers, f"{prefix}positions": places}
+    return found
+
+
 def axes_of(layout: LayoutConfig) -> Axes:
     """Return the axes of a layout over the worker's default group, made once per group."""
     key = ("axes", layout.model_dump_json())
@@ -138,7 +160,7 @@ def compare(
     """Return the largest relative differences to one device: loss, gradients, parameters, norm.
 
     They are relative to the largest element of the reference's whole tensor. With `documents`,
-    rows of the batches hold several documents.
+    rows of the batches hold several documents, or several pairs.
     """
     torch.set_num_threads(1)
     config, settings, plan = tiny(**model), TrainConfig(**train), LayoutConfig(**layout)
@@ -291,7 +313,11 @@ def _reads(
         batch = batches_of(step, config, settings.global_batch)
         if documents:
             generator = torch.Generator().manual_seed(3000 + step)
-            batch = with_documents(batch, torch.rand(batch["tokens"].shape, generator=generator))
+            if config.two_stacks:
+                batch = with_pairs(batch, generator)
+            else:
+                chance = torch.rand(batch["tokens"].shape, generator=generator)
+                batch = with_documents(batch, chance)
         return lambda rows: {key: value[rows] for key, value in batch.items()}
 
     return [read_of(step) for step in range(n_steps)]

@@ -44,8 +44,8 @@ MODELS: dict[str, dict[str, Any]] = {
 WITH_DROPOUT: dict[str, dict[str, Any]] = {
     "Llama": {"qk_norm": False, "tied_head": True, "qkv_bias": True, "window": 5},
 }
-# In these cells rows hold several documents, to which attention and positions are confined.
-DOCUMENTS = {("GPT-2", True), ("Llama", False)}
+# In these cells rows hold several documents or pairs, which attention and positions do not leave.
+DOCUMENTS = {("GPT-2", True), ("Llama", False), ("Transformer", True), ("T5", False)}
 # Each scheme uses the first of its grids if that takes at most 8 processes, else the second.
 SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "single": ({}, {}),
@@ -128,6 +128,8 @@ QUICK_HEADS = {
     Cell("T5, fine-tuned", "Megatron, sequence parallel", 1, "none", False),
     Cell("T5, fine-tuned", "D&SP-cSub", 1, "none", True),
 }
+# One more cell with rows of several pairs, whose numbers processes gather.
+QUICK_PAIRS = {Cell("Transformer", "D&SP", 1, "none", True)}
 # The cells in which every pair of values occurs.
 PAIRED = [cell for cell in CELLS if cell.model not in HEADS]
 
@@ -143,7 +145,7 @@ def _quick() -> set[Cell]:
         later = ADDED[n_added:]
         cells = [cell for cell in PAIRED if cell.scheme not in later and cell.model not in later]
         chosen = _chosen(cells, chosen)
-    return chosen | QUICK_HEADS
+    return chosen | QUICK_HEADS | QUICK_PAIRS
 
 
 def _chosen(cells: list[Cell], before: set[Cell]) -> set[Cell]:

@@ -18,7 +18,7 @@ from gridformer.data.samples.order import Order
 from gridformer.data.samples.samples import Batches, Dealt, Mixed, Restarted, Samples
 from gridformer.data.samples.spans import SpanSamples, sentinels_of
 from gridformer.data.samples.special import SpecialIds
-from gridformer.data.samples.translation import PairSamples
+from gridformer.data.samples.translation import PackedPairs, PairSamples
 from gridformer.data.samples.whole import Whole
 from gridformer.data.samples.windows import WindowSamples
 from gridformer.data.tokenfolder import SplitName, TokenFolder, TokenSplit
@@ -50,7 +50,7 @@ def open_samples(
         if run.data.document_mask:
             return PackedChats(text, run.seq_len, special, run.data.reset_positions)
         return ChatSamples(text, run.seq_len, special)
-    if run.data.document_mask:
+    if run.data.document_mask and run.task == "causal":
         return with_documents(run.data, text, run.seq_len, tokenizer.eos_id)
     if run.task == "causal" and not run.model.n_labels:
         return WindowSamples(text, run.seq_len)
@@ -71,7 +71,8 @@ def open_samples(
         return MaskedSamples(text, run.seq_len, special, run.model.sentence_pair)
     if run.task == "spans":
         return SpanSamples(text, run.source_len, run.seq_len, special)
-    return PairSamples(text, run.source_len, run.seq_len, special)
+    pairs = PackedPairs if run.data.packing == "documents" else PairSamples
+    return pairs(text, run.source_len, run.seq_len, special)
 
 
 def open_batches(run: RunConfig, folder: TokenFolder, split: SplitName) -> Batches:

@@ -1,7 +1,8 @@
-"""Causal self-attention within documents where no kernel of gridformer runs.
+"""Attention within documents where no kernel of gridformer runs.
 
-A mask of all queries and keys takes s x s numbers for each sequence. So it exists for some queries
-at a time, forward and, once more, backward; keys after these queries are left out.
+A mask of all queries and keys takes s x S numbers for each sequence. So it exists for some queries
+at a time, forward and, once more, backward; if attention is causal, keys after these queries are
+left out.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ QUERIES = 256  # at a time
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """A mask of causal self-attention, of which parts are made when they are needed.
+    """A mask of attention, of which parts are made when they are needed.
 
     Attributes:
-        bounds: The bounds of documents; see `document_bounds`.
-        window: How many keys a query sees at most; 0 means all of its document.
+        bounds: Where the documents of queries lie; see `DocumentBounds.of_queries`.
+        keys: The number S of keys.
+        causal: Whether a query sees only keys up to its own position.
+        window: How many keys a query sees at most if `causal`; 0 means all of its document.
         dtype: The dtype of what is added to scores.
     """
 
     bounds: Tensor
+    keys: int
+    causal: bool
     window: int
     dtype: torch.dtype
 
     def whole(self) -> Tensor:
-        """Returns what is added to all scores [b, 1, s, s]."""
-        return self.part(slice(0, s := self.bounds.shape[-1]), slice(0, s))
+        """Returns what is added to all scores [b, 1, s, S]."""
+        return self.part(slice(0, self.bounds.shape[-1]), slice(0, self.keys))
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
         """Yields some queries after the other, each with all keys that they may see."""
@@ -43,22 +48,24 @@ class DocumentMask:
         for first in range(0, s, QUERIES):
             after = min(first + QUERIES, s)
             begin = max(0, first - self.window + 1) if self.window else 0
-            yield slice(first, after), slice(begin, after)
+            yield slice(first, after), slice(begin, after if self.causal else self.keys)
 
     def part(self, queries: slice, keys: slice) -> Tensor:
         """Returns what is added to the scores of some queries and keys, [b, 1, queries, keys]."""
         device = self.bounds.device
-        query = torch.arange(queries.start, queries.stop, device=device)[:, None]
         key = torch.arange(keys.start, keys.stop, device=device)
-        near = key <= query
-        if self.window:
-            near &= key > query - self.window
-        seen = near & (key >= self.bounds[:, 0, queries, None])
+        first, after = self.bounds[:, :, queries, None].unbind(1)
+        seen = (key >= first) & (key < after)
+        if self.causal:
+            query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+            seen &= key <= query
+            if self.window:
+                seen &= key > query - self.window
         return torch.where(seen, 0.0, -torch.inf).to(self.dtype).unsqueeze(1)
 
 
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask, scale: float) -> Tensor:
-    """Computes attention from q [b, n, s, d] to k and v [b, m, s, d], where m divides n."""
+    """Computes attention from q [b, n, s, d] to k and v [b, m, S, d], where m divides n."""
     out: Tensor = _InParts.apply(q, k, v, mask, scale)
     return out
 

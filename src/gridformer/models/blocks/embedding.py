@@ -65,15 +65,30 @@ class SinusoidalPositions(nn.Module):
         self.h = h
         self.part, self.columns = (0, 1), (0, 1)
 
-    def forward(self, s: int, start: int, like: Tensor) -> Tensor:
-        """Returns positions `start` to `start + s` on the device of `like`, in at least float32."""
+    def forward(self, s: int, start: int, like: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns positions `start` to `start + s`, or this device's part of them.
+
+        Args:
+            s: Number of positions.
+            start: The first of them.
+            like: A tensor on the device. The result is in its dtype, but at least in float32.
+            positions: Positions [b, s] below s, in place of those from `start` on.
+
+        Returns:
+            [s, h], or [b, s, h] of `positions`.
+        """
         first, size = chunk_bounds(s, self.part)
+        if positions is not None:
+            return F.embedding(positions[:, first : first + size], self._waves(0, s, like))
+        return self._waves(start + first, size, like)
+
+    def _waves(self, first: int, size: int, like: Tensor) -> Tensor:
         left, width = chunk_bounds(self.h, self.columns)
         dtype = torch.promote_types(like.dtype, torch.float32)
-        positions = torch.arange(start + first, start + first + size, device=like.device)
+        places = torch.arange(first, first + size, device=like.device)
         column = torch.arange(left, left + width, device=like.device)
         rate = torch.exp((column // 2 * 2).double() * (-math.log(10000.0) / self.h))
-        angle = positions.double().unsqueeze(1) * rate
+        angle = places.double().unsqueeze(1) * rate
         return torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(dtype)
 
 

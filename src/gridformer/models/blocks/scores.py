@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,17 +30,45 @@ class AttendingRows(nn.Module):
         return x_BS
 
 
-def document_bounds(documents_BS: Tensor) -> Tensor:
-    """Returns where the document of each position starts and ends in its row.
+class DocumentBounds(NamedTuple):
+    """Where the documents of queries and keys lie. In self-attention both tensors are the same.
+
+    Attributes:
+        of_queries: The first key of each query's document, and the one after its last,
+            int32 [b, 2, s].
+        of_keys: The first query of each key's document, and the one after its last,
+            int32 [b, 2, S].
+    """
+
+    of_queries: Tensor
+    of_keys: Tensor
+
+
+def document_bounds(documents_BS: Tensor, of_keys_BT: Tensor | None = None) -> DocumentBounds:
+    """Returns where documents lie, which no query leaves.
 
     Args:
-        documents_BS: The number of each position's document, ascending in a row, int64 [b, s].
-
-    Returns:
-        The first position of the document, and the one after its last, int32 [b, 2, s].
+        documents_BS: The number of each query's document, ascending in a row, int64 [b, s].
+        of_keys_BT: The number of each key's document, likewise [b, S]; None means that keys are
+            at the same positions as queries.
     """
-    x_BS = documents_BS.contiguous()
-    sides = (torch.searchsorted(x_BS, x_BS, out_int32=True, right=after) for after in (False, True))
+    if of_keys_BT is None:
+        same = _places_of(documents_BS, documents_BS)
+        return DocumentBounds(same, same)
+    return DocumentBounds(
+        _places_of(documents_BS, of_keys_BT), _places_of(of_keys_BT, documents_BS)
+    )
+
+
+def _places_of(documents: Tensor, others: Tensor) -> Tensor:
+    """Returns where each number of a row is in a row of ascending numbers, int32 [b, 2, n].
+
+    Args:
+        documents: The numbers to look for [b, n].
+        others: The rows in which they are looked for [b, m].
+    """
+    row, x = others.contiguous(), documents.contiguous()
+    sides = (torch.searchsorted(row, x, out_int32=True, right=after) for after in (False, True))
     return torch.stack([*sides], 1)
 
 
@@ -149,7 +177,7 @@ class ScoreParts:
     bias: Tensor | None
     causal: bool
     window: Window | None = None
-    documents: Tensor | None = None
+    documents: DocumentBounds | None = None
 
     def sum(self, queries: int, dtype: torch.dtype) -> Tensor | SharedBias | DocumentMask | None:
         """Returns them as one tensor, for attention that the kernels cannot compute."""
@@ -172,7 +200,7 @@ def added_to_scores(
     causal: bool = False,
     fused: bool = False,
     window: Window | None = None,
-    documents: Tensor | None = None,
+    documents: DocumentBounds | None = None,
 ) -> ScoreBias | None:
     """Builds what all layers of a stack add to their scores, so that it exists once.
 
@@ -185,14 +213,14 @@ def added_to_scores(
             last key are at the same position.
         fused: Whether attention may use the kernels of `gridformer.models.kernels`.
         window: The window of causal attention, if there is one.
-        documents: The bounds of documents in self-attention, which a query does not leave; see
-            `document_bounds`.
+        documents: The bounds of documents, which a query does not leave; see `document_bounds`.
+            If `causal`, they are those of self-attention.
 
     Returns:
         [b or 1, n or 1, queries or 1, S], as a `SharedBias` if it needs gradients in another dtype;
         or the parts of that where a kernel takes them. A `DocumentMask` for `documents` alone in
-        long sequences. None without `mask`, `bias_NST` and
-        `documents` if no window hides a key: attention applies causality by itself.
+        long sequences. None without `mask`, `bias_NST` and `documents` if no window hides a key:
+        attention applies causality by itself.
     """
     if window is not None and window.size >= window.keys:
         window = None
@@ -200,7 +228,7 @@ def added_to_scores(
     if which is not None:
         seen, device = which.shape[-1], which.device
     elif documents is not None:
-        seen, device = documents.shape[-1], documents.device
+        seen, device = documents.of_keys.shape[-1], documents.of_keys.device
     elif window is not None:
         seen, device = window.keys, window.device
     else:
@@ -209,9 +237,10 @@ def added_to_scores(
         valid = None if mask is None else mask[:, 0, 0, :]
         bias = None if bias_NST is None else bias_NST.contiguous()
         return ScoreParts(valid, bias, causal, window, documents)
-    alone = causal and mask is None and bias_NST is None
+    alone = mask is None and bias_NST is None
     if alone and documents is not None and queries > document_mask.QUERIES:
-        return DocumentMask(documents, 0 if window is None else window.size, dtype)
+        size = 0 if window is None else window.size
+        return DocumentMask(documents.of_queries, seen, causal, size, dtype)
     if causal and (queries > 1 or window is not None):
         near = past(queries, seen, device, None if window is None else window.size)
         mask = near if mask is None else mask & near
@@ -220,7 +249,7 @@ def added_to_scores(
             # attention to nothing is not a number, and so are gradients that pass through it.
             mask = mask | past(queries, seen, device, 1)
     if documents is not None:
-        within = same_document(documents, causal)
+        within = same_document(documents.of_queries, seen, causal)
         mask = within if mask is None else mask & within
     if bias_NST is None:
         assert mask is not None
@@ -233,15 +262,16 @@ def added_to_scores(
     return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
 
 
-def same_document(documents: Tensor, causal: bool) -> Tensor:
-    """Returns a mask [b, 1, s, s]: True where a key is in the document of the query.
+def same_document(bounds: Tensor, keys: int, causal: bool) -> Tensor:
+    """Returns a mask [b, 1, s, S]: True where a key is in the document of the query.
 
     Args:
-        documents: The result of `document_bounds`.
+        bounds: Where the documents of queries lie; see `DocumentBounds.of_queries`.
+        keys: The number S of keys.
         causal: Whether another mask hides all later keys, so that this one need not.
     """
-    key = torch.arange(documents.shape[-1], dtype=documents.dtype, device=documents.device)
-    first, after = documents.unsqueeze(-1).unbind(1)
+    key = torch.arange(keys, dtype=bounds.dtype, device=bounds.device)
+    first, after = bounds.unsqueeze(-1).unbind(1)
     mask = key >= first if causal else (key >= first) & (key < after)
     return mask.unsqueeze(1)
 

@@ -18,8 +18,8 @@ _INPUTS = (
 _SETTINGS = "bool causal, float scale, int first_head, float p, int window"
 define(f"attention({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)")
 define(
-    f"attention_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, {_SETTINGS}, "
-    "bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"attention_backward(Tensor grad, {_INPUTS}, Tensor? key_documents, Tensor out, Tensor lse, "
+    f"{_SETTINGS}, bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -55,7 +55,7 @@ def attention(
     valid_BT: Tensor | None,
     bias_NST: Tensor | None,
     settings: Settings,
-    documents: Tensor | None = None,
+    documents: tuple[Tensor, Tensor] | None = None,
     stamp: Tensor | None = None,
 ) -> Tensor:
     """Computes attention; it is differentiable in q, k, v and the bias.
@@ -68,16 +68,19 @@ def attention(
         valid_BT: False where no query may attend to a key, bool [b, S].
         bias_NST: Added to the scores [n, s, S].
         settings: The rest.
-        documents: Where the document of each position, which a query does not leave, begins and
-            ends, int32 [b, 2, s]; only for s = S. Tiles outside are left out.
+        documents: Where the document of each query, which it does not leave, begins and ends among
+            the keys, int32 [b, 2, s], and where that of each key begins and ends among the queries,
+            int32 [b, 2, S]. Both ascend. Tiles outside are left out.
         stamp: What the dropout mask depends on, if there is one; see `dropout.masked`.
 
     Returns:
         [b, n, s, d], in memory [b, s, n, d]. A query that sees no key gets zeros.
     """
-    assert documents is None or q_BNSD.shape[2] == k_BNTD.shape[2] == documents.shape[2]
+    of_queries, of_keys = documents or (None, None)
+    assert of_queries is None or q_BNSD.shape[2] == of_queries.shape[2]
+    assert of_keys is None or k_BNTD.shape[2] == of_keys.shape[2]
     assert stamp is not None or settings.p == 0.0
-    masks = valid_BT, bias_NST, documents, stamp
+    masks = valid_BT, bias_NST, of_queries, stamp, of_keys
     out: Tensor = _Attention.apply(q_BNSD, k_BNTD, v_BNTD, *masks, settings)
     return out
 
@@ -93,14 +96,15 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         valid: Tensor | None,
         bias: Tensor | None,
-        documents: Tensor | None,
+        of_queries: Tensor | None,
         stamp: Tensor | None,
+        of_keys: Tensor | None,
         settings: Settings,
     ) -> Tensor:
         ops = torch.ops.gridformer
-        inputs = q, k, v, valid, bias, documents, stamp
+        inputs = q, k, v, valid, bias, of_queries, stamp
         out, lse = ops.attention(*inputs, *settings.arguments())
-        ctx.save_for_backward(*inputs, out, lse)
+        ctx.save_for_backward(*inputs, of_keys, out, lse)
         ctx.settings = settings
         return out
 
@@ -156,6 +160,7 @@ def _(
     bias: Tensor | None,
     documents: Tensor | None,
     stamp: Tensor | None,
+    key_documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *settings: Any,

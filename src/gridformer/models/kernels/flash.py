@@ -58,7 +58,8 @@ def forward(
         k, v: [b, m, S, d]; n / m heads of queries in a row share one head.
         valid: 0 where a key may not be attended to, uint8 [b, S], contiguous.
         bias: [n, s, S], contiguous.
-        documents: Where each position's document begins and ends, int32 [b, 2, s], contiguous.
+        documents: Where each query's document begins and ends among the keys, int32 [b, 2, s],
+            contiguous.
         stamp: What dropout masks depend on, if `THRESHOLD`; see `dropout.masked`.
         lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
         q_strides, k_strides, v_strides, out_strides, sizes: See `tiles`.

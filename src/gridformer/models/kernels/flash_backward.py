@@ -122,6 +122,7 @@ def backward_keys(
     bias,
     documents,
     stamp,
+    key_documents,
     grad,
     lse,
     delta,
@@ -148,7 +149,11 @@ def backward_keys(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Computes the gradients of C keys and their values. It runs after `backward_queries`."""
+    """Computes the gradients of C keys and their values. It runs after `backward_queries`.
+
+    `key_documents` is where each key's document begins and ends among the queries, int32 [b, 2, S],
+    contiguous.
+    """
     n_heads, n_rows, n_columns, width, n_sharing = sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]
     n_blocks = tl.cdiv(n_columns, C)
     pair = (tl.program_id(0) // n_blocks).to(tl.int64)
@@ -157,6 +162,7 @@ def backward_keys(
     k, v = head_of(k, k_strides, sample, of_keys), head_of(v, v_strides, sample, of_keys)
     valid += sample * n_columns
     documents += sample * 2 * n_rows
+    key_documents += sample * 2 * n_columns
     column = start + tl.arange(0, C)
     tile_k = load(k, k_strides, start, n_columns, width, C, D)
     tile_v = load(v, v_strides, start, n_columns, width, C, D)
@@ -169,7 +175,7 @@ def backward_keys(
         if WINDOW > 0:
             end = tl.minimum(end, start + C - 1 + WINDOW - (n_columns - n_rows))
     if DOCUMENTS:
-        begin, end = within(documents, begin, end, start, C, n_columns, R)
+        begin, end = within(key_documents, begin, end, start, C, n_columns, R)
     for index in range(0, n_sharing):
         head = of_keys * n_sharing + index
         this_q = head_of(q, q_strides, sample, head)

@@ -63,6 +63,7 @@ def attention_backward(
     bias: Tensor | None,
     documents: Tensor | None,
     stamp: Tensor | None,
+    key_documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     causal: bool,
@@ -97,8 +98,9 @@ def attention_backward(
         *rest,
         **constants,
     )
+    places = q if key_documents is None else key_documents.contiguous()
     backward_keys[(of_keys * n_columns,)](
-        *(q, k, v, *masks, grad, lse, delta, grad_k, grad_v),
+        *(q, k, v, *masks, places, grad, lse, delta, grad_k, grad_v),
         *strides(q, k, v, grad, grad_k, grad_v),
         *rest,
         **constants,

@@ -73,8 +73,8 @@ def scores(
         k: Keys [C, D].
         valid: Pointer to the sample's mask of keys [n_columns], if `VALID`.
         bias: Pointer to the head's bias [n_rows, n_columns], if `BIAS`.
-        documents: Pointer to the sample's bounds of documents [2, n_rows], if `DOCUMENTS`; then
-            there are as many keys as queries.
+        documents: Pointer to where the documents of the sample's queries begin and end among its
+            keys [2, n_rows], if `DOCUMENTS`.
         row: Indices of the queries [R].
         column: Indices of the keys [C].
         n_rows: Number of queries.
@@ -108,7 +108,8 @@ def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
     """Shrinks a range of tiles, [begin, end) in steps of TILE, to the documents of some positions.
 
     Args:
-        documents: Pointer to the sample's bounds of documents [2, length].
+        documents: Pointer to where the documents of the sample's positions begin and end in the
+            range [2, length].
         begin: Where the range begins, a multiple of TILE.
         end: Where it ends.
         start: The first of the positions.

@@ -114,7 +114,7 @@ class NoPositions(nn.Module):
         super().__init__()
         self.h = h
 
-    def forward(self, s: int, start: int = 0, _: Tensor | None = None) -> Tensor:
+    def forward(self, s: int, start: int = 0, *_: Tensor | None) -> Tensor:
         return torch.empty(s, self.h, device="meta")
 
 
