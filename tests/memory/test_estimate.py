@@ -174,7 +174,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("labeled", {"family": "bert", "n_labels": 2, "sentence_pair": False}, {}),
         ("text", {"family": "t5"}, {"source_len": 24}),
         ("pairs", {"family": "transformer"}, {"source_len": 20}),
-        ("pairs", {"family": "t5"}, {"task": "pairs", **PACKED}),
+        ("pairs", {"family": "t5"}, {"task": "pairs", "source_len": 20, **PACKED}),
     ],
 )
 def test_batches_have_the_shapes_of_real_ones(

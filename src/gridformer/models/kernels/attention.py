@@ -114,7 +114,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias = torch.ops.gridformer.attention_backward(
             grads[0], *ctx.saved_tensors, *ctx.settings.arguments(), wants_bias
         )
-        return q, k, v, None, bias if wants_bias else None, None, None, None
+        return q, k, v, None, bias if wants_bias else None, None, None, None, None
 
 
 def empty_heads(q_BNSD: Tensor) -> Tensor:
