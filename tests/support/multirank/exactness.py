@@ -121,8 +121,8 @@ def with_pairs(batch: Batch, generator: torch.Generator) -> Batch:
     def chances(like: Tensor) -> Tensor:
         return torch.rand(like.shape, generator=generator)
 
-    of_source = (chances(batch["source"]) < 1 / 3).cumsum(1)
-    of_source -= of_source[:, :1]
+    numbers = (chances(batch["source"]) < 1 / 3).cumsum(1)
+    of_source = numbers - numbers[:, :1]
     last = of_source[:, -1:]
     last = (last - (chances(last) < 1 / 2).long()).clamp(min=0)
     documents = (chances(batch["tokens"]) * (last + 1)).long().sort(1).values
