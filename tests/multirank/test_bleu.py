@@ -15,6 +15,7 @@ from gridformer.evaluate.beams import Search
 from gridformer.evaluate.bleu import SAMPLES_FILE, Bleu
 from gridformer.evaluate.generate import translate
 from gridformer.evaluate.loading import load_model
+from gridformer.evaluate.sets import measure_set
 from gridformer.launch.plan import check_run, plan_run
 from gridformer.mesh.process_group import World
 from gridformer.train.metrics import read_metrics
@@ -37,6 +38,7 @@ TRAIN = {
     "bleu_every": 2,
     "bleu_beams": 2,
 }
+PACKED = {"document_mask": True, "packing": "documents"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 2},
     "sequence": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
@@ -56,7 +58,8 @@ def trained(plan: Plan) -> None:
 def plan(folder: TokenFolder, out: Path, layout: dict[str, Any], **train: Any) -> Plan:
     sections = {
         "model": {"family": "transformer", "label_smoothing": 0.1, **SIZE},
-        "data": {"path": str(folder.path)},
+        # Texts are translated one by one, whatever the rows of training hold.
+        "data": {"path": str(folder.path), **(PACKED if "pp" in layout else {})},
         "layout": layout,
         "train": {**TRAIN, **train},
     }
@@ -78,7 +81,7 @@ def test_bleu_is_that_of_the_saved_model(
     pool: WorkerPool, folder: TokenFolder, tmp_path: Path, name: str
 ) -> None:
     sacrebleu = extra("sacrebleu")
-    with_bleu = plan(folder, tmp_path / "with", LAYOUTS[name])
+    with_bleu = plan(folder, tmp_path / "with", LAYOUTS[name], save_every=2)
     without = plan(folder, tmp_path / "without", LAYOUTS[name], bleu_every=0)
     for one in (with_bleu, without):
         pool.run(one.n_processes, trained, one)
@@ -91,12 +94,16 @@ def test_bleu_is_that_of_the_saved_model(
             == plain[step]["val_loss" if step == 0 else "loss"]
         ), "translating changes nothing of a run"
 
-    model = load_model(with_bleu.out, torch.device("cpu"))
     val, decode = folder.val, folder.tokenizer.decode
     texts = [decode(val.document(i)[:-1].tolist()) for i in range(val.n_documents)]
-    said = translate(model, model.special, texts[::2], Search(2, max_tokens=64))
-    want = sacrebleu.corpus_bleu(said, [texts[1::2]]).score
-    assert found[4]["val_bleu"] == pytest.approx(want, abs=1e-9)
+    for step in (2, 4):  # each checkpoint's folder is evaluated as a run directory is
+        checkpoint = with_bleu.out / "checkpoints" / f"step-{step:08d}"
+        model = load_model(checkpoint, torch.device("cpu"))
+        said = translate(model, model.special, texts[::2], Search(2, max_tokens=64))
+        want = sacrebleu.corpus_bleu(said, [texts[1::2]]).score
+        assert found[step]["val_bleu"] == pytest.approx(want, abs=1e-9)
+        loss = measure_set(model, "val")["loss"]
+        assert loss == pytest.approx(found[step]["val_loss"], rel=1e-12)
     lines = (with_bleu.out / SAMPLES_FILE).read_text(encoding="utf-8").splitlines()
     last = [one for line in lines if (one := json.loads(line))["step"] == 4]
     assert [(one["prompt"], one["reference"]) for one in last] == [
