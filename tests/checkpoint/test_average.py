@@ -37,14 +37,16 @@ def run_dir(tmp_path: Path) -> Path:
         updates = Stepper(model, run.train, Axes()).updates
         updates.allocate(step)
         checkpoint.save(tmp_path / "run", step, 8 * step, run, model, updates, Axes())
-    (tmp_path / "run" / "tokenizer.json").write_text("kept", encoding="utf-8")
+    for name in ("tokenizer.json", "labels.json"):
+        (tmp_path / "run" / name).write_text("kept", encoding="utf-8")
     return tmp_path / "run"
 
 
 def test_the_mean_of_the_last_checkpoints(run_dir: Path, tmp_path: Path) -> None:
     done = average_run(run_dir, tmp_path / "mean", 2)
     assert done.steps == (2, 3)
-    assert (tmp_path / "mean" / "tokenizer.json").read_text(encoding="utf-8") == "kept"
+    for name in ("tokenizer.json", "labels.json"):
+        assert (tmp_path / "mean" / name).read_text(encoding="utf-8") == "kept"
     found = a_model(4)
     manifest = checkpoint.load(find.newest(tmp_path / "mean"), found, None, Axes())
     assert (manifest.step, manifest.tokens, manifest.weights_only) == (3, 24, True)

@@ -12,6 +12,7 @@ import torch
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
 from gridformer.data import TokenFolder, Tokenizer
+from gridformer.data.label_names import read_label_names
 from gridformer.data.prepare.tasks.writing import prepare_task
 from gridformer.data.samples.batches import open_samples
 from gridformer.data.samples.whole import Whole
@@ -143,6 +144,10 @@ def test_from_hugging_face_to_scores_and_back(
         import_folder(tmp_path / "exported", tmp_path / "again")
         same = score_examples(load_model(tmp_path / "again", torch.device("cpu")), str(path), 5)
         assert same == pytest.approx(scores, abs=1e-3), "in float32"
+    if folder.index.labels:
+        names = read_label_names(tmp_path / "again")
+        assert names == folder.index.labels == tuple(theirs.config.id2label.values())
+        assert theirs.config.label2id == {label: i for i, label in enumerate(names)}
     if name == "squad":
         assert exported.architecture.endswith("ForQuestionAnswering")
         assert_close(got["answer"], torch.stack((want.start_logits, want.end_logits), 1))

@@ -24,11 +24,14 @@ from gridformer.checkpoint.manifest import KEPT, Manifest, verify
 from gridformer.checkpoint.safetensors_file import Streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import RunConfig
+from gridformer.data.chat import CHAT_FILE
+from gridformer.data.label_names import LABELS_FILE
+from gridformer.data.tokenizer import SETTINGS
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 
 # What generation and later runs need besides the weights.
-_FILES = ("tokenizer.json", "chat.json")
+_FILES = ("tokenizer.json", SETTINGS, CHAT_FILE, LABELS_FILE)
 
 
 @dataclass(frozen=True)

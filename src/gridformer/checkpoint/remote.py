@@ -17,12 +17,13 @@ from typing import Any
 
 from gridformer.checkpoint.manifest import KEPT, MANIFEST, STEP_FOLDER, verify
 from gridformer.data.chat.stored import CHAT_FILE
+from gridformer.data.label_names import LABELS_FILE
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
 
 # What belongs to a run besides its checkpoints, and changes only with it.
-SIDE_FILES = ("config.yaml", "tokenizer.json", SETTINGS, CHAT_FILE)
+SIDE_FILES = ("config.yaml", "tokenizer.json", SETTINGS, CHAT_FILE, LABELS_FILE)
 SIDE_FOLDER = KEPT
 
 

@@ -11,7 +11,8 @@ import torch
 
 from gridformer.checkpoint import weights
 from gridformer.data.chat import CHAT_FILE
-from gridformer.data.opening import tokenizer_of
+from gridformer.data.label_names import write_label_names
+from gridformer.data.opening import open_tokens, tokenizer_of
 from gridformer.data.tokenizer import SETTINGS
 from gridformer.parallel.registry import describe
 from gridformer.train.callbacks import Callback, Callbacks, End, Saved, Start, State
@@ -83,6 +84,11 @@ class Journal:
             shutil.copyfile(settings, self.out / SETTINGS)
         if (self.run.data.first_path / CHAT_FILE).is_file():
             shutil.copyfile(self.run.data.first_path / CHAT_FILE, self.out / CHAT_FILE)
+        if self.run.model.n_labels:
+            data = self.run.data
+            folder = open_tokens(data.first_path, data.tokenizer, data.val_fraction)
+            if folder.index.labels:
+                write_label_names(self.out, folder.index.labels)
         if plan.start is not None:
             weights.keep_files(plan.start, self.out)
 

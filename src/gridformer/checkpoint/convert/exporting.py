@@ -16,6 +16,7 @@ from torch import Tensor
 from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.files import in_files, row_slices
 from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_json
+from gridformer.checkpoint.convert.heads import label_keys
 from gridformer.checkpoint.convert.importing import DType
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.stored import StoredParameters
@@ -25,6 +26,7 @@ from gridformer.checkpoint.manifest import KEPT, read_manifest, verify
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import ModelConfig, RunConfig, Task, any_of
+from gridformer.data.label_names import read_label_names
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 from gridformer.utils.units import GIB
@@ -91,6 +93,8 @@ def export_run(
         stored.close()
         tokens = write_tokenizer(writing, root, run)
         types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
+        if "id2label" in config and (names := read_label_names(root)):
+            config |= label_keys(manifest.model.n_labels, names)
         values = {"model_type": kind.model_type, **tokens, **config}
         values["torch_dtype"] = types.most_common(1)[0][0]
         write_json(writing / CONFIG, values)

@@ -95,14 +95,42 @@ def head_keys(config: ModelConfig, task: Task, name: str, of_tokens: str) -> dic
         return {"architectures": [f"{name}ForQuestionAnswering"]}
     if task == "choice":
         return {"architectures": [f"{name}{_CHOICE}"]}
-    labels = [f"LABEL_{i}" for i in range(config.n_labels)]
     kind = "regression" if task == "regression" else "single_label_classification"
     return {
         "architectures": [f"{name}ForSequenceClassification"],
         "problem_type": kind,
+        **label_keys(config.n_labels),
+    }
+
+
+def label_keys(n_labels: int, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the keys of their config.json that name labels.
+
+    Args:
+        n_labels: The number of labels.
+        names: What the first of them are called. The others have the names that they have there by
+            default.
+    """
+    labels = [*names[:n_labels], *map(_default_label, range(len(names), n_labels))]
+    return {
         "id2label": {str(i): label for i, label in enumerate(labels)},
         "label2id": {label: i for i, label in enumerate(labels)},
     }
+
+
+def label_names(values: Mapping[str, Any]) -> list[str]:
+    """Returns the names of labels in their config.json; none if they are those of transformers."""
+    found = values.get("id2label")
+    if not isinstance(found, Mapping):
+        return []
+    names = [found.get(str(i)) for i in range(len(found))]
+    told = [name for name in names if isinstance(name, str)]
+    default = [_default_label(i) for i in range(len(names))]
+    return told if told == names and told != default else []
+
+
+def _default_label(number: int) -> str:
+    return f"LABEL_{number}"
 
 
 def _of_choices(values: Mapping[str, Any]) -> bool:

@@ -28,7 +28,7 @@ from gridformer.checkpoint.convert.folder import (
     tensors_in,
 )
 from gridformer.checkpoint.convert.forms import Shape
-from gridformer.checkpoint.convert.heads import task_of
+from gridformer.checkpoint.convert.heads import label_names, task_of
 from gridformer.checkpoint.convert.kinds import KINDS
 from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.checkpoint.convert.weights_only import write_weights
@@ -37,6 +37,7 @@ from gridformer.checkpoint.safetensors_file import Streamed
 from gridformer.checkpoint.shapes import shapes_of
 from gridformer.config import DataConfig, ModelConfig, RunConfig, Task, any_of
 from gridformer.config.base import file_name
+from gridformer.data.label_names import write_label_names
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 
@@ -130,6 +131,8 @@ def import_folder(
         step.mkdir(parents=True)
         _write(source, step, run, dtype, tell)
         (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
+        if source.task == "classify" and (names := label_names(read_json(folder / CONFIG))):
+            write_label_names(writing, names)
         (writing / KEPT).mkdir()
         for name in KEPT_FILES:
             if (folder / name).is_file():
