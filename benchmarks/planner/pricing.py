@@ -8,7 +8,8 @@ from benchmarks.planner.rows import Row
 from gridformer.cluster import Cluster, load_cluster
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
-from gridformer.plan import predict
+from gridformer.plan import price as pricing
+from gridformer.plan import recorded as recording
 from gridformer.plan.prediction import Prediction
 
 
@@ -17,7 +18,7 @@ class RecordedRow:
     """A row and the traces of its run."""
 
     row: Row
-    recorded: predict.Recorded
+    recorded: recording.Recorded
 
 
 def record(row: Row, training: bool = True) -> RecordedRow:
@@ -36,7 +37,7 @@ def record(row: Row, training: bool = True) -> RecordedRow:
             if candidate.block and (candidate.block.row, candidate.block.col) == row.node_block
         ]
         decisions = replace(decisions, candidates=same)
-    return RecordedRow(row, predict.record(row.run, "cuda", decisions, training))
+    return RecordedRow(row, recording.record(row.run, "cuda", decisions, training))
 
 
 def cluster_of(row: Row) -> Cluster:
@@ -48,7 +49,7 @@ def cluster_of(row: Row) -> Cluster:
 
 def price(recorded: RecordedRow, cluster: Cluster) -> Prediction:
     """Predicts the run of a row on a cluster."""
-    return predict.price(recorded.recorded, cluster, layers_only=recorded.row.layers > 0)
+    return pricing.price(recorded.recorded, cluster, layers_only=recorded.row.layers > 0)
 
 
 def predicted(recorded: RecordedRow, cluster: Cluster) -> float:

@@ -21,7 +21,8 @@ from benchmarks.common.page import write_page
 from gridformer.cluster import Cluster, Figure, Level, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.validation import check
-from gridformer.plan.predict import Recorded, price, record
+from gridformer.plan.price import price
+from gridformer.plan.recorded import Recorded, record
 from gridformer.trace.events import Event, Kernel, Trace
 
 LASSEN = "lassen-v100"

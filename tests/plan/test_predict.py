@@ -12,8 +12,10 @@ from gridformer.config import RunConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
-from gridformer.plan.predict import predict, price, record, unfused
+from gridformer.plan.predict import predict, unfused
 from gridformer.plan.prediction import Prediction
+from gridformer.plan.price import price
+from gridformer.plan.recorded import record
 from gridformer.trace import Kernel, trace_rank
 from gridformer.trace.device import Backend
 from gridformer.train.flops import StepFlops

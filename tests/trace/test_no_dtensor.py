@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from gridformer.launch.plan import read_run_without_data
-from gridformer.plan.predict import record
+from gridformer.plan.recorded import record
 from gridformer.utils.beside import beside, is_copy
 from tests.support.fake_gpu import own_process
 

@@ -72,7 +72,6 @@ def predict(
     machine = load_cluster(cluster)
     checked = read_run_without_data(run, overrides or [])
 
-    from gridformer.plan.predict import peak_beside
     from gridformer.plan.predict import predict as predicted
     from gridformer.plan.show import print_prediction
 
@@ -84,7 +83,7 @@ def predict(
             layers_only,
             not forward_only,
             timeline=trace is not None,
-            peak_gib=peak_beside(checked, machine),
+            on_all_cores=True,
         )
     if trace is not None:
         trace.write_text(json.dumps(found.chrome_trace()), encoding="utf-8")

@@ -108,7 +108,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     _gather_replicas(sizes, forward, backward)
     rank, others = _slowest(sizes, forward, backward, (head, head_back), (lookup, lookup_back))
 
-    # In training the host of a GPU is a step ahead; see `gridformer.plan.predict.price`.
+    # In training the host of a GPU is a step ahead; see `gridformer.plan.price`.
     ahead = cluster.device.kind == "cuda" and train.dtype != "float16"
     clock = _Clock(0.0 if ahead else cluster.host.launch_us.value * 1e-6)
     bubbles = (0.0, 0.0)

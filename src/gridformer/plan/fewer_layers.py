@@ -50,6 +50,9 @@ def without_layers(run: RunConfig, decisions: Decisions, n: int) -> Iterator[Run
         n: At most what `removable` returns.
     """
     model, layout = run.model, run.layout
+    if not n:
+        yield run
+        return
     changes = {"n_layers": model.n_layers - n * layout.n_stages}
     if model.two_stacks:
         changes["n_decoder_layers"] = model.n_decoder_layers - n

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gridformer.config import RunConfig
+from gridformer.mesh import Axes
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import build_axes, split_heads
 from gridformer.parallel.data.gradients import GradientSums
@@ -23,7 +24,8 @@ from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.trace.batch import rows_like
 from gridformer.trace.device import Backend
 from gridformer.trace.events import Event, Member, Start, Trace
-from gridformer.trace.fake import fake_tensors
+from gridformer.trace.fake import Watch, fake_tensors
+from gridformer.trace.group import Log
 from gridformer.trace.rank import Played, on_devices, play
 from gridformer.trace.repeat import Repeats
 from gridformer.utils.batch import Batch, MicroBatch
@@ -46,61 +48,111 @@ def trace_alike(
         decisions: The result of `decide_run(run)`.
         kernels, backend: See `trace_rank`.
     """
-    first = play(run, ranks[0], decisions, True, kernels, backend)
-    found = [first.trace]
+    return trace_runs([run], ranks, decisions, kernels, backend)[0]
+
+
+def trace_runs(
+    runs: Sequence[RunConfig],
+    ranks: Sequence[int],
+    decisions: Decisions,
+    kernels: bool = False,
+    backend: Backend = "nccl",
+) -> list[list[Trace]]:
+    """Does what `trace_alike` does, for a run and the same one with fewer micro-batches.
+
+    Args:
+        runs: The run, and that with fewer micro-batches of the same size if it is asked for.
+        ranks, decisions, kernels, backend: See `trace_alike`.
+
+    Returns:
+        The traces of each run.
+    """
+    first = _run(runs, ranks[0], decisions, kernels, backend)
+    found = [[one.trace] for one in first]
     for rank in ranks[1:]:
-        trace = _following(run, rank, first, decisions, kernels, backend)
-        found.append(trace or play(run, rank, decisions, True, kernels, backend).trace)
+        traces = _following(runs, rank, first, decisions, kernels, backend)
+        if traces is None:
+            traces = [one.trace for one in _run(runs, rank, decisions, kernels, backend)]
+        for mine, trace in zip(found, traces):
+            mine.append(trace)
     return found
 
 
+def _run(
+    runs: Sequence[RunConfig], rank: int, decisions: Decisions, kernels: bool, backend: Backend
+) -> list[Played]:
+    """Runs a rank, once for all runs if the passes of the first are those of the others."""
+    run, *others = runs
+    also = others[0] if others else None
+    found = play(run, rank, decisions, True, kernels, backend, also=also)
+    if also is None:
+        return [found]
+    return [found, found.fewer or play(also, rank, decisions, True, kernels, backend)]
+
+
 def _following(
-    run: RunConfig,
+    runs: Sequence[RunConfig],
     rank: int,
-    first: Played,
+    first: Sequence[Played],
     decisions: Decisions,
     kernels: bool,
     backend: Backend,
-) -> Trace | None:
-    """Returns the trace of a rank that follows from that of another one, if it does."""
-    if first.repeats is None or not first.trace.complete:
-        return None
-    layout, train = run.layout, run.train
+) -> list[Trace] | None:
+    """Returns the traces of a rank that follow from those of another one, if they do."""
+    run = runs[0]
     with on_devices(run, rank, kernels, backend) as log:
-        axes = build_axes(layout, log.device.type, decisions.block)
-        split_heads(run.model, layout, axes)  # in the order in which a model's building makes them
+        axes = build_axes(run.layout, log.device.type, decisions.block)
+        split_heads(run.model, run.layout, axes)  # in the order in which a model's building does
         with fake_tensors(log) as watch:
             model = copy.copy(model_outline(run.model))
-            model.stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
-            model.compute_dtype = getattr(torch, train.dtype)
-            executor = Executor(model, layout, axes, GradientSums([], []))
-            events, (start, stop) = first.trace.events, first.repeats.span
-            inside = [event for one in first.repeats.recorded.values() for event in one.events]
-            needed = [*events[:start], *inside, *events[stop:]]
-            translated = _translation(first.trace, log.trace, needed)
-            if translated is None:
-                return None
-            recorded = {
-                kind: replace(one, events=translated(one.events))
-                for kind, one in first.repeats.recorded.items()
-            }
-            repeats = Repeats(model, executor, log, watch.count, recorded)
-            if repeats.missing:
-                return None
-            n_rows = train.global_batch // (layout.dp * layout.micro_batches * axes.batch.size)
-            rows = slice(0, n_rows)
-            batch = {key: x.to(log.device) for key, x in rows_like(run, rows).items()}
-            work = [MicroBatch(rows, batch)] * layout.micro_batches
+            model.stages = stages_of(run.model, run.layout.n_stages, decisions.choices.work)
+            model.compute_dtype = getattr(torch, run.train.dtype)
+            executor = Executor(model, run.layout, axes, GradientSums([], []))
+            found: list[Trace] = []
+            for one, like in zip(runs, first):
+                if found:
+                    log.trace = replace(log.trace, events=[], complete=False)
+                trace = _follows(one, like, executor, axes, log, watch)
+                if trace is None:
+                    return None
+                found.append(trace)
+    return found
 
-            def finish(hidden: Tensor, batch: Batch) -> Tensor:
-                raise AssertionError("no pass is run")
 
-            if kernels:  # those of a step alone
-                log.trace.events.clear()
-            repeats.repeat(translated(events[:start]))
-            executor.train(work, finish)
-            log.trace.update = len(log.trace.events)
-            repeats.repeat(translated(events[stop:]))
+def _follows(
+    run: RunConfig, first: Played, executor: Executor, axes: Axes, log: Log, watch: Watch
+) -> Trace | None:
+    """Returns the trace of the log's rank that follows from that of another one, if it does."""
+    if first.repeats is None or not first.trace.complete:
+        return None
+    events, (start, stop) = first.trace.events, first.repeats.span
+    inside = [event for one in first.repeats.recorded.values() for event in one.events]
+    translated = _translation(first.trace, log.trace, [*events[:start], *inside, *events[stop:]])
+    if translated is None:
+        return None
+    recorded = {
+        kind: replace(one, events=translated(one.events))
+        for kind, one in first.repeats.recorded.items()
+    }
+    layout = executor.layout = run.layout
+    repeats = Repeats(executor.model, executor, log, watch.count, recorded)
+    if repeats.missing:
+        return None
+    n_rows = run.train.global_batch // (layout.dp * layout.micro_batches * axes.batch.size)
+    rows = slice(0, n_rows)
+    batch = {key: x.to(log.device) for key, x in rows_like(run, rows).items()}
+    work = [MicroBatch(rows, batch)] * layout.micro_batches
+
+    def finish(hidden: Tensor, batch: Batch) -> Tensor:
+        raise AssertionError("no pass is run")
+
+    if log.kernels:  # those of a step alone
+        log.trace.events.clear()
+    repeats.repeat(translated(events[:start]))
+    executor.train(work, finish)
+    log.trace.update = len(log.trace.events)
+    repeats.repeat(translated(events[stop:]))
+    repeats.undo()
     log.trace.reads, log.trace.troubles = first.trace.reads, first.trace.troubles
     log.trace.complete = True
     return log.trace

@@ -93,13 +93,12 @@ def _attention(
 ) -> Work:
     """The backward pass counts for two products of each in the forward pass."""
     backward = "backward" in name
-    from torch.utils.flop_counter import sdpa_flop_count  # it imports Triton
-
     q, k = args[backward], args[1 + backward]
     (b, heads, queries, width), keys = q.shape, k.shape[2]
     v = args[2 + backward]
-    shared = ((b, heads, *x.shape[2:]) for x in (k, v))  # fewer heads, which several of q share
-    flop = (1 + backward) * sdpa_flop_count(q.shape, *shared)
+    # torch.utils.flop_counter counts the same, but it imports Triton. Several heads of q may share
+    # one of k and v.
+    flop = (1 + backward) * 2 * b * heads * queries * keys * (width + v.shape[3])
     causal = any(value is True for value in _causal(name, args, kwargs))
     n_bytes = sum(map(_extent, given)) + sum(map(_extent, made))
     shape = (b, heads, queries, keys, width, int(causal))

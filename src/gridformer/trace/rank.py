@@ -19,6 +19,7 @@ from gridformer.trace.chunks import chunks_once
 from gridformer.trace.device import NAME, Backend, fake_gpu
 from gridformer.trace.events import Trace, Trouble
 from gridformer.trace.fake import fake_tensors
+from gridformer.trace.fewer_micro_batches import trace_again
 from gridformer.trace.group import Log, recording
 from gridformer.trace.micro_batches import MicroBatches, fewer
 from gridformer.trace.place import Places
@@ -38,10 +39,13 @@ class Played:
     Attributes:
         trace: The trace.
         repeats: The passes of the pipeline, if they were recorded.
+        fewer: The same of the step with fewer micro-batches, if that was asked for and follows from
+            the passes.
     """
 
     trace: Trace
     repeats: Repeats | None = None
+    fewer: Played | None = None
 
 
 def trace_rank(
@@ -82,8 +86,14 @@ def play(
     kernels: bool = False,
     backend: Backend = "nccl",
     training: bool = True,
+    also: RunConfig | None = None,
 ) -> Played:
-    """Traces a rank; see `trace_rank`."""
+    """Traces a rank; see `trace_rank`.
+
+    Args:
+        run, rank, decisions, repeat, kernels, backend, training: See `trace_rank`.
+        also: The run with fewer micro-batches, whose step is traced, too.
+    """
     more = run.layout.micro_batches
     if repeat and kernels and training:
         run = fewer(run)
@@ -128,6 +138,13 @@ def play(
             if whole is not None:
                 whole.repeat(more)
             log.trace.complete = True
+            if also is not None and played.repeats is not None:
+                assert isinstance(stepper.passes, Pipeline)
+                executor = stepper.passes.executor
+                again = trace_again(
+                    also, played.trace, played.repeats, stepper, executor, log, watch
+                )
+                played.fewer = Played(*again) if again else None
         except UserError:
             raise
         except Exception as error:  # whatever the code of a step raises is a finding

@@ -114,8 +114,14 @@ class Repeats:
             (executor, "forward", self._forward),
             (executor, "backward", self._backward),
         ]
+        self._replaced = [(owner, name) for owner, name, _ in replaced]
         for owner, name, function in replaced:
             object.__setattr__(owner, name, function)
+
+    def undo(self) -> None:
+        """Gives the model and the executor their own functions back."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
 
     @property
     def missing(self) -> bool:

@@ -32,10 +32,15 @@ _is_copy = False
 
 
 class _Child(Generic[T]):
-    """A copy of this process, which computes something."""
+    """A copy of this process, which computes something.
 
-    def __init__(self, function: Callable[[], T]) -> None:
-        self.function = function
+    Args:
+        function: What it computes.
+        instead: What this process computes if the copy fails; None for the same.
+    """
+
+    def __init__(self, function: Callable[[], T], instead: Callable[[], T] | None = None) -> None:
+        self.instead = instead or function
         sys.stdout.flush()
         sys.stderr.flush()
         self.reader, writer = os.pipe()
@@ -47,12 +52,12 @@ class _Child(Generic[T]):
         atexit.register(self.stop)
 
     def result(self) -> T:
-        """Returns what it has computed. If it failed, this process computes it."""
+        """Returns what it has computed, or what this process computes instead if it failed."""
         with open(self.reader, "rb") as stream:
             text = stream.read()
         self.wait()
         if not text:
-            return self.function()
+            return self.instead()
         found: T = pickle.loads(text)  # written by a copy of this process
         return found
 
@@ -137,6 +142,39 @@ def as_far_as(work: Sequence[Callable[[], T]], seconds: float, fewest: int = 0) 
     for _, child in waiting.values():
         child.stop()
     return found
+
+
+def shared(work: Sequence[Callable[[], T]]) -> list[T]:
+    """Does some work in copies of this process, one on each core.
+
+    Each copy begins with the next piece of the work when it is done with one, so all of them end at
+    about the same time if the longest pieces come first.
+
+    Args:
+        work: The pieces, at most 255 of them; their results can be pickled.
+
+    Returns:
+        The results, in the order of the pieces. Pieces that fail are done again in this process,
+        which raises their errors.
+    """
+    if not can_copy():
+        return [piece() for piece in work]
+    left, writer = os.pipe()
+    os.write(writer, bytes(range(len(work))))
+    os.close(writer)
+
+    def some() -> dict[int, T]:
+        found = {}
+        while taken := os.read(left, 1):
+            found[taken[0]] = work[taken[0]]()
+        return found
+
+    copies = [_Child[dict[int, T]](some, dict) for _ in range(min(n_cores(), len(work)))]
+    os.close(left)
+    done: dict[int, T] = {}
+    for copy in copies:
+        done |= copy.result()
+    return [done[n] if n in done else piece() for n, piece in enumerate(work)]
 
 
 def on_all_cores(function: Callable[[Sequence[T]], list[R]], work: Sequence[T]) -> list[R]:

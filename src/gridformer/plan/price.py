@@ -1,0 +1,238 @@
+"""Predicts the time of a recorded step on a cluster by replaying its traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gridformer.cluster.file import Cluster
+from gridformer.config import RunConfig
+from gridformer.parallel.auto.decisions import Decisions
+from gridformer.parallel.axes import mesh_ranks
+from gridformer.plan.blocks import Programs
+from gridformer.plan.costs import Costs, dtypes_without_peak
+from gridformer.plan.fewer_layers import extended
+from gridformer.plan.prediction import Parts, Prediction
+from gridformer.plan.program import Spent
+from gridformer.plan.recorded import Recorded
+from gridformer.plan.replay import replay
+from gridformer.plan.replay_cpu import replay_cpu
+from gridformer.trace.events import Trace
+from gridformer.train.flops import TERA, StepFlops
+
+
+def price(
+    recorded: Recorded, cluster: Cluster, layers_only: bool = False, timeline: bool = False
+) -> Prediction:
+    """Predicts the time of a recorded step on a cluster. Memory is not estimated.
+
+    Args:
+        recorded: The step.
+        cluster: The cluster, with the type of device for which the step was recorded.
+        layers_only: Whether only transformer layers count.
+        timeline: Whether the prediction keeps what each rank does when, in the layers that were
+            traced.
+    """
+    prices = Prices(recorded.run, recorded.decisions, recorded.training, cluster, layers_only)
+    records = [one for one in (recorded, recorded.earlier) if one is not None]
+    by_layers = [[one.traces for one in records]]
+    if recorded.shorter:
+        by_layers.append([one.shorter for one in records])
+    spent = [
+        prices.replayed(traces, timeline and not number) for number, traces in enumerate(by_layers)
+    ]
+    found = prices.prediction(spent, recorded.more, recorded.rounds)
+    found.warnings = warnings_of(recorded.run, cluster, recorded.traces)
+    return found
+
+
+class Prices:
+    """The times of the shortened steps of a run on a cluster, and the prediction from them.
+
+    Args:
+        run: The run, on the type of device.
+        decisions: The decisions of its layout.
+        training: Whether it is an optimizer step.
+        cluster: The cluster.
+        layers_only: Whether only transformer layers count.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        decisions: Decisions,
+        training: bool,
+        cluster: Cluster,
+        layers_only: bool = False,
+    ) -> None:
+        self.run, self.decisions, self.training = run, decisions, training
+        self.layers_only = layers_only
+        n = run.layout.n_processes
+        self.host = cluster.host.launch_us.value * 1e-6, cluster.host.step_us.value * 1e-6
+        if cluster.device.kind == "cpu":  # processes share the cores and the memory
+            cluster = cluster.model_copy(update={"processes": n})
+            self.host = cluster.tables.host_s(n) or self.host
+        cores = cluster.host.cores
+        self.n_cores = cores.value if cores else n
+        self.cluster = cluster
+        self.costs = Costs(run, cluster, decisions)
+        # In training, the host of a GPU launches a step while the GPU is at the step before. So no
+        # part of a step waits for launches, unless all of them take longer than the step.
+        self.ahead = training and not self.costs.on_cpu and run.train.dtype != "float16"
+        self.launch_s = 0.0 if self.ahead else self.host[0]
+
+    def replayed(
+        self, samples: Sequence[Sequence[Trace]], timeline: bool = False
+    ) -> list[list[Spent]]:
+        """Returns what the ranks spend their time on, in each of some samples.
+
+        Args:
+            samples: The traces of all ranks that differ, for each sample.
+            timeline: Whether intervals of the first sample are kept.
+        """
+        return [
+            self._replayed(traces, timeline and not number) for number, traces in enumerate(samples)
+        ]
+
+    def _replayed(self, traces: Sequence[Trace], timeline: bool) -> list[Spent]:
+        costs, n = self.costs, self.run.layout.n_processes
+        whole = timeline or costs.on_cpu
+        builder = Programs(costs, traces, self.launch_s, self.layers_only, whole)
+        programs = [builder.program(trace) for trace in traces]
+        if not costs.on_cpu:
+            return replay(programs, self.launch_s, timeline=timeline)
+        weights = _weights(self.run, [trace.rank for trace in traces], self.decisions)
+        return replay_cpu(programs, self.host[0], n, self.n_cores, weights, timeline)
+
+    def prediction(
+        self, samples: Sequence[Sequence[list[Spent]]], layers: int, rounds: int
+    ) -> Prediction:
+        """Returns the prediction that follows from shortened steps, without memory and warnings.
+
+        Args:
+            samples: What `replayed` returns for each number of layers, the larger one first.
+            layers: How many layers each stage has besides those of the first sample.
+            rounds: The same for rounds of micro-batches.
+        """
+        all_layers = list(samples[0])
+        if len(samples) > 1:
+            all_layers = [
+                [extended(a, b, layers).at_least(a) for a, b in zip(one, other)]
+                for one, other in zip(*samples)
+            ]
+        spent = all_layers[0]
+        if len(all_layers) > 1:
+            spent = [extended(a, b, rounds) for a, b in zip(*all_layers)]
+        whole, stretch = 0.0 if self.layers_only else self.host[1], 1.0
+        if self.ahead:
+            busy = max(one.end for one in spent)
+            launching = max(one.n_launches for one in spent) * self.host[0] + whole
+            whole = max(0.0, launching - busy)
+            stretch += whole / busy
+        found = _prediction(self.run, self.cluster, spent, whole, stretch, self.training)
+        if any(one.intervals for one in spent):
+            found.timeline = {one.rank: one.intervals for one in spent}
+        return found
+
+
+def _weights(run: RunConfig, ranks: Sequence[int], decisions: Decisions) -> dict[int, float]:
+    """Returns for how many ranks each rank stands that is replayed; see `different_ranks`."""
+    n, stages = run.layout.n_processes, run.layout.pp
+    if len(ranks) == stages:
+        return dict.fromkeys(ranks, n / stages)
+    mesh = mesh_ranks(run.layout, decisions.block)
+    first = {int(rank) for stage in mesh for rank in stage[..., 0].flatten()}
+    inside = mesh[0].numel() // mesh.shape[-1]
+    return {r: inside if r in first else n / stages - inside for r in ranks}
+
+
+def _prediction(
+    run: RunConfig,
+    cluster: Cluster,
+    spent: Sequence[Spent],
+    whole: float,
+    stretch: float,
+    training: bool,
+) -> Prediction:
+    """Returns the prediction without memory and warnings.
+
+    Args:
+        run: The run.
+        cluster: The cluster.
+        spent: How the ranks spend the step.
+        whole: Seconds in which the devices wait for the host besides those in `spent`.
+        stretch: The factor by which this makes each phase longer; 1 adds it to the update.
+        training: Whether it is an optimizer step.
+    """
+    last = max(one.end for one in spent)
+    slowest = max(spent, key=lambda one: one.end - one.bubble)
+    step_s = last + whole
+    exposed = dict(slowest.exposed)
+    hidden = {
+        axis: max(0.0, seconds - exposed.get(axis, 0.0))
+        for axis, seconds in slowest.messages.items()
+    }
+    rest = last - slowest.end
+    parts = Parts(
+        **{part: slowest.work.get(part, 0.0) for part in _WORK},
+        launches=slowest.launches + whole,
+        exposed=exposed,
+        hidden=hidden,
+        bubble=slowest.bubble + rest,
+    )
+    passes_s = max(one.passes_end for one in spent) * stretch
+    forward = _forward_share(slowest)
+    flops = StepFlops.of(run)
+    each = step_s * run.layout.n_processes * TERA or 1.0
+    share = 1.0 if training else 1 / 3  # the backward pass has two products for each
+    return Prediction(
+        step_s=step_s,
+        forward_s=passes_s * forward,
+        backward_s=passes_s * (1 - forward),
+        update_s=step_s - passes_s,
+        fits=None,
+        peak_gib=None,
+        limit_gib=cluster.limit_gib,
+        model_tflops_per_device=flops.model * share / each,
+        hardware_tflops_per_device=(flops.hardware if training else flops.model / 3) / each,
+        exposed_communication_s=sum(exposed.values()),
+        bubble_s=parts.bubble,
+        warnings=[],
+        parts=parts,
+        launches=slowest.n_launches,
+        rank=slowest.rank,
+    )
+
+
+def _forward_share(one: Spent) -> float:
+    """Returns the share of forward passes in what a rank does before the update.
+
+    Time in which it waits for others is left out: in a pipeline most of it belongs to no pass.
+    """
+    mine = [one.phases.get(name, 0.0) - one.late.get(name, 0.0) for name in ("forward", "backward")]
+    return mine[0] / sum(mine) if sum(mine) > 0 else 1.0
+
+
+_WORK = ("products", "attention", "memory_bound", "update")
+
+
+def warnings_of(run: RunConfig, cluster: Cluster, traces: Sequence[Trace]) -> list[str]:
+    """Returns what makes a prediction less certain.
+
+    Args:
+        run: The run.
+        cluster: The cluster.
+        traces: The traces of a sample.
+    """
+    found = []
+    if run.layout.n_processes > cluster.size:
+        found.append(
+            f"the run has {run.layout.n_processes} devices, and {cluster.name} describes "
+            f"{cluster.size}: the outermost level is taken to go on"
+        )
+    for dtype in dtypes_without_peak(traces, cluster, run.train.tf32):
+        found.append(f"{cluster.name} states no peak rate for products of {dtype}")
+    for name, fitted in cluster.fitted.items():
+        if not fitted.identified:
+            note = f": {fitted.note}" if fitted.note else ""
+            found.append(f"{name} of {cluster.name} is not determined by {fitted.data}{note}")
+    return found

@@ -1,0 +1,192 @@
+"""Traces what ranks of a run do in a step, as far as its time on any cluster follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from gridformer.check.sample import alike_stages
+from gridformer.config import RunConfig
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.axes import mesh_ranks
+from gridformer.parallel.registry import spec_of
+from gridformer.plan.fewer_layers import removable, without_layers
+from gridformer.plan.fewer_rounds import removable_rounds, without_rounds
+from gridformer.trace.alike import trace_runs
+from gridformer.trace.device import Backend
+from gridformer.trace.events import Trace
+from gridformer.trace.rank import trace_rank
+from gridformer.utils.errors import UserError
+from gridformer.utils.garbage import no_garbage_collection
+
+Kind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the ranks of a run do, from which its time on any cluster of a kind follows.
+
+    Attributes:
+        run: The run, on the type of device.
+        decisions: The decisions of its layout.
+        traces: The traces of the ranks that differ.
+        training: Whether it is an optimizer step.
+        shorter: Traces with one layer fewer in each stage; empty if `traces` have all layers.
+        more: How many layers each stage has besides those of `traces`.
+        earlier: The same with one round of micro-batches fewer; None if there is no such sample.
+        rounds: How many rounds the run has besides those of this record.
+    """
+
+    run: RunConfig
+    decisions: Decisions
+    traces: list[Trace]
+    training: bool
+    shorter: list[Trace] = field(default_factory=list)
+    more: int = 0
+    earlier: Recorded | None = None
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """Which shortened steps of a run are traced, and what is left out of them.
+
+    Attributes:
+        run: The run, on the type of device.
+        decisions: The decisions of its layout.
+        training: Whether it is an optimizer step.
+        layers: How many layers of each stage each sample leaves out; the first leaves out one fewer
+            than the second, if there are two.
+        rounds: The same for rounds of micro-batches.
+    """
+
+    run: RunConfig
+    decisions: Decisions
+    training: bool
+    layers: tuple[int, ...] = (0,)
+    rounds: tuple[int, ...] = (0,)
+
+    @staticmethod
+    def of(run: RunConfig, decisions: Decisions, training: bool, whole: bool = False) -> Shortened:
+        """Returns the shortened steps from which the time of a step follows.
+
+        Args:
+            run, decisions, training: See `Shortened`.
+            whole: Whether all layers and micro-batches are traced.
+        """
+        if whole:
+            return Shortened(run, decisions, training)
+        n, m = removable(run, decisions), removable_rounds(run)
+        layers, rounds = ((k - 1, k) if k else (0,) for k in (n, m))
+        return Shortened(run, decisions, training, layers, rounds)
+
+    def traces(self, kind: Kind, fewer: int) -> list[list[Trace]]:
+        """Returns the traces with so many layers fewer, for each number of rounds.
+
+        Raises:
+            UserError: The step of this run fails.
+        """
+        with without_layers(self.run, self.decisions, fewer) as part, no_garbage_collection():
+            runs = [without_rounds(part, n) for n in self.rounds]
+            return traces_of(runs, kind, self.decisions, self.training)
+
+
+def on_device(run: RunConfig, kind: Kind) -> RunConfig:
+    """Returns a run on a type of device."""
+    return run.model_copy(update={"train": run.train.model_copy(update={"device": kind})})
+
+
+def record(
+    run: RunConfig,
+    kind: Kind = "cuda",
+    decisions: Decisions | None = None,
+    training: bool = True,
+    whole: bool = False,
+) -> Recorded:
+    """Traces a run's step for `gridformer.plan.price`.
+
+    Args:
+        run: The checked run.
+        kind: The type of device.
+        decisions: What `decide_run(run)` returns, or others, such as another block of a node.
+        training: Whether it is an optimizer step; otherwise the forward passes of a batch.
+        whole: Whether all layers and micro-batches are traced; otherwise see
+            `gridformer.plan.fewer_layers` and `fewer_rounds`.
+
+    Raises:
+        UserError: The step of this run fails.
+    """
+    run = on_device(run, kind)
+    shortened = Shortened.of(run, decisions or decide_run(run), training, whole)
+    samples = [shortened.traces(kind, fewer) for fewer in shortened.layers]
+
+    def with_rounds(number: int) -> Recorded:
+        traces, *shorter = (sample[number] for sample in samples)
+        return Recorded(
+            run,
+            shortened.decisions,
+            traces,
+            training,
+            shorter[0] if shorter else [],
+            shortened.layers[0],
+        )
+
+    later = with_rounds(0)
+    if len(shortened.rounds) == 1:
+        return later
+    return replace(later, earlier=with_rounds(1), rounds=shortened.rounds[0])
+
+
+def traces_of(
+    runs: Sequence[RunConfig], kind: Kind, decisions: Decisions, training: bool
+) -> list[list[Trace]]:
+    """Traces the ranks that differ: the first rank of each stage, on each kind of sub-grid.
+
+    Args:
+        runs: The run, and the same with fewer micro-batches if it is asked for.
+        kind: The type of device.
+        decisions: The decisions of its layout.
+        training: Whether it is an optimizer step.
+
+    Returns:
+        The traces of each run, in the order of ranks.
+
+    Raises:
+        UserError: A trace does not come to its end.
+    """
+    backend: Backend = "nccl" if kind == "cuda" else "gloo"
+    found: list[list[Trace]] = [[] for _ in runs]
+    for line in different_ranks(runs[0], decisions):
+        if training and runs[0].layout.pp > 1:
+            some = trace_runs(runs, line, decisions, True, backend)
+        else:
+            some = [
+                [
+                    trace_rank(run, rank, decisions, training, True, backend, training)
+                    for rank in line
+                ]
+                for run in runs
+            ]
+        for mine, traces in zip(found, some):
+            mine += traces
+    for trace in (trace for traces in found for trace in traces):
+        if not trace.complete:
+            raise UserError(
+                f"the step of rank {trace.rank} fails: {trace.troubles[-1].text}; "
+                "`gridformer check` says more"
+            )
+    return [sorted(traces, key=lambda trace: trace.rank) for traces in found]
+
+
+def different_ranks(run: RunConfig, decisions: Decisions) -> list[list[int]]:
+    """Returns ranks that stand for all, in lists of those whose stages have equal layers."""
+    layout = run.layout
+    mesh = mesh_ranks(layout, decisions.block)
+    places = [0]
+    if spec_of(layout).boundary(layout).lies == "first" and mesh[0, 0].numel() > 1:
+        places.append(1)  # a sub-grid without the common layers
+    stages = alike_stages(run, decisions)
+    return [
+        [int(mesh[stage].flatten()[place]) for stage in line] for line in stages for place in places
+    ]
