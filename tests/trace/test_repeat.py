@@ -12,6 +12,7 @@ import torch
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
+from gridformer.plan.fewer_rounds import without_rounds
 from gridformer.trace import Start, Trace, Wait, alike, chunks, trace_rank
 from gridformer.trace.events import Kernel, Read
 from tests.support.fake_gpu import InProcess
@@ -87,6 +88,38 @@ def test_repeated_passes_are_those_that_are_run(gpu: InProcess, case: Any, kerne
     layout, train, ranks = case
     for whole, repeated in gpu(compared, run_of(layout, train), ranks, kernels):
         assert without_modules(whole) == without_modules(repeated)
+
+
+def with_fewer(run: RunConfig, ranks: list[int]) -> list[tuple[list[Single], list[Single]]]:
+    """Return the events of ranks with fewer micro-batches, traced alone and after all of them."""
+    torch.set_num_threads(1)
+    decisions, fewer = decide_run(run), without_rounds(run, 1)
+    with patch.object(alike, "play", wraps=alike.play) as play:
+        _, repeated = alike.trace_runs([run, fewer], ranks, decisions, kernels=True)
+    assert play.call_count == 1, "passes are recorded once for all"
+    whole = [trace_rank(fewer, rank, decisions, kernels=True) for rank in ranks]
+    return [
+        (without_modules(numbered(one)), without_modules(numbered(other)))
+        for one, other in zip(whole, repeated)
+    ]
+
+
+# With three rounds of micro-batches, so that those with two have the same passes.
+FEWER: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
+    ({**layout, "micro_batches": 3 * layout["pp"]}, train, ranks) for layout, train, ranks in CASES
+]
+
+
+@pytest.mark.parametrize("case", full_unless(lambda case: case is FEWER[2], FEWER), ids=str)
+def test_a_step_with_fewer_micro_batches_has_the_same_passes(gpu: InProcess, case: Any) -> None:
+    layout, train, ranks = case
+    for whole, repeated in gpu(with_fewer, run_of(layout, train), ranks):
+        assert without_counts(whole) == without_counts(repeated)
+
+
+def without_counts(events: list[Single]) -> list[Single]:
+    """Return the events without how many products were launched before the host reads."""
+    return [replace(event, products=0) if isinstance(event, Read) else event for event in events]
 
 
 def without_modules(events: list[Single]) -> list[Single]:

@@ -10,8 +10,10 @@ import typer
 
 from gridformer.cli.patience import Seconds, at_most
 from gridformer.cli.run_argument import Overrides, RunFile
+from gridformer.utils.garbage import no_garbage_collection
 
 
+@no_garbage_collection()  # there is hardly any, but millions of objects of torch
 def predict(
     run: RunFile,
     overrides: Overrides = None,

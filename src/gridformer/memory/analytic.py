@@ -7,15 +7,20 @@ The formulas cover the matrices among parameters, and the activations that every
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.cost import Choices
 from gridformer.parallel.auto.decisions import state_bytes, work_of
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.registry import spec_of
 
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
 _FREED = 0.6  # the fraction of what a layer has kept that is free by then
+# Where a feed-forward network gathers its input, these are held at the end of its backward pass:
+_WHOLE = 2  # gathered activations, the input and the sum for its gradient
+_BLOCKS = 3  # the blocks of such activations that other devices send
+_GRADIENTS = 5.5  # gradients of a layer's widest product with FSDP: made, joined and in messages
 
 
 def states_of(run: RunConfig) -> float:
@@ -41,52 +46,137 @@ def quick_estimate(run: RunConfig) -> float:
 
 def quick_peak(run: RunConfig, choices: Choices) -> float:
     """Like `quick_estimate`, for a caller that has the run's choices."""
-    pp = run.layout.pp
+    layout, pp = run.layout, run.layout.pp
     in_layers, head = _states(run, choices)
     n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
     # The fraction of the layers in the fullest stage; the partition counts the head's work as that
     # of some layers.
     head_layers = run.model.vocab_size * run.model.hidden_size / run.model.layer_elements
     share = min(1.0, math.ceil((n_layers + head_layers) / pp) / n_layers)
+    if pp > 1 and not run.model.tied_head:
+        head /= 2  # a stage has the table of the embedding or that of the head
     states = in_layers * share + head
-    activations = (_kept(run, choices) + _kept_inputs(choices)) * share
-    logits = _logits(run, choices)
-    backward = _backward(run, choices, n_layers)
+    each = _kept(run, choices)  # by all layers if none is recomputed
+    stays, again = each, 0.0
+    if choices.work.recompute == "full":
+        stays, one = _inputs(run, choices, n_layers)
+        again = each / n_layers + one
+    activations = (stays + _kept_inputs(choices)) * share
+    replicas = _Replicas.of(run, choices)
+    states += replicas.gathered
+    logits = _logits(run, choices) + replicas.table
+    backward = max(_backward(run, choices, each / n_layers), replicas.gradients)
+    backward = again + max(0.0, backward + replicas.messages)
+    end = _table_gradient(run, choices)
     if pp == 1:
-        if run.layout.micro_batches == 1 and run.layout.dp_mode == "replicate":
-            # When the backward pass of the last layer runs, the others have no gradients yet.
-            grid = choices.rows * choices.cols
-            backward -= _layer_elements(choices) / grid * 4 * (1 - 1 / n_layers)
-        return states + activations + max(logits, backward)
+        # Before the backward pass of the last layer there are no gradients of layers.
+        absent = _layer_gradients(run, choices) if layout.micro_batches == 1 else 0.0
+        last = activations + max(logits - absent, backward - absent * (1 - 1 / n_layers))
+        return states + max(last, activations / n_layers + backward, end)
     # The first stage has the most micro-batches in flight, the last stage has the logits.
-    under_way = run.layout.micro_batches
-    if run.layout.pipeline_order != "gpipe":
+    under_way = layout.micro_batches
+    if layout.pipeline_order != "gpipe":
         under_way = min(pp, under_way)
-    return states + max(under_way * activations + max(0.0, backward), activations + logits)
+    return states + max(under_way * activations + backward, activations + logits, end)
 
 
-def _backward(run: RunConfig, choices: Choices, n_layers: int) -> float:
+def _layer_gradients(run: RunConfig, choices: Choices) -> float:
+    """Returns the bytes of the gradients of all layers that a device has at the end of a step."""
+    sharers = 1 if run.layout.dp_mode == "replicate" else run.layout.dp
+    if run.train.update == "in_backward":
+        return 0.0
+    return _layer_elements(choices) / (choices.rows * choices.cols * sharers) * 4
+
+
+def _backward(run: RunConfig, choices: Choices, kept: float) -> float:
     """Returns the most bytes that a layer's backward pass has besides what is kept for it.
 
-    In the middle of the feed-forward network these are its gradients, of a gated one for both of
-    its parts and their product. At an RMSNorm, which is made of many kernels, they are copies in
-    float32, when a part of what the layer has kept is free.
+    In the middle of the feed-forward network these are its gradients. Those of a gated one are as
+    large as both of its parts and their product, and the input of the next product is free. Where
+    its input is gathered, these are that input and the sum for its gradient, with the blocks of
+    them that travel. At an RMSNorm, which is made of many kernels, they are copies in float32, when
+    a part of what the layer has kept is free.
+
+    Args:
+        run: The run.
+        choices: Its choices.
+        kept: Bytes that a layer has kept.
     """
     work, grid, h = choices.work, choices.rows * choices.cols, run.model.hidden_size
-    wide = 0.0
+    lies = spec_of(run.layout).boundary(run.layout).lies
+    found = normed = 0.0
     for choice in choices.products.values():
         product = choice.product
-        if product.section == "feed_forward" and not product.closes:
-            copies = 2 if product.parts else 1
-            wide = max(wide, copies * work.rows_of(product) * choice.n_out / grid * work.itemsize)
-    found = wide
+        if product.section == "head" or product.closes:
+            continue
+        whole = choices.activation_bytes(choice) / choice.n_chunks
+        gathers = choice.schedule == "gather" and choice.stays == "output" and not choice.common
+        if choice.norm_inside and lies == "h":
+            normed = max(normed, whole / work.itemsize)
+        if product.section != "feed_forward":
+            continue
+        wide = work.rows_of(product) * choice.n_out / grid * work.itemsize
+        found = max(found, wide)
+        if gathers and whole and not choice.keep_input:
+            moves = _BLOCKS * (1 - 1 / choices.cols) * whole
+            found = max(found, wide * (0.5 if product.parts else 0.0) + _WHOLE * whole + moves)
     if run.model.family in ("t5", "llama") and work.itemsize < 4:
         between = 1 / grid if choices.between == "cut" else 1.0
         rows = max(work.tokens, work.source)
-        plain = replace(work, recompute="none")
-        kept = _kept(run, replace(choices, work=plain)) / n_layers
-        found = max(found, _NORM_COPIES * rows * h * between * 4 - _FREED * kept)
+        normed = max(normed, rows * h * between)
+        found = max(found, _NORM_COPIES * normed * 4 - _FREED * kept)
     return found
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """What FSDP holds besides the shards, in bytes.
+
+    Attributes:
+        gathered: Tables, which stay for a step, and two layers.
+        table: The gradient of a table.
+        messages: What travels while a layer's backward pass runs: the gradient of the head, and the
+            parameters of two layers.
+        gradients: The gradients of a layer's widest product, with the messages that sum them.
+    """
+
+    gathered: float = 0.0
+    table: float = 0.0
+    messages: float = 0.0
+    gradients: float = 0.0
+
+    @staticmethod
+    def of(run: RunConfig, choices: Choices) -> _Replicas:
+        """Returns it for a run, which may share nothing over its replicas."""
+        layout, itemsize = run.layout, choices.work.itemsize
+        if layout.dp_mode != "fsdp" or layout.dp == 1:
+            return _Replicas()
+        others, grid = 1 - 1 / layout.dp, choices.rows * choices.cols
+        table = run.model.vocab_size * run.model.hidden_size / grid * 4
+        tables = 1 if run.model.tied_head or layout.pp > 1 else 2
+        n_layers = run.model.n_layers + run.model.n_decoder_layers * run.model.two_stacks
+        layer = _layer_elements(choices) / grid / n_layers * itemsize
+        if layout.reshard != "layer":
+            layer = 0.0
+        widest = max(
+            one.product.n_in * one.n_out
+            for one in choices.products.values()
+            if one.product.section != "head"
+        )
+        return _Replicas(
+            gathered=(tables * table + 2 * layer) * others,
+            table=table,
+            messages=(1 + 2 * others) * table + 2 * layer * others,
+            gradients=_GRADIENTS * widest / grid * itemsize,
+        )
+
+
+def _table_gradient(run: RunConfig, choices: Choices) -> float:
+    """Returns the bytes of the sum for the gradient of a table, when nothing else is left."""
+    if choices.rows == 1 or not run.model.token_head:
+        return 0.0
+    column = run.model.vocab_size * run.model.hidden_size / choices.cols * 4
+    return 2 * (1 - 1 / choices.rows) * column
 
 
 def _layer_elements(choices: Choices) -> float:
@@ -131,7 +221,7 @@ def _copy_bytes(run: RunConfig, choices: Choices, replicas: int) -> float:
 
 
 def _kept(run: RunConfig, choices: Choices) -> float:
-    """Returns the bytes that all layers keep of one micro-batch for its backward pass.
+    """Returns the bytes that all layers keep of one micro-batch if none is recomputed.
 
     A product that opens a section keeps its norm's input and output, and its own output; a product
     that closes a section keeps its input.
@@ -149,11 +239,19 @@ def _kept(run: RunConfig, choices: Choices) -> float:
         around = 0.0 if product.closes else 2 * rows * h * between
         width = product.n_in if product.closes else choice.n_out
         kept += (around + inside * width) * product.count
-    n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
-    if work.recompute == "full":  # the inputs of all layers, and everything of one layer
-        rows = max(work.tokens, work.source)
-        kept = rows * h * between * n_layers + kept / n_layers
     return kept * work.itemsize
+
+
+def _inputs(run: RunConfig, choices: Choices, n_layers: int) -> tuple[float, float]:
+    """Returns the bytes of the inputs of all layers, and of what is gathered of one of them.
+
+    Recomputed layers keep them. Where all devices have an input, each keeps a part of it.
+    """
+    work, grid = choices.work, choices.rows * choices.cols
+    n_bytes = max(work.tokens, work.source) * run.model.hidden_size * work.itemsize
+    if choices.between == "replicated":
+        return n_bytes / grid * n_layers, n_bytes
+    return n_bytes / (grid if choices.between == "cut" else 1) * n_layers, 0.0
 
 
 def _kept_inputs(choices: Choices) -> float:

@@ -111,6 +111,7 @@ def take_breakdown(
     host: Sequence[Tensor] = (),
     once: Once | None = None,
     remembered: Callable[..., Any] | None = None,
+    timeline: bool = True,
 ) -> MemoryBreakdown:
     """Runs one optimizer step and returns its breakdown.
 
@@ -122,6 +123,7 @@ def take_breakdown(
         once: What a step repeats and runs only once; None for nothing. Otherwise the step computes
             nothing, so it is for tensors without memory.
         remembered: See `MemoryTracker`.
+        timeline: Whether the breakdown has its timeline.
 
     Raises:
         NotRepeatableError: With `once`, something cannot be repeated in the log.
@@ -153,7 +155,7 @@ def take_breakdown(
         {kind: by_kind[kind] for kind in KINDS if by_kind[kind]},
         between,
         in_host,
-        _timeline(tracker, start, done),
+        _timeline(tracker, start, done) if timeline else Timeline([], {}, []),
     )
 
 

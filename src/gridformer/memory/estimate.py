@@ -58,7 +58,11 @@ def estimate_ranks(
 
 
 def estimate_rank(
-    run: RunConfig, rank: int, decisions: Decisions | None = None, once: bool = True
+    run: RunConfig,
+    rank: int,
+    decisions: Decisions | None = None,
+    once: bool = True,
+    timeline: bool = True,
 ) -> MemoryBreakdown:
     """Estimates the breakdown of one rank over one optimizer step.
 
@@ -69,19 +73,20 @@ def estimate_rank(
         rank: The rank.
         decisions: The result of `decide_run(run)`; None calls it.
         once: Whether what a step repeats runs once, where this gives the same result.
+        timeline: Whether the breakdown has its timeline, which takes time to make.
     """
     # Decide before the step is shortened, because decisions depend on its length.
     decisions = decisions or decide_run(run)
     for way in (*ways_of(run), None) if once else (None,):
         try:
-            return _estimate(run, rank, decisions, way)
+            return _estimate(run, rank, decisions, way, timeline)
         except NotRepeatableError:
             pass
     raise AssertionError("a complete step repeats nothing")
 
 
 def _estimate(
-    run: RunConfig, rank: int, decisions: Decisions, once: Once | None
+    run: RunConfig, rank: int, decisions: Decisions, once: Once | None, timeline: bool
 ) -> MemoryBreakdown:
     rows = run.train.global_batch // run.layout.dp
     run = shortened(run)
@@ -113,7 +118,7 @@ def _estimate(
             host: list[Tensor] = []
             if train.offload == "optimizer" and on_gpu(run):
                 host = [t for state in stepper.updates.state.values() for t in state.values()]
-            found = take_breakdown(stepper, rank, step, host, once, fake.remembered)
+            found = take_breakdown(stepper, rank, step, host, once, fake.remembered, timeline)
             saved = 0
             if saves_meanwhile(train):
                 shards = shards_of(model, stepper.updates)

@@ -43,6 +43,8 @@ class Costs:
         self.on_cpu = cluster.device.kind == "cpu"
         self._place = {int(r): i for i, r in enumerate(self.mesh.flatten().tolist())}
         self._kernels: dict[Any, float] = {}
+        # By the id of a kernel, which is kept, and whether all passes are over.
+        self._runs: dict[tuple[int, bool], tuple[Run, Kernel]] = {}
         self._messages: dict[Any, tuple[float, float | None]] = {}
         self._groups: dict[tuple[int, ...], _Places] = {}  # by ranks
         self._alike: dict[_Along, _Places] = {}  # of all groups that are alike
@@ -62,14 +64,14 @@ class Costs:
         for event in events:
             if isinstance(event, Passed) or (only is not None and not only.keeps(event)):
                 continue
-            backward = event.place.backward
-            phase: Phase = "update" if last else "backward" if backward else "forward"
             if isinstance(event, Kernel):
-                part = "update" if event.update else _PARTS[event.kind]
-                seconds = self.kernel_s(event)
-                module = event.place.module
-                items.append(Run(seconds, event.launches, part, event.op, module, phase))
-            elif isinstance(event, Start):
+                known = self._runs.get((id(event), last))
+                if known is None:
+                    known = self._runs[id(event), last] = self._run(event, last), event
+                items.append(known[0])
+                continue
+            phase = _phase_of(event, last)
+            if isinstance(event, Start):
                 seconds, cpu = self.start_s(event, rank)
                 items.append(Send(event, seconds, phase, cpu))
             elif isinstance(event, Wait):
@@ -77,6 +79,11 @@ class Costs:
             elif isinstance(event, Read):
                 items.append(ReadBack(phase))
         return items
+
+    def _run(self, kernel: Kernel, last: bool) -> Run:
+        part = "update" if kernel.update else _PARTS[kernel.kind]
+        module, phase = kernel.place.module, _phase_of(kernel, last)
+        return Run(self.kernel_s(kernel), kernel.launches, part, kernel.op, module, phase)
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Returns the seconds that a kernel takes on the device."""
@@ -176,6 +183,11 @@ class Costs:
             place, rest = divmod(place, size)
             found.append(rest)
         return found[::-1]
+
+
+def _phase_of(event: Start | Wait | Kernel | Read, last: bool) -> Phase:
+    """Returns the phase of the step to which something belongs; `last` if all passes are over."""
+    return "update" if last else "backward" if event.place.backward else "forward"
 
 
 def size_of(dtype: str) -> int:

@@ -67,9 +67,10 @@ def predict(
         spent = prices.replayed(traces, timeline and not number)
         return _Sample(spent, [] if number else warnings_of(run, prices.cluster, traces[0]))
 
-    timed = [partial(sample, number) for number, _ in enumerate(shortened.layers)]
+    # Memory comes first, because without a pipeline its estimate takes longest: it runs all layers.
     held = _held(unfused(run, cluster), decisions) if memory else []
-    work: list[Callable[[], _Sample | int]] = [*timed, *held]
+    timed = [partial(sample, number) for number, _ in enumerate(shortened.layers)]
+    work: list[Callable[[], _Sample | int]] = [*held, *timed]
     found = shared(work) if on_all_cores else [one() for one in work]
     samples = [one for one in found if isinstance(one, _Sample)]
     peaks = [one for one in found if isinstance(one, int)]
@@ -86,7 +87,7 @@ def _held(run: RunConfig, decisions: Decisions) -> list[Callable[[], int]]:
     """Returns what estimates the peaks of the ranks with the most memory, in bytes."""
 
     def peak(rank: int) -> int:
-        return estimate_rank(run, rank, decisions).peak
+        return estimate_rank(run, rank, decisions, timeline=False).peak
 
     return [partial(peak, rank) for rank in largest_ranks(run, decisions)]
 

@@ -12,7 +12,7 @@ from gridformer.plan.blocks import Programs
 from gridformer.plan.costs import Costs, dtypes_without_peak
 from gridformer.plan.fewer_layers import extended
 from gridformer.plan.prediction import Parts, Prediction
-from gridformer.plan.program import Spent
+from gridformer.plan.program import Program, Spent
 from gridformer.plan.recorded import Recorded
 from gridformer.plan.replay import replay
 from gridformer.plan.replay_cpu import replay_cpu
@@ -89,18 +89,20 @@ class Prices:
             samples: The traces of all ranks that differ, for each sample.
             timeline: Whether intervals of the first sample are kept.
         """
-        return [
-            self._replayed(traces, timeline and not number) for number, traces in enumerate(samples)
-        ]
+        whole = timeline or self.costs.on_cpu
+        # The samples have passes in common, which are replayed once for all.
+        builder = Programs(self.costs, samples[0], self.launch_s, self.layers_only, whole)
+        found = []
+        for number, traces in enumerate(samples):
+            programs = [builder.program(trace) for trace in traces]
+            found.append(self._replayed(programs, timeline and not number))
+        return found
 
-    def _replayed(self, traces: Sequence[Trace], timeline: bool) -> list[Spent]:
-        costs, n = self.costs, self.run.layout.n_processes
-        whole = timeline or costs.on_cpu
-        builder = Programs(costs, traces, self.launch_s, self.layers_only, whole)
-        programs = [builder.program(trace) for trace in traces]
-        if not costs.on_cpu:
+    def _replayed(self, programs: Sequence[Program], timeline: bool) -> list[Spent]:
+        n = self.run.layout.n_processes
+        if not self.costs.on_cpu:
             return replay(programs, self.launch_s, timeline=timeline)
-        weights = _weights(self.run, [trace.rank for trace in traces], self.decisions)
+        weights = _weights(self.run, [program.rank for program in programs], self.decisions)
         return replay_cpu(programs, self.host[0], n, self.n_cores, weights, timeline)
 
     def prediction(

@@ -109,10 +109,11 @@ def _following(
             model.compute_dtype = getattr(torch, run.train.dtype)
             executor = Executor(model, run.layout, axes, GradientSums([], []))
             found: list[Trace] = []
+            passes: dict[int, tuple[Event, ...]] = {}
             for one, like in zip(runs, first):
                 if found:
                     log.trace = replace(log.trace, events=[], complete=False)
-                trace = _follows(one, like, executor, axes, log, watch)
+                trace = _follows(one, like, executor, axes, log, watch, passes)
                 if trace is None:
                     return None
                 found.append(trace)
@@ -120,9 +121,24 @@ def _following(
 
 
 def _follows(
-    run: RunConfig, first: Played, executor: Executor, axes: Axes, log: Log, watch: Watch
+    run: RunConfig,
+    first: Played,
+    executor: Executor,
+    axes: Axes,
+    log: Log,
+    watch: Watch,
+    passes: dict[int, tuple[Event, ...]],
 ) -> Trace | None:
-    """Returns the trace of the log's rank that follows from that of another one, if it does."""
+    """Returns the trace of the log's rank that follows from that of another one, if it does.
+
+    Args:
+        run: The run.
+        first: The other rank.
+        executor, axes: Those of the log's rank.
+        log, watch: The log and its watch.
+        passes: Events of passes in the groups of the log's rank, by the id of those of the other
+            rank. It is filled here, for the same passes of the next run.
+    """
     if first.repeats is None or not first.trace.complete:
         return None
     events, (start, stop) = first.trace.events, first.repeats.span
@@ -130,10 +146,11 @@ def _follows(
     translated = _translation(first.trace, log.trace, [*events[:start], *inside, *events[stop:]])
     if translated is None:
         return None
-    recorded = {
-        kind: replace(one, events=translated(one.events))
-        for kind, one in first.repeats.recorded.items()
-    }
+    recorded = {}
+    for kind, one in first.repeats.recorded.items():
+        if id(one.events) not in passes:
+            passes[id(one.events)] = translated(one.events)
+        recorded[kind] = replace(one, events=passes[id(one.events)])
     layout = executor.layout = run.layout
     repeats = Repeats(executor.model, executor, log, watch.count, recorded)
     if repeats.missing:

@@ -26,6 +26,7 @@ _PRODUCTS.add(torch.ops.gridformer.add_product)
 _COPY = torch.ops.aten.copy_
 _DEVICE = torch.ops.prim.device.default
 _COPIES = {torch.ops.aten._to_copy, _COPY}
+_UNKNOWN = Work("", "memory", (), "", 0, 0)
 
 
 class Watch(TorchDispatchMode):
@@ -36,7 +37,11 @@ class Watch(TorchDispatchMode):
         self.log = log
         self.products = 0
         self.device = log.device.type
-        self._works: dict[Any, Work | None] = {}
+        self.fakes = fast_fakes()
+        self._works: dict[int, Work | None] = {}  # by the ids of recipes, which stay
+        self._others: dict[Any, Work | None] = {}  # by the keys of other operations
+        # By the id of an operation: whether it is a product, whether it copies, and itself.
+        self._about: dict[int, tuple[bool, bool, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -59,33 +64,44 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:  # asked for more than anything else
             return args[0].fake_device
-        op = func.overloadpacket
-        self.products += op in _PRODUCTS
+        about = self._about.get(id(func))
+        if about is None:
+            op = func.overloadpacket
+            about = self._about[id(func)] = op in _PRODUCTS, op in _COPIES, func
+        self.products += about[0]
         out = self._launched(func, args, kwargs or {}) if self.log.kernels else NotImplemented
         if out is NotImplemented:
-            out = fast_fakes().remembered(func, args, kwargs or {})
+            out = self.fakes.remembered(func, args, kwargs or {})
         if out is NotImplemented:
             out = func(*args, **(kwargs or {}))
-        if op in _COPIES and out.device.type == "cpu" and not _goes_on(op, args, kwargs or {}):
+        if about[1]:
+            self._copied(func.overloadpacket, out, args, kwargs or {})
+        return out
+
+    def _copied(self, op: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes a copy to the host for which the host waits."""
+        if out.device.type == "cpu" and not _goes_on(op, args, kwargs):
             source = args[1] if op is _COPY else args[0]
             if source.device.type == NAME:
                 self.read(copies=True)
-        return out
 
     def _launched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records what it launches; NotImplemented for messages."""
         if func.namespace == "c10d":
             return NotImplemented
-        key, tensors = fast_fakes().key_of(func, args, kwargs)
-        out = fast_fakes().remembered_of(key, tensors)
-        if out is NotImplemented:
-            out = func(*args, **kwargs)
-        if key is None or key not in self._works:
-            work = work_of(func, args, kwargs, out, self.device)
-            if key is not None:
-                self._works[key] = work
+        key, tensors, recipe = self.fakes.known(func, args, kwargs)
+        out = self.fakes.made(recipe, tensors)
+        if out is not NotImplemented:
+            work = self._works.get(id(recipe), _UNKNOWN)
+            if work is _UNKNOWN:
+                work = self._works[id(recipe)] = work_of(func, args, kwargs, out, self.device)
         else:
-            work = self._works[key]
+            out = func(*args, **kwargs)
+            work = self._others.get(key, _UNKNOWN) if key is not None else _UNKNOWN
+            if work is _UNKNOWN:
+                work = work_of(func, args, kwargs, out, self.device)
+                if key is not None:
+                    self._others[key] = work
         if work is not None:
             self.log.launch(work)
         return out

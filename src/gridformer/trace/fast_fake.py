@@ -51,7 +51,7 @@ class _Result(NamedTuple):
     device: torch.device
 
 
-class _Recipe(NamedTuple):
+class Recipe(NamedTuple):
     """How the results of an operation are made.
 
     Attributes:
@@ -63,12 +63,18 @@ class _Recipe(NamedTuple):
     kind: type[tuple[Any, ...]] | type[list[Any]] | None
 
 
-# Operations that return a part or a view of a tensor and are told which; they seldom repeat.
-_PARTS = {torch.ops.aten.slice.Tensor, torch.ops.aten.select.int, torch.ops.aten.view.default}
+_aten = torch.ops.aten
+# Operations that return a part or a view of a tensor; those that are told which seldom repeat.
+_PARTS = {
+    *(_aten.slice.Tensor, _aten.select.int, _aten.view.default, _aten.as_strided.default),
+    *(_aten.detach.default, _aten.t.default, _aten.transpose.int, _aten.permute.default),
+    *(_aten.unsqueeze.default, _aten.expand.default),
+}
 _COUNT = torch.ops.aten.count_nonzero.default
 _DEVICE = torch.ops.prim.device.default
 _FILL = torch.ops.aten.fill_.Tensor
 _LIFT = torch.ops.aten.lift_fresh.default
+_META = torch.device("meta")
 
 
 # Its way without the check for torch's compiler, which is not used here.
@@ -88,10 +94,17 @@ def fast_fakes() -> FastFakeTensorMode:
         return FastFakeTensorMode()
 
 
-@cache
+# By the id of an operation, which is kept because its id must not become that of another one.
+_is_told: dict[int, tuple[bool, Any]] = {}
+
+
 def _told(func: Any) -> bool:
     """Whether an operation is told where in a storage its result begins."""
-    return any(one.name == "storage_offset" for one in func._schema.arguments)
+    found = _is_told.get(id(func))
+    if found is None:
+        found = any(one.name == "storage_offset" for one in func._schema.arguments), func
+        _is_told[id(func)] = found
+    return found[0]
 
 
 def _is_constant(x: Any) -> bool:
@@ -108,7 +121,7 @@ class FastFakeTensorMode(FakeTensorMode):
 
         super().__init__()
         self.cache_enabled = False  # torch's own, which costs as much as it saves below this one
-        self._recipes: dict[Any, _Recipe | None] = {}
+        self._recipes: dict[Any, Recipe | None] = {}
         self._values: dict[Any, Any] = {}  # results of operations without tensors
         # Attributes of a fake tensor on a device that nothing else has set.
         self._attributes: dict[torch.device, dict[str, Any]] = {}
@@ -127,8 +140,7 @@ class FastFakeTensorMode(FakeTensorMode):
         if func is _LIFT and type(args[0]) is Tensor and args[0].numel() == 1:
             return self._constant(args[0])
         kwargs = kwargs or {}
-        key, tensors = self.key_of(func, args, kwargs)
-        recipe = None if key is None else self._recipes.get(key, _NEW)
+        key, tensors, recipe = self.known(func, args, kwargs)
         if recipe is None:
             if key in self._values:
                 return self._values[key]
@@ -174,33 +186,46 @@ class FastFakeTensorMode(FakeTensorMode):
             # Messages change no shapes, and a group without other processes sends nothing.
             with in_kernel_invocation_manager(self):
                 return func(*args, **kwargs)
-        return self.remembered_of(*self.key_of(func, args, kwargs))
+        _, tensors, recipe = self.known(func, args, kwargs)
+        return self.made(recipe, tensors)
 
-    def remembered_of(self, key: Any, tensors: list[Tensor]) -> Any:
-        """Like `remembered`, for what `key_of` returns."""
-        recipe = None if key is None else self._recipes.get(key)
-        return NotImplemented if recipe is None else self._made(recipe, tensors)
+    def made(self, recipe: Recipe | None, tensors: list[Tensor]) -> Any:
+        """Returns the result of an operation, or NotImplemented if it is not remembered.
 
-    def _made(self, recipe: _Recipe, tensors: list[Tensor]) -> Any:
+        Args:
+            recipe: What `known` has returned.
+            tensors: The tensors among the arguments.
+        """
+        return NotImplemented if recipe is None or recipe is _NEW else self._made(recipe, tensors)
+
+    def _made(self, recipe: Recipe, tensors: list[Tensor]) -> Any:
+        results, kind = recipe
         with torch._C._DisableTorchDispatch():  # the tensors inside of fake ones are plain
-            made = [None if one is None else self._make(one, tensors) for one in recipe.results]
-        return made[0] if recipe.kind is None else recipe.kind(made)
+            if kind is None:
+                (one,) = results
+                return None if one is None else self._make(one, tensors)
+            return kind([None if one is None else self._make(one, tensors) for one in results])
 
-    def key_of(
+    def known(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[Tensor]]:
-        """Returns the key of an operation, None if it has none, and the tensors among arguments."""
+    ) -> tuple[Any, list[Tensor], Recipe | None]:
+        """Looks an operation up.
+
+        Returns:
+            Its key, None if it has none; the tensors among its arguments; and how its results are
+            made, which is None if that cannot be described, and empty if it is not yet known.
+        """
         tensors: list[Tensor] = []
         try:
-            key: tuple[Any, ...] = func, self._key(args, tensors)
+            # Operations exist once, and torch computes their hashes in Python.
+            key: tuple[Any, ...] = id(func), self._key(args, tensors)
             if kwargs:
                 key += (*kwargs, self._key([*kwargs.values()], tensors))
             if _told(func):
                 key += tuple([x.storage_offset() for x in tensors])
-            hash(key)
+            return key, tensors, self._recipes.get(key, _NEW)
         except (_UnknownError, TypeError):  # or an argument that is not hashable
-            return None, tensors
-        return key, tensors
+            return None, tensors, None
 
     # ------------------------------------------------------------------ arguments
 
@@ -230,7 +255,7 @@ class FastFakeTensorMode(FakeTensorMode):
 
     # ------------------------------------------------------------------ results
 
-    def _recipe(self, func: Any, tensors: list[Tensor], out: Any) -> _Recipe | None:
+    def _recipe(self, func: Any, tensors: list[Tensor], out: Any) -> Recipe | None:
         """Returns how to make what an operation has returned; None if it cannot be described."""
         if torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
             return None
@@ -245,11 +270,11 @@ class FastFakeTensorMode(FakeTensorMode):
         own = [storage for storage in storages if storage not in given]
         if len(own) != len(set(own)):
             return None
-        return _Recipe(tuple(found), kind)
+        return Recipe(tuple(found), kind)
 
     def _part(
         self, func: Any, tensors: list[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> _Recipe | None:
+    ) -> Recipe | None:
         """Returns how to make a part of a tensor; None if nothing was made on its device yet.
 
         torch's kernel for tensors without memory shows it in less time than the mode's own way.
@@ -263,7 +288,7 @@ class FastFakeTensorMode(FakeTensorMode):
             offset = part.storage_offset() - x.storage_offset()
         device = x.fake_device  # type: ignore[attr-defined]
         result = _Result(0, False, part.shape, part.stride(), offset, x.dtype, attributes, device)
-        return _Recipe((result,), None)
+        return Recipe((result,), None)
 
     def _result(self, x: Any, tensors: list[Tensor]) -> _Result | None:
         if x is None:
@@ -311,11 +336,11 @@ class FastFakeTensorMode(FakeTensorMode):
             return tensors[result.argument]
         if result.argument is None:
             plain = torch.empty_strided(
-                result.shape, result.stride, dtype=result.dtype, device="meta"
+                result.shape, result.stride, dtype=result.dtype, device=_META
             )
         else:
             whole = tensors[result.argument]
-            plain = torch.empty(0, dtype=result.dtype, device="meta")
+            plain = torch.empty(0, dtype=result.dtype, device=_META)
             offset = whole.storage_offset() + result.offset
             plain.set_(whole.untyped_storage(), offset, result.shape, result.stride)
         made: Tensor = Tensor._make_subclass(
@@ -326,4 +351,4 @@ class FastFakeTensorMode(FakeTensorMode):
         return made
 
 
-_NEW = _Recipe((), None)  # of an operation that was not yet seen
+_NEW = Recipe((), None)  # of an operation that was not yet seen

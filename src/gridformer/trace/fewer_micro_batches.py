@@ -67,7 +67,7 @@ def trace_again(
         repeated(*args)
         raise _AllPassesOver
 
-    executor.train = train  # type: ignore[method-assign]
+    object.__setattr__(executor, "train", train)
     with suppress(_AllPassesOver):
         stepper.start(0, partial(rows_like, run))
     del log.trace.events[again.span[1] :]  # of contexts that were left early

@@ -20,7 +20,17 @@ from torch import Tensor
 from gridformer.comm.recorder import Record, Recorder
 from gridformer.mesh import groups
 from gridformer.trace.device import NAME, Backend, device_of
-from gridformer.trace.events import Groups, Kernel, Member, Part, Start, Trace, Trouble, Wait
+from gridformer.trace.events import (
+    Groups,
+    Kernel,
+    Member,
+    Part,
+    Place,
+    Start,
+    Trace,
+    Trouble,
+    Wait,
+)
 from gridformer.trace.kernels import Work
 from gridformer.trace.place import Places
 
@@ -55,15 +65,21 @@ class Log:
         self.n_groups = 0
         self._number = 0
         self._posted: list[tuple[_Group, Part]] | None = None
+        # One object for each kernel makes records small. What the ids are of is kept with it.
+        self._kernels: dict[tuple[int, int, bool], tuple[Kernel, Work, Place]] = {}
 
     def launch(self, work: Work) -> None:
         """Records that a kernel is launched."""
         if self.muted:
             return
-        op, kind, shape, dtype, flop, n_bytes, order = work
         place = self.places.of_kernel()
-        kernel = Kernel(op, kind, shape, dtype, flop, n_bytes, place, order, 1, self.updating)
-        self.trace.events.append(kernel)
+        key = id(work), id(place), self.updating
+        known = self._kernels.get(key)
+        if known is None:
+            op, kind, shape, dtype, flop, n_bytes, order = work
+            kernel = Kernel(op, kind, shape, dtype, flop, n_bytes, place, order, 1, self.updating)
+            known = self._kernels[key] = kernel, work, place
+        self.trace.events.append(known[0])
 
     def created(self, purpose: str, lines: Sequence[Sequence[int]]) -> int | None:
         """Records that groups are created, of which this rank is a member of one at most.

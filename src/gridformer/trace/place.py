@@ -37,6 +37,7 @@ class Places:
         self._names: dict[nn.Module, str] = {}
         self._running: list[str] = []
         self._known: dict[Place, Place] = {}  # one object for each place makes records small
+        self._of_modules: dict[tuple[str, bool], Place] = {}
         # When a module began or ended to run, by torch's number of the next node of a graph.
         self._nodes: list[int] = []
         self._ran: list[str] = []
@@ -72,14 +73,20 @@ class Places:
         """
         node = _running_node()
         if node is None:
-            return self._one(Place("", 0, "", self._running[-1] if self._running else ""))
+            return self._of_module(self._running[-1] if self._running else "", False)
         if self._running:  # a block that is recomputed
-            return self._one(Place("", 0, "", self._running[-1], True))
+            return self._of_module(self._running[-1], True)
         number = node._sequence_nr()
         if number < _NO_NUMBER:
             at = bisect_right(self._nodes, number) - 1
             self._last = self._ran[at] if at >= 0 else ""
-        return self._one(Place("", 0, "", self._last, True))
+        return self._of_module(self._last, True)
+
+    def _of_module(self, module: str, backward: bool) -> Place:
+        known = self._of_modules.get((module, backward))
+        if known is None:
+            known = self._of_modules[module, backward] = Place("", 0, "", module, backward)
+        return known
 
     def of_error(self, error: BaseException) -> Place:
         """Returns the innermost line of gridformer from which an error came."""

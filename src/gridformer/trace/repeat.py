@@ -104,6 +104,10 @@ class Repeats:
         self._now = Recorded([])
         self._repeating = False
         self._renumbered: dict[int, int] = {}
+        # Messages that passes start and wait for, by the id of the events, which are kept.
+        self._messages: dict[int, tuple[list[int], list[int], Sequence[Event]]] = {}
+        self._leaves: dict[_Shape, Tensor] = {}
+        self._results: dict[_Shape, Tensor] = {}
         self._real_run = model.run
         self._real_train, self._real_timed = executor.train, executor.timed
         self._real_forward, self._real_backward = executor.forward, executor.backward
@@ -114,6 +118,8 @@ class Repeats:
             (executor, "forward", self._forward),
             (executor, "backward", self._backward),
         ]
+        if recorded is not None:  # no pass runs, so none needs autograd
+            replaced.append((executor, "enter", self._enter))
         self._replaced = [(owner, name) for owner, name, _ in replaced]
         for owner, name, function in replaced:
             object.__setattr__(owner, name, function)
@@ -145,10 +151,15 @@ class Repeats:
         if not self.log.kernels:
             self.repeat(events)
             return
-        numbers = {e.number: self.log.next_number() for e in events if isinstance(e, Start)}
-        for event in events:
-            if isinstance(event, Wait) and event.number in self._renumbered:
-                numbers.setdefault(event.number, self._renumbered[event.number])
+        if id(events) not in self._messages:
+            starts = [event.number for event in events if isinstance(event, Start)]
+            waits = [event.number for event in events if isinstance(event, Wait)]
+            self._messages[id(events)] = starts, waits, events
+        starts, waits, _ = self._messages[id(events)]
+        numbers = {number: self.log.next_number() for number in starts}
+        for number in waits:
+            if number in self._renumbered:
+                numbers.setdefault(number, self._renumbered[number])
         self._renumbered |= numbers
         self.log.trace.events.append(Passed(plain(events), numbers))
 
@@ -194,6 +205,11 @@ class Repeats:
         }
         return found
 
+    def _enter(self, entered: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Takes the place of `Executor.enter`: all micro-batches have the same leaves."""
+        leaves = {name: self._leaves.setdefault(_Shape.of(x), x) for name, x in entered.items()}
+        return leaves, entered
+
     def _forward(
         self, action: Action, batch: Any, entering: Activations, finish: Any
     ) -> tuple[Activations, list[Any]]:
@@ -201,7 +217,16 @@ class Repeats:
         if not self._repeating:
             return self._real_forward(action, batch, entering, finish)
         assert self._now.out is not None
-        return Activations(**{name: shape.empty() for name, shape in self._now.out.items()}), []
+        out = {name: self._made(shape) for name, shape in self._now.out.items()}
+        return Activations(**out), []
+
+    def _made(self, shape: _Shape) -> Tensor:
+        """Returns an empty tensor, which is the same for all micro-batches if no pass runs."""
+        if self._run:
+            return shape.empty()
+        if shape not in self._results:
+            self._results[shape] = shape.empty()
+        return self._results[shape]
 
     def _backward(
         self, action: Action, leaves: Mapping[str, Tensor], roots: list[Any], grads: Any
@@ -211,7 +236,8 @@ class Repeats:
             self._real_backward(action, leaves, roots, grads)
             return
         for leaf in leaves.values():
-            leaf.grad = _Shape.of(leaf).empty()
+            if leaf.grad is None:
+                leaf.grad = _Shape.of(leaf).empty()
 
 
 def plain(events: Sequence[Event]) -> tuple[Start | Wait | Kernel | Read, ...]:

@@ -128,6 +128,18 @@ class Executor:
                 left -= found[action]
         return found
 
+    def enter(self, entered: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Puts autograd leaves in front of what has entered a stage.
+
+        Args:
+            entered: The tensors by name.
+
+        Returns:
+            The leaves by name, and the tensors as the stage reads them.
+        """
+        leaves = {name: _leaf(x) for name, x in entered.items()}
+        return leaves, {name: _Enter.apply(leaves[name], x) for name, x in entered.items()}
+
     def forward(
         self, action: Action, batch: Batch, entering: Activations, finish: Finish
     ) -> tuple[Activations, list[Any]]:
@@ -228,8 +240,7 @@ class _Run:
             return
         leaves: dict[str, Tensor] = {}
         if self.training:
-            leaves = {name: _leaf(x) for name, x in entered.items()}
-            entered = {name: _Enter.apply(leaves[name], x) for name, x in entered.items()}
+            leaves, entered = self.executor.enter(entered)
         with self.executor.timed("forward", action):
             self.model.clock.at(micro.rows)
             entering = Activations(**entered)
