@@ -68,7 +68,7 @@ CASES = [
 def measure(case: Case) -> tuple[float, float]:
     """Returns the seconds that a command takes, and its seconds of processor time."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    command = [sys.executable, "-m", "gridformer.cli.app", *case.words.split()]
+    command = [sys.executable, "-m", "gridformer", *case.words.split()]
     done = subprocess.run(command, capture_output=True, text=True)
     took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode not in (0, 1):  # 1 says that something does not fit

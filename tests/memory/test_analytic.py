@@ -51,3 +51,41 @@ def test_formulas_know_what_long_sequences_take(recompute: str) -> None:
     train = {"recompute": recompute, "dtype": "bfloat16", "device": "cuda", "global_batch": 4}
     run = a_run({"scheme": "megatron", "cols": 2}, {**MODEL, **model, "max_seq_len": 4096}, train)
     assert 0.9 < quick_estimate(run) / estimate_rank(run, 0).peak < 1.25
+
+
+SEQUENCE = {"scheme": "megatron", "cols": 4, "sequence_parallel": True}
+LONG: list[tuple[dict[str, Any], str]] = [
+    (layout, recompute)
+    for layout in (
+        {"dp": 4, "dp_mode": "fsdp"},
+        {"scheme": "megatron", "cols": 4},
+        SEQUENCE,
+        {**SEQUENCE, "dp": 2, "dp_mode": "fsdp"},
+        {**SEQUENCE, "pp": 2, "stages_per_rank": 2, "micro_batches": 4},
+        {"scheme": "megatron_2d", "rows": 2, "cols": 4},
+        {"scheme": "megatron_2d", "rows": 4, "cols": 2},
+        {"scheme": "optimus", "rows": 2, "cols": 4},
+        {"scheme": "optimus", "rows": 4, "cols": 4},
+        {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "pipelined"},
+        {"scheme": "subgraph", "branches": 4},
+    )
+    for recompute in ("none", "full")
+]
+
+
+def short(case: tuple[dict[str, Any], str]) -> bool:
+    layout, recompute = case
+    return recompute == "full" and "branches" not in layout and "pp" not in layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"), full_unless(short, LONG, unpack=True), ids=lambda x: str(x)
+)
+def test_formulas_know_what_is_gathered(layout: dict[str, Any], recompute: str) -> None:
+    """Long sequences make gathered activations large, and a table what FSDP gathers."""
+    model = {"family": "llama", "n_layers": 4, "hidden_size": 256, "n_heads": 8, "n_kv_heads": 4}
+    model |= {"ffn_size": 896, "tied_head": False, "max_seq_len": 8192, "vocab_size": 4096}
+    train = {"global_batch": 8, "dtype": "bfloat16", "device": "cuda", "loss_chunk_tokens": 2048}
+    run = a_run(layout, model, {**train, "recompute": recompute})
+    peak = max(estimate_rank(run, rank, timeline=False).peak for rank in largest_ranks(run))
+    assert 0.85 < quick_estimate(run) / peak < 1.12

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -60,3 +61,28 @@ def test_what_takes_too_long_is_stopped() -> None:
     assert beside.as_far_as([lambda: time.sleep(600)], 0.1) == [None]
     assert time.monotonic() - began < 300, "nobody waits for what was stopped"
     assert beside.as_far_as([lambda: 1, lambda: 2], float("inf")) == [1, 2]
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_copies_share_pieces_and_what_fails_there_is_computed_here() -> None:
+    here = os.getpid()
+
+    def piece(number: int) -> tuple[int, bool]:
+        if number == 2 and os.getpid() != here:
+            raise RuntimeError("a copy")
+        time.sleep(0.5 if number == 0 else 0.0)
+        return number, os.getpid() == here
+
+    found = beside.shared([partial(piece, number) for number in range(6)])
+    assert [number for number, _ in found] == [*range(6)]
+    assert found[2][1], "it fails in copies"
+    assert not found[0][1], "a copy works on while the other one fails"
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_errors_of_shared_work_are_raised() -> None:
+    def fails() -> None:
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        beside.shared([fails, lambda: None])

@@ -10,16 +10,18 @@ import math
 from dataclasses import dataclass
 
 from gridformer.config import RunConfig
-from gridformer.parallel.auto.cost import Choices
+from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.decisions import state_bytes, work_of
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.registry import spec_of
 
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
+_NORM_OF_WHOLE = 5.5  # the same where the norm is computed of gathered rows
 _FREED = 0.6  # the fraction of what a layer has kept that is free by then
 # Where a feed-forward network gathers its input, these are held at the end of its backward pass:
 _WHOLE = 2  # gathered activations, the input and the sum for its gradient
 _BLOCKS = 3  # the blocks of such activations that other devices send
+_PANELS = 8  # panels of activations for which a product that goes panel by panel has room
 _GRADIENTS = 5.5  # gradients of a layer's widest product with FSDP: made, joined and in messages
 
 
@@ -103,29 +105,38 @@ def _backward(run: RunConfig, choices: Choices, kept: float) -> float:
         kept: Bytes that a layer has kept.
     """
     work, grid, h = choices.work, choices.rows * choices.cols, run.model.hidden_size
-    lies = spec_of(run.layout).boundary(run.layout).lies
-    found = normed = 0.0
+    of_parts = run.model.family in ("t5", "llama") and work.itemsize < 4  # its norms are
+    found = panels = 0.0
     for choice in choices.products.values():
         product = choice.product
-        if product.section == "head" or product.closes:
+        if product.section != "feed_forward" or product.closes:
             continue
-        whole = choices.activation_bytes(choice) / choice.n_chunks
-        gathers = choice.schedule == "gather" and choice.stays == "output" and not choice.common
-        if choice.norm_inside and lies == "h":
-            normed = max(normed, whole / work.itemsize)
-        if product.section != "feed_forward":
-            continue
+        gated = bool(product.parts)
         wide = work.rows_of(product) * choice.n_out / grid * work.itemsize
+        whole = choices.activation_bytes(choice) / choice.n_chunks
         found = max(found, wide)
-        if gathers and whole and not choice.keep_input:
+        if choice.common or not whole:
+            continue
+        if choice.schedule != "gather":  # its sums are in float32 until the last panel has come
+            found = max(found, wide * (2.5 if gated else 2.0))
+            panels = max(panels, _PANELS * whole / choices.panels)
+        elif choice.stays == "output" and not choice.keep_input:
             moves = _BLOCKS * (1 - 1 / choices.cols) * whole
-            found = max(found, wide * (0.5 if product.parts else 0.0) + _WHOLE * whole + moves)
-    if run.model.family in ("t5", "llama") and work.itemsize < 4:
+            found = max(found, wide * (0.5 if gated else 0.0) + _WHOLE * whole + moves)
+            if of_parts and _norm_of_whole(run, choice):
+                in_float32 = whole * 4 / work.itemsize
+                found = max(found, _NORM_OF_WHOLE * in_float32 - wide * (0.5 if gated else 1.0))
+    found += panels
+    if of_parts:
         between = 1 / grid if choices.between == "cut" else 1.0
         rows = max(work.tokens, work.source)
-        normed = max(normed, rows * h * between)
-        found = max(found, _NORM_COPIES * normed * 4 - _FREED * kept)
+        found = max(found, _NORM_COPIES * rows * h * between * 4 - _FREED * kept)
     return found
+
+
+def _norm_of_whole(run: RunConfig, choice: Choice) -> bool:
+    """Whether a product gathers rows that are cut, and then normalizes them."""
+    return choice.norm_inside and spec_of(run.layout).boundary(run.layout).lies == "h"
 
 
 @dataclass(frozen=True)
