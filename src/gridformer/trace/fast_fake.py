@@ -137,8 +137,9 @@ class FastFakeTensorMode(FakeTensorMode):
             return args[0].fake_device
         if func is _FILL and _is_constant(args[1]) and not _is_constant(args[0]):
             return args[0]  # torch writes a number as a constant, which has no key
-        if func is _LIFT and type(args[0]) is Tensor and args[0].numel() == 1:
-            return self._constant(args[0])
+        if func is _LIFT and type(args[0]) is Tensor:
+            x = args[0]
+            return self._constant(x) if x.numel() == 1 else self._empty(x.shape, x.dtype, x.device)
         kwargs = kwargs or {}
         key, tensors, recipe = self.known(func, args, kwargs)
         if recipe is None:
@@ -152,7 +153,7 @@ class FastFakeTensorMode(FakeTensorMode):
         if recipe is not _NEW:
             return self._made(recipe, tensors)
         if func is _COUNT:  # for which torch's own way loads torch.distributed.tensor
-            out = self._number(tensors[0].device)
+            out = self._empty((), torch.int64, tensors[0].device)
         else:
             out = _real_dispatch(self, func, types, args, kwargs)
         self._recipes[key] = self._recipe(func, tensors, out)
@@ -160,10 +161,14 @@ class FastFakeTensorMode(FakeTensorMode):
             self._values[key] = out
         return out
 
-    def _number(self, device: torch.device) -> Any:
-        """Returns an integer on a device."""
-        kwargs = {"dtype": torch.int64, "device": device}
-        return self.__torch_dispatch__(torch.ops.aten.empty.memory_format, (), ([],), kwargs)
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        """Returns a new tensor.
+
+        torch's own way to a tensor that numbers of the host fill loads a part of its compiler.
+        """
+        kwargs = {"dtype": dtype, "device": device}
+        empty = torch.ops.aten.empty.memory_format
+        return self.__torch_dispatch__(empty, (), ([*shape],), kwargs)
 
     def _constant(self, number: Tensor) -> FakeTensor:
         """Returns a fake tensor with a known value, as `torch.tensor(1.0)` makes one.
