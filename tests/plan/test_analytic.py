@@ -100,4 +100,4 @@ def test_without_a_head_of_tokens_nothing_multiplies_by_their_table() -> None:
     other = run.model_copy(update={"model": run.model.model_copy(update=changes)})
     words, labels = (estimate(one, cluster()) for one in (run, other))
     assert labels.load.products < 0.95 * words.load.products
-    assert labels.peak_gib < words.peak_gib
+    assert labels.peak_gib <= words.peak_gib  # traces differ by less than 1%
