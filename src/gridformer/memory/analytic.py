@@ -141,10 +141,10 @@ def _norm_of_whole(run: RunConfig, choice: Choice) -> bool:
 
 @dataclass(frozen=True)
 class _Replicas:
-    """What FSDP holds besides the shards, in bytes.
+    """What replicas that share parameters or gradients hold besides their shards, in bytes.
 
     Attributes:
-        gathered: Tables, which stay for a step, and two layers.
+        gathered: With FSDP the tables, which stay for a step, and two layers.
         table: The gradient of a table.
         messages: What travels while a layer's backward pass runs: the gradient of the head, and the
             parameters of two layers.
@@ -160,14 +160,16 @@ class _Replicas:
     def of(run: RunConfig, choices: Choices) -> _Replicas:
         """Returns it for a run, which may share nothing over its replicas."""
         layout, itemsize = run.layout, choices.work.itemsize
-        if layout.dp_mode != "fsdp" or layout.dp == 1:
+        if layout.dp_mode == "replicate" or layout.dp == 1:
             return _Replicas()
         others, grid = 1 - 1 / layout.dp, choices.rows * choices.cols
         table = run.model.vocab_size * run.model.hidden_size / grid * 4
         tables = 1 if run.model.tied_head or layout.pp > 1 else 2
         n_layers = run.model.n_layers + run.model.n_decoder_layers * run.model.two_stacks
         layer = _layer_elements(choices) / grid / n_layers * itemsize
-        if layout.reshard != "layer":
+        if layout.dp_mode != "fsdp":
+            layer, tables = 0.0, 0
+        elif layout.reshard != "layer":
             layer = 0.0
         widest = max(
             one.product.n_in * one.n_out
