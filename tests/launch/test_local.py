@@ -1,8 +1,10 @@
-"""How long the launcher waits for workers whose time is over."""
+"""How long the launcher waits for workers whose time is over, and what they leave it to read."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from gridformer.launch import local
 from gridformer.launch.worker_process import Meeting
@@ -30,3 +32,31 @@ def test_workers_that_do_not_save_get_no_more_time(tmp_path: Path) -> None:
     two = workers(tmp_path)
     assert not two._has_more_time(10.0)
     assert not two._has_more_time(11.0)
+
+
+class KilledError(BaseException):
+    pass
+
+
+def test_what_stopped_a_run_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several ranks write it, and on a busy machine each may be killed meanwhile."""
+    meeting = Meeting(tmp_path)
+    write = Path.write_text
+
+    def killed(path: Path, text: str, encoding: str) -> None:
+        write(path, text[:0], encoding)
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        with pytest.raises(KilledError):
+            meeting.tell_stopped("SIGUSR1")
+    assert not meeting.stopped.exists()
+    meeting.tell_stopped("SIGUSR1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        with pytest.raises(KilledError):
+            meeting.tell_stopped("SIGUSR1")
+    assert meeting.stopped.read_text(encoding="utf-8") == "SIGUSR1"

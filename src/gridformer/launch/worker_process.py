@@ -66,6 +66,10 @@ class Meeting:
         """Whether any rank saves."""
         return any(self.folder.glob("saving-*"))
 
+    def tell_stopped(self, cause: str) -> None:
+        """Writes what has stopped the run. Every rank does, and each may be killed meanwhile."""
+        _write_whole(self.stopped, cause)
+
     def error_file(self, rank: int | str) -> Path:
         """The file in which a rank reports its failure."""
         return self.folder / f"error-{rank}.json"
@@ -128,7 +132,7 @@ def work(
     stop.nothing_left_to_save()
     if stop.requested:
         if stop.exit_code == stopping.REQUEUE:
-            meeting.stopped.write_text(stop.cause, encoding="utf-8")
+            meeting.tell_stopped(stop.cause)
         raise SystemExit(stop.exit_code)
 
 
@@ -280,9 +284,14 @@ def _write_failure(error: Exception, path: Path) -> None:
 
 
 def _write(path: Path, message: dict[str, Any]) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
-    unfinished.rename(path)
+    _write_whole(path, json.dumps({"message": message}))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes a file that is complete as soon as it exists."""
+    unfinished = path.with_suffix(f".unfinished-{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _print_failure(error: Exception) -> None:
