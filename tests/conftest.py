@@ -1,6 +1,8 @@
 """Fixtures for all tests."""
 
 import gc
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,14 @@ from tests.support.server import prepare_server  # noqa: E402
 # tries new ones. There are no deadlines, which would fail by chance on a busy machine.
 settings.register_profile("same", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("fresh", deadline=None, print_blob=True)
+
+
+# torch's compiler takes code from its cache that was compiled for a processor of more abilities, as
+# ATEN_CPU_CAPABILITY pretends them, and crashes.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}",
+)
 
 
 def pytest_collection_finish() -> None:
