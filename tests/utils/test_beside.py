@@ -86,3 +86,10 @@ def test_errors_of_shared_work_are_raised() -> None:
 
     with pytest.raises(ValueError, match="wrong"):
         beside.shared([fails, lambda: None])
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_copies_share_more_pieces_than_a_byte_counts() -> None:
+    assert beside.shared([partial(pow, number, 2) for number in range(600)]) == [
+        number**2 for number in range(600)
+    ]

@@ -151,7 +151,7 @@ def shared(work: Sequence[Callable[[], T]]) -> list[T]:
     about the same time if the longest pieces come first.
 
     Args:
-        work: The pieces, at most 255 of them; their results can be pickled.
+        work: The pieces, whose results can be pickled; fewer than fill a pipe (32,768).
 
     Returns:
         The results, in the order of the pieces. Pieces that fail are done again in this process,
@@ -160,13 +160,14 @@ def shared(work: Sequence[Callable[[], T]]) -> list[T]:
     if not can_copy():
         return [piece() for piece in work]
     left, writer = os.pipe()
-    os.write(writer, bytes(range(len(work))))
+    os.write(writer, b"".join(n.to_bytes(2) for n in range(len(work))))
     os.close(writer)
 
     def some() -> dict[int, T]:
         found = {}
-        while taken := os.read(left, 1):
-            found[taken[0]] = work[taken[0]]()
+        while taken := os.read(left, 2):
+            n = int.from_bytes(taken)
+            found[n] = work[n]()
         return found
 
     copies = [_Child[dict[int, T]](some, dict) for _ in range(min(n_cores(), len(work)))]
