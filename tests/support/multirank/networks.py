@@ -123,7 +123,7 @@ def compare(name: str, how: dict[str, Any], sizes: list[int]) -> dict[str, float
         if placed.holds_common:
             number = placed.common.ranks.index(placed.rank)
             worst["output"] = worse(worst["output"], out, logits[number :: len(placed.common)])
-        worst["loss"] = max(worst["loss"], abs(placed.total(part) - float(loss)))
+        worst["loss"] = max(worst["loss"], abs(placed.total(part) - loss.item()))
         for key, p in mine.items():
             assert p.grad is not None, key
             worst["gradient"] = worse(worst["gradient"], p.grad, reference[key].grad)
@@ -138,4 +138,4 @@ def compare(name: str, how: dict[str, Any], sizes: list[int]) -> dict[str, float
 def worse(so_far: float, a: Tensor, b: Tensor | None) -> float:
     assert b is not None
     assert a.shape == b.shape
-    return max(so_far, float((a.detach() - b).abs().max()) if a.numel() else 0.0)
+    return max(so_far, float((a.detach() - b.detach()).abs().max()) if a.numel() else 0.0)
