@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from gridformer.calibrate.cases import cpu_cases, gpu_cases, quick_cases
+from gridformer.calibrate.clock import cpu_seconds
+from gridformer.calibrate.device import n_copies
 from gridformer.calibrate.found import Found
 from gridformer.calibrate.messages import group_sizes
 from gridformer.calibrate.operations import operations
@@ -63,6 +69,27 @@ def test_every_operation_has_a_row_that_its_table_accepts(gpu: bool) -> None:
     times = [row.us for rows in every for row in rows]
     assert sorted(times) == [i + 1 for i in range(len(listed))]
     assert {row.processes for rows in every for row in rows} == {1}
+
+
+def test_an_operation_takes_turns_on_tensors_that_caches_cannot_all_hold() -> None:
+    """As a training step, which comes back to a weight after all others."""
+    assert n_copies(2**20, 1) == 64
+    assert n_copies(4 * 2**20, 1) == 32
+    assert n_copies(4 * 2**20, 16) == 2
+    assert n_copies(2**40, 1) == 1
+    called: list[int] = []
+    results: list[weakref.ref[Tensor]] = []
+
+    def run(number: int) -> Tensor:
+        called.append(number)
+        assert sum(result() is not None for result in results) <= 3
+        result = torch.ones(1)
+        results.append(weakref.ref(result))
+        return result
+
+    cpu_seconds([partial(run, number) for number in range(3)], 1e-3, lambda: None)
+    assert called == [number % 3 for number in range(len(called))]
+    assert len(called) > 3
 
 
 def test_groups_of_several_sizes_divide_the_processes() -> None:

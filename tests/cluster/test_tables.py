@@ -62,3 +62,14 @@ def test_messages_between_sizes_members_and_numbers_of_processes() -> None:
     assert tables.message_s(16, "broadcast", 16, 2, 3, 1e5) == pytest.approx(9000e-6)
     assert tables.message_s(16, "broadcast", 16, 2, 1, 1e5) is None
     assert tables.message_s(4, "reduce", 4, 1, 1, 1e4) is None
+
+
+def test_empty_tensors_take_no_more_than_small_ones() -> None:
+    memory = tuple(
+        MemoryRow("add", "float32", n, size, n * size / 1e3)
+        for n, sizes in ((1, (1e3, 1e5)), (8, (1e3,)))
+        for size in sizes
+    )
+    tables = Tables(memory=memory, products=(product(64, 10.0), product(64, 40.0, processes=8)))
+    assert tables.memory_s(8, "add", 0) == tables.memory_s(8, "add", 1) == pytest.approx(4e-6)
+    assert tables.product_s(8, "float32", (1, 64, 0, 64)) == 0

@@ -132,8 +132,8 @@ def test_what_a_rank_asks_of_the_store_does_not_grow(
         thread.start()
     for thread in threads:
         thread.join(240)
-    # A rank reads config and plan, says so of each, and says what its machine is like. Whoever hears
-    # of config or plan last says so, too: it may be the same rank. Rank 0 reads what all say.
+    # A rank reads config and plan, says so of each, and says what its machine is like. Whoever
+    # hears of config or plan last says so, too: it may be the same rank. Rank 0 reads what all say.
     asked = [store.asked[str(rank)] for rank in range(1, size)]
     assert min(asked) == 5
     assert sum(asked) == 5 * (size - 1) + 2

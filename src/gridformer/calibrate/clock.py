@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -49,26 +51,30 @@ def _gpu_group(run: Run, calls: int) -> float:
     return start.elapsed_time(end) / 1e3 / calls
 
 
-def cpu_seconds(run: Run, window_s: float, meet: Meet) -> float:
+def cpu_seconds(runs: Sequence[Run], window_s: float, meet: Meet) -> float:
     """Returns the seconds of one call while all processes make such calls at the same time.
 
     If more processes than cores compute, the operating system lets them take turns, which makes
     some calls much longer than others: what counts is how many calls end in a window of time.
 
     Args:
-        run: The operation.
+        runs: The operation, on tensors of its own in each of them. They take turns, and their
+            results are kept until their next turn, so that caches hold none of them if they are
+            many.
         window_s: For this time it is repeated.
         meet: A barrier of all processes.
     """
-    for _ in range(2):
-        run()
+    kept: deque[object] = deque(maxlen=len(runs))
+    turns = itertools.cycle(runs)
+    for _ in range(1 + len(runs)):
+        kept.append(next(turns)())
     meet()
     clock, found = time.perf_counter, []
     for _ in range(_PARTS):
         calls, start = 0, clock()
         until = start + window_s / _PARTS
         while True:
-            run()
+            kept.append(next(turns)())
             calls += 1
             now = clock()
             if now >= until:

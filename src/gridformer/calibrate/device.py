@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,6 +23,8 @@ Tell = Callable[[str], None]
 _HEAT = 4096  # the size of the products that bring a GPU to the clock and power of training
 _HEAT_CALLS = 40
 _HEAT_S = 1.5
+_BEYOND_CACHES = 128 * 2**20  # bytes
+_MOST_COPIES = 64  # of the tensors of one operation in a process
 
 
 def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Found:
@@ -51,7 +55,7 @@ def measure_gpu(cases: Cases, limit_s: float, tell: Tell) -> Found:
         if kind != last:
             last = kind
             tell(f"{kind} ({time.monotonic() - began:.0f} s so far)")
-        seconds = _guarded(operation, found, device, lambda run: _hot(run, heat, cases.window_s))
+        seconds = _guarded(operation, found, device, lambda new: _hot(new(), heat, cases.window_s))
         if seconds is not None:
             found.add(operation.table, operation.key, 1, seconds)
     torch.cuda.empty_cache()
@@ -77,13 +81,32 @@ def measure_cpu(
     for operation in operations(cases, few, gpu=False):
         if few and operation.flop * waits > 4e9:
             continue
-        seconds = _guarded(operation, found, device, lambda run: cpu_seconds(run, window_s, meet))
+        copies = n_copies(operation.n_bytes, n_processes)
+        in_turns = partial(_in_turns, copies=copies, window_s=window_s, meet=meet)
+        seconds = _guarded(operation, found, device, in_turns)
         if seconds is not None:
             found.add(operation.table, operation.key, n_processes, seconds)
     tell("what Python adds to an operator")
     steps = 3 if cases.window_s > 0.01 else 1
     _measure_host(found, device, cases.dtypes[0], steps, meet)
     return found
+
+
+def n_copies(n_bytes: float, n_processes: int) -> int:
+    """Returns on how many copies of its tensors an operation takes turns.
+
+    A training step comes back to a weight after all others, and to an activation in its backward
+    pass. So the tensors of all processes together are made larger than caches.
+
+    Args:
+        n_bytes: About the memory of one copy.
+        n_processes: How many processes measure at the same time.
+    """
+    return max(1, min(_MOST_COPIES, math.ceil(_BEYOND_CACHES / n_processes / max(n_bytes, 1))))
+
+
+def _in_turns(new: Callable[[], Run], copies: int, window_s: float, meet: Meet) -> float:
+    return cpu_seconds([new() for _ in range(copies)], window_s, meet)
 
 
 def average(found: Found, everyone: Axis) -> None:
@@ -99,13 +122,13 @@ def _guarded(
     operation: Operation,
     found: Found,
     device: torch.device,
-    measure: Callable[[Run], float],
+    measure: Callable[[Callable[[], Run]], float],
 ) -> float | None:
     """Returns the seconds of an operation, or None after noting why it could not be measured."""
     try:
         if device.type == "cuda" and operation.n_bytes > 0.9 * _free(device):
             raise MemoryError(f"needs {operation.n_bytes / 2**30:.1f} GiB")
-        return measure(operation.build(device))
+        return measure(lambda: operation.build(device))
     except Exception as error:
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -77,7 +77,7 @@ def measure_host(device: torch.device, dtype: str, steps: int, meet: Meet) -> Ho
     step_s = few - launches[0] * launch_s
     if device.type == "cpu":
         x = torch.ones(64)
-        launch_s -= cpu_seconds(lambda: x + x, 0.03, meet)
+        launch_s -= cpu_seconds([lambda: x + x], 0.03, meet)
     return HostTime(max(launch_s, 1e-7), max(step_s, 1e-6))
 
 

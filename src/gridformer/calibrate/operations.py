@@ -6,6 +6,7 @@ processors run faster, and GPUs with less power, on zeros.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from gridformer.calibrate.cases import AttentionShape, BatchedShape, Cases, Line
 
 Run = Callable[[], object]
 _WIDTH = 1024  # elements in a row of what is normalized
+_DRAWN = 1 << 16  # random numbers in a tensor on a CPU, which are repeated in larger ones
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,12 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
 
 def _random(device: torch.device, dtype: str, *shape: int) -> Tensor:
-    return torch.randn(*shape, device=device).to(torch_dtype(dtype))
+    n = math.prod(shape)
+    if device.type != "cpu" or n <= _DRAWN:
+        return torch.randn(*shape, device=device).to(torch_dtype(dtype))
+    # Drawing them would take longer than the measurement.
+    repeats = -(-n // _DRAWN)
+    return torch.randn(_DRAWN).to(torch_dtype(dtype)).repeat(repeats)[:n].view(shape)
 
 
 # --------------------------------------------------------------------------- products

@@ -242,6 +242,8 @@ class _Field:
         """Returns the seconds of something that works at a rate, at a place of several sizes."""
         if not self.by_count:
             return None
+        if not work:  # one of the sizes is 0
+            return 0.0
 
         def rate(us: float, where: Sequence[float]) -> float:
             return math.prod(where) / us
@@ -259,6 +261,7 @@ class _Field:
         """Returns the seconds of something whose time grows with one size."""
         if not self.by_count:
             return None
+        size = max(size, 1.0)  # an empty tensor takes a call, too
 
         def at(points: dict[tuple[float, ...], float]) -> float:
             return _along(size, {where[0]: us for where, us in points.items()}, floor=0.5)
