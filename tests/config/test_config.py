@@ -328,8 +328,8 @@ def test_documents_share_samples_of_running_text_only(
 def test_tasks_belong_to_families() -> None:
     text = problem(BASE, "data.task=pairs")
     assert text.endswith(
-        "gpt2 learns from causal, classify, regression, answer or chat; use data.task=auto, "
-        "causal, classify, regression, answer or chat"
+        "gpt2 learns from causal, classify, regression, choice, answer or chat; use data.task="
+        "auto, causal, classify, regression, choice, answer or chat"
     )
 
 

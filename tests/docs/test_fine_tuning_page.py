@@ -18,26 +18,12 @@ from tests.support.commands import gridformer_here
 from tests.support.fenced import ROOT, fences, words_of
 from tests.support.reference.folders import save
 from tests.support.reference.shared import transformers
-from tests.support.tasks import (
-    words_tokenizer,
-    write_mnli,
-    write_qqp,
-    write_race,
-    write_squad,
-    write_sts_b,
-)
+from tests.support.tasks import WRITE, words_tokenizer
 
 PAGE = ROOT / "docs" / "how-to" / "fine-tuning.md"
 COMMANDS = [line for fence in fences(PAGE) if not fence.language for line in fence.lines]
 SIZES = "model.n_layers=1 model.hidden_size=48 model.n_heads=4 model.max_seq_len=512"
 SMALLER = "train.epochs=1 train.global_batch=8 train.eval_every=100 layout.dp=1 train.device=cpu"
-DATA = {
-    "MNLI": write_mnli,
-    "QQP": write_qqp,
-    "SQUAD": write_squad,
-    "RACE": write_race,
-    "STS-B": write_sts_b,
-}
 
 
 def write_models(folder: Path) -> None:
@@ -66,8 +52,8 @@ def write_models(folder: Path) -> None:
 @pytest.mark.timeout(600)
 def test_every_command_runs(tmp_path: Path) -> None:
     write_models(tmp_path)
-    for name, write in DATA.items():
-        write(tmp_path / name)
+    for name, write in WRITE.items():
+        write(tmp_path / name.upper())
     vocabulary = json.loads((tmp_path / "SmolLM2-135M" / "config.json").read_text())["vocab_size"]
     ran = set()
     with contextlib.chdir(tmp_path):
@@ -81,6 +67,8 @@ def test_every_command_runs(tmp_path: Path) -> None:
                 )
             done = gridformer_here(*words[1:])
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+            if words[1] == "prepare" and "squad" in words:
+                assert f"next: gridformer train {Path(words[-1]).name} " in done.stdout
             ran.add(words[1])
         for run in (tmp_path / "runs").iterdir():
             last = read_metrics(run)[-1:]

@@ -23,6 +23,7 @@ from gridformer.memory.ranks import largest_ranks
 from gridformer.trace.batch import rows_like
 from tests.support.data import pairs_source
 from tests.support.multirank.memory import a_run
+from tests.support.tasks import examples
 
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
 
@@ -159,6 +160,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     prepare_corpus(sources, found["text"], vocab_size=300, val_fraction=0.2)
     sources = open_sources([str(root / "text")], labels_from_folders=True)
     prepare_corpus(sources, found["labeled"], vocab_size=300, val_fraction=0.2)
+    for name in ("race", "sts-b", "squad2"):
+        found[name] = examples(name, root).path
     return found
 
 
@@ -175,6 +178,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("text", {"family": "t5"}, {"source_len": 24}),
         ("pairs", {"family": "transformer"}, {"source_len": 20}),
         ("pairs", {"family": "t5"}, {"task": "pairs", "source_len": 20, **PACKED}),
+        ("race", {"family": "bert"}, {"task": "choice"}),
+        ("race", {"family": "llama"}, {"task": "choice"}),
+        ("race", {"family": "t5"}, {"task": "choice"}),
+        ("sts-b", {"family": "gpt2"}, {"task": "regression"}),
+        ("squad2", {"family": "t5"}, {"task": "answer"}),
     ],
 )
 def test_batches_have_the_shapes_of_real_ones(

@@ -8,16 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer.checkpoint.convert.kinds import entries_of
 from gridformer.checkpoint.convert.table import to_ours
 from gridformer.config import ModelConfig
+from gridformer.data.samples.examples import ChoiceExamples
+from gridformer.data.samples.whole import Whole
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import IGNORE
 from gridformer.train.rows import RowSplit
 from gridformer.utils.batch import Batch
+from tests.support.data import split_of
 from tests.support.marks import full_unless
 from tests.support.reference import heads
 from tests.support.reference.bert import S, V, config_of
@@ -120,6 +124,18 @@ def test_logits_loss_and_gradients_are_those_of_hugging_face(name: str) -> None:
             assert_close(parameter.grad, expected[parameter_name])
 
 
+def assert_same_gradients(kind: str, ours: Model, theirs: Any, zero: tuple[str, ...]) -> None:
+    """Compare all gradients but those that are zero in exact arithmetic, as are those of keys."""
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    expected = heads.in_our_names(kind, ours.config, grads)
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        # Their tables have no gradient of padding.
+        first = heads.PAD + 1 if name == "tokens.weight" else 0
+        if not name.endswith((*zero, "qkv.bias", "k.bias")):
+            assert_close(parameter.grad[first:], expected[name][first:])
+
+
 LENGTHS = [24, 17, 5, 12]
 OF_CLASSES: tuple[tuple[heads.Head, int], ...] = (
     ("ForSequenceClassification", 3),
@@ -170,16 +186,66 @@ def test_every_class_gives_the_same_logits_loss_and_gradients(
     (loss,), (count,) = ours.losses(batch).values(), ours.counts(batch).values()
     (loss / count).backward()
     assert_close((loss / count).detach(), want.loss.detach())
-    grads = {name: p.grad for name, p in theirs.named_parameters()}
-    expected = heads.in_our_names(kind, ours.config, grads)
-    for name, parameter in ours.named_parameters():
-        assert parameter.grad is not None, name
-        # Softmax does not see what is added to all keys, or to all tokens of a span.
-        zero = ("span.ends.bias", "layers.1.norm2.bias", "qkv.bias", "k.bias")
-        # Their tables have no gradient of padding.
-        first = heads.PAD + 1 if name == "tokens.weight" else 0
-        if not name.endswith(zero):
-            assert_close(parameter.grad[first:], expected[name][first:])
+    # Softmax does not see what is added to all tokens of a span.
+    assert_same_gradients(kind, ours, theirs, ("span.ends.bias", "layers.1.norm2.bias"))
+
+
+# Tokens of the passage and of three choices of each question. In one sequence nothing is padding.
+CHOICES = ((9, 3, 13, 1), (2, 6, 2, 11), (5, 1, 1, 4), (1, 7, 8, 2))
+RIGHT = [2, 0, 1, 1]
+
+
+def questions(two_stacks: bool) -> tuple[Batch, list[list[int]]]:
+    """Return a batch of questions, and each of its sequences without padding."""
+    draw = np.random.default_rng(4)
+    texts = [[draw.integers(2, heads.folders.V, n).tolist() for n in one] for one in CHOICES]
+    documents = [[i for text in one for i in text] for one in texts]
+    split = split_of(documents, heads.END, parts=CHOICES, right=RIGHT)
+    samples = ChoiceExamples(split, 24, heads.SPECIAL, 3, two_stacks)
+    batch = {k: torch.from_numpy(v) for k, v in Whole(samples, 4).batch(0).items()}
+    return batch, [
+        [*passage, heads.END, *choice, heads.END] for passage, *rest in texts for choice in rest
+    ]
+
+
+KINDS_CHOICES = [kind for kind in heads.CLASSES if kind != "bert"]  # which has a class of its own
+
+
+@pytest.mark.parametrize("kind", full_unless(("gpt2", "llama", "t5").__contains__, KINDS_CHOICES))
+def test_choices_are_scored_as_their_class_with_one_label_scores_each_alone(kind: str) -> None:
+    """It reads one sequence without padding at a time, so no choice sees another, nor padding."""
+    ours, theirs = heads.pair(kind, "ForSequenceClassification", 1)
+    batch, sequences = questions(ours.config.two_stacks)
+    alone = [theirs(input_ids=torch.tensor([ids])).logits.view(()) for ids in sequences]
+    want = torch.stack(alone).view(4, 3)
+    loss = F.cross_entropy(want, torch.tensor(RIGHT))
+    loss.backward()
+    losses = []
+    for n, micro in enumerate(RowSplit(4, 2, Axes()).micro_batches(batch)):
+        got = ours.logits(micro.batch)["labels"].detach()
+        assert_close(got.view(2, 3), want.detach()[2 * n : 2 * n + 2])
+        assert int(ours.counts(micro.batch)["labels"]) == 2
+        losses.append(ours.losses(micro.batch)["labels"])
+        (losses[-1] / 4).backward()
+    assert_close(torch.stack(losses).detach().sum() / 4, loss.detach())
+    # Softmax does not see what is added to the scores of all choices.
+    assert_same_gradients(kind, ours, theirs, ("classifier.labels.bias", "norm.bias"))
+
+
+def test_choices_of_gpt2_are_scored_as_by_its_model_with_two_heads() -> None:
+    """GPT2DoubleHeadsModel also has a head of tokens, and a bias that all choices share."""
+    ours, one_label = heads.pair("gpt2", "ForSequenceClassification", 1)
+    theirs = transformers.GPT2DoubleHeadsModel(one_label.config).to(torch.float64).eval()
+    theirs.transformer.load_state_dict(one_label.transformer.state_dict())
+    theirs.multiple_choice_head.summary.load_state_dict(
+        {"weight": one_label.score.weight, "bias": torch.zeros(1)}
+    )
+    batch, _ = questions(two_stacks=False)
+    (micro,) = RowSplit(4, 1, Axes()).micro_batches(batch)
+    with torch.no_grad():
+        want = theirs(**heads.inputs_of(batch), mc_token_ids=batch["at"], mc_labels=batch["labels"])
+        assert_close(ours.logits(micro.batch)["labels"].view(4, 3), want.mc_logits)
+        assert_close(ours.losses(micro.batch)["labels"] / 4, want.mc_loss)
 
 
 def test_numbers_that_are_not_there_count_nothing() -> None:
@@ -197,10 +263,12 @@ def test_numbers_that_are_not_there_count_nothing() -> None:
 def test_micro_batches_of_choices_are_sequences() -> None:
     """The sequences of a sample stay together, and the numbers of rows count sequences."""
     tokens = torch.arange(4 * 3 * 5).view(4, 3, 5)
-    batch = {"tokens": tokens, "at": torch.zeros(4, 3), "labels": torch.arange(4)}
+    of_tokens = ("tokens", "valid", "segments", "source", "source_valid")
+    batch = {"at": torch.zeros(4, 3), "labels": torch.arange(4), **dict.fromkeys(of_tokens, tokens)}
     first, second = RowSplit(4, 2, Axes()).micro_batches(batch)
     assert (first.rows, second.rows) == (slice(0, 6), slice(6, 12))
-    assert torch.equal(second.batch["tokens"], tokens[2:].flatten(0, 1))
+    for key in of_tokens:
+        assert torch.equal(second.batch[key], tokens[2:].flatten(0, 1)), key
     assert second.batch["at"].shape == (6,)
     assert second.batch["labels"].tolist() == [2, 3]
     assert np.array_equal(RowSplit(4, 2, Axes()).all_rows, np.arange(4))

@@ -11,9 +11,9 @@ import torch
 
 from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.checkpoint.convert.importing import import_folder
+from gridformer.config import RunConfig
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.label_names import read_label_names
-from gridformer.data.prepare.tasks.writing import prepare_task
 from gridformer.data.samples.batches import open_samples
 from gridformer.data.samples.whole import Whole
 from gridformer.evaluate.examples import score_examples
@@ -21,6 +21,7 @@ from gridformer.evaluate.loading import load_model
 from gridformer.evaluate.sets import measure_set
 from gridformer.launch.plan import plan_run
 from gridformer.train.metrics import read_metrics
+from gridformer.utils.errors import ConfigError
 from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import train
@@ -28,7 +29,7 @@ from tests.support.reference.folders import opened_by_them, pair, save
 from tests.support.reference.heads import inputs_of
 from tests.support.reference.llama import widened
 from tests.support.reference.shared import assert_close
-from tests.support.tasks import WRITE, words_tokenizer
+from tests.support.tasks import examples, words_tokenizer
 
 SEQ = 48
 SIZE = f"n_layers: 1, hidden_size: 48, n_heads: 4, max_seq_len: {SEQ}"
@@ -42,22 +43,28 @@ MODELS = {
 # The scores that a run reports, by the name of its shipped run file.
 SCORES: dict[str, set[str]] = {
     "mnli": {"accuracy"},
+    "qqp": {"accuracy", "f1", "matthews"},
     "sts-b": {"pearson", "spearman"},
-    "squad": {
+    "squad": {"exact_match", "f1"},
+    "squad2": {
         f"{n}{of}" for n in ("exact_match", "f1") for of in ("", "_has_answer", "_no_answer")
     },
     "race": {"accuracy"},
 }
 LABELS = {
     "mnli": ["model.n_labels=3", "data.validation=[]"],
-    "sts-b": [],
+    "qqp": ["model.n_labels=2"],
     "squad": ["data.stride=32"],
-    "race": [],
+    "squad2": ["data.stride=32"],
 }
+SAME_HEADS = ("qqp", "squad")  # those of other tasks, so one family is enough
 ROUND_TRIPS = [
-    (name, family) for name in SCORES for family in MODELS if family == "bert" or name != "race"
+    (name, family)
+    for name in SCORES
+    for family in MODELS
+    if family == "bert" or name not in SAME_HEADS
 ]
-QUICK_TRIPS = {("squad", "bert"), ("mnli", "gpt2"), ("sts-b", "t5")}
+QUICK_TRIPS = {("squad2", "bert"), ("mnli", "gpt2"), ("sts-b", "t5"), ("race", "llama")}
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +90,10 @@ def planned(
     """Plan a shipped run with a small model on a small data set in its format."""
     data = root / f"{name}-tokens"
     if not data.exists():
-        prepare_task(name, WRITE[name](root / name), data, Tokenizer.load(imported / family))
+        examples(name, root, Tokenizer.load(imported / family))
     values = [
         f"model={MODELS[family]}",
-        *LABELS[name],
+        *LABELS.get(name, ()),
         f"data.path={data}",
         f"data.seq_len={SEQ}",
         f"train.init_from={imported / family}",
@@ -130,6 +137,11 @@ def test_from_hugging_face_to_scores_and_back(
         assert again[key] == pytest.approx(scores[key], rel=1e-9, abs=1e-12)
     assert again["loss"] == pytest.approx(last["val_loss"], rel=1e-12)
 
+    if name == "race" and family != "bert":  # tests/models/test_heads.py compares their scores
+        with pytest.raises(ConfigError, match=r"no class of it .*, only BertForMultipleChoice"):
+            export_run(tmp_path / "run", tmp_path / "exported")
+        assert not (tmp_path / "exported").exists()
+        return
     exported = export_run(tmp_path / "run", tmp_path / "exported")
     theirs = widened(opened_by_them(tmp_path / "exported").double())
     samples = open_samples(trained.run, folder.val, trained.tokenizer)
@@ -140,7 +152,7 @@ def test_from_hugging_face_to_scores_and_back(
     flat |= {"at": read["at"].flatten()} if "at" in read else {}
     with torch.no_grad():
         want, got = theirs(**inputs_of(read)), trained.model.logits(flat)
-    if name != "squad":  # whose stride a folder of theirs does not have
+    if not name.startswith("squad"):  # whose stride a folder of theirs does not have
         import_folder(tmp_path / "exported", tmp_path / "again")
         same = score_examples(load_model(tmp_path / "again", torch.device("cpu")), str(path), 5)
         assert same == pytest.approx(scores, abs=1e-3), "in float32"
@@ -148,11 +160,49 @@ def test_from_hugging_face_to_scores_and_back(
         names = read_label_names(tmp_path / "again")
         assert names == folder.index.labels == tuple(theirs.config.id2label.values())
         assert theirs.config.label2id == {label: i for i, label in enumerate(names)}
-    if name == "squad":
+    if name.startswith("squad"):
         assert exported.architecture.endswith("ForQuestionAnswering")
         assert_close(got["answer"], torch.stack((want.start_logits, want.end_logits), 1))
     else:
         assert_close(got["labels"].view(want.logits.shape), want.logits)
+
+
+CHANCE = {("qqp", "bert"): 1 / 2, ("race", "gpt2"): 1 / 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), full_unless(("qqp", "bert").__eq__, CHANCE, unpack=True)
+)
+def test_what_can_be_learned_is_learned(
+    pool: WorkerPool, imported: Path, tmp_path: Path, name: str, family: str
+) -> None:
+    """A word tells the answer, in examples that training has not seen, too."""
+    longer = ("train.epochs=4", "train.lr=3e-3")
+    plan = planned(name, imported, tmp_path, "run", *longer, family=family)
+    pool.run(1, train, plan)
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["val_accuracy"] > CHANCE[name, family] + 0.2
+    if name == "qqp":
+        said = answers_of_transformers(tmp_path, plan.run)
+        rows = (tmp_path / "qqp/dev.tsv").read_text(encoding="utf-8").splitlines()[1:]
+        wanted = [row.endswith("\t1") for row in rows]
+        assert said != wanted, "the scores would be 1 by any definition"
+        right = sum(one == want for one, want in zip(said, wanted, strict=True))
+        both = sum(one and want for one, want in zip(said, wanted))
+        assert last["val_accuracy"] == pytest.approx(right / len(wanted))
+        assert last["val_f1"] == pytest.approx(2 * both / (sum(said) + sum(wanted)))
+
+
+def answers_of_transformers(root: Path, run: RunConfig) -> list[bool]:
+    """Return which validation samples the exported model gives label 1."""
+    export_run(root / "run", root / "exported")
+    theirs = opened_by_them(root / "exported").double()
+    folder = TokenFolder.open(run.data.path)
+    samples = open_samples(run, folder.val, folder.tokenizer)
+    read = Whole(samples, samples.n_samples).batch(0)
+    with torch.no_grad():
+        logits = theirs(**inputs_of({k: torch.from_numpy(v) for k, v in read.items()})).logits
+    return [bool(label) for label in logits.argmax(1)]
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -167,6 +217,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CASES = [(name, family, layout) for name, family in ROUND_TRIPS for layout in LAYOUTS]
 QUICK = [
     ("race", "bert", "d&sp"),
+    ("race", "gpt2", "sequence parallel"),
+    ("race", "t5", "pipeline"),
     ("squad", "bert", "sequence parallel"),
     ("mnli", "bert", "pipeline"),
     ("sts-b", "llama", "optimus"),

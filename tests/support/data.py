@@ -69,6 +69,19 @@ def documents(folder: TokenFolder) -> dict[str, list[str]]:
     }
 
 
+def split_of(documents: list[list[int]], eos: int, **columns: Sequence[object]) -> TokenSplit:
+    """Return a split of documents with columns; an end-of-text token is added to each document."""
+    ended = [[*ids, eos] for ids in documents]
+    return TokenSplit(
+        "val",
+        Path("val.bin"),
+        np.array([i for ids in ended for i in ids]),
+        np.cumsum([0, *map(len, ended)]),
+        1 + max(map(max, ended)),
+        {name: np.array(values) for name, values in columns.items()},
+    )
+
+
 def counting_split(n_tokens: int, name: str = "train") -> TokenSplit:
     """Return a split whose token at position i is i, so that a batch shows where it was read."""
     return TokenSplit(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def write_qqp(folder: Path) -> Path:
     """Write GLUE's files: the first words of two questions tell whether they are duplicates."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(4)
-    for name, n in SIZES.items():
+    for name, n in (("train", 240), ("dev", 60)):
         rows = ["id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"]
         for i in range(n):
             label = int(draw.integers(2))
@@ -85,7 +87,7 @@ def write_squad(folder: Path, version: str = "v2.0") -> Path:
 
 
 def write_race(folder: Path) -> Path:
-    """Write RACE's folders: two questions for each text, one with a blank."""
+    """Write RACE's folders: two questions for each text; a word tells which answer is right."""
     draw = np.random.default_rng(2)
     for split, n in (("train", 12), ("dev", 5)):
         for i in range(n):
@@ -93,7 +95,7 @@ def write_race(folder: Path) -> Path:
             raw = {
                 "article": text(draw, 20),
                 "questions": ["The _ is here.", "Which one?"],
-                "options": [[text(draw, 2) for _ in range(4)] for _ in right],
+                "options": [[f"{WORDS[k != j]} {text(draw, 1)}" for j in range(4)] for k in right],
                 "answers": ["ABCD"[k] for k in right],
                 "id": f"{i}.txt",
             }
@@ -103,7 +105,15 @@ def write_race(folder: Path) -> Path:
     return folder
 
 
-WRITE = {"mnli": write_mnli, "sts-b": write_sts_b, "squad": write_squad, "race": write_race}
+# What writes the data of a shipped run file, by the name of that file.
+WRITE: dict[str, Callable[[Path], Path]] = {
+    "mnli": write_mnli,
+    "qqp": write_qqp,
+    "sts-b": write_sts_b,
+    "squad": partial(write_squad, version="v1.1"),
+    "squad2": write_squad,
+    "race": write_race,
+}
 
 
 def words_tokenizer() -> Tokenizer:
@@ -111,7 +121,7 @@ def words_tokenizer() -> Tokenizer:
     return Tokenizer.train([" ".join(WORDS) + " which words? why? The is here. Which one?"], 340)
 
 
-def examples(kind: str, folder: Path) -> TokenFolder:
-    """Write a data set and prepare it; returns the token folder."""
-    out = folder / f"{kind}-tokens"
-    return prepare_task(kind, WRITE[kind](folder / kind), out, words_tokenizer())
+def examples(name: str, folder: Path, tokenizer: Tokenizer | None = None) -> TokenFolder:
+    """Write the data of a shipped run file and prepare them; returns the token folder."""
+    kind, out = name.removesuffix("2"), folder / f"{name}-tokens"
+    return prepare_task(kind, WRITE[name](folder / name), out, tokenizer or words_tokenizer())

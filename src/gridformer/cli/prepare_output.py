@@ -88,6 +88,8 @@ def _next(folder: TokenFolder, out: Path) -> str:
     if folder.kind == "examples":
         of = {"answer": "squad", "right": "race", "value": "sts-b"}
         run = next((of[name] for name in of if name in folder.index.columns), "mnli")
+        if run == "squad" and (folder.train.columns["answer"] < 0).any():
+            run = "squad2"  # some questions have no answer
         words = ["gridformer", "train", run, f"data.path={out}"]
         if folder.index.labels and len(folder.index.labels) != 3:
             words.append(f"model.n_labels={len(folder.index.labels)}")

@@ -36,11 +36,11 @@ Task = Literal[
 ]
 # The tasks that each family can be trained on. The first one is what `auto` means.
 TASKS: dict[Family, tuple[Task, ...]] = {
-    "gpt2": ("causal", "classify", "regression", "answer", "chat"),
+    "gpt2": ("causal", "classify", "regression", "choice", "answer", "chat"),
     "bert": ("masked", "classify", "regression", "choice", "answer"),
-    "t5": ("spans", "pairs", "classify", "regression", "answer"),
+    "t5": ("spans", "pairs", "classify", "regression", "choice", "answer"),
     "transformer": ("pairs",),
-    "llama": ("causal", "classify", "regression", "answer", "chat"),
+    "llama": ("causal", "classify", "regression", "choice", "answer", "chat"),
 }
 # The tasks that have a head of their own instead of the head that predicts tokens, and the keys of
 # `model` that they set.
@@ -87,9 +87,9 @@ class DataConfig(Config):
         "tokens (masked, for bert), masked spans (spans, for t5), or the second text of a pair "
         "from the first (pairs, for transformer and t5), or the answers of conversations (chat, "
         "for gpt2 and llama). Fine-tuning predicts no tokens, but the label of a text or of a pair "
-        "of texts (classify), a number that belongs to it (regression), or where a text answers a "
-        "question (answer), all for bert, gpt2, llama and t5, or the right one of several answers "
-        "(choice, for bert). auto means the first task of the family.",
+        "of texts (classify), a number that belongs to it (regression), the right one of several "
+        "answers (choice), or where a text answers a question (answer), all for bert, gpt2, llama "
+        "and t5. auto means the first task of the family.",
     )
     seq_len: int = Field(
         default=0,

@@ -11,7 +11,7 @@ from gridformer.mesh import Axes
 from gridformer.utils.batch import Batch, MicroBatch
 
 # The keys of a batch that hold something of every sequence.
-_OF_SEQUENCES = ("tokens", "valid", "segments", "at")
+_OF_SEQUENCES = ("tokens", "valid", "segments", "source", "source_valid", "at")
 
 
 class RowSplit:

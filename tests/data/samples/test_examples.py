@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,27 +18,15 @@ from gridformer.data.samples.examples import (
 )
 from gridformer.data.samples.special import SpecialIds
 from gridformer.data.samples.whole import Whole
-from gridformer.data.tokenfolder import TokenSplit
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
+from tests.support import data
 
 CLS, SEP, PAD, EOS = 101, 102, 100, 99
 ENCODER = SpecialIds(EOS, PAD, 103, CLS, SEP, PAD, (), 104, 100, frozenset())
 DECODER = SpecialIds(EOS, PAD, None, None, None, PAD, (), 104, 100, frozenset())
 DRAW = np.random.default_rng(0)
-
-
-def split_of(documents: list[list[int]], **columns: list[object]) -> TokenSplit:
-    """Return a split of documents, to which an end-of-text token is added."""
-    ended = [[*ids, EOS] for ids in documents]
-    return TokenSplit(
-        "val",
-        Path("val.bin"),
-        np.array([i for ids in ended for i in ids]),
-        np.cumsum([0, *map(len, ended)]),
-        104,
-        {name: np.array(values) for name, values in columns.items()},
-    )
+split_of = partial(data.split_of, eos=EOS)
 
 
 def test_truncation_shortens_the_longer_text_token_by_token() -> None:
@@ -119,6 +107,21 @@ def test_choices_are_sequences_of_their_own() -> None:
     assert (found["at"].tolist(), int(found["labels"])) == ([0, 0], 1)
     with pytest.raises(DataError, match=r"have 2 choices.*use data\.n_choices=2"):
         ChoiceExamples(split, 7, ENCODER, 4)
+
+
+@pytest.mark.parametrize("two_stacks", [False, True])
+def test_choices_of_decoders_and_of_both_stacks(two_stacks: bool) -> None:
+    """A choice that is too long shortens the passage in its own sequence only."""
+    split = split_of([[1, 2, 3, 5, 6, 7]], parts=[[3, 1, 2]], right=[0])
+    found = ChoiceExamples(split, 6, DECODER, 2, two_stacks).sample(0, DRAW)
+    assert found["source" if two_stacks else "tokens"].tolist() == [
+        [1, 2, 3, EOS, 5, EOS],
+        [1, 2, EOS, 6, 7, EOS],
+    ]
+    if two_stacks:
+        assert found["tokens"].tolist() == [[PAD, 1, 2, 3, EOS, 5], [PAD, 1, 2, EOS, 6, 7]]
+    assert found["source_valid" if two_stacks else "valid"].all()
+    assert (found["at"].tolist(), int(found["labels"])) == ([5, 5], 0)
 
 
 def test_windows_cover_contexts_and_hold_answers() -> None:

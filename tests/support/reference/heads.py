@@ -31,6 +31,7 @@ CLASSES = {
 }
 SIZES: dict[str, Any] = {"n_layers": 2, "max_seq_len": 24}
 PAD, END = 0, 1
+SPECIAL = SpecialIds(END, PAD, None, None, None, PAD, (), folders.V, folders.V, frozenset())
 
 
 def pair(kind: str, head: Head, n_labels: int = 3) -> tuple[Model, Any]:
@@ -66,8 +67,7 @@ def in_our_names(kind: str, model: ModelConfig, theirs: dict[str, Any]) -> dict[
 
 def batch_of(model: Model, rows: list[Tensor], seq_len: int) -> Batch:
     """Return a batch of sequences, each read as a run of fine-tuning reads it."""
-    special = SpecialIds(END, PAD, None, None, None, PAD, (), folders.V, folders.V, frozenset())
-    read = [read_by(row.numpy(), seq_len, special, model.config.two_stacks) for row in rows]
+    read = [read_by(row.numpy(), seq_len, SPECIAL, model.config.two_stacks) for row in rows]
     batch = {key: torch.stack([torch.from_numpy(one[key]) for one in read]) for key in read[0]}
     bert = model.config.family == "bert"
     return batch | {"at": torch.tensor([0 if bert else len(row) - 1 for row in rows])}

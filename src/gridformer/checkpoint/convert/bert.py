@@ -6,7 +6,7 @@ from typing import Any
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED, Form, Interleaved
-from gridformer.checkpoint.convert.heads import head_entries, head_keys, head_problems, read_heads
+from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
 from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.config import ModelConfig, Task
 
@@ -89,7 +89,7 @@ def _heads_of(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 
 def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
-    problems = head_problems(config)
+    problems: list[str] = []
     if config.norm_position != "post":
         problems.append(f"norm_position={config.norm_position}: BERT there has only post")
     if config.head_width * config.n_heads != config.hidden_size:

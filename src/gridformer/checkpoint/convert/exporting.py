@@ -16,7 +16,7 @@ from torch import Tensor
 from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.files import in_files, row_slices
 from gridformer.checkpoint.convert.folder import CONFIG, INDEX, WEIGHTS, read_json
-from gridformer.checkpoint.convert.heads import label_keys
+from gridformer.checkpoint.convert.heads import head_problem, label_keys
 from gridformer.checkpoint.convert.importing import DType
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.stored import StoredParameters
@@ -111,6 +111,8 @@ def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str
         raise ConfigError(
             [f"model.family={model.family} has no counterpart in transformers: only {families} do"]
         )
+    if problem := head_problem(model, task):
+        raise ConfigError([f"model.{problem}"])
     if (kept / CONFIG).is_file():
         before = read_json(kept / CONFIG).get("model_type")
         kinds.sort(key=lambda kind: kind.model_type != before)

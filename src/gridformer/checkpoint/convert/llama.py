@@ -12,7 +12,7 @@ from typing import Any
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED
-from gridformer.checkpoint.convert.heads import head_entries, head_keys, head_problems, read_heads
+from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
 from gridformer.checkpoint.convert.rope import read_rope, write_rope
 from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.config import ModelConfig, Task
@@ -135,7 +135,7 @@ def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
 
 def write_config(kind: str, config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
     traits = _TRAITS[kind]
-    problems = head_problems(config)
+    problems: list[str] = []
     for key, here in (("qkv_bias", traits.qkv_bias), ("qk_norm", traits.qk_norm)):
         if getattr(config, key) != here:
             value = as_yaml(getattr(config, key))

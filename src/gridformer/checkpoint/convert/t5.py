@@ -6,7 +6,7 @@ from typing import Any
 
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import TRANSPOSED, Interleaved
-from gridformer.checkpoint.convert.heads import head_entries, head_keys, head_problems, read_heads
+from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
 from gridformer.checkpoint.convert.table import Entry, Kind
 from gridformer.config import ModelConfig, Task
 
@@ -84,7 +84,7 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 
 def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
-    return head_problems(config) or {
+    return {
         **head_keys(config, task, "T5", "T5ForConditionalGeneration"),
         "is_encoder_decoder": True,
         "num_layers": config.n_layers,

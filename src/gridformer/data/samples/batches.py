@@ -60,7 +60,8 @@ def open_samples(
     if run.task == "regression":
         return NumberExamples(text, run.seq_len, special, run.model.two_stacks)
     if run.task == "choice":
-        return ChoiceExamples(text, run.seq_len, special, run.data.n_choices)
+        n, two = run.data.n_choices, run.model.two_stacks
+        return ChoiceExamples(text, run.seq_len, special, n, two)
     if run.task == "answer":
         stride, two = run.data.stride, run.model.two_stacks
         return AnswerExamples(text, run.seq_len, special, stride, evaluating, two)

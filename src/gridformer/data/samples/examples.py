@@ -109,9 +109,15 @@ class ChoiceExamples:
     n_left_out = 0
 
     def __init__(
-        self, split: TokenSplit, seq_len: int, special: SpecialIds, n_choices: int
+        self,
+        split: TokenSplit,
+        seq_len: int,
+        special: SpecialIds,
+        n_choices: int,
+        two_stacks: bool = False,
     ) -> None:
-        self.split, self.reading, self.n_choices = split, Reading(seq_len, special), n_choices
+        self.split, self.n_choices = split, n_choices
+        self.reading = Reading(seq_len, special, two_stacks)
         self.n_samples = split.n_documents
         if split.columns[PARTS].shape[1] != 1 + n_choices:
             found = split.columns[PARTS].shape[1] - 1
@@ -121,7 +127,7 @@ class ChoiceExamples:
             )
 
     def sample(self, number: int, draw: np.random.Generator) -> Arrays:
-        """Returns tokens, valid and segments [n, seq_len], at [n] and labels []."""
+        """Returns what `Reading.sequence` returns for each continuation [n, ...], and labels []."""
         ids = self.split.document(number)[:-1]
         ends = np.cumsum(self.split.columns[PARTS][number])
         passage = ids[: ends[0]]
