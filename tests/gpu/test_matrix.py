@@ -55,7 +55,7 @@ def gpus() -> Iterator[WorkerPool]:
 
 @pytest.mark.parametrize("cell", cells(N_GPUS), ids=lambda cell: cell.title)
 def test_equals_one_gpu(gpus: WorkerPool, cell: Cell) -> None:
-    how = cell.layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents
+    how = cell.layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents, cell.task
     worst_of(gpus.run(n_of(cell), compare, *how))
 
 

@@ -108,7 +108,7 @@ def test_methods_have_the_log_of_the_complete_step(method: str) -> None:
 )
 def test_cells_have_the_log_of_the_complete_step(cell: Cell) -> None:
     layout = {**cell.layout, "micro_batches": 6}
-    same_as_complete(a_run(layout, cell.config, BATCH))
+    same_as_complete(a_run(layout, cell.config, BATCH, cell.task))
 
 
 def test_only_one_micro_batch_of_a_stage_runs(monkeypatch: pytest.MonkeyPatch) -> None:

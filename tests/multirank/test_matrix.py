@@ -57,6 +57,8 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
             f"{torch.__version__}, gloo, {platform.machine()}. Tied embeddings, padding, two "
             "losses (GPT-2, BERT), label smoothing (Transformer) and rows of several documents "
             "or pairs (GPT-2 and Transformer with dropout, Llama and T5 without) are in it; "
+            "fine-tuned models have labels and spans without dropout, and with it choices (BERT, "
+            "Llama, T5), or a number and spans (GPT-2); "
             "with pp > 1 there are as many micro-batches as "
             "stages, and stages are of unequal size. Optimus is on a 2x2 grid where that takes at "
             "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all."
@@ -87,7 +89,7 @@ def test_equals_one_device(
         assert ": use " in why, "a refusal says what to use instead"
         return
     steps = STEPS if request.config.getoption("--exactness-table") else QUICK_STEPS
-    how = cell.layout, cell.config, SETTINGS, steps, cell.documents
+    how = cell.layout, cell.config, SETTINGS, steps, cell.documents, cell.task
     found[cell] = worst_of(pool.run(n_of(cell), compare, *how))
 
 
@@ -101,7 +103,7 @@ def test_equals_one_device(
 )
 def test_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
     """NCCL's path runs over gloo; see tests/support/multirank/nccl_path.py."""
-    how = cell.layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents
+    how = cell.layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents, cell.task
     worst_of(pool.run(n_of(cell), on_nccl, compare, *how))
 
 
@@ -120,7 +122,7 @@ def test_weights_gathered_once_a_step_equal_one_device_over_nccl(
 ) -> None:
     """tests/multirank/test_dp_modes.py tests them over gloo."""
     layout = {"micro_batches": 2, **cell.layout, "reshard": "step"}
-    how = layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents
+    how = layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents, cell.task
     worst_of(pool.run(n_of(cell), on_nccl, compare, *how))
 
 
@@ -151,7 +153,7 @@ def test_quick_cells_over_nccl_show_every_value() -> None:
 
 
 def test_quick_cells_show_every_two_values_together() -> None:
-    assert len(QUICK) < 68
+    assert len(QUICK) < 69
     for i, j in ((0, 1), (1, 2), (1, 3), (2, 3), (0, 4)):
         found = {(c[i], c[j]) for c in QUICK if c.model not in HEADS}
         assert found == {(c[i], c[j]) for c in PAIRED}

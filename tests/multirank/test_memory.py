@@ -33,7 +33,7 @@ OF_EACH_SCHEME = {c for c in {c.scheme: c for c in reversed(ONE_STACK)}.values()
 def possible(cell: Cell) -> bool:
     """Reject invalid combinations, whose messages tests/multirank/test_matrix.py checks."""
     try:
-        check(a_run(cell.layout, cell.config, {}))
+        check(a_run(cell.layout, cell.config, {}, cell.task))
     except ValueError:
         return False
     return True
@@ -43,7 +43,7 @@ def possible(cell: Cell) -> bool:
     "cell", full_unless(lambda cell: cell in OF_EACH_SCHEME, CELLS), ids=lambda cell: cell.title
 )
 def test_estimated_is_measured(pool: WorkerPool, cell: Cell) -> None:
-    agrees(pool, a_run(cell.layout, cell.config, {}))
+    agrees(pool, a_run(cell.layout, cell.config, {}, cell.task))
 
 
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gridformer.config import LayoutConfig
+from gridformer.config import LayoutConfig, Task
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import TOLERANCE, compare
 from tests.support.multirank.matrix import (
@@ -57,10 +57,17 @@ def quick_case(case: tuple[str, Cell]) -> bool:
     return (cell.model, cell.scheme) in SELECTIVE and (cell.pp, cell.replicas) == (1, "none")
 
 
-def check(pool: WorkerPool, layout: dict[str, Any], model: dict[str, Any], method: str) -> None:
+def check(
+    pool: WorkerPool,
+    layout: dict[str, Any],
+    model: dict[str, Any],
+    method: str,
+    task: Task = "auto",
+) -> None:
     settings = {**SETTINGS, **METHODS[method]}
     n = LayoutConfig(**layout).n_processes
-    for rank, one in enumerate(pool.run(n, compare, layout, model, settings, STEPS)):
+    how = layout, model, settings, STEPS, False, task
+    for rank, one in enumerate(pool.run(n, compare, *how)):
         wrong = {k: v for k, v in one.items() if not v <= TOLERANCE["float64"]}
         assert not wrong, f"rank {rank}: {wrong}"
 
@@ -71,7 +78,7 @@ def check(pool: WorkerPool, layout: dict[str, Any], model: dict[str, Any], metho
     ids=lambda value: value if isinstance(value, str) else value.title,
 )
 def test_equals_one_device_without(pool: WorkerPool, method: str, cell: Cell) -> None:
-    check(pool, cell.layout, cell.config, method)
+    check(pool, cell.layout, cell.config, method, cell.task)
 
 
 GRID: dict[str, Any] = {"scheme": "optimus", "rows": 2, "cols": 2}

@@ -85,7 +85,7 @@ def is_quick(case: Case) -> bool:
 def test_equals_one_device(pool: WorkerPool, case: Case) -> None:
     """Compare loss, norm, and parameters after three steps, for any layout."""
     settings = {**SETTINGS, **METHODS[case.method]}
-    assert_equal_one_device(pool, case.layout, case.cell.config, settings)
+    assert_equal_one_device(pool, case.layout, case.cell.config, settings, case.cell.task)
 
 
 ORDERS: list[Layout] = [

@@ -208,9 +208,9 @@ def of_cell(cell: Cell) -> tuple[RunConfig, list[int]]:
     scheme, replicas = [*MATRIX_SCHEMES].index(cell.scheme), MATRIX_REPLICAS.index(cell.replicas)
     turn = model + scheme + MATRIX_PIPELINES.index(cell.pp) + replicas
     method = "plain" if cell.dropout else [*METHODS][turn % len(METHODS)]
-    run = a_run(cell.layout, cell.config, {**METHODS[method], "global_batch": 32})
+    run = a_run(cell.layout, cell.config, {**METHODS[method], "global_batch": 32}, cell.task)
     if is_refused(run):
-        run = a_run(cell.layout, cell.config, {**METHODS["plain"], "global_batch": 32})
+        run = a_run(cell.layout, cell.config, {**METHODS["plain"], "global_batch": 32}, cell.task)
     stage = mesh_ranks(run.layout)[(2 * model + cell.dropout) % cell.pp]
     ranks = stage[-1].flatten().tolist()
     return run, ranks if run.layout.common == "first" else ranks[-1:]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
+from gridformer.config import LayoutConfig, ModelConfig, Task, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -29,6 +29,7 @@ from tests.support.multirank.packing import packed
 from tests.support.multirank.pool import WorkerPool, group_cache
 
 CPU = torch.device("cpu")
+N_CHOICES = 3  # of a question in `batches_of`
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 # The gradient of the keys' bias is zero in exact arithmetic, because softmax does not depend on it.
 # In float32 it is rounding noise, which AdamW with its usual eps scales up to full steps. An eps
@@ -40,8 +41,8 @@ EVERYTHING = {"dropout": 0.2, "attention_dropout": 0.1, "max_seq_len": 12, "n_la
 IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
 
 # Parameters whose gradients are zero in exact arithmetic, so that only rounding noise moves them:
-# softmax over tokens does not see what is added to all of them.
-ALWAYS_ZERO = ("span.ends.bias",)
+# softmax over tokens, or over choices, does not see what is added to all of them.
+ALWAYS_ZERO = ("span.ends.bias", "classifier.labels.bias")
 
 Tensors = dict[str, Tensor]
 Found = TypeVar("Found")
@@ -65,8 +66,15 @@ def batch_of(step: int, config: ModelConfig, rows: int) -> Tensor:
     return torch.randint(0, config.vocab_size, shape, generator=generator)
 
 
-def batches_of(step: int, config: ModelConfig, rows: int) -> Batch:
-    """Return a family's batch with padding, and with ignored targets where it has them."""
+def batches_of(step: int, config: ModelConfig, rows: int, task: Task = "auto") -> Batch:
+    """Return a family's batch with padding, and with ignored targets where it has them.
+
+    Labels are numbers if `task` is regression. If it is choice, each row is several sequences.
+    """
+    if task == "choice":
+        batch = batches_of(step, config, rows * N_CHOICES)
+        found = {key: x.unflatten(0, (rows, N_CHOICES)) for key, x in batch.items()}
+        return found | {"labels": batch["at"][:rows] % N_CHOICES}
     whole = batch_of(step, config, rows)
     batch = next_words(whole)
     s, generator = config.max_seq_len, torch.Generator().manual_seed(2000 + step)
@@ -89,6 +97,8 @@ def batches_of(step: int, config: ModelConfig, rows: int) -> Batch:
     if config.n_labels:
         batch["at"] = torch.randint(0, s, (rows,), generator=generator)
         batch["labels"] = torch.randint(0, config.n_labels, (rows,), generator=generator)
+        if task == "regression":
+            batch["labels"] = torch.randn(rows, generator=generator)
     if config.span_head:
         batch["answer"] = torch.randint(0, s, (rows, 2), generator=generator)
     if not config.token_head:
@@ -156,23 +166,24 @@ def compare(
     train: dict[str, Any],
     n_steps: int = 5,
     documents: bool = False,
+    task: Task = "auto",
 ) -> dict[str, float]:
     """Return the largest relative differences to one device: loss, gradients, parameters, norm.
 
     They are relative to the largest element of the reference's whole tensor. With `documents`,
-    rows of the batches hold several documents, or several pairs.
+    rows of the batches hold several documents, or several pairs. For `task` see `batches_of`.
     """
     torch.set_num_threads(1)
     config, settings, plan = tiny(**model), TrainConfig(**train), LayoutConfig(**layout)
     plain = without_methods(settings).model_dump_json()
-    want = computed_once(_one_device, config.model_dump_json(), plain, n_steps, documents)
+    want = computed_once(_one_device, config.model_dump_json(), plain, n_steps, documents, task)
     axes = axes_of(plan)
     cut = build_parallel(config, plan, axes, settings.seed, device(), settings.dtype)
     worst = {"init": distance(cut, values(cut), want.initial), "loss": 0.0, "norm": 0.0}
 
     stepper = Stepper(cut, settings, axes, plan)
     _check_decay(stepper)
-    reads = _reads(config, settings, n_steps, documents)
+    reads = _reads(config, settings, n_steps, documents, task)
     found = keep_gradients(stepper)
     for step, read in enumerate(reads):
         got = stepper(step, read)
@@ -284,14 +295,16 @@ def _from_first(value: Any) -> Any:
     return value if first else pickle.loads(sent.cpu().numpy().tobytes())
 
 
-def _one_device(config_json: str, settings_json: str, n_steps: int, documents: bool) -> _Reference:
+def _one_device(
+    config_json: str, settings_json: str, n_steps: int, documents: bool, task: Task
+) -> _Reference:
     config = ModelConfig.model_validate_json(config_json)
     settings = TrainConfig.model_validate_json(settings_json)
     axes = Axes(device_type=device().type)
     whole = build_parallel(config, LayoutConfig(), axes, settings.seed, device(), settings.dtype)
     initial = {name: value.clone().cpu() for name, value in values(whole).items()}
     stepper = Stepper(whole, settings, axes)
-    reads = _reads(config, settings, n_steps, documents)
+    reads = _reads(config, settings, n_steps, documents, task)
     first = keep_gradients(stepper)
     results = [stepper(step, read) for step, read in enumerate(reads)]
     norms = [result.grad_norm for result in results]
@@ -307,10 +320,10 @@ def _one_device(config_json: str, settings_json: str, n_steps: int, documents: b
 
 
 def _reads(
-    config: ModelConfig, settings: TrainConfig, n_steps: int, documents: bool
+    config: ModelConfig, settings: TrainConfig, n_steps: int, documents: bool, task: Task
 ) -> list[ReadRows]:
     def read_of(step: int) -> ReadRows:
-        batch = batches_of(step, config, settings.global_batch)
+        batch = batches_of(step, config, settings.global_batch, task)
         if documents:
             generator = torch.Generator().manual_seed(3000 + step)
             if config.two_stacks:
@@ -354,10 +367,14 @@ def _check_decay(stepper: Stepper) -> None:
 
 
 def assert_equal_one_device(
-    pool: WorkerPool, layout: Layout, model: dict[str, Any], train: dict[str, Any]
+    pool: WorkerPool,
+    layout: Layout,
+    model: dict[str, Any],
+    train: dict[str, Any],
+    task: Task = "auto",
 ) -> None:
     """Train two steps under these settings in float64, and compare with one device."""
     n = LayoutConfig(**layout).n_processes
-    for rank, worst in enumerate(pool.run(n, compare, layout, model, train, 2)):
+    for rank, worst in enumerate(pool.run(n, compare, layout, model, train, 2, False, task)):
         wrong = {k: v for k, v in worst.items() if not v <= TOLERANCE["float64"]}
         assert not wrong, f"rank {rank}: {wrong}"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gridformer.config import LayoutConfig, RunConfig
+from gridformer.config import LayoutConfig, RunConfig, Task
 from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 from tests.support.multirank.exactness import TOLERANCE, TRAIN, tiny
@@ -23,6 +23,7 @@ LARGEST = 8  # the most processes of a layout whose grid is the larger of two
 
 # The heads of fine-tuning, without that of tokens: labels of sequences, and spans.
 FINE_TUNED: dict[str, Any] = {"token_head": False, "span_head": True, "n_labels": 3}
+CHOICE: dict[str, Any] = {"span_head": False, "n_labels": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"family": "gpt2", "n_labels": 3},
     "BERT": {"family": "bert"},
@@ -40,9 +41,20 @@ MODELS: dict[str, dict[str, Any]] = {
         **FINE_TUNED,
     },
 }
-# What a model also has in cells with dropout.
+# What differs in cells with dropout.
 WITH_DROPOUT: dict[str, dict[str, Any]] = {
     "Llama": {"qk_norm": False, "tied_head": True, "qkv_bias": True, "window": 5},
+    "BERT, fine-tuned": CHOICE,
+    "GPT-2, fine-tuned": {"n_labels": 1},
+    "Llama, fine-tuned": CHOICE,
+    "T5, fine-tuned": CHOICE,
+}
+# What the labels of fine-tuned models are in cells with dropout; in the others, they are labels.
+TASK_WITH_DROPOUT: dict[str, Task] = {
+    "BERT, fine-tuned": "choice",
+    "GPT-2, fine-tuned": "regression",
+    "Llama, fine-tuned": "choice",
+    "T5, fine-tuned": "choice",
 }
 # In these cells rows hold several documents or pairs, which attention and positions do not leave.
 DOCUMENTS = {("GPT-2", True), ("Llama", False), ("Transformer", True), ("T5", False)}
@@ -110,6 +122,13 @@ class Cell(NamedTuple):
         return (self.model, self.dropout) in DOCUMENTS
 
     @property
+    def task(self) -> Task:
+        """Return what the labels of a fine-tuned model are; `auto` for other models."""
+        if self.model not in TASK_WITH_DROPOUT:
+            return "auto"
+        return TASK_WITH_DROPOUT[self.model] if self.dropout else "classify"
+
+    @property
     def title(self) -> str:
         dropout = "dropout" if self.dropout else "no_dropout"
         words = f"{self.model}-{self.scheme}-pp{self.pp}-{self.replicas}-{dropout}"
@@ -125,6 +144,7 @@ CELLS = [
 QUICK_HEADS = {
     Cell("GPT-2, fine-tuned", "Megatron, sequence parallel", 1, "none", True),
     Cell("Llama, fine-tuned", "Optimus", 1, "none", False),
+    Cell("Llama, fine-tuned", "Optimus", 1, "none", True),
     Cell("T5, fine-tuned", "Megatron, sequence parallel", 1, "none", False),
     Cell("T5, fine-tuned", "D&SP-cSub", 1, "none", True),
 }
@@ -208,7 +228,7 @@ def refusal(cell: Cell) -> str:
         {
             "model": model,
             "layout": cell.layout,
-            "data": {"path": ".", "task": "auto" if model.token_head else "classify"},
+            "data": {"path": ".", "task": cell.task},
             "train": {"global_batch": SETTINGS["global_batch"]},
         }
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.config import LayoutConfig, RunConfig, TrainConfig
+from gridformer.config import DataConfig, LayoutConfig, RunConfig, Task, TrainConfig
 from gridformer.memory.budget import at_most
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
@@ -27,11 +27,13 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def a_run(layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any]) -> RunConfig:
+def a_run(
+    layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any], task: Task = "auto"
+) -> RunConfig:
     config = tiny(**model)
     return RunConfig(
         model=config,
-        data={"path": Path("none"), "seq_len": config.max_seq_len},  # type: ignore[arg-type]
+        data=DataConfig(path=Path("none"), seq_len=config.max_seq_len, task=task),
         layout=LayoutConfig(**layout),
         train=TrainConfig(**{**SETTINGS, **train}),
     )
