@@ -1,4 +1,4 @@
-"""A run on files that Megatron-LM wrote is the run on a token folder with the same tokens."""
+"""A run on files of Megatron-LM or datatrove is the run on a token folder with the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gridformer.data.tokensplit import TokenSplit
 from gridformer.train import journal
 from gridformer.train.metrics import read_metrics
 from tests.support.commands import gridformer_here
-from tests.support.foreign import Documents, write_megatron
+from tests.support.foreign import Documents, write_datatrove, write_megatron
 
 
 def sentences_of(split: TokenSplit) -> Documents:
@@ -28,23 +28,34 @@ def sentences_of(split: TokenSplit) -> Documents:
     return found
 
 
-def test_two_steps_on_files_of_megatron(token_folder: Path, tmp_path: Path) -> None:
+def documents_of(split: TokenSplit) -> list[list[int]]:
+    return [split.document(number).tolist() for number in range(split.n_documents)]
+
+
+def test_two_steps_on_files_of_others(token_folder: Path, tmp_path: Path) -> None:
     """With attention within documents, so that the borders of documents count, too."""
     folder = TokenFolder.open(token_folder)
     foreign = tmp_path / "foreign"
     write_megatron(foreign / "a_text_document", sentences_of(folder.train), code=4)
     write_megatron(foreign / "b_text_document", sentences_of(folder.val), code=8)
+    write_datatrove(foreign / "a.ds", documents_of(folder.train), item=4)
+    write_datatrove(foreign / "b.ds", documents_of(folder.val), item=2)
     shutil.copy(token_folder / "tokenizer.json", foreign)
     ours: dict[str, Any] = {
         "path": str(token_folder),
         "validation": [{"name": "b", "path": str(token_folder)}],
     }
-    theirs: dict[str, Any] = {
-        "path": str(foreign / "a_text_document"),
-        "val_fraction": 0,
-        "validation": [{"name": "b", "path": str(foreign / "b_text_document.bin")}],
-    }
-    for name, data in {"ours": ours, "theirs": theirs}.items():
+    runs = {"ours": ours}
+    for name, train, val in (
+        ("megatron", "a_text_document", "b_text_document.bin"),
+        ("datatrove", "a.ds", "b.ds"),
+    ):
+        runs[name] = {
+            "path": str(foreign / train),
+            "val_fraction": 0,
+            "validation": [{"name": "b", "path": str(foreign / val)}],
+        }
+    for name, data in runs.items():
         sections = {
             "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
             "data": {**data, "document_mask": True},
@@ -54,17 +65,20 @@ def test_two_steps_on_files_of_megatron(token_folder: Path, tmp_path: Path) -> N
         with patch.object(journal, "plot_loss"):
             done = gridformer_here("train", tmp_path / f"{name}.yaml", "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
-    numbers = [
-        [(m["step"], m.get("loss"), m["val_loss_b"]) for m in read_metrics(tmp_path / name)]
-        for name in ("ours", "theirs")
-    ]
-    assert [step for step, *_ in numbers[0]] == [0, 1, 2]
-    assert numbers[0] == numbers[1]
-    one, other = (
-        {path.name: load_file(path) for path in find.newest(tmp_path / name).glob("*.safetensors")}
-        for name in ("ours", "theirs")
+    numbers, (one, *others) = (
+        [
+            [(m["step"], m.get("loss"), m["val_loss_b"]) for m in read_metrics(tmp_path / name)]
+            for name in runs
+        ],
+        [
+            {path.name: load_file(path) for path in find.newest(tmp_path / name).glob("*.safet*")}
+            for name in runs
+        ],
     )
-    assert one.keys() == other.keys()
-    for file, tensors in one.items():
-        for name, tensor in tensors.items():
-            assert tensor.equal(other[file][name]), name
+    assert [step for step, *_ in numbers[0]] == [0, 1, 2]
+    assert numbers[0] == numbers[1] == numbers[2]
+    for other in others:
+        assert one.keys() == other.keys()
+        for file, tensors in one.items():
+            for name, tensor in tensors.items():
+                assert tensor.equal(other[file][name]), name

@@ -1,5 +1,6 @@
 """`gridformer prepare` as a user types it."""
 
+import itertools
 import json
 import shlex
 import shutil
@@ -7,13 +8,16 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import tokenizers
 import typer
+from tokenizers import models, pre_tokenizers
 from typer.testing import CliRunner
 
 from gridformer.cli.prepare import prepare
 from gridformer.data import TokenFolder
 from gridformer.utils.errors import DataError, UserError
 from tests.support.data import documents, sentences
+from tests.support.foreign import megatron_bytes
 
 
 def run(*arguments: str | Path) -> str:
@@ -144,3 +148,87 @@ def test_labels(tmp_path: Path) -> None:
     (tmp_path / "l.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     output = run(tmp_path / "l.jsonl", "--out", tmp_path / "u", "--label-key", "kind")
     assert "3: 0, 1, 2" in output
+
+
+# --------------------------------------------------------------------------- what is written
+
+LETTERS = ("a b c", "b", "a a", "c b a b c", "c", "c c c c")  # different ones
+
+
+def words_tokenizer(folder: Path, size: int) -> Path:
+    """Write a tokenizer whose words are a, b, ... with the ids 0, 1, ...; others are w6, w7, ..."""
+    words = [*"abcd", "<d>", "</d>", "<|endoftext|>", *(f"w{i}" for i in range(7, size))]
+    backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def written(folder: Path) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
+    one, other = (
+        ((folder / f"{split}.bin").read_bytes(), (folder / f"{split}.idx").read_bytes())
+        for split in ("train", "val")
+    )
+    return one, other
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "code", "begin", "end"),
+    [
+        ((), 7, 8, [], [6]),
+        (("--eos", "</d>"), 7, 8, [], [5]),
+        (("--eos", "</d>", "--bos", "<d>"), 7, 8, [4], [5]),
+        (("--bos", "<d>"), 7, 8, [4], [6]),
+        (("--eos", "none"), 7, 8, [], []),
+        (("--eos", "none", "--bos", "<d>"), 70_000, 4, [4], []),
+    ],
+)
+def test_the_bytes_are_those_of_the_format(
+    tmp_path: Path, options: tuple[str, ...], size: int, code: int, begin: list[int], end: list[int]
+) -> None:
+    """Each document is one sequence of uint16 (code 8), or of int32 (4) for many words."""
+    (tmp_path / "in").mkdir()
+    for number, text in enumerate(LETTERS):
+        (tmp_path / "in" / f"{number}.txt").write_text(text)
+    tokenizer = words_tokenizer(tmp_path, size)
+    output = run(
+        tmp_path / "in", "--out", tmp_path / "t", "--tokenizer", tokenizer, "--val-fraction", "0.4",
+        *options,
+    )  # fmt: skip
+    assert "next: gridformer train" in output
+    tokens = [[[*begin, *("abc".index(word) for word in text.split()), *end]] for text in LETTERS]
+    found = []
+    # Which documents are for validation is a matter of the seed; they keep their order.
+    for held_out in itertools.product((False, True), repeat=len(tokens)):
+        train, val = (
+            [one for one, is_val in zip(tokens, held_out) if is_val == wanted]
+            for wanted in (False, True)
+        )
+        if written(tmp_path / "t") == (megatron_bytes(train, code), megatron_bytes(val, code)):
+            found.append(held_out)
+    assert len(found) == 1
+    assert 0 < sum(found[0]) < len(tokens)
+    again = TokenFolder.open(tmp_path / "t").tokenizer
+    assert again.begin_ids == begin
+    assert again.eos_id == (end or [6])[0], "generation ends there"
+
+
+def test_tokens_of_documents_that_cannot_be_had(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a b c")
+    tokenizer = words_tokenizer(tmp_path, 7)
+    there = (tmp_path / "a.txt", "--out", tmp_path / "t")
+    given = (*there, "--tokenizer", tokenizer)
+    for option in ("--eos", "--bos"):
+        with pytest.raises(
+            UserError, match="--eos and --bos name tokens of a given tokenizer: add"
+        ):
+            run(*there, option, "</d>")
+        with pytest.raises(
+            DataError, match=f"the tokenizer has no token '</e>': use {option} with"
+        ):
+            run(*given, option, "</e>")
+        with pytest.raises(UserError, match="--chat says what begins and ends a document, so omit"):
+            run(*given, option, "</d>", "--chat", "chatml")
+        with pytest.raises(UserError, match="--format says what begins and ends a document, so om"):
+            run(*given, option, "</d>", "--format", "mnli")
+    assert not (tmp_path / "t").exists()
