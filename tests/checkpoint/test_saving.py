@@ -21,11 +21,12 @@ from gridformer.checkpoint import find, place, saving
 from gridformer.checkpoint import saver as saver_module
 from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.checkpoint import manifest_of
-from gridformer.checkpoint.manifest import verify
+from gridformer.checkpoint.manifest import KEPT, read_manifest, verify
 from gridformer.checkpoint.outcome import Kept, Outcome
 from gridformer.checkpoint.place import LocalPlace
 from gridformer.checkpoint.saver import Saver
 from gridformer.checkpoint.saving import Save
+from gridformer.checkpoint.side_files import side_files
 from gridformer.config import RunConfig, parse_run
 from gridformer.mesh import Axes
 from gridformer.parallel.sharding import ParamShard
@@ -69,6 +70,7 @@ def names(out: Path) -> list[str]:
         assert sorted(path.name for path in folder.iterdir()) == [
             "checkpoint.json",
             *(f"shard-{rank + 1:05d}.safetensors" for rank in range(N_RANKS)),
+            *side_files(out),
         ]
         assert verify(folder).step == int(folder.name[-8:])
     return [name.removeprefix("step-0000") for name in found]
@@ -91,10 +93,13 @@ def full_disk(
     monkeypatch.setattr(place.LocalDraft, "writing", writing)
 
 
-@pytest.mark.parametrize("file", ["shard-00002", "shard-00001", "checkpoint.json"])
+@pytest.mark.parametrize(
+    "file", ["shard-00002", "shard-00001", "tokenizer.json", "checkpoint.json"]
+)
 def test_a_full_disk_costs_this_save_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
     assert not saved(tmp_path, 1, Kept(3)).failure
     with monkeypatch.context() as patch:
         full_disk(patch, lambda name: name.startswith(file))
@@ -302,10 +307,13 @@ def survives(out: Path, at_event: int, at_byte: int, beside: bool) -> bool:
 
 @pytest.mark.parametrize("beside", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_kill_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Path, beside: bool) -> None:
+    (tmp_path / KEPT).mkdir()
+    (tmp_path / KEPT / "merges.txt").write_text("a b\n")  # each checkpoint has a copy
     event = 1
     while not survives(tmp_path, event, 0, beside):
         event += 1
     assert event > 15, "there are more operations than that"
+    assert [*read_manifest(find.newest(tmp_path)).side_files] == [f"{KEPT}/merges.txt"]
 
 
 def test_a_kill_at_any_byte_leaves_a_whole_checkpoint(tmp_path: Path) -> None:

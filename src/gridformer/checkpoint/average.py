@@ -7,7 +7,6 @@ layouts that wrote the checkpoints do not matter and need not be the same.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,18 +19,13 @@ from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.files import row_slices
 from gridformer.checkpoint.convert.stored import StoredParameters
 from gridformer.checkpoint.convert.weights_only import write_weights
-from gridformer.checkpoint.manifest import KEPT, Manifest, verify
+from gridformer.checkpoint.manifest import Manifest, verify
 from gridformer.checkpoint.safetensors_file import Streamed
 from gridformer.checkpoint.shapes import shapes_of
+from gridformer.checkpoint.side_files import copy_side_files, root_of
 from gridformer.config import RunConfig
-from gridformer.data.chat import CHAT_FILE
-from gridformer.data.label_names import LABELS_FILE
-from gridformer.data.tokenizer import SETTINGS
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
-
-# What generation and later runs need besides the weights.
-_FILES = ("tokenizer.json", SETTINGS, CHAT_FILE, LABELS_FILE)
 
 
 @dataclass(frozen=True)
@@ -126,11 +120,6 @@ def _write(
     run = RunConfig.model_validate(newest.run)
     step = writing / "checkpoints" / folder.name
     step.mkdir(parents=True)
-    write_weights(step, streamed, run, newest.step, newest.tokens, tell)
     (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
-    root = folder.parents[1]
-    for name in _FILES:
-        if (root / name).is_file():
-            shutil.copyfile(root / name, writing / name)
-    if (root / KEPT).is_dir():
-        shutil.copytree(root / KEPT, writing / KEPT)
+    copy_side_files(root_of(folder), writing)
+    write_weights(step, streamed, run, newest.step, newest.tokens, tell)

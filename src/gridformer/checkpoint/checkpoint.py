@@ -2,6 +2,7 @@
 
     RUNDIR/checkpoints/step-00000100/
         shard-*.safetensors     blocks of parameters and of the optimizer's two moments
+        tokenizer.json, ...     copies of the small files that a model needs besides its weights
         checkpoint.json         written last: step, model, training settings, files with checksums
 
 A checkpoint is written into a hidden folder, which is renamed when complete. A folder with a plain

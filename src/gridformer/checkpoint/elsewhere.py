@@ -16,7 +16,8 @@ from pathlib import Path
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import MANIFEST
-from gridformer.checkpoint.remote import SIDE_FILES, SIDE_FOLDER, Remote, reading
+from gridformer.checkpoint.remote import CONFIG, Remote, reading
+from gridformer.checkpoint.side_files import copy_side_files
 from gridformer.config.yaml_text import parse_yaml
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.files import read_text
@@ -96,8 +97,5 @@ def _copy(url: str, run_dir: Path, copy: Path, newest: int | None, tell: Tell) -
             remote.download(name, copy / "checkpoints" / name)
         remote.download_beside(copy)
     if not is_url:
-        for name in SIDE_FILES:
-            if (run_dir / name).is_file():
-                shutil.copyfile(run_dir / name, copy / name)
-        if (run_dir / SIDE_FOLDER).is_dir():
-            shutil.copytree(run_dir / SIDE_FOLDER, copy / SIDE_FOLDER, dirs_exist_ok=True)
+        shutil.copyfile(run_dir / CONFIG, copy / CONFIG)
+        copy_side_files(run_dir, copy)

@@ -31,6 +31,7 @@ KEPT = "hugging_face"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 # How the file ends: with the checksum of what comes before. Older versions wrote none.
 _CHECKSUM = re.compile(rb',"checksum":(\d{1,10})\}\s*$')
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _LARGEST_BYTES = 4 << 30  # the index of very many ranks is large
 _LARGEST_SCALE = 2.0**24  # of gridformer.train.loss_scale
 
@@ -71,6 +72,8 @@ class Manifest(Config):
         model: The model's config.
         run: The run's config.
         files: Size and checksum of each file by name.
+        side_files: Size and checksum of each copy of a small file of the run, such as the
+            tokenizer; see `gridformer.checkpoint.side_files`.
         index: Where the blocks are; None in checkpoints of earlier versions, whose files say it.
         data_start: The step at which the present order of samples began, see `data.restart`.
         data: The fingerprint of the data; None in checkpoints of earlier versions.
@@ -89,6 +92,7 @@ class Manifest(Config):
     model: ModelConfig
     run: dict[str, Any]
     files: dict[str, FileEntry]
+    side_files: dict[str, FileEntry] = Field(default_factory=dict)
     index: Index | None = None
     data_start: int = Field(default=0, ge=0)
     data: Fingerprint | None = None
@@ -157,7 +161,8 @@ def verify(folder: Path, contents: bool = True, part: int = 0, n_parts: int = 1)
         CheckpointError: A file is missing, truncated, damaged or foreign. The message names it.
     """
     manifest = read_manifest(folder)
-    for number, name in enumerate(sorted(manifest.files)):
+    names = [*sorted(manifest.files), *sorted(manifest.side_files)]
+    for number, name in enumerate(names):
         verify_file(folder, manifest, name, contents and number % n_parts == part)
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
@@ -177,8 +182,9 @@ def verify_file(folder: Path, manifest: Manifest, name: str, contents: bool = Tr
     Raises:
         CheckpointError: The file is missing, truncated or damaged. The message names it.
     """
-    path, entry = folder / name, manifest.files[name]
-    if path.is_symlink():
+    path = folder / name
+    entry = manifest.files.get(name) or manifest.side_files[name]
+    if path.is_symlink() or (path.parent != folder and path.parent.is_symlink()):
         raise CheckpointError(
             f"{path} is a symbolic link, but a checkpoint has files of its own: put a copy of the "
             "file it points to in its place"
@@ -195,6 +201,8 @@ def verify_file(folder: Path, manifest: Manifest, name: str, contents: bool = Tr
         return
     if crc32_of(path) != entry.crc32:
         raise CheckpointError(f"{path} is damaged (its checksum is wrong): {remedy(folder)}")
+    if name in manifest.side_files:
+        return
     if manifest.index is not None and not _has_blocks(path, manifest.index):
         raise CheckpointError(f"{path} has other blocks than {MANIFEST} says: {remedy(folder)}")
 
@@ -235,8 +243,11 @@ def _contradiction(manifest: Manifest) -> str | None:
     if RunConfig.model_validate(manifest.run).model != manifest.model:
         return "model and run.model are different models"
     for name in manifest.files:
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+        if not _PLAIN.fullmatch(name):
             return f"files: {json.dumps(name)} is not the plain name of a file in its folder"
+    for name in manifest.side_files:
+        if not _PLAIN.fullmatch(name.removeprefix(f"{KEPT}/")) or name in manifest.files:
+            return f"side_files: {json.dumps(name)} is not the name of a small file in its folder"
     if not manifest.files:
         return "files: there are none"
     index = manifest.index

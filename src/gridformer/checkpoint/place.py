@@ -19,12 +19,14 @@ from typing import BinaryIO, Protocol
 
 from gridformer.checkpoint.find import complete
 from gridformer.checkpoint.manifest import MANIFEST
+from gridformer.checkpoint.side_files import read_side_files
 from gridformer.utils.folders import (
     begin_folder,
     finish_folder,
     hidden_folder,
     remove_folder,
     remove_leftovers,
+    sync_folder,
 )
 
 _NOTES = ".notes"
@@ -89,6 +91,9 @@ class Place(Protocol):
     def sweep(self) -> None:
         """Removes what killed processes left. No save may be under way."""
 
+    def side_files(self) -> dict[str, bytes]:
+        """Returns the small files beside the checkpoints; see `read_side_files`."""
+
     def free_bytes(self) -> int | None:
         """Returns the free space for files, or None if it is not known."""
 
@@ -113,11 +118,28 @@ class LocalPlace:
         for folder in complete(self.run_dir):
             shutil.rmtree(folder / _NOTES, ignore_errors=True)
 
+    def side_files(self) -> dict[str, bytes]:
+        return read_side_files(self.run_dir)
+
     def free_bytes(self) -> int | None:
         try:
             return shutil.disk_usage(self.folder).free
         except OSError:
             return None
+
+
+@contextlib.contextmanager
+def writing_in(folder: Path, name: str) -> Iterator[BinaryIO]:
+    """Opens a file to write, which may be in a folder in this one; see `Draft.writing`."""
+    path = folder / name
+    if path.parent != folder:  # which itself is never made again: its save may be given up
+        path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    if path.parent != folder:  # which is on disk when the folder is complete
+        sync_folder(path.parent)
 
 
 class LocalDraft:
@@ -138,10 +160,8 @@ class LocalDraft:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        with (self.folder / name).open("wb") as file:
+        with writing_in(self.folder, name) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
 
     def drop(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)

@@ -4,27 +4,25 @@ The run directory stays local. Each complete checkpoint is copied to the URL, it
 object store cannot rename a folder, so there a folder is a checkpoint as soon as it has a manifest.
 A run whose directory has no newer checkpoint begins with a copy of the newest one there.
 
-The small files that generation and export need lie beside the checkpoints, as in a run directory.
+The small files that generation and export need lie beside the checkpoints, as in a run directory,
+and in each checkpoint.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gridformer.checkpoint.manifest import KEPT, MANIFEST, STEP_FOLDER, verify
-from gridformer.data.chat.stored import CHAT_FILE
-from gridformer.data.label_names import LABELS_FILE
-from gridformer.data.tokenizer import SETTINGS
+from gridformer.checkpoint.side_files import SIDE_FILES, side_files
 from gridformer.utils.errors import CheckpointError, UserError
 from gridformer.utils.folders import begin_folder, finish_folder, hidden_folder
 
 # What belongs to a run besides its checkpoints, and changes only with it.
-SIDE_FILES = ("config.yaml", "tokenizer.json", SETTINGS, CHAT_FILE, LABELS_FILE)
-SIDE_FOLDER = KEPT
+CONFIG = "config.yaml"
 
 
 class Remote:
@@ -67,10 +65,10 @@ class Remote:
         self._upload_beside(folder.parents[1])
         target = f"{self.root}/{folder.name}"
         self.remove(folder.name)
-        self.files.makedirs(target, exist_ok=True)
-        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+        files = {path.name for path in folder.iterdir() if path.is_file()}
+        names = sorted(files | {*side_files(folder)})
         for name in (*(name for name in names if name != MANIFEST), MANIFEST):
-            self.files.put_file(str(folder / name), f"{target}/{name}")
+            self._put(folder, name, target)
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, its manifest first, so that nobody takes the rest for one."""
@@ -91,8 +89,7 @@ class Remote:
         writing = aside / name
         begin_folder(writing)
         try:
-            for path in self.files.ls(f"{self.root}/{name}", detail=False):
-                self.files.get_file(path, str(writing / Path(path).name))
+            self._get(f"{self.root}/{name}", writing)
             verify(writing)
             finish_folder(writing, target)
         except CheckpointError as error:
@@ -103,27 +100,34 @@ class Remote:
 
     def download_beside(self, run_dir: Path) -> None:
         """Copies the small files of the run to a local folder, as far as they are there."""
-        for name in self._sizes(self.root):
-            if name in SIDE_FILES:
-                self.files.get_file(f"{self.root}/{name}", str(run_dir / name))
-        for name in self._sizes(f"{self.root}/{SIDE_FOLDER}"):
-            (run_dir / SIDE_FOLDER).mkdir(exist_ok=True)
-            path = f"{self.root}/{SIDE_FOLDER}/{name}"
-            self.files.get_file(path, str(run_dir / SIDE_FOLDER / name))
+        self._get(self.root, run_dir, (CONFIG, *SIDE_FILES))
 
     def _upload_beside(self, run_dir: Path) -> None:
         """Copies the small files of a run there, unless they are there in the same size."""
         self.files.invalidate_cache()
-        for folder, names in ((".", SIDE_FILES), (SIDE_FOLDER, None)):
-            here = run_dir / folder
-            there = self.root if names else f"{self.root}/{SIDE_FOLDER}"
-            sizes = self._sizes(there)
-            for path in sorted(here.iterdir()) if here.is_dir() else ():
-                if not path.is_file() or (names and path.name not in names):
-                    continue
-                if sizes.get(path.name) != path.stat().st_size:
-                    self.files.makedirs(there, exist_ok=True)
-                    self.files.put_file(str(path), f"{there}/{path.name}")
+        sizes = self._sizes_with_kept(self.root)
+        for name in (CONFIG, *SIDE_FILES):
+            path = run_dir / name
+            if path.is_file() and sizes.get(name) != path.stat().st_size:
+                self._put(run_dir, name, self.root)
+
+    def _put(self, here: Path, name: str, there: str) -> None:
+        """Copies a file of a folder to a folder there."""
+        target = f"{there}/{name}"
+        self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self.files.put_file(str(here / name), target)
+
+    def _get(self, there: str, here: Path, names: Collection[str] = ()) -> None:
+        """Copies files of a folder there, all or those of some names, to a local folder."""
+        for name in self._sizes_with_kept(there):
+            if not names or name in names:
+                (here / name).parent.mkdir(exist_ok=True)
+                self.files.get_file(f"{there}/{name}", str(here / name))
+
+    def _sizes_with_kept(self, folder: str) -> dict[str, int]:
+        """Returns the sizes of the files in a folder there, and of those in its folder `KEPT`."""
+        kept = self._sizes(f"{folder}/{KEPT}")
+        return self._sizes(folder) | {f"{KEPT}/{name}": size for name, size in kept.items()}
 
     def _sizes(self, folder: str) -> dict[str, int]:
         """Returns the sizes of the files in a folder there; empty if there is no such folder."""

@@ -31,6 +31,7 @@ from gridformer.checkpoint.outcome import Kept, Outcome, file_of, name_of
 from gridformer.checkpoint.place import Draft, Place
 from gridformer.checkpoint.remote import Remote
 from gridformer.checkpoint.safetensors_file import write_file
+from gridformer.checkpoint.side_files import write_side_files
 from gridformer.utils.units import format_bytes
 
 _SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks at the notes
@@ -278,11 +279,13 @@ class Save:
             if one.n_bytes
         }
         index = _index_of([one.part for one in told])
-        manifest = self.manifest.model_copy(update={"files": files, "index": index})
+        side = write_side_files(self.place.side_files(), self.draft.writing)
+        update = {"files": files, "side_files": side, "index": index}
+        manifest = self.manifest.model_copy(update=update)
         if self.copy_to:
             self.draft.going_on(True)
         self.draft.publish(encoded(manifest))
-        self.outcome.n_bytes = sum(one.n_bytes for one in told)
+        self.outcome.n_bytes = sum(entry.bytes for entry in (*files.values(), *side.values()))
         if self.copy_to:
             self._copy()
         self._ended()

@@ -18,6 +18,7 @@ from gridformer.checkpoint import find
 from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.manifest import KEPT, verify
 from gridformer.checkpoint.shapes import shapes_of
+from gridformer.checkpoint.side_files import root_of
 from gridformer.config import ModelConfig, RunConfig
 from gridformer.data import Tokenizer
 from gridformer.mesh import Axes
@@ -161,7 +162,7 @@ def keep_files(start: Start, out: Path) -> None:
         start: The weights with which the run begins.
         out: The run directory, which has its tokenizer.json.
     """
-    there = start.folder.parents[1] / KEPT
+    there = root_of(start.folder) / KEPT
     name = "tokenizer.json"
     if not (there / name).is_file() or (out / KEPT).exists():
         return

@@ -37,6 +37,13 @@ class Fingerprint(Config):
     sources: dict[str, Fingerprint] = Field(default_factory=dict)
     validation: dict[str, Fingerprint] = Field(default_factory=dict)
 
+    @property
+    def vocabulary(self) -> int | None:
+        """The tokens of the vocabulary, which all sources share; None if it is not told."""
+        one = next(iter(self.sources.values()), self)
+        found = one.numbers.get("vocabulary")
+        return found if isinstance(found, int) else None
+
     def differences(self, there: Fingerprint) -> list[str]:
         """Returns what differs from the fingerprint in a checkpoint, as phrases.
 

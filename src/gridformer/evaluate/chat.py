@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gridformer.checkpoint.manifest import KEPT
+from gridformer.checkpoint.manifest import KEPT, read_manifest
+from gridformer.checkpoint.side_files import load_tokenizer, root_of
 from gridformer.data import Tokenizer
 from gridformer.data.chat import (
     CHAT_FILE,
@@ -18,7 +20,6 @@ from gridformer.data.chat import (
     read_chat,
 )
 from gridformer.data.chat.messages import ASSISTANT, USER
-from gridformer.evaluate.loading import tokenizer_file
 from gridformer.utils.errors import DataError, UserError
 
 
@@ -47,7 +48,7 @@ def chat_prompts(folder: Path, conversations: Sequence[Sequence[Message]]) -> Ch
     Raises:
         DataError: There is no template, or it refuses a conversation.
     """
-    tokenizer = Tokenizer.load(tokenizer_file(folder))
+    tokenizer = load_tokenizer(folder, read_manifest(folder))
     with stored_chat(folder).open() as template:
         texts = [template.prompt(messages) for messages in conversations]
         stops = frozenset({tokenizer.eos_id, *_stops(template, tokenizer)})
@@ -61,17 +62,15 @@ def stored_chat(folder: Path) -> StoredChat:
     Raises:
         DataError: There is none.
     """
-    for root in (folder, *folder.resolve().parents[:2]):
-        if (root / CHAT_FILE).is_file():
-            return read_chat(root)
-        if (root / KEPT).is_dir():
-            try:
-                return open_template("tokenizer", root / KEPT)[0]
-            except UserError:
-                continue
+    root = root_of(folder)
+    if (root / CHAT_FILE).is_file():
+        return read_chat(root)
+    if (root / KEPT).is_dir():
+        with suppress(UserError):
+            return open_template("tokenizer", root / KEPT)[0]
     raise DataError(
-        f"{folder.resolve().parents[1]} has no chat template: --chat is for models that were "
-        f"trained with data.task=chat, or imported with a template"
+        f"{root} has no chat template: --chat is for models that were trained with "
+        f"data.task=chat, or imported with a template"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gridformer.checkpoint.elsewhere import run_with_checkpoints
 from gridformer.checkpoint.manifest import MANIFEST
+from gridformer.checkpoint.side_files import check_has_tokenizer
 from gridformer.utils.folders import private_prefix
 
 
@@ -25,7 +26,7 @@ def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path
         tell: receives progress messages; see `gridformer.cli.waiting.waiting`.
 
     Raises:
-        UserError: the folder cannot be imported, or the URL not read.
+        UserError: the folder cannot be imported or has no tokenizer, or the URL cannot be read.
     """
     if not is_hugging_face(path):
         with run_with_checkpoints(path, lambda doing: tell("", doing)) as found:
@@ -33,6 +34,7 @@ def run_directory(path: Path, tell: Callable[[str, str], None]) -> Iterator[Path
         return
     from gridformer.checkpoint.convert.importing import import_folder
 
+    check_has_tokenizer(path)  # before the conversion, which may take minutes
     with tempfile.TemporaryDirectory(prefix=private_prefix()) as folder:
         out = Path(folder) / "imported"
         import_folder(path, out, tell=lambda doing: tell("", doing))

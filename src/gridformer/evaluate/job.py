@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from gridformer.config import RunConfig, parse_run
 from gridformer.config.train import DType
-from gridformer.evaluate.loading import Trained, load_for_inference, load_model, tokenizer_file
+from gridformer.evaluate.loading import Trained, load_for_inference, load_model
 from gridformer.mesh.process_group import (
     DeviceChoice,
     World,
@@ -117,11 +117,10 @@ def plan_job(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        DataError: there is no tokenizer.
+        DataError: there is no tokenizer, or that of another model.
         ConfigError: the layout does not fit the model or this machine. It lists all problems.
     """
-    run, folder = load_for_inference(run_dir, contents=False)
-    tokenizer_file(folder)
+    run, folder, _ = load_for_inference(run_dir, contents=False)
     wrong = [text for text in overrides if not text.startswith("layout.")]
     if wrong:
         raise ConfigError(

@@ -12,16 +12,17 @@ import torch
 
 from gridformer.checkpoint import checkpoint, find
 from gridformer.checkpoint.manifest import verify
+from gridformer.checkpoint.side_files import load_tokenizer, root_of
 from gridformer.config import LayoutConfig, RunConfig
 from gridformer.config.train import DType
 from gridformer.data import SpecialIds, Tokenizer, special_ids
+from gridformer.data.label_names import read_label_names
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Executor
 from gridformer.parallel.tensor.linear import weights_kept
-from gridformer.utils.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Trained:
         tokenizer: The tokenizer.
         layout: The layout on which the model is used.
         axes: The axes of that layout.
+        label_names: What the labels 0, 1, ... of a classifier are called, as far as it is stored.
     """
 
     run: RunConfig
@@ -41,6 +43,7 @@ class Trained:
     tokenizer: Tokenizer
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     axes: Axes = field(default_factory=Axes)
+    label_names: tuple[str, ...] = ()
 
     @property
     def special(self) -> SpecialIds:
@@ -67,37 +70,36 @@ class Trained:
             yield
 
 
-def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig, Path]:
-    """Finds and verifies the newest checkpoint of a run directory.
+def load_for_inference(run_dir: Path, contents: bool = True) -> tuple[RunConfig, Path, Tokenizer]:
+    """Finds and verifies the newest checkpoint of a run directory, and loads its tokenizer.
 
     Args:
         run_dir: run directory, or one of its checkpoints.
         contents: whether to verify checksums besides sizes; `load_model` does that again.
 
     Returns:
-        The resolved config of the run, and the folder of the checkpoint.
+        The resolved config of the run, the folder of the checkpoint, and the tokenizer.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
+        DataError: there is no tokenizer, or that of another model.
     """
     folder = find.newest(run_dir)
     manifest = verify(folder, contents=contents)
-    return RunConfig.model_validate(manifest.run), folder
+    return RunConfig.model_validate(manifest.run), folder, load_tokenizer(folder, manifest)
 
 
-def tokenizer_file(folder: Path) -> Path:
-    """Returns the tokenizer of a checkpoint, which lies there or in its run directory.
+def label_names(run: RunConfig, folder: Path) -> tuple[str, ...]:
+    """Returns what the labels of a classifier are called; none if there is none that says it.
+
+    Args:
+        run: the config of the run that trained it.
+        folder: its checkpoint.
 
     Raises:
-        DataError: there is none.
+        DataError: the file that says it is damaged.
     """
-    for root in (folder, *folder.resolve().parents[:2]):
-        if (root / "tokenizer.json").is_file():
-            return root / "tokenizer.json"
-    raise DataError(
-        f"{folder.resolve().parents[1]} has no tokenizer.json, which generation and evaluation "
-        "need: copy the one of the model there"
-    )
+    return read_label_names(root_of(folder)) if run.model.n_labels else ()
 
 
 def load_model(
@@ -118,11 +120,13 @@ def load_model(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
+        DataError: there is no tokenizer, or that of another model.
     """
     layout, axes = layout or LayoutConfig(), axes or Axes(device_type=device.type)
-    run, folder = load_for_inference(run_dir, contents=False)  # `checkpoint.load` verifies them
+    # `checkpoint.load` verifies the contents.
+    run, folder, tokenizer = load_for_inference(run_dir, contents=False)
     dtype = dtype or run.train.dtype
     model = build_parallel(run.model, layout, axes, run.train.seed, device, dtype, filled=False)
     checkpoint.load(folder, model, None, axes)
     model.uses_kernels(run.train.kernels == "fused")
-    return Trained(run, model.eval(), Tokenizer.load(tokenizer_file(folder)), layout, axes)
+    return Trained(run, model.eval(), tokenizer, layout, axes, label_names(run, folder))

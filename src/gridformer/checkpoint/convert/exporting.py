@@ -25,8 +25,10 @@ from gridformer.checkpoint.convert.tokenizer_files import write_tokenizer
 from gridformer.checkpoint.manifest import KEPT, read_manifest, verify
 from gridformer.checkpoint.safetensors_file import Streamed, write_streamed
 from gridformer.checkpoint.shapes import shapes_of
+from gridformer.checkpoint.side_files import load_tokenizer, root_of
 from gridformer.config import ModelConfig, RunConfig, Task, any_of
 from gridformer.data.label_names import read_label_names
+from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 from gridformer.utils.units import GIB
@@ -77,7 +79,9 @@ def export_run(
         raise ConfigError([f"--shard-gib {shard_gib:g} is not above 0: use 5, for example"])
     folder = find.newest(run_dir)
     manifest = read_manifest(folder)
-    root = folder if (folder / "tokenizer.json").is_file() else folder.parents[1]
+    root = root_of(folder)
+    if (root / TOKENIZER).is_file() and not (root / KEPT / CONFIG).is_file():
+        load_tokenizer(folder, manifest)  # which refuses that of another model
     run = RunConfig.model_validate(manifest.run)
     kind, config = _kind_of(manifest.model, run.task, root / KEPT)
     tell("verifying the checkpoint")

@@ -35,29 +35,15 @@ from gridformer.checkpoint.convert.weights_only import write_weights
 from gridformer.checkpoint.manifest import KEPT
 from gridformer.checkpoint.safetensors_file import Streamed
 from gridformer.checkpoint.shapes import shapes_of
+from gridformer.checkpoint.side_files import KEPT_FILES
 from gridformer.config import DataConfig, ModelConfig, RunConfig, Task, any_of
 from gridformer.config.base import file_name
 from gridformer.data.label_names import write_label_names
+from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.utils.errors import CheckpointError, ConfigError
 from gridformer.utils.folders import new_folder, refuse_existing
 
 DType = Literal["keep", "float32", "bfloat16"]
-# The small files of a folder that are kept in `KEPT`, for the tokenizer and for export.
-KEPT_FILES = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "tokenizer.model",
-)
 
 
 @dataclass(frozen=True)
@@ -129,7 +115,6 @@ def import_folder(
     with new_folder(out) as writing:
         step = writing / "checkpoints" / "step-00000000"
         step.mkdir(parents=True)
-        _write(source, step, run, dtype, tell)
         (writing / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
         if source.task == "classify" and (names := label_names(read_json(folder / CONFIG))):
             write_label_names(writing, names)
@@ -137,9 +122,10 @@ def import_folder(
         for name in KEPT_FILES:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, writing / KEPT / name)
-        has_tokenizer = (folder / "tokenizer.json").is_file()
+        has_tokenizer = (folder / TOKENIZER).is_file()
         if has_tokenizer:
-            shutil.copyfile(folder / "tokenizer.json", writing / "tokenizer.json")
+            shutil.copyfile(folder / TOKENIZER, writing / TOKENIZER)
+        _write(source, step, run, dtype, tell)
     n_parameters = sum(torch.Size(shape).numel() for shape in source.shapes.values())
     return Imported(run, source.kind.model_type, n_parameters, has_tokenizer)
 

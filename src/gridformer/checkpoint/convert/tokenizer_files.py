@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from gridformer.checkpoint.convert.folder import CONFIG, read_json
-from gridformer.checkpoint.convert.importing import KEPT_FILES
 from gridformer.checkpoint.manifest import KEPT
+from gridformer.checkpoint.side_files import KEPT_FILES
 from gridformer.config import RunConfig
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import CHAT_FILE, read_chat
+from gridformer.data.tokenfolder import TOKENIZER
 
 # Keys of an imported config.json that name tokens, which our config does not hold.
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-_TOKENIZER = "tokenizer.json"
 
 
 def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
 
     Args:
         folder: The folder of the exported model.
-        root: The run directory.
+        root: The run directory, or the checkpoint that has copies of its files.
         run: The run.
     """
     kept = root / KEPT
@@ -43,12 +43,12 @@ def write_tokenizer(folder: Path, root: Path, run: RunConfig) -> dict[str, Any]:
         return {key: before[key] for key in _TOKEN_KEYS if key in before} | _read_by_heads(
             root, run
         )
-    if not (root / _TOKENIZER).is_file():
+    if not (root / TOKENIZER).is_file():
         return {}
-    tokenizer = Tokenizer.load(root / _TOKENIZER)
+    tokenizer = Tokenizer.load(root / TOKENIZER)
     special = special_ids(run, tokenizer)
     tokenizer.add_special(special.added)
-    tokenizer.save(folder / _TOKENIZER)
+    tokenizer.save(folder / TOKENIZER)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": run.model.max_seq_len,
@@ -72,9 +72,9 @@ def _read_by_heads(root: Path, run: RunConfig) -> dict[str, Any]:
 
     Decoders classify by the last token that is not padding, and T5 by the last end of text.
     """
-    if run.model.token_head or run.model.family == "bert" or not (root / _TOKENIZER).is_file():
+    if run.model.token_head or run.model.family == "bert" or not (root / TOKENIZER).is_file():
         return {}
-    special = special_ids(run, Tokenizer.load(root / _TOKENIZER))
+    special = special_ids(run, Tokenizer.load(root / TOKENIZER))
     ids = {"eos_token_id": special.eos, "pad_token_id": special.pad}
     return ids | ({"decoder_start_token_id": special.start} if run.model.two_stacks else {})
 

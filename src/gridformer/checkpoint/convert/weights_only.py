@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,9 @@ from gridformer.checkpoint.block import Block
 from gridformer.checkpoint.convert.files import in_files
 from gridformer.checkpoint.index import joined, part_of
 from gridformer.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from gridformer.checkpoint.place import writing_in
 from gridformer.checkpoint.safetensors_file import Streamed, offsets_info, write_streamed
+from gridformer.checkpoint.side_files import read_side_files, write_side_files
 from gridformer.config import RunConfig
 from gridformer.utils.units import GIB
 
@@ -28,8 +31,10 @@ def write_weights(
 ) -> None:
     """Writes a checkpoint from which no run can resume, but which every layout can load.
 
+    It gets copies of the side files of its run directory, which are written before.
+
     Args:
-        folder: The folder of the checkpoint, which exists and is empty.
+        folder: The folder of the checkpoint in its run directory, which exists and is empty.
         streamed: Its tensors by their names in checkpoints.
         run: The config of the run.
         step: How many optimizer steps were done.
@@ -46,6 +51,7 @@ def write_weights(
         n_bytes, crc = write_streamed(folder / file, chosen, offsets_info(blocks))
         files[file] = FileEntry(bytes=n_bytes, crc32=crc)
         parts.append(part_of(file, blocks))
+    side = write_side_files(read_side_files(folder.parents[1]), partial(writing_in, folder))
     write_manifest(
         folder,
         Manifest(
@@ -56,6 +62,7 @@ def write_weights(
             model=run.model,
             run=run.model_dump(mode="json"),
             files=files,
+            side_files=side,
             index=joined(parts),
             weights_only=True,
         ),

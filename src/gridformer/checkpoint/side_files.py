@@ -1,0 +1,136 @@
+"""The small files that a model needs besides its weights: tokenizer, template, names of labels.
+
+They lie in the run directory, and every checkpoint has copies of them, so that it can be used
+wherever it is copied. Checkpoints of earlier versions have none; theirs are in the run directory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from gridformer.checkpoint.manifest import KEPT, FileEntry, Manifest
+from gridformer.data.chat.stored import CHAT_FILE
+from gridformer.data.label_names import LABELS_FILE
+from gridformer.data.tokenfolder import TOKENIZER
+from gridformer.data.tokenizer import SETTINGS, Tokenizer
+from gridformer.utils.errors import DataError
+
+# The small files of a folder of Hugging Face that are kept in `KEPT`, for tokenizer and export.
+KEPT_FILES = (
+    "config.json",
+    "generation_config.json",
+    TOKENIZER,
+    SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+)
+SIDE_FILES = (
+    TOKENIZER,
+    SETTINGS,
+    CHAT_FILE,
+    LABELS_FILE,
+    *(f"{KEPT}/{name}" for name in KEPT_FILES),
+)
+
+
+def side_files(root: Path) -> list[str]:
+    """Returns which of `SIDE_FILES` are in a run directory or a checkpoint."""
+    return [name for name in SIDE_FILES if (root / name).is_file()]
+
+
+def root_of(folder: Path) -> Path:
+    """Returns the folder that has a checkpoint's side files: the checkpoint, or its run directory.
+
+    Only a folder that has the checkpoint in its `checkpoints` is taken for its run directory.
+    """
+    parent = folder.resolve().parent
+    return folder if side_files(folder) or parent.name != "checkpoints" else parent.parent
+
+
+def read_side_files(root: Path) -> dict[str, bytes]:
+    """Returns the contents of side files. One that cannot be read is left out.
+
+    A checkpoint is worth more than a tokenizer that may also be elsewhere.
+    """
+    found = {}
+    for name in side_files(root):
+        with suppress(OSError):
+            found[name] = (root / name).read_bytes()
+    return found
+
+
+def write_side_files(
+    contents: Mapping[str, bytes], writing: Callable[[str], AbstractContextManager[BinaryIO]]
+) -> dict[str, FileEntry]:
+    """Writes side files into a checkpoint, and returns what its manifest says of them.
+
+    Args:
+        contents: The content of each by name.
+        writing: Opens a file of the checkpoint to write.
+
+    Raises:
+        OSError: One could not be written.
+    """
+    for name, content in contents.items():
+        with writing(name) as file:
+            file.write(content)
+    return {
+        name: FileEntry(bytes=len(content), crc32=zlib.crc32(content))
+        for name, content in contents.items()
+    }
+
+
+def copy_side_files(root: Path, target: Path) -> None:
+    """Copies side files from one folder to another, where they replace others."""
+    for name in side_files(root):
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(root / name, target / name)
+
+
+def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint, and checks that it is the model's.
+
+    Raises:
+        DataError: There is none, it is damaged, or its vocabulary is another.
+    """
+    root = root_of(folder)
+    check_has_tokenizer(root)
+    tokenizer = Tokenizer.load(root / TOKENIZER)
+    if problem := _of_another_model(tokenizer, manifest):
+        raise DataError(
+            f"{root / TOKENIZER} is that of another model than {folder}, {problem}: replace it by "
+            "the one of the model"
+        )
+    return tokenizer
+
+
+def check_has_tokenizer(root: Path) -> None:
+    """Raises DataError if a folder has no tokenizer."""
+    if not (root / TOKENIZER).is_file():
+        raise DataError(
+            f"{root} has no {TOKENIZER}, which generation and evaluation need: copy the one of the "
+            "model there"
+        )
+
+
+def _of_another_model(tokenizer: Tokenizer, manifest: Manifest) -> str:
+    """Returns by what a tokenizer is not that of a model, as the end of a sentence."""
+    trained_with = manifest.data.vocabulary if manifest.data else None
+    if trained_with not in (None, tokenizer.vocab_size):
+        return f"as it has {tokenizer.vocab_size} tokens, and that of training had {trained_with}"
+    # Imported models may lack rows for special tokens that were added later and never occur.
+    ordinary = {*tokenizer.vocabulary.values()} - tokenizer.special_ids
+    largest, rows = max(ordinary, default=0), manifest.model.vocab_size
+    return f"as it has the token {largest}, and the model only {rows}" if largest >= rows else ""

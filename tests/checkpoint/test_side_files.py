@@ -1,0 +1,234 @@
+"""Each checkpoint has the small files of its model with it, so that it can be used anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridformer.checkpoint import checkpoint
+from gridformer.checkpoint.average import average_run
+from gridformer.checkpoint.convert.exporting import export_run
+from gridformer.checkpoint.convert.importing import import_folder
+from gridformer.checkpoint.manifest import KEPT, MANIFEST, read_manifest, verify
+from gridformer.checkpoint.remote import Remote
+from gridformer.checkpoint.side_files import load_tokenizer, root_of
+from gridformer.config import RunConfig, parse_run
+from gridformer.data import TokenFolder, Tokenizer
+from gridformer.data.fingerprint import fingerprint
+from gridformer.data.label_names import write_label_names
+from gridformer.evaluate.loading import load_model
+from gridformer.mesh import Axes
+from gridformer.parallel import build_parallel
+from gridformer.train.step import Stepper
+from gridformer.utils.errors import CheckpointError, DataError
+from tests.support.data import sentences
+
+CPU = torch.device("cpu")
+MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "max_seq_len": 8, "vocab_size": 301}
+SMALL = {"config.json": b"{}", "merges.txt": b"a b\n"}  # of an imported model
+
+
+def save(out: Path, tokens: Path, step: int = 1) -> Path:
+    """Save a checkpoint of an untrained model into a run directory."""
+    run: RunConfig = parse_run({"model": MODEL, "data": {"path": str(tokens)}})
+    model = build_parallel(run.model, run.layout, Axes(), step, CPU)
+    updates = Stepper(model, run.train, Axes()).updates
+    updates.allocate(0)
+    data = fingerprint(TokenFolder.open(tokens))
+    return checkpoint.save(out, step, 0, run, model, updates, Axes(), data=data)
+
+
+@pytest.fixture
+def run_dir(token_folder: Path, tmp_path: Path) -> Path:
+    """Return a run directory as a run begins it, without a checkpoint."""
+    out = tmp_path / "run"
+    (out / KEPT).mkdir(parents=True)
+    shutil.copy(token_folder / "tokenizer.json", out)
+    write_label_names(out, ["no", "yes"])
+    for name, content in SMALL.items():
+        (out / KEPT / name).write_bytes(content)
+    for other in ("metrics.jsonl", f"{KEPT}/a model of 9 GB"):
+        (out / other).write_text("which is no side file")
+    return out
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files in a folder but shards and manifest."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".safetensors" and path.name != MANIFEST
+    }
+
+
+def expected(run_dir: Path) -> dict[str, bytes]:
+    names = ("tokenizer.json", "labels.json", *(f"{KEPT}/{name}" for name in SMALL))
+    return {name: (run_dir / name).read_bytes() for name in names}
+
+
+def test_a_checkpoint_is_used_far_from_its_run(
+    run_dir: Path, token_folder: Path, tmp_path: Path
+) -> None:
+    folder = save(run_dir, token_folder)
+    assert files_of(folder) == expected(run_dir)
+    assert {*read_manifest(folder).side_files} == {*files_of(folder)}
+    far = tmp_path / "elsewhere" / "checkpoints" / folder.name
+    shutil.copytree(folder, far)
+    Tokenizer.train(sentences(50), 270).save(far.parents[1] / "tokenizer.json")
+    trained = load_model(far, CPU)
+    want = Tokenizer.load(token_folder / "tokenizer.json").vocabulary
+    assert trained.tokenizer.vocabulary == want, "its own is preferred to another one"
+
+
+def test_averages_and_imports_have_them_too(
+    run_dir: Path, token_folder: Path, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        save(run_dir, token_folder, step)
+    average_run(run_dir, tmp_path / "mean", 2)
+    mean = tmp_path / "mean" / "checkpoints" / "step-00000002"
+    assert files_of(mean) == expected(run_dir)
+    verify(mean)
+    shutil.rmtree(run_dir / KEPT)  # whose config.json is none
+    save(run_dir, token_folder, 3)
+    export_run(run_dir, tmp_path / "theirs")
+    import_folder(tmp_path / "theirs", tmp_path / "back")
+    back = tmp_path / "back" / "checkpoints" / "step-00000000"
+    assert verify(back).side_files.keys() >= {"tokenizer.json", f"{KEPT}/config.json"}
+    alone = shutil.copytree(back, tmp_path / "alone")
+    shutil.rmtree(tmp_path / "back")
+    export_run(alone, tmp_path / "again")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        found, want = (tmp_path / one / name for one in ("again", "theirs"))
+        assert json.loads(found.read_text()) == json.loads(want.read_text())
+
+
+@pytest.mark.parametrize("url", ["memory://side/run", "file://"])
+def test_copies_at_urls_have_them(
+    run_dir: Path, token_folder: Path, tmp_path: Path, url: str
+) -> None:
+    folder = save(run_dir, token_folder)
+    remote = Remote(url if url.startswith("memory") else f"file://{tmp_path}/far")
+    try:
+        remote.upload(folder)
+        remote.download(folder.name, tmp_path / "near" / folder.name)
+        assert files_of(tmp_path / "near" / folder.name) == expected(run_dir)
+        remote.download_beside(tmp_path / "near")
+        near = files_of(tmp_path / "near")
+        assert {name: near[name] for name in expected(run_dir)} == expected(run_dir)
+    finally:
+        remote.files.rm(remote.root, recursive=True)
+
+
+def earlier(folder: Path) -> None:
+    """Turn a checkpoint into one of an earlier version, which has no side files."""
+    for name in read_manifest(folder).side_files:
+        (folder / name).unlink()
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["side_files"], content["checksum"]
+    (folder / MANIFEST).write_text(json.dumps(content))
+
+
+def test_only_a_run_directory_helps_checkpoints_of_earlier_versions(
+    run_dir: Path, token_folder: Path, tmp_path: Path
+) -> None:
+    folder = save(run_dir, token_folder)
+    earlier(folder)
+    assert root_of(folder) == run_dir
+    assert load_model(folder, CPU).tokenizer.vocab_size == 301
+    link = tmp_path / "best"
+    link.symlink_to(folder)
+    assert load_model(link, CPU).tokenizer.vocab_size == 301
+    far = Path(shutil.copytree(folder, tmp_path / "models" / folder.name))
+    for parent in (far.parent, tmp_path):
+        shutil.copy(token_folder / "tokenizer.json", parent)  # of nobody knows what
+    with pytest.raises(DataError) as error:
+        load_model(far, CPU)
+    assert str(error.value).startswith(f"{far} has no tokenizer.json, which generation and")
+    shutil.copy(token_folder / "tokenizer.json", far)
+    assert load_model(far, CPU).tokenizer.vocab_size == 301
+
+
+@pytest.mark.parametrize("size", [270, 310])
+def test_a_tokenizer_of_another_model_is_refused(
+    run_dir: Path, token_folder: Path, tmp_path: Path, size: int
+) -> None:
+    folder = save(run_dir, token_folder)
+    earlier(folder)
+    shutil.rmtree(run_dir / KEPT)  # with which the tokenizer of an import would be exported
+    file = run_dir / "tokenizer.json"
+    Tokenizer.train(sentences(200), size).save(file)
+    said = f"it has {size} tokens, and that of training had 301: replace it by the one of the model"
+    for use in (load_model, lambda folder, _: export_run(folder, tmp_path / "theirs")):
+        with pytest.raises(DataError) as error:
+            use(folder, CPU)
+        assert str(error.value) == f"{file} is that of another model than {folder}, as {said}"
+    manifest = read_manifest(folder).model_copy(update={"data": None})  # as of an import
+    if size < 301:
+        assert load_tokenizer(folder, manifest).vocab_size == size
+        return
+    with pytest.raises(DataError, match="it has the token 309, and the model only 301: replace"):
+        load_tokenizer(folder, manifest)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("real"))
+    path.symlink_to(path.with_name("real"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: flip(folder / "tokenizer.json"), "its checksum is wrong"),
+        (lambda folder: os.truncate(folder / KEPT / "merges.txt", 1), "it has 1 bytes, but 4"),
+        (lambda folder: (folder / "labels.json").unlink(), "labels.json is missing"),
+        (lambda folder: linked(folder / "labels.json"), "is a symbolic link"),
+        (lambda folder: linked(folder / KEPT), "is a symbolic link"),
+    ],
+)
+def test_damage_is_found(run_dir: Path, token_folder: Path, damage: Any, told: str) -> None:
+    folder = save(run_dir, token_folder)
+    assert verify(folder, part=1, n_parts=2) == verify(folder)
+    damage(folder)
+    with pytest.raises(CheckpointError, match=told):
+        verify(folder)
+
+
+@pytest.mark.parametrize("name", ["../tokenizer.json", "/etc/passwd", "a/b", f"{KEPT}/../x", ""])
+def test_no_file_outside_a_checkpoint_is_read(run_dir: Path, token_folder: Path, name: str) -> None:
+    folder = save(run_dir, token_folder)
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["checksum"]
+    content["side_files"][name] = {"bytes": 1, "crc32": 1}
+    (folder / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="is not the name of a small file in its folder"):
+        verify(folder)
+
+
+def test_a_file_that_cannot_be_read_costs_no_checkpoint(
+    run_dir: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_bytes
+
+    def refuses(path: Path) -> bytes:
+        if path.name == "labels.json":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuses)
+        folder = save(run_dir, token_folder)
+    assert "labels.json" not in files_of(folder)
+    verify(folder)
