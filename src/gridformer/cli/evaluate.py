@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from gridformer.cli.run_argument import DTypeName, Timeout, TrainedModel, device_of, dtype_of
+from gridformer.cli.run_argument import (
+    Beams,
+    DTypeName,
+    LengthPenalty,
+    Timeout,
+    TrainedModel,
+    device_of,
+    dtype_of,
+)
 
 
 def evaluate(
@@ -71,6 +79,8 @@ def evaluate(
             "--limit", min=0, help="Only this number of documents are measured; 0 means all."
         ),
     ] = 0,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     timeout: Timeout = None,
     dtype: DTypeName = "",
@@ -96,6 +106,7 @@ def evaluate(
     from gridformer.evaluate.evaluating import evaluate_worker
     from gridformer.evaluate.folders import run_directory
     from gridformer.evaluate.job import plan_job
+    from gridformer.evaluate.loading import label_names
     from gridformer.evaluate.tasks import Asked, Options, check_tasks, parse_tasks, timeout_of
     from gridformer.launch import launch
     from gridformer.launch.watch_use import UseWatch
@@ -105,14 +116,19 @@ def evaluate(
         raise ConfigError(
             ["--tasks and --set are missing: write, for example, --tasks text:FILE or --set val"]
         )
-    asked, options = parse_tasks(tasks) if tasks else [], Options(batch_size, stride, limit, length)
+    asked = parse_tasks(tasks) if tasks else []
+    options = Options(batch_size, stride, limit, length)
+    words = {"beams": beams, "length_penalty": length_penalty}
+    given: dict[str, Any] = {name: value for name, value in words.items() if value is not None}
+    options = replace(options, search=replace(options.search, **given))
     reads: int | None = length if asked else None  # sets have the lengths of the run
     asked += [Asked("set", name) for name in sets or []]
     with ExitStack() as at_end:
         with waiting() as tell:
             found = at_end.enter_context(run_directory(run_dir, tell))
             job = plan_job(found, overrides or [], device_of(device), reads, dtype_of(dtype))
-            check_tasks(job.run, asked, options)
+            names = label_names(job.run, job.folder)
+            check_tasks(job.run, asked, options, names, [*given])
         job = replace(
             job,
             name=url_of(run_dir) or str(run_dir),

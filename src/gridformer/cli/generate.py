@@ -7,7 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from gridformer.cli.run_argument import DTypeName, Timeout, TrainedModel, device_of, dtype_of
+from gridformer.cli.run_argument import (
+    Beams,
+    DTypeName,
+    LengthPenalty,
+    Timeout,
+    TrainedModel,
+    device_of,
+    dtype_of,
+)
 
 
 def generate(
@@ -85,21 +93,8 @@ def generate(
         bool,
         typer.Option("--greedy", help="Always choose the most likely token: -t 0, or --beams 1."),
     ] = False,
-    beams: Annotated[
-        int | None,
-        typer.Option(
-            "--beams",
-            help="For t5 and transformer: the number of beams, where 1 is greedy search. The "
-            "default is 4.",
-        ),
-    ] = None,
-    length_penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--length-penalty",
-            help="For t5 and transformer: values above 0 favor longer texts. The default is 1.",
-        ),
-    ] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
     seed: Annotated[
         int | None,
         typer.Option("--seed", help="For decoders: the seed of sampling. The default is 0."),

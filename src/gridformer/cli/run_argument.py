@@ -49,7 +49,21 @@ DTypeName = Annotated[
     ),
 ]
 
-
+Beams = Annotated[
+    int | None,
+    typer.Option(
+        "--beams",
+        help="For t5 and transformer: the number of beams, where 1 is greedy search. The "
+        "default is 4.",
+    ),
+]
+LengthPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--length-penalty",
+        help="For t5 and transformer: values above 0 favor longer texts. The default is 1.",
+    ),
+]
 Timeout = Annotated[
     float | None,
     typer.Option(

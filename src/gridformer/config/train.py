@@ -223,6 +223,13 @@ class TrainConfig(FaultsConfig):
         le=100,
         description="For BLEU, translations are searched with this number of beams; 1 is greedy.",
     )
+    bleu_length_penalty: float = Field(
+        default=1.0,
+        ge=-10.0,
+        le=10.0,
+        description="For BLEU, the search divides the log-probability of a translation of n tokens "
+        "by n to this power, so larger values favor longer translations.",
+    )
     loggers: tuple[Logger, ...] = Field(
         default=("tensorboard",),
         description="Besides metrics.jsonl, the metrics of each step are logged to these of "

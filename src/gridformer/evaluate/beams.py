@@ -13,6 +13,8 @@ from gridformer.evaluate.decoding import Decoder, row_parts
 from gridformer.evaluate.loading import Trained
 from gridformer.utils.errors import ConfigError
 
+_MOST_PENALTY = 10.0  # so that its powers of numbers of tokens are finite
+
 
 @dataclass(frozen=True)
 class Search:
@@ -22,7 +24,7 @@ class Search:
     above 0 favor longer hypotheses.
 
     Raises:
-        ConfigError: beams or max_tokens is below 1.
+        ConfigError: beams or max_tokens is below 1, or length_penalty is not from -10 to 10.
     """
 
     beams: int = 4
@@ -33,6 +35,11 @@ class Search:
         problems = []
         if self.beams < 1:
             problems.append(f"--beams {self.beams} must be at least 1 (greedy search)")
+        if not abs(self.length_penalty) <= _MOST_PENALTY:  # NaN, too
+            problems.append(
+                f"--length-penalty {self.length_penalty:g} must be from -{_MOST_PENALTY:g} to "
+                f"{_MOST_PENALTY:g}"
+            )
         if self.max_tokens < 1:
             problems.append(f"--max-tokens {self.max_tokens} must be at least 1")
         if problems:

@@ -105,7 +105,8 @@ class Bleu:
 
     def _translated(self, trained: Trained, sources: Sequence[Sequence[int]]) -> list[str]:
         special, said = trained.special, [""] * len(sources)
-        how = Search(self.run.train.bleu_beams, max_tokens=self.run.seq_len)
+        train = self.run.train
+        how = Search(train.bleu_beams, train.bleu_length_penalty, self.run.seq_len)
         never = special.never(trained.model.config.vocab_size)
         # Searches end at about the same time if the sources are about equally long.
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gridformer.config import RunConfig
 from gridformer.data import TokenFolder
+from gridformer.data.label_names import LABELS_FILE
 from gridformer.data.samples.examples import Reading, read_by
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.prompts import read_fields
@@ -19,23 +20,27 @@ from gridformer.utils.batch import Batch
 from gridformer.utils.errors import DataError
 
 
-def read_labeled(path: Path, run: RunConfig) -> list[tuple[str, int]]:
+def read_labeled(path: Path, run: RunConfig, known: Sequence[str] = ()) -> list[tuple[str, int]]:
     """Returns the texts of a file of JSON lines with the keys text and label, and label numbers.
 
-    Labels are numbers, or the names that the run's data has for them.
+    Args:
+        path: the file. Its labels are numbers or names.
+        run: the run that trained the model.
+        known: the names of labels 0, 1, ...; if there are none, those that the run's data has.
 
     Raises:
         DataError: the file cannot be read, or a label is none of the model's.
     """
     records, n_labels = read_fields(path, "text", "label"), run.model.n_labels
-    names: tuple[str, ...] = ()
-    if any(isinstance(label, str) for _, label in records):
+    names = tuple(known)
+    if not names and any(isinstance(label, str) for _, label in records):
         try:
             names = TokenFolder.open(run.data.first_path).index.labels
         except DataError:
             raise DataError(
-                f"{path}: labels are words, and {run.data.first_path}, whose names of labels the "
-                f"model has learned, is not here: write numbers from 0 to {n_labels - 1}"
+                f"{path}: labels are words, and neither {LABELS_FILE} of the model nor "
+                f"{run.data.first_path}, whose names of labels it has learned, is here: write "
+                f"numbers from 0 to {n_labels - 1}"
             ) from None
     found = []
     for number, (text, label) in enumerate(records, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,12 +38,14 @@ class Options:
         stride: see `gridformer.evaluate.windows.sliding`; 0 means what the model reads at once.
         limit: only the first so many documents are measured; 0 means all.
         length: the model reads at most so many tokens at once; 0 means `max_seq_len`.
+        search: how tasks search that translate.
     """
 
     batch_size: int = 8
     stride: int = 0
     limit: int = 0
     length: int = 0
+    search: Search = field(default_factory=lambda: Search(max_tokens=256))
 
     def length_for(self, model: ModelConfig) -> int:
         """Returns how many tokens a model reads at once."""
@@ -68,14 +70,17 @@ class Task:
     Attributes:
         what: what follows the name, for messages.
         problem: returns why a model cannot do it, or an empty text.
-        check: reads what it needs; raises a UserError if that does not work.
+        check: reads what it needs, given the run and the names of the model's labels; raises a
+            UserError if that does not work.
         measure: measures a model. All processes call it together.
+        searches: whether it translates with `Options.search`.
     """
 
     what: str
     problem: Callable[[RunConfig], str]
-    check: Callable[[str, RunConfig], object]
+    check: Callable[[str, RunConfig, Sequence[str]], object]
     measure: Callable[[Trained, str, Options], Numbers]
+    searches: bool = False
 
 
 # --------------------------------------------------------------------------- likelihood of texts
@@ -158,7 +163,7 @@ def lambada(trained: Trained, file: str, options: Options) -> Numbers:
 
 def labels(trained: Trained, file: str, options: Options) -> Numbers:
     """Measures how often the classifier gives the right label."""
-    records = _first(read_labeled(Path(file), trained.run), options)
+    records = _first(read_labeled(Path(file), trained.run, trained.label_names), options)
     found = predicted(trained, [text for text, _ in records], options.batch_size)
     right = sum(label == wanted for label, (_, wanted) in zip(found, records))
     return {"accuracy": right / len(records), "documents": len(records)}
@@ -185,8 +190,7 @@ def bleu(trained: Trained, file: str, options: Options) -> Numbers:
     said = [""] * len(pairs)
     for start in range(0, len(order), options.batch_size):
         batch = order[start : start + options.batch_size]
-        how = Search(max_tokens=256)
-        found = translate(trained, trained.special, [sources[i] for i in batch], how)
+        found = translate(trained, trained.special, [sources[i] for i in batch], options.search)
         for i, words in zip(batch, found):
             said[i] = words
     result = sacrebleu.corpus_bleu(said, [[str(target) for _, target in pairs]])
@@ -210,7 +214,7 @@ def _first(values: Sequence[Item], options: Options) -> Sequence[Item]:
     return values[: options.limit] if options.limit else values
 
 
-def _check_lm_eval(task: str, run: RunConfig) -> None:
+def _check_lm_eval(task: str, *_: object) -> None:
     require("lm_eval", "--tasks lm-eval:TASK", "lm-eval")
     if task.endswith(".yaml"):
         read_text(Path(task))
@@ -224,12 +228,12 @@ def _check_lm_eval(task: str, run: RunConfig) -> None:
         )
 
 
-def _check_bleu(file: str, run: RunConfig) -> None:
+def _check_bleu(file: str, *_: object) -> None:
     require("sacrebleu", "--tasks bleu:FILE", "bleu")
     read_fields(Path(file), "source", "target")
 
 
-def _check_text(file: str, run: RunConfig) -> None:
+def _check_text(file: str, *_: object) -> None:
     if not re.search(r"\S", read_text(Path(file))):
         raise DataError(f"{file}: has no text")
 
@@ -256,12 +260,19 @@ def _translates(run: RunConfig) -> str:
 
 TASKS: dict[str, Task] = {
     "text": Task("FILE", _predicts, _check_text, text),
-    "wikitext": Task("FILE", _predicts, lambda file, run: read_pages(Path(file)), wikitext),
-    "lambada": Task("FILE", _predicts, lambda file, run: read_fields(Path(file), "text"), lambada),
-    "labels": Task("FILE", _classifies, lambda file, run: read_labeled(Path(file), run), labels),
-    "set": Task("NAME", lambda run: "", check_named_set, named_set),
-    "examples": Task("FOLDER", example_problem, check_examples, examples),
-    "bleu": Task("FILE", _translates, _check_bleu, bleu),
+    "wikitext": Task("FILE", _predicts, lambda file, *_: read_pages(Path(file)), wikitext),
+    "lambada": Task("FILE", _predicts, lambda file, *_: read_fields(Path(file), "text"), lambada),
+    "labels": Task(
+        "FILE",
+        _classifies,
+        lambda file, run, names: read_labeled(Path(file), run, names),
+        labels,
+    ),
+    "set": Task("NAME", lambda run: "", lambda name, run, _: check_named_set(name, run), named_set),
+    "examples": Task(
+        "FOLDER", example_problem, lambda folder, run, _: check_examples(folder, run), examples
+    ),
+    "bleu": Task("FILE", _translates, _check_bleu, bleu, searches=True),
     "lm-eval": Task("TASK", _predicts, _check_lm_eval, lm_eval),
 }
 
@@ -289,11 +300,24 @@ def parse_tasks(words: str) -> list[Asked]:
     return found
 
 
-def check_tasks(run: RunConfig, asked: Sequence[Asked], options: Options) -> None:
+def check_tasks(
+    run: RunConfig,
+    asked: Sequence[Asked],
+    options: Options,
+    label_names: Sequence[str] = (),
+    given: Sequence[str] = (),
+) -> None:
     """Checks whether a model can do tasks, and reads what they need.
 
+    Args:
+        run: the run that trained the model.
+        asked: the tasks.
+        options: the settings.
+        label_names: what the labels of a classifier are called, if that is stored with the model.
+        given: names of fields of `Search` that the user has set.
+
     Raises:
-        ConfigError: a model cannot do a task. It lists all such tasks.
+        ConfigError: a model cannot do a task, or no task uses a setting. It lists all problems.
         UserError: what a task needs is missing.
     """
     problems = []
@@ -302,6 +326,7 @@ def check_tasks(run: RunConfig, asked: Sequence[Asked], options: Options) -> Non
             able = [kind for kind, task in TASKS.items() if not task.problem(run)]
             instead = f"; this model can do {any_of(able)}" if able else ""
             problems.append(f"--tasks {one}: {one.kind} {problem}{instead}")
+    problems += _search_problems(run.model, asked, given)
     length, longest = options.length_for(run.model), run.model.max_seq_len
     if length > longest:
         problems.append(f"--length {length}: the model reads {longest} tokens at once; use less")
@@ -313,7 +338,19 @@ def check_tasks(run: RunConfig, asked: Sequence[Asked], options: Options) -> Non
     if problems:
         raise ConfigError(problems)
     for one in asked:
-        TASKS[one.kind].check(one.what, run)
+        TASKS[one.kind].check(one.what, run, label_names)
+
+
+def _search_problems(model: ModelConfig, asked: Sequence[Asked], given: Sequence[str]) -> list[str]:
+    """Returns why settings of a search are of no use."""
+    if not model.two_stacks:
+        why = f"is for t5 and transformer, which use beam search; this model is a {model.family}"
+    elif not any(TASKS[one.kind].searches for one in asked):
+        kinds = any_of(f"{kind}:{task.what}" for kind, task in TASKS.items() if task.searches)
+        why = f"is for {kinds}, which translates, and none of the tasks does"
+    else:
+        return []
+    return [f"--{name.replace('_', '-')} {why}: leave it out" for name in given]
 
 
 def timeout_of(asked: Sequence[Asked]) -> float:

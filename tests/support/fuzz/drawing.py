@@ -82,6 +82,7 @@ FIXED: dict[str, Any] = {
     "train.bleu_every": 0,
     "train.bleu_pairs": 0,
     "train.bleu_beams": 1,
+    "train.bleu_length_penalty": 1.0,
     "train.trace_step": 0,
     "train.loggers": ["tensorboard"],
     "train.peak_tflops": 0.0,
