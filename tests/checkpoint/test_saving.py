@@ -223,6 +223,17 @@ def test_a_rank_that_was_killed_in_a_save_is_not_waited_for(
     assert not any(one.is_alive() for one in waits)
 
 
+def test_a_draft_that_was_given_up_is_not_made_again(tmp_path: Path) -> None:
+    """As by a rank that is late, whose file would be left over in a hidden folder."""
+    draft = LocalPlace(tmp_path).draft("step-00000001")
+    draft.begin()
+    draft.abandon()
+    for name in ("shard-00002.safetensors", f"{KEPT}/merges.txt"):
+        with pytest.raises(FileNotFoundError), draft.writing(name):
+            pass
+    assert [*(tmp_path / "checkpoints").iterdir()] == []
+
+
 # ------------------------------------------------------------------ killed
 
 
