@@ -64,6 +64,7 @@ _NAMES = {
     "save_s": "Until a checkpoint is complete",
     "save_stall_s": "Training waits for it",
 }
+_SPELLED = {"val": "validation", "bleu": "BLEU", "f1": "F1"}
 _LOSS, _VALIDATION = "loss", "val_loss"
 
 
@@ -95,9 +96,7 @@ def words(key: str) -> str:
     """Returns the name of a metric as a heading: `val_exact_match` is `Validation exact match`."""
     if key in _NAMES:
         return _NAMES[key]
-    text = key.replace("_", " ")
-    if key.startswith("val_"):
-        text = "validation" + text[3:]
+    text = " ".join(_SPELLED.get(word, word) for word in key.split("_"))
     return text[:1].upper() + text[1:]
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from gridformer.models import count_parameters
 from gridformer.parallel.registry import describe
+from gridformer.report.charts import words
 from gridformer.report.history import starts
 from gridformer.report.reading import Run
 from gridformer.train.console import perplexity
@@ -78,8 +79,8 @@ def _evaluated(runs: Sequence[Run]) -> list[str]:
 
 
 def _name(key: str) -> str:
-    kind, _, rest = key.partition("_")
-    return f"{'validation' if kind == 'val' else kind} {rest.replace('_', ' ')}"
+    title = words(key)
+    return title[:1].lower() + title[1:]
 
 
 def _last(run: Run, key: str) -> str:

@@ -1,0 +1,357 @@
+"""Every part that a page promises is there and says what the runs have recorded.
+
+Two small runs of two processes train for it, with validation, translations and a traced step. What
+the page shows is computed again from their files here, without the report's own code. A run on CPUs
+measures no memory, so that metric is added as a run on GPUs writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gridformer.data.prepare.prepare import prepare_corpus
+from gridformer.evaluate.bleu import Bleu
+from gridformer.launch.plan import plan_run
+from gridformer.mesh.process_group import World
+from gridformer.train.plan import Plan
+from gridformer.train.trainer import Trainer
+from tests.support.commands import gridformer_here
+from tests.support.data import pairs_source
+from tests.support.marks import extra
+from tests.support.multirank.pool import WorkerPool
+
+STEPS, TRACED = 4, 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "split": {"scheme": "megatron", "cols": 2},
+    "copies": {"scheme": "single", "dp": 2, "dp_mode": "zero1"},
+}
+RATES = {"split": 0.01, "copies": 0.002}
+MEMORY = {"split": 1.25, "copies": 1.75}  # GiB
+
+
+@dataclass
+class Part:
+    """A section of the page, below one heading."""
+
+    rows: list[list[str]] = field(default_factory=list)
+    text: str = ""
+    titles: list[str] = field(default_factory=list)  # of the parts of bars
+    blocks: list[str] = field(default_factory=list)  # texts in <pre>
+    ids: set[str] = field(default_factory=set)
+
+
+class Page(HTMLParser):
+    """Reads a page: its sections by heading, and the data of its script."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.parts: dict[str, Part] = {"": Part()}
+        self.open: list[str] = []
+        self.heading = ""
+        whole = path.read_text(encoding="utf-8")
+        self.data: dict[str, Any] = json.loads(
+            whole.partition('id="data">')[2].partition("</script>")[0]
+        )
+        self.feed(whole)
+
+    @property
+    def part(self) -> Part:
+        return self.parts[self.heading]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+        if tag == "h2":
+            self.heading = "?"
+            self.parts["?"] = Part()
+        elif tag == "tr":
+            self.part.rows.append([])
+        elif tag in ("td", "th"):
+            self.part.rows[-1].append("")
+        elif tag == "pre":
+            self.part.blocks.append("")
+        if title := given.get("title"):
+            self.part.titles.append(title)
+        if name := given.get("id"):
+            self.part.ids.add(name)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "script" in self.open or "style" in self.open:
+            return
+        if self.open[-1:] == ["h2"]:
+            self.parts[data] = self.parts.pop("?")
+            self.heading = data
+        elif self.open[-1:] in (["td"], ["th"]):
+            self.part.rows[-1][-1] += data
+        elif "pre" in self.open:
+            self.part.blocks[-1] += data
+        self.part.text += data
+
+    def table(self, heading: str) -> dict[str, list[str]]:
+        """Return the rows of the tables of a section by their first cell."""
+        return {first: rest for first, *rest in self.parts[heading].rows}
+
+    def curves(self, title: str) -> dict[tuple[int, str], tuple[list[int], list[float]]]:
+        """Return the curves of a chart by run and metric: steps and values."""
+        [chart] = [one for one in self.data["charts"] if one["title"] == title]
+        return {(one["run"], one["key"]): (one["x"], one["y"]) for one in chart["curves"]}
+
+
+def trained(plan: Plan) -> None:
+    world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"), "gloo", "test")
+    Trainer(plan, world, [Bleu(plan.run, plan.out)]).fit()
+
+
+@pytest.fixture(scope="module")
+def folders(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run directories."""
+    extra("sacrebleu")
+    folder = tmp_path_factory.mktemp("runs")
+    prepare_corpus([pairs_source(60)], folder / "data", vocab_size=270, val_fraction=0.2)
+    found = {}
+    for name, layout in LAYOUTS.items():
+        sections = {
+            "name": name,
+            "model": {
+                "family": "transformer",
+                **{"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 32},
+            },
+            "data": {"path": str(folder / "data")},
+            "layout": layout,
+            "train": {
+                **{"steps": STEPS, "global_batch": 8, "lr": RATES[name], "warmup_steps": 2},
+                **{"eval_every": 2, "eval_batches": 1, "bleu_every": 1, "save_every": 0},
+                **{"trace_step": TRACED, "peak_tflops": 0.5},
+            },
+        }
+        file = folder / f"{name}.yaml"
+        file.write_text(json.dumps(sections))
+        plan = plan_run(file, out=folder / name)
+        pool.run(2, trained, plan)
+        lines = metrics_of(plan.out)
+        for line in lines:
+            if "val_loss" in line and line["step"]:
+                line["peak_memory_gib"] = MEMORY[name] * line["step"] / STEPS
+        (plan.out / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        found[name] = plan.out
+    return found
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def page_of(*folders: Path, out: Path) -> Page:
+    done = gridformer_here("report", *folders, "--html", out, "--seconds", "600")
+    assert done.returncode == 0, done.stderr
+    return Page(out)
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return page_of(folders["split"], out=tmp_path_factory.mktemp("alone") / "page.html")
+
+
+@pytest.fixture(scope="module")
+def compared(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return page_of(*folders.values(), out=tmp_path_factory.mktemp("compared") / "page.html")
+
+
+@pytest.fixture(params=["alone", "compared"])
+def page(request: pytest.FixtureRequest) -> Page:
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Page)
+    return found
+
+
+@pytest.fixture
+def shown(page: Page, folders: dict[str, Path]) -> list[Path]:
+    """The run directories that the page shows."""
+    return [*folders.values()][: len(page.data["runs"])]
+
+
+CHARTS = {
+    # title: unit, metrics, by what their values are multiplied
+    "Loss": ("nats per target", ("loss", "val_loss"), 1),
+    "Learning rate": ("", ("lr",), 1),
+    "Gradient norm": ("before clipping", ("grad_norm",), 1),
+    "Speed": ("tokens/s", ("tokens_per_s",), 1),
+    "Utilization": ("% of the peak", ("mfu",), 100),
+    "Memory": ("GiB at the peak of the fullest process", ("peak_memory_gib",), 1),
+    "Time of a step": ("seconds", ("step_time_s", "data_wait_s"), 1),
+    "Validation BLEU": ("", ("val_bleu",), 1),
+}
+
+
+@pytest.mark.parametrize("title", CHARTS)
+def test_curves_have_all_values_of_the_metrics(page: Page, shown: list[Path], title: str) -> None:
+    unit, keys, factor = CHARTS[title]
+    [chart] = [one for one in page.data["charts"] if one["title"] == title]
+    assert chart["unit"] == unit
+    curves = page.curves(title)
+    assert {*curves} == {(number, key) for number in range(len(shown)) for key in keys}
+    for (number, key), (steps, values) in curves.items():
+        lines = [line for line in metrics_of(shown[number]) if key in line]
+        assert steps == [line["step"] for line in lines] != []
+        assert values == pytest.approx([factor * line[key] for line in lines], rel=1e-5)
+
+
+def test_the_page_has_places_for_its_curves(page: Page) -> None:
+    assert {"bar", "charts"} <= page.parts["Training"].ids
+
+
+def test_the_summary_has_loss_speed_utilization_and_memory(page: Page, shown: list[Path]) -> None:
+    rows = page.table("")
+    for number, folder in enumerate(shown):
+        lines = metrics_of(folder)
+        steps = [line for line in lines if "loss" in line]
+        last = lines[-1]["val_loss"]
+        assert rows["steps"][number] == f"{STEPS} of {STEPS}"
+        assert rows["state"][number] == "done"
+        assert rows["validation loss"][number].startswith(f"{last:.4g} (perplexity ")
+        loss = statistics.fmean(line["loss"] for line in steps)
+        assert rows["training loss"][number].startswith(f"{loss:.4g} (mean of the last")
+        speed = float(rows["tokens/s, median"][number].replace(",", ""))
+        assert speed == pytest.approx(
+            statistics.median(line["tokens_per_s"] for line in steps), rel=0.01
+        )
+        mfu = statistics.median(line["mfu"] for line in steps)
+        assert rows["MFU, median"][number] == f"{mfu:.1%}"
+        assert rows["peak of memory"][number] == f"{MEMORY[folder.name]:.3g} GiB"
+
+
+def test_what_has_happened(page: Page, shown: list[Path]) -> None:
+    said = [row[-2] for row in page.parts["What has happened"].rows[1:]]
+    assert [one for one in said if one.startswith("Started at step 0 on ")]
+    assert [one.partition(":")[0] for one in said if one.startswith("Checkpoint")] == [
+        f"Checkpoint of step {STEPS}"
+    ] * len(shown)
+    assert said.count(f"Done with step {STEPS}.") == len(shown)
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    trace = json.loads((folder / f"trace-step-{TRACED}.json").read_text())
+    return [event for event in trace["traceEvents"] if event["ph"] != "M"]
+
+
+def test_the_timeline_is_that_of_the_traced_step(page: Page, shown: list[Path]) -> None:
+    part = page.parts["Timeline of a step"]
+    assert len(page.data["timelines"]) == len(shown)
+    for number, (line, folder) in enumerate(zip(page.data["timelines"], shown)):
+        assert f"timeline-{number}" in part.ids
+        assert f"{folder.name}: step {TRACED}" in part.text
+        events = events_of(folder)
+        assert (line["place"], line["step"], len(line["names"])) == (number, TRACED, 2)
+        for rank in range(2):
+            spans = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+            work = Counter(e["name"].rstrip(" 0") for e in spans if e["cat"] != "wait")
+            assert Counter(kind for _, _, kind, _ in line["work"][rank]) == work
+            assert {"forward", "backward", "update", "read the batch", "wait for data"} <= {*work}
+            waits = [e for e in spans if e["cat"] == "wait"]
+            assert len(line["waits"][rank]) == len(waits) > 0
+            begun = [e for e in events if e["ph"] == "b" and e["pid"] == rank]
+            assert len(line["messages"][rank]) == len(begun) > 0
+        last = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1000
+        assert line["end"] == pytest.approx(last)
+    # The bars below add up what each process spent its time on.
+    for kind in ("forward", "backward", "update", "wait for data"):
+        titles = [one for one in part.titles if re.fullmatch(rf"{kind}: [\d.,e-]+ ms", one)]
+        assert len(titles) == 2 * len(shown), kind
+
+
+def traffic_of(folder: Path) -> Counter[str]:
+    """Return the bytes of a process in the traced step by axis, the mean over both."""
+    found: Counter[str] = Counter()
+    for event in events_of(folder):
+        if event["ph"] == "b":
+            found[event["args"]["axis"]] += event["args"]["bytes"] / 2
+    return found
+
+
+def amount(text: str) -> float:
+    """Return the bytes that a text such as `1.5 MiB` means."""
+    value, unit = text.replace(",", "").split()
+    return float(value) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
+
+
+def test_where_communication_goes(page: Page, shown: list[Path]) -> None:
+    part = page.parts["Where communication goes"]
+    wanted = [(axis, n) for folder in shown for axis, n in traffic_of(folder).items()]
+    found = [one.rpartition(": ") for one in part.titles]
+    assert sorted((axis, amount(text)) for axis, _, text in found) == [
+        (axis, pytest.approx(n, rel=0.01)) for axis, n in sorted(wanted)
+    ]
+    assert {axis for axis, _ in wanted} >= ({"col", "world"} if len(shown) == 1 else {"dp"})
+    for folder in shown:
+        assert f"{folder.name}, measured" in part.text
+    head, *rows = [row for row in part.rows if row]
+    assert head == ["axis", "collective", "purpose", "messages", "bytes"]
+    assert ["col", "all_reduce", "product"] in [row[:3] for row in rows]
+
+
+def test_memory_is_what_the_code_holds(page: Page, shown: list[Path]) -> None:
+    """The states of Adam are twice the parameters, shared by both processes with zero1."""
+    part = page.parts["Memory"]
+    bytes_of = {"parameters": 4, "gradients": 4, "optimizer": 8}
+    found: dict[str, list[float]] = {}
+    for title in part.titles:
+        kind, _, text = title.rpartition(": ")
+        found.setdefault(kind, []).append(amount(text))
+    for number, folder in enumerate(shown):
+        assert f"{folder.name} (rank " in part.text
+        assert f"{folder.name}: the peak is in " in part.text
+        n = found["parameters"][number] / bytes_of["parameters"]
+        shared = 2 if folder.name == "copies" else 1
+        assert found["optimizer"][number] == pytest.approx(8 * n / shared, rel=0.05)
+    assert all(len(found[kind]) == len(shown) for kind in ("parameters", "optimizer"))
+    assert {kind for kind in found if kind.startswith("activations: ")}
+
+
+def test_samples_are_shown_with_their_step(page: Page, shown: list[Path]) -> None:
+    part = page.parts["Generated text"]
+    lines = [
+        json.loads(line)
+        for folder in shown
+        for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(lines) == 10 * len(shown)  # five after each of two evaluations
+    texts = [text for one in lines for text in (one["prompt"] + one["text"], one["reference"])]
+    assert Counter(part.blocks) == Counter(texts)
+    for step in (2, 4):
+        assert part.text.count(f"After step {step}") == 5 * len(shown)
+
+
+def test_settings_that_differ(compared: Page, alone: Page) -> None:
+    rows = compared.table("Settings that differ")
+    assert rows.pop("") == ["split", "copies"]
+    assert rows.pop("name") == ["split", "copies"]
+    assert rows == {
+        "layout.scheme": ["megatron", "single"],
+        "layout.cols": ["2", "1"],
+        "layout.dp": ["1", "2"],
+        "layout.dp_mode": ["replicate", "zero1"],
+        "train.lr": ["0.01", "0.002"],
+    }
+    assert "Settings that differ" not in alone.parts
+
+
+def test_all_settings_of_all_runs(page: Page, shown: list[Path]) -> None:
+    last = [*page.parts.values()][-1]
+    rows = {first: rest for first, *rest in last.rows}
+    assert rows["train.lr"] == [str(RATES[folder.name]) for folder in shown]
+    assert rows["data.path"] == [".../data"] * len(shown)
