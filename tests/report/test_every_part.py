@@ -191,7 +191,7 @@ CHARTS = {
     "Learning rate": ("", ("lr",), 1),
     "Gradient norm": ("before clipping", ("grad_norm",), 1),
     "Speed": ("tokens/s", ("tokens_per_s",), 1),
-    "Utilization": ("% of the peak", ("mfu",), 100),
+    "Utilization (MFU)": ("% of the peak", ("mfu",), 100),
     "Memory": ("GiB at the peak of the fullest process", ("peak_memory_gib",), 1),
     "Time of a step": ("seconds", ("step_time_s", "data_wait_s"), 1),
     "Validation BLEU": ("", ("val_bleu",), 1),

@@ -29,7 +29,7 @@ KINDS = {
     "backward": "#1f5a94",
     "update": "#3fa45b",
     "read the batch": "#8e6fd8",
-    "wait for data": "#d0504a",
+    "wait for data": "#e0218a",
     "waits": "#f0a35e",
     "other": "#9aa3ab",
 }

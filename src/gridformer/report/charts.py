@@ -40,7 +40,7 @@ _KNOWN = (
     Curves("Learning rate", "", ("lr",), zero=True),
     Curves("Gradient norm", "before clipping", ("grad_norm",), smooth=True),
     Curves("Speed", "tokens/s", ("tokens_per_s",), smooth=True, zero=True),
-    Curves("Utilization", "% of the peak", ("mfu", "hfu"), 100.0, smooth=True, zero=True),
+    Curves("Utilization (MFU)", "% of the peak", ("mfu", "hfu"), 100.0, smooth=True, zero=True),
     Curves(
         "Operations",
         "TFLOP/s of each process",

@@ -104,8 +104,9 @@
     if (chart.unit) node("small", { textContent: chart.unit }, title);
     const log = node("button", { textContent: "log", title: "logarithmic axis" }, head);
     log.setAttribute("aria-pressed", "false");
-    const W = wide ? 1080 : 520, H = wide ? 340 : 210, L = 56, R = 10, T = 8, B = 34;
-    const figure = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img" }, box);
+    const H = wide ? 340 : 210, L = 56, R = 10, T = 8, B = 34;
+    let W = wide ? 1080 : 520;  // as wide as it is shown, so that its letters are as large anywhere
+    const figure = svg("svg", { role: "img" }, box);
     figure.setAttribute("aria-label", `${chart.title} over ${state.x}`);
     const tip = node("div", { className: "tip", hidden: true }, box);
     const labels = [...new Set(chart.curves.map((curve) => curve.label))];
@@ -116,6 +117,8 @@
       return COLORS[(several ? curve.run : labels.indexOf(curve.label)) % COLORS.length];
     }
     function draw() {
+      W = Math.max(240, box.clientWidth || W);
+      figure.setAttribute("viewBox", `0 0 ${W} ${H}`);
       figure.replaceChildren();
       const curves = chart.curves.filter((curve) => !state.hidden.has(curve.run));
       drawn = curves.map((curve) => {
@@ -157,7 +160,7 @@
         svg("line", { x1: L, x2: W - R, y1: Y(y), y2: Y(y), class: "grid" }, figure);
         svg("text", { x: L - 6, y: Y(y) + 4, "text-anchor": "end" }, figure, short(y));
       }
-      for (const x of ticks(low, high, wide ? 10 : 5)) {
+      for (const x of ticks(low, high, Math.max(2, Math.round(W / 100)))) {
         svg("text", { x: X(x), y: H - B + 15, "text-anchor": "middle" }, figure, short(x));
       }
       const unit = state.x === "hours" ? "hours of training steps" : state.x;
@@ -248,6 +251,11 @@
     redraw.push(draw);
   }
   function all() { redraw.forEach((draw) => draw()); }
+  // Calls a function whenever the page has another width. Scrolling on a phone changes its height only.
+  function onWidth(draw) {
+    let width = window.innerWidth;
+    window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; draw(); } });
+  }
 
   function controls(bar) {
     const axis = node("label", { textContent: "over " }, bar);
@@ -285,8 +293,8 @@
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `timeline of step ${line.step}`);
     const tip = node("div", { className: "tip", hidden: true }, box);
-    const ROW = 30, TOP = 6, LEFT = 170, RIGHT = 24, BOTTOM = 24, H = TOP + ROW * line.names.length + BOTTOM;
-    let range = [0, line.end], W = 1000;
+    const ROW = 30, TOP = 6, RIGHT = 24, BOTTOM = 24, H = TOP + ROW * line.names.length + BOTTOM;
+    let range = [0, line.end], W = 1000, LEFT = 170;
     const kindColor = (kind) => kind.startsWith("waits") ? KINDS.waits : KINDS[kind] || KINDS.other;
     const axisColor = (axis) => data.axes[axis];
     const X = (t) => LEFT + (W - RIGHT - LEFT) * (t - range[0]) / (range[1] - range[0]);
@@ -298,6 +306,8 @@
       pen.setTransform(sharp, 0, 0, sharp, 0, 0);
       const style = getComputedStyle(document.documentElement);
       pen.font = "12px system-ui, sans-serif";
+      const names = line.names.map((name) => pen.measureText(name).width);
+      LEFT = Math.min(170, 0.35 * W, 12 + Math.max(...names));
       line.names.forEach((name, row) => {
         const y = TOP + row * ROW;
         pen.fillStyle = style.getPropertyValue("--soft");
@@ -315,7 +325,8 @@
       });
       pen.fillStyle = style.getPropertyValue("--soft");
       pen.textAlign = "center";
-      for (const t of ticks(range[0], range[1], 8)) pen.fillText(`${short(t)} ms`, X(t), H - 6);
+      const count = Math.min(8, Math.max(2, Math.floor((W - LEFT - RIGHT) / 90)));
+      for (const t of ticks(range[0], range[1], count)) pen.fillText(`${short(t)} ms`, X(t), H - 6);
     }
     function at(event) {
       const x = event.clientX - canvas.getBoundingClientRect().left;
@@ -362,8 +373,7 @@
       key.append(`messages over ${axis}`);
     }
     draw();
-    let width = window.innerWidth;
-    window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; draw(); } });
+    onWidth(draw);
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   }
 
@@ -372,6 +382,7 @@
     controls(document.getElementById("bar"));
     data.charts.forEach((chart, number) => Chart(chart, charts, number === 0));
     all();
+    onWidth(all);
   }
   data.timelines.forEach((line) => Timeline(line, document.getElementById(`timeline-${line.place}`)));
 })();

@@ -230,9 +230,9 @@ def _timelines(runs: Sequence[Run], timelines: Sequence[StepTimeline | None]) ->
         return ""
     return (
         "<h2>Timeline of a step</h2>"
-        '<p class="note">As it was measured (train.trace_step). The thin line below a process '
-        "shows messages under way; where the process waits for one, it is orange. The bars add up "
-        "what each process spent its time on.</p>" + "".join(found)
+        '<p class="note">As it was measured (<code>train.trace_step</code>). The thin line below a '
+        "process shows messages under way; where the process waits for one, it is orange. The bars "
+        "add up what each process spent its time on.</p>" + "".join(found)
     )
 
 
@@ -311,7 +311,7 @@ def _memory(runs: Sequence[Run], estimates: Sequence[Estimates | None]) -> str:
     return (
         "<h2>Memory</h2>"
         '<p class="note">What the tensors of the fullest process hold at the peak of a step, as '
-        "`gridformer memory` estimates it from the run's code. "
+        "<code>gridformer memory</code> estimates it from the run's code. "
         + " ".join(_text(note) for note in notes)
         + "</p>"
         + bars(rows, memory_colors(rows), lambda value: f"{three_digits(value / unit)} {name}")
