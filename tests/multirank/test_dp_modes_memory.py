@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from gridformer.config import LayoutConfig
+from gridformer.memory.tracker import MemoryTracker
 from gridformer.models.blocks import Layer
+from gridformer.parallel.data import buckets as bucketing
+from gridformer.parallel.data.copies import share_parts
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.sharding import shard_of
 from tests.support.marks import full_unless
@@ -122,3 +126,27 @@ def test_what_a_device_holds(pool: WorkerPool, case: tuple[str, str, int]) -> No
             assert one.whole_gradients < one.whole / 2, "those that have been sent are let go of"
     if model is EVEN and mode != "replicate":
         assert {one.share for one in held} <= {one.whole // 2 for one in held}
+
+
+# --------------------------------------------------------------------------- zero1's gathers
+
+
+def while_gathering() -> tuple[int, int, int]:
+    """Return the most bytes that `share_parts` holds at a time, those of a bucket, and buckets."""
+    built, axes, _ = settings_of({**SINGLE, "dp_mode": "zero1"}, 6, **EVEN)
+    parameters = [*built.parameters()]
+    n_bytes = max(p.numel() for p in parameters) * 4
+    with patch.object(bucketing, "BUCKET_BYTES", n_bytes):
+        n_buckets = len([*bucketing.buckets(parameters)])
+        with MemoryTracker() as tracker:
+            tracker.mark(parameters, "parameters")
+            held = tracker.live()
+            share_parts(parameters, axes)
+    return tracker.peak()[1] - held, n_bytes, n_buckets
+
+
+def test_gathers_of_updated_parameters_hold_few_of_them_twice(pool: WorkerPool) -> None:
+    """Two messages at a time, and what arrives of one of them: not all parameters."""
+    for most, bucket, n_buckets in pool.run(2, while_gathering):
+        assert n_buckets > 8
+        assert bucket < most <= 4 * bucket

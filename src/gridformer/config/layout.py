@@ -19,9 +19,9 @@ class LayoutConfig(Config):
 
     With `scheme=subgraph`, `branches` sub-grids of dp processes each take the place of the grid.
 
-    `schedule`, `stationary` and `keep_gathered` determine how matrix products communicate. `auto`
-    decides for each product from message sizes and memory, and `gridformer train --explain` prints
-    the decisions and their reasons (gridformer.parallel.auto.cost).
+    `schedule`, `stationary` and `keep_gathered` determine how matrix products communicate, and
+    `reshard` how often parameters do. `auto` decides from message sizes and memory, and `gridformer
+    train --explain` prints the decisions and their reasons (gridformer.parallel.auto.cost).
     """
 
     scheme: Scheme = Field(
@@ -61,11 +61,11 @@ class LayoutConfig(Config):
         "gradients and optimizer state (zero1), or also parameters, which are then gathered "
         "layer by layer (fsdp).",
     )
-    reshard: Literal["layer", "step"] = Field(
+    reshard: Literal["auto", "layer", "step"] = Field(
         default="layer",
         description="With fsdp, a layer's gathered parameters are freed after its forward pass and "
         "after its backward pass (layer), or when the step ends (step). The latter gathers each of "
-        "them once per step and needs memory for all of them.",
+        "them once per step and needs memory for all of them. auto keeps them if there is memory.",
     )
     pp: int = Field(
         default=1,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.cost import Choice, Choices
-from gridformer.parallel.auto.decisions import state_bytes, work_of
+from gridformer.parallel.auto.decisions import resolved, state_bytes, work_of
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.registry import spec_of
 
@@ -31,14 +31,15 @@ def states_of(run: RunConfig) -> float:
     This is a lower bound of what the fullest device holds with any batch.
     """
     choices = decide(run.model, run.layout, work_of(run))
-    return sum(_states(run, choices)) / run.layout.pp
+    return sum(_states(resolved(run, choices), choices)) / run.layout.pp
 
 
 def total_states(run: RunConfig) -> float:
     """Returns bytes of parameters, gradients and optimizer of all devices of one replica."""
     choices = decide(run.model, run.layout, work_of(run))
     copies = _copy_bytes(run, choices, run.layout.dp)
-    return float(choices.parameters) * (choices.work.state_bytes + copies)
+    states = state_bytes(resolved(run, choices), run.layout.dp)
+    return float(choices.parameters) * (states + copies)
 
 
 def quick_estimate(run: RunConfig) -> float:
@@ -48,6 +49,7 @@ def quick_estimate(run: RunConfig) -> float:
 
 def quick_peak(run: RunConfig, choices: Choices) -> float:
     """Like `quick_estimate`, for a caller that has the run's choices."""
+    run = resolved(run, choices)
     layout, pp = run.layout, run.layout.pp
     in_layers, head = _states(run, choices)
     n_layers = run.model.n_layers + (run.model.n_decoder_layers if run.model.two_stacks else 0)
@@ -169,7 +171,7 @@ class _Replicas:
         layer = _layer_elements(choices) / grid / n_layers * itemsize
         if layout.dp_mode != "fsdp":
             layer, tables = 0.0, 0
-        elif layout.reshard != "layer":
+        elif choices.reshard == "step":
             layer = 0.0
         widest = max(
             one.product.n_in * one.n_out
@@ -207,7 +209,7 @@ def _states(run: RunConfig, choices: Choices) -> tuple[float, float]:
     each: float
     of_common: float
     everywhere = layout.branches if choices.between == "cut" else 1  # replicas of common layers
-    each, of_common = choices.work.state_bytes, state_bytes(run, layout.dp * everywhere)
+    each, of_common = (state_bytes(run, layout.dp * n) for n in (1, everywhere))
     each += _copy_bytes(run, choices, layout.dp)
     of_common += _copy_bytes(run, choices, layout.dp * everywhere)
     for choice in choices.products.values():

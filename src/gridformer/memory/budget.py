@@ -322,7 +322,7 @@ def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
     yield from free
     if layout.dp > 1 and layout.dp_mode == "replicate":
         yield {"layout.dp_mode": "zero1"}
-    if layout.reshard == "step":
+    if choices.reshard == "step":
         yield {"layout.reshard": "layer"}
     if train.recompute == "none":
         yield {"train.recompute": "selective"}

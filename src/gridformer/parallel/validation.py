@@ -99,7 +99,7 @@ def _kept(run: RunConfig) -> Iterator[Broken]:
 
 def _replicas(run: RunConfig) -> Iterator[Broken]:
     layout = run.layout
-    if layout.reshard != "layer" and layout.dp_mode != "fsdp":
+    if layout.reshard == "step" and layout.dp_mode != "fsdp":
         text = (
             f"layout.reshard={layout.reshard} is for parameters that are gathered, but "
             f"layout.dp_mode={layout.dp_mode} gathers none"
@@ -112,7 +112,7 @@ def _replicas(run: RunConfig) -> Iterator[Broken]:
         f"layout.dp_mode={layout.dp_mode} shards state over replicas, but layout.dp=1 has only one"
     )
     replicate: Changes = {"layout.dp_mode": "replicate"}
-    if layout.reshard != "layer":
+    if layout.reshard == "step":
         replicate |= {"layout.reshard": "layer"}
     yield Broken("dp_mode", text, [Way(lambda: [replicate])])
 

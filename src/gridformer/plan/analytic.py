@@ -25,8 +25,8 @@ from gridformer.utils.units import GIB
 
 ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes all but the gradient
 NORM_BYTES = 4  # the norm of gradients reads them
-JOIN_BYTES = 16  # of a parameter whose gradient is summed by parts: padded and copied to a message
-SHARE_BYTES = 16  # the same for the updated parts of parameters that return
+JOIN_BYTES = 12  # of a parameter whose gradient is summed by parts: copied to a message and summed
+SHARE_BYTES = 12  # the same for the updated parts of parameters that return
 PARAMETERS = 12  # of a layer
 VECTORS = 8  # of a layer: norms and biases
 VECTORS_BYTES = 1e5  # of the gradients of norms and biases, roughly
@@ -302,7 +302,7 @@ def _gather_replicas(sizes: Sizes, forward: Load, backward: Load) -> None:
     outside = _held(sizes, 0.0)
     a_layer = (_held(sizes, 1.0) - outside) / n
     one = sizes.costs.message_s("all_gather", a_layer * sizes.itemsize, place)
-    times = 1.0 if layout.reshard == "layer" else 1 / layout.micro_batches
+    times = 1.0 if sizes.choices.reshard == "layer" else 1 / layout.micro_batches
     # A gathered layer is copied from the message into its parameters.
     backward.launches += 1.3 * PARAMETERS * n / layout.micro_batches  # joins gradients
     forward.launches += 1.4 * PARAMETERS * n * times
@@ -310,7 +310,7 @@ def _gather_replicas(sizes: Sizes, forward: Load, backward: Load) -> None:
     forward.memory += sizes.costs.memory_s(4 * sizes.itemsize * a_layer) * n * times
     backward.memory += sizes.costs.memory_s(2 * sizes.itemsize * a_layer) * n * times
     forward.message("dp", n * one * times, forward.device_s, n * times)
-    if layout.reshard == "layer":
+    if sizes.choices.reshard == "layer":
         backward.message("dp", n * one, backward.device_s, n)
 
 

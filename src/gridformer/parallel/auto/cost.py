@@ -107,6 +107,7 @@ class Choices:
         block_inputs: Elements of the inputs of all blocks in one micro-batch.
         cast_once: Whether a weight is cast to the type of the computation once a step and the copy
             is kept for all products of the step, or cast for each product.
+        reshard: When layers free the parameters that they gather, with fsdp.
         reasons: Sentences that explain the choices.
         timed: The seconds of each product, by name, if the layout has a cluster.
     """
@@ -121,6 +122,7 @@ class Choices:
     held_bytes: float = 0.0
     block_inputs: float = 0.0
     cast_once: bool = True
+    reshard: Literal["layer", "step"] = "layer"
     reasons: list[str] = field(default_factory=list)
     timed: dict[str, Timed] = field(default_factory=dict)
 

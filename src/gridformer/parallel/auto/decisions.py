@@ -94,7 +94,7 @@ def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]
     """Returns the bytes that one device receives over each axis in a step; see `Decisions`."""
     layout = run.layout
     steps = [choices.step(choice) for choice in choices.products.values()]
-    spec, again = spec_of(layout), _times_over_replicas(run)
+    spec, again = spec_of(layout), _times_over_replicas(resolved(run, choices))
     activations = sum(step.col for step in steps) + work.micro_batches * choices.inputs_again()
     over_boundary = activations * work.itemsize
     # Gradients of replicated heads are summed on their owner, which sends the updated values back.
@@ -121,6 +121,14 @@ def placements(
     if not layout.nodes_per_rack:
         return candidates, []
     return candidates, nodes.search_racks(sizes, candidates[0], layout.nodes_per_rack)
+
+
+def resolved(run: RunConfig, choices: Choices) -> RunConfig:
+    """Returns the run with what was decided in place of `layout.reshard: auto`."""
+    if run.layout.reshard != "auto":
+        return run
+    layout = run.layout.model_copy(update={"reshard": choices.reshard})
+    return run.model_copy(update={"layout": layout})
 
 
 def work_of(run: RunConfig) -> Work:
@@ -199,7 +207,7 @@ def state_bytes(run: RunConfig, replicas: int) -> int:
     """
     layout, train = run.layout, run.train
     part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
-    value = part if layout.dp_mode == "fsdp" and layout.reshard == "layer" else 1.0
+    value = part if layout.dp_mode == "fsdp" and layout.reshard != "step" else 1.0
     gradient, moments = part, 2 * part
     if layout.micro_batches > 1:
         gradient = 1.0
@@ -219,7 +227,7 @@ def _times_over_replicas(run: RunConfig) -> float:
     layout = run.layout
     if layout.dp_mode != "fsdp":
         return 2
-    gathers = 2 * layout.micro_batches if layout.reshard == "layer" else 1
+    gathers = 2 * layout.micro_batches if layout.reshard != "step" else 1
     return gathers * _ITEMSIZE[run.train.dtype] / _parameter_bytes(run) + 1
 
 

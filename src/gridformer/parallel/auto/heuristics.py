@@ -17,10 +17,17 @@ from typing import Literal
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.cost import Choice, Choices
-from gridformer.parallel.auto.fastest import MOST_CHUNKS, SMALL_BYTES, fastest, lines_of
+from gridformer.parallel.auto.fastest import (
+    MEMORY_SHARE,
+    MOST_CHUNKS,
+    SMALL_BYTES,
+    fastest,
+    lines_of,
+)
 from gridformer.parallel.auto.products import Work, blocks_of, products_of
+from gridformer.parallel.auto.seconds import cluster_of
 from gridformer.parallel.registry import spec_of
-from gridformer.utils.units import format_bytes
+from gridformer.utils.units import GIB, format_bytes
 
 # Activations are gathered in chunks of about this share of what a device holds, or of this size if
 # that is larger. While one chunk is multiplied, three to six others exist that travel, are
@@ -72,7 +79,7 @@ def decide(
     chosen = _stationary(chosen, layout)
     chosen = replace(chosen, held_bytes=_held_bytes(chosen, model, layout.pp))
     chosen = _schedules(_chunked(chosen, layout), layout)
-    chosen = _cast(_at_once(_kept(chosen, layout)), layout)
+    chosen = _reshard(_cast(_at_once(_kept(chosen, layout)), layout), layout)
     if not layout.cluster or chosen.rows * chosen.cols == 1:
         return chosen
     return fastest(chosen, layout, block)
@@ -239,6 +246,42 @@ def _cast(choices: Choices, layout: LayoutConfig) -> Choices:
             f"{Fraction(COPIES_SHARE)} of what a device holds"
         )
     return replace(choices, cast_once=once)
+
+
+def _reshard(choices: Choices, layout: LayoutConfig) -> Choices:
+    """Decides whether layers keep the parameters that they gather until the step ends."""
+    if layout.dp_mode != "fsdp" or layout.reshard == "layer":
+        return choices
+    if layout.reshard == "step":
+        return replace(choices, reshard="step")
+    held, price = choices.held_bytes, regathered_bytes(choices, layout)
+    limit = choices.work.memory_gib or (cluster_of(layout).limit_gib if layout.cluster else 0.0)
+    budget, why = COPIES_SHARE * held, f"{Fraction(COPIES_SHARE)} of what a device holds"
+    if limit:
+        copies = copies_bytes(choices, layout) * (choices.work.itemsize == 2 and choices.cast_once)
+        budget = max(0.0, MEMORY_SHARE * limit * GIB - held - copies)
+        why = f"what is left of {MEMORY_SHARE:.0%} of {limit:g} GiB"
+    keeps, times = price <= budget, 2 * choices.work.micro_batches
+    choices.reasons.append(
+        f"reshard: layers {'keep' if keeps else 'free'} the parameters that they gather, which "
+        f"travel {'once' if keeps else f'{times} times'} a step: to keep them takes "
+        f"{format_bytes(price)} more, and the budget is {format_bytes(budget)}, {why}"
+    )
+    return replace(choices, reshard="step", held_bytes=held + price) if keeps else choices
+
+
+def regathered_bytes(choices: Choices, layout: LayoutConfig) -> float:
+    """Returns the bytes that a device holds if layers keep the parameters that they gather.
+
+    Its own part of them does not count.
+    """
+    found = 0.0
+    for choice in choices.products.values():
+        if choice.product.section != "head":
+            replicas = layout.dp * (layout.branches if choice.common else 1)
+            devices = 1 if choice.common else choices.rows * choices.cols
+            found += choice.elements / devices * (1 - 1 / replicas)
+    return found * choices.work.itemsize / layout.pp
 
 
 def copies_bytes(choices: Choices, layout: LayoutConfig) -> float:

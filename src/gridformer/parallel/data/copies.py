@@ -6,7 +6,7 @@ the values of owners (gridformer.parallel.sharding) to the copies.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,27 +18,36 @@ from gridformer.parallel.data.buckets import buckets, in_buckets
 from gridformer.parallel.data.zero import FlatBucket, replica_part, stored
 from gridformer.parallel.sharding import replica_axis, shard_of, shared_by_stages
 
+_IN_FLIGHT = 2  # gathers of `share_parts`; one travels while another is copied
+
 
 @torch.no_grad()
 def share_parts(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
     """Gathers updated parts on replicas that hold full parameters (zero1), after the update.
 
-    Small parameters travel together, and all messages are in flight at the same time.
+    Small parameters travel together. Only a few messages are in flight at a time, because each
+    holds its parameters a second time until it has arrived.
     """
     whole: dict[str, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if replica_part(parameter) is not None and stored(parameter) is parameter:
             whole[replica_axis(parameter)].append(parameter)
-    in_flight = []
+    in_flight: deque[tuple[FlatBucket, comm.Pending]] = deque()
     for name, sharded in whole.items():
         for members in buckets(sharded):
+            if len(in_flight) == _IN_FLIGHT:
+                _arrive(*in_flight.popleft())
             flat_bucket = FlatBucket(members, axes[name])
             mine = flat_bucket.join_parts().unsqueeze(0)
-            in_flight.append(
-                (flat_bucket, comm.start_all_gather(mine, flat_bucket.axis, 0, "parameters"))
-            )
-    for flat_bucket, pending in in_flight:
-        flat_bucket.part(pending.wait(), [parameter.data for parameter in flat_bucket.parameters])
+            pending = comm.start_all_gather(mine, flat_bucket.axis, 0, "parameters")
+            in_flight.append((flat_bucket, pending))
+    while in_flight:
+        _arrive(*in_flight.popleft())
+
+
+def _arrive(flat_bucket: FlatBucket, pending: comm.Pending) -> None:
+    """Waits for a message and copies it into its parameters."""
+    flat_bucket.part(pending.wait(), [parameter.data for parameter in flat_bucket.parameters])
 
 
 @torch.no_grad()

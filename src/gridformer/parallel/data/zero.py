@@ -107,10 +107,17 @@ class FlatBucket:
         sizes = [each * width for each, (_, width) in zip(self._each, self._shapes)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self.share = sum(sizes)
+        rows = (n for n, _ in self._shapes)
+        self._padded = any(each * axis.size > n for each, n in zip(self._each, rows))
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns tensors, each with the shape of its parameter, as a new one [replicas, share]."""
-        flat = tensors[0].new_zeros(self.axis.size, self.share)
+        """Returns tensors, each with the shape of its parameter, as one [replicas, share].
+
+        A single tensor whose rows divide evenly is that already, so it is not copied.
+        """
+        if len(tensors) == 1 and not self._padded:
+            return _rows_of(tensors[0], self.parameters[0]).reshape(self.axis.size, self.share)
+        flat = self._room(tensors[0], (self.axis.size, self.share))
         for in_flat, in_tensor in self._places(flat, tensors):
             in_flat.copy_(in_tensor)
         return flat
@@ -127,7 +134,7 @@ class FlatBucket:
             dtype: The type of the result; None means that of the parameters.
         """
         parts = [self._part(parameter) for parameter in self.parameters]
-        flat = parts[0].new_zeros(self.share, dtype=dtype)
+        flat = self._room(parts[0], (self.share,), dtype)
         for part, view in zip(parts, self.parts(flat)):
             view.copy_(part)
         return flat
@@ -148,6 +155,14 @@ class FlatBucket:
                 rows = rows.view(-1, width)
                 found.append(rows.t() if shard_of(parameter).transposed else rows)
         return found
+
+    def _room(
+        self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Returns memory for a message that is about to be filled, zeros if it is padded."""
+        if self._padded:
+            return like.new_zeros(shape, dtype=dtype)
+        return like.new_empty(shape, dtype=dtype)
 
     def _places(self, flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields pairs of views: some rows in the message, and the same rows in a tensor.
