@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +14,9 @@ from gridformer.trace import trace_rank
 from gridformer.utils.errors import ConfigError
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
-from tests.support.multirank.matrix import MODELS
+from tests.support.multirank.matrix import MODELS, of_one_task
 from tests.support.multirank.memory import a_run
+from tests.support.pairs import pairwise
 
 MEGATRON = {"scheme": "megatron", "cols": 2}
 SEQUENCE = {**MEGATRON, "sequence_parallel": True}
@@ -45,6 +45,7 @@ REPLICAS: tuple[dict[str, Any], ...] = (
     {"dp": 2, "dp_mode": "zero1"},
     {"dp": 2, "dp_mode": "fsdp"},
 )
+PIPELINES: tuple[dict[str, Any], ...] = ({}, {"pp": 2, "micro_batches": 4}, {"pp": 3})
 
 
 class Case(NamedTuple):
@@ -61,10 +62,15 @@ class Case(NamedTuple):
 DEEP = [
     Case("GPT-2", {"pp": 8, "micro_batches": 32}, {}),
     Case("GPT-2", {"pp": 8, "micro_batches": 32, "pipeline": "gpipe"}, {}),
+    Case("BERT", {"pp": 8, "micro_batches": 32}, {}),
+    Case("Llama", {"pp": 8, "micro_batches": 32, **MEGATRON}, {}),
     Case("GPT-2", {"pp": 5, "micro_batches": 7, **MEGATRON}, {}),
     Case("GPT-2", {"pp": 4, "micro_batches": 32, "stages_per_rank": 4}, {}),
     Case("GPT-2", {"pp": 8, "micro_batches": 16, "stages_per_rank": 2}, {}),
     Case("T5", {"pp": 8, "micro_batches": 16, **SEQUENCE}, {}),
+    Case("GPT-2", {"pp": 4, "micro_batches": 8, "stages_per_rank": 4, **OPTIMUS}, {}),
+    Case("BERT", {"pp": 4, "micro_batches": 8, "stages_per_rank": 4, **DSP}, {}),
+    Case("T5", {"pp": 2, "micro_batches": 8, "stages_per_rank": 4, **CSUB}, {}),
     Case("Transformer", {"pp": 4, "micro_batches": 8, "stages_per_rank": 2, **CSUB}, IN_BACKWARD),
 ]
 WIDE = [
@@ -74,17 +80,15 @@ WIDE = [
 ]
 MATRIX = [
     Case(model, {**scheme, **replicas, **pipeline}, train)
-    for (model, scheme), (replicas, pipeline, train) in zip(
-        itertools.product(MODELS, SCHEMES),
-        itertools.cycle(
-            itertools.product(REPLICAS, ({}, {"pp": 2, "micro_batches": 4}, {"pp": 3}), TRAIN)
-        ),
+    for scheme, model, replicas, pipeline, train in pairwise(
+        SCHEMES, [*MODELS], REPLICAS, PIPELINES, TRAIN
     )
 ]
 QUICK = [
     Case("BERT", {"scheme": "megatron_2d", "rows": 2}, TRAIN[1]),
     Case("GPT-2", {**DSP, "attention": "outside", "pp": 2, "micro_batches": 2}, {}),
     Case("Transformer", {"pp": 2, "micro_batches": 4, "stages_per_rank": 2}, {}),
+    Case("Llama", {"pp": 4, "micro_batches": 6}, {}),
 ]
 CASES = [*QUICK, *DEEP, *WIDE, *MATRIX]
 
@@ -95,7 +99,8 @@ def checked(case: Case) -> Report:
     layout = case.layout
     n_layers = 2 * layout.get("pp", 1) * layout.get("stages_per_rank", 1)
     shares = layout.get("micro_batches", 1) * layout.get("dp", 1) * 4
-    model = {"n_layers": n_layers, "max_seq_len": 16, **MODELS[case.model]}
+    model = of_one_task(MODELS[case.model], [*MODELS].index(case.model))
+    model = {"n_layers": n_layers, "max_seq_len": 16, **model}
     run = a_run(layout, model, {"global_batch": shares, "loss_chunk_tokens": 0, **case.train})
     check(run)
     decisions = decide_run(run)

@@ -36,12 +36,13 @@ from tests.support.fake_gpu import (
     step_of,
 )
 from tests.support.marks import full_unless
-from tests.support.multirank.matrix import CELLS, MODELS, Cell, refusal
+from tests.support.multirank.matrix import CELLS, MODELS, Cell, of_one_task, refusal
 from tests.support.multirank.matrix import PIPELINES as MATRIX_PIPELINES
 from tests.support.multirank.matrix import REPLICAS as MATRIX_REPLICAS
 from tests.support.multirank.matrix import SCHEMES as MATRIX_SCHEMES
 from tests.support.multirank.memory import a_run
 from tests.support.multirank.networks import NETWORKS, batch
+from tests.support.pairs import pairwise
 
 InProcess = Callable[..., Any]
 
@@ -93,7 +94,7 @@ class Case(NamedTuple):
     def run(self) -> RunConfig:
         layout = {**SCHEMES[self.scheme], **PIPELINES[self.pipeline], **REPLICAS[self.replicas]}
         model: dict[str, Any] = {"n_layers": 4 if self.pipeline == 2 else 2, "max_seq_len": 8}
-        model |= MODELS[self.model]
+        model |= of_one_task(MODELS[self.model], self.pipeline + self.replicas)
         if self.method == "plain":  # masks make up most operations of a fake step
             model |= {"dropout": 0.1, "attention_dropout": 0.1}
         return a_run(layout, model, {"global_batch": 8, **METHODS[self.method]})
@@ -123,8 +124,14 @@ QUICK = {
     Case("Optimus, panels", 1, 0, "float16", "GPT-2"),
     Case("single", 1, 3, "selective, bfloat16", "GPT-2"),
 }
-# A selection of the 2,880 cases in which every pair of values occurs, and a few more.
-CHOSEN = sorted(QUICK | set(random.Random(0).sample(CASES, 250)))
+PAIRED = {
+    Case(scheme, pipeline, replicas, method, model)
+    for scheme, model, method, replicas, pipeline in pairwise(
+        [*SCHEMES], [*MODELS], [*METHODS], range(len(REPLICAS)), range(len(PIPELINES))
+    )
+}
+# Of the 6,480 cases those in which every pair of values occurs, and as many others.
+CHOSEN = sorted(QUICK | PAIRED | set(random.Random(0).sample(CASES, 120)))
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +208,8 @@ QUICK_CELLS = {
 def of_cell(cell: Cell) -> tuple[RunConfig, list[int]]:
     """Return the run of a cell, and ranks of one stage that must send the same messages.
 
-    Without dropout, cells take turns with methods, so that each method meets every scheme, model,
-    pipeline and replica mode; and cells of the same layout take turns with stages.
+    Without dropout, cells take turns with methods and tasks, so that each method meets every
+    scheme, model, pipeline and replica mode; and cells of the same layout take turns with stages.
     """
     model = [*MODELS].index(cell.model)
     scheme, replicas = [*MATRIX_SCHEMES].index(cell.scheme), MATRIX_REPLICAS.index(cell.replicas)

@@ -41,6 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
         **FINE_TUNED,
     },
 }
+# What two tasks of fine-tuning leave out of these heads: learning labels, and learning spans.
+LEFT_OUT: tuple[dict[str, Any], ...] = ({"span_head": False}, {"n_labels": 0})
 # What differs in cells with dropout.
 WITH_DROPOUT: dict[str, dict[str, Any]] = {
     "Llama": {"qk_norm": False, "tied_head": True, "qkv_bias": True, "window": 5},
@@ -218,6 +220,16 @@ QUICK_ON_NCCL = {
 
 def n_of(cell: Cell) -> int:
     return LayoutConfig(**cell.layout).n_processes
+
+
+def of_one_task(model: dict[str, Any], turn: int) -> dict[str, Any]:
+    """Return a model with the heads of one task, which is what a run trains.
+
+    Args:
+        model: The settings of a model. Unless they are for fine-tuning, they stay as they are.
+        turn: Models of even turns learn labels, others learn spans.
+    """
+    return model if model.get("token_head", True) else {**model, **LEFT_OUT[turn % 2]}
 
 
 @functools.cache

@@ -28,12 +28,15 @@ SETTINGS: dict[str, Any] = {
 
 
 def a_run(
-    layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any], task: Task = "auto"
+    layout: dict[str, Any], model: dict[str, Any], train: dict[str, Any], task: Task | None = None
 ) -> RunConfig:
     config = tiny(**model)
+    # A run of fine-tuning learns one task: labels if its model has them, otherwise spans.
+    default = "auto" if config.token_head else "classify" if config.n_labels else "answer"
+    data = {"path": Path("none"), "seq_len": config.max_seq_len, "task": task or default}
     return RunConfig(
         model=config,
-        data=DataConfig(path=Path("none"), seq_len=config.max_seq_len, task=task),
+        data=data,  # type: ignore[arg-type]
         layout=LayoutConfig(**layout),
         train=TrainConfig(**{**SETTINGS, **train}),
     )
