@@ -10,15 +10,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gridformer.check import Problem, Report, report_of
-from gridformer.comm import P2PChannel, Pending, collectives
+from gridformer.comm import Pending, collectives
 from gridformer.mesh import Axis
 from gridformer.models.blocks import Recompute
+from gridformer.parallel.pipeline import executor
 from gridformer.parallel.validation import check
 from gridformer.trace import trace_rank
 from gridformer.train import forward_backward, step
+from tests.support.checking import one_group_for_all_messages
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
 from tests.support.multirank.memory import a_run
@@ -36,12 +39,18 @@ def checked(
     model: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
     fault: Fault = nullcontext,
+    valid: bool = True,
 ) -> Report:
-    """Return the report of a small run, all ranks of which are traced in this process."""
+    """Return the report of a small run, all ranks of which are traced in this process.
+
+    Args:
+        valid: Whether the sizes of the run fit, as they do in every run that can be started.
+    """
     torch.set_num_threads(1)
     model = {"n_layers": 2, "max_seq_len": 8, **(model or {})}
     run = a_run(layout, model, {"global_batch": 16, "loss_chunk_tokens": 0, **(train or {})})
-    check(run)
+    if valid:
+        check(run)
     with fault():
         return report_of(run, [trace_rank(run, rank) for rank in range(run.layout.n_processes)])
 
@@ -69,10 +78,6 @@ def test_strides_that_a_result_keeps_are_found(gpu: InProcess) -> None:
     problem = only(gpu(checked, OPTIMUS, None, None, strides_kept))
     assert problem.kind == "error"
     assert "view" in problem.text
-
-
-def one_group_for_all_messages() -> AbstractContextManager[object]:
-    return patch.object(P2PChannel, "_group", lambda self, *_: self.axis.group)
 
 
 @pytest.mark.parametrize(
@@ -235,3 +240,95 @@ def test_tensors_that_nccl_refuses_are_found(gpu: InProcess, fault: Fault, kind:
     assert {problem.kind for problem in report.problems} == {kind}
     assert {"row", "col"} <= {problem.axis for problem in report.problems}
     assert any("summa" in problem.place.file for problem in report.problems)
+
+
+def one_rank_leaves_out_groups() -> AbstractContextManager[object]:
+    """The stage that does not hold the shared table does not help to create its groups."""
+    real = executor.shared_sets
+
+    def sets(*args: Any) -> Any:
+        return [] if dist.get_rank() == 1 else real(*args)
+
+    return patch.object(executor, "shared_sets", sets)
+
+
+def test_groups_that_a_rank_does_not_create_are_found(gpu: InProcess) -> None:
+    layout = {"pp": 3, "micro_batches": 2}
+    problem = only(gpu(checked, layout, {"n_layers": 3}, None, one_rank_leaves_out_groups))
+    assert (problem.kind, problem.ranks) == ("groups", (0, 1))
+    assert problem.text == "rank 0 creates 1 group for pp, but rank 1 creates no more groups"
+
+
+def one_rank_keeps_its_part() -> AbstractContextManager[object]:
+    """A rank does not send the part of the parameters that it has updated."""
+    real = step.share_parts
+
+    def share(*args: Any) -> None:
+        if dist.get_rank() != 1:
+            real(*args)
+
+    return patch.object(step, "share_parts", share)
+
+
+def test_a_collective_that_is_never_answered_is_found(gpu: InProcess) -> None:
+    layout = {"dp": 2, "dp_mode": "zero1"}
+    problem = only(gpu(checked, layout, {"n_layers": 1}, None, one_rank_keeps_its_part))
+    assert (problem.kind, problem.axis, problem.ranks) == ("unmatched", "dp", (0, 1))
+    assert "rank 1 comes to the end of the step without it" in problem.text
+    assert "dp_mode" in problem.remedy
+
+
+def one_rank_broadcasts() -> AbstractContextManager[object]:
+    def broadcast(_: Any, x: Tensor, axis: Axis, op: str, label: str, later: bool) -> Pending:
+        return collectives._start_broadcast(x, axis, 0, label, later)
+
+    return patch.object(collectives, "_start_all_reduce", _on_rank_1(broadcast))
+
+
+def test_different_collectives_are_found(gpu: InProcess) -> None:
+    problem = only(gpu(checked, MEGATRON, {"n_layers": 1}, None, one_rank_broadcasts))
+    assert (problem.kind, problem.axis, problem.ranks) == ("order", "col", (0, 1))
+    assert "rank 1: broadcast of" in problem.text
+    assert "rank 0: all_reduce of" in problem.text
+
+
+def one_element_too_few() -> AbstractContextManager[object]:
+    real = collectives._reduce_scatter
+
+    def scatter(out: Tensor, x: Tensor, **more: Any) -> Any:
+        return real(out, x[:-1], **more)
+
+    return patch.object(collectives, "_reduce_scatter", scatter)
+
+
+def test_blocks_that_are_not_equal_are_found(gpu: InProcess) -> None:
+    sequence = {**MEGATRON, "sequence_parallel": True}
+    report: Report = gpu(checked, sequence, {"n_layers": 1}, None, one_element_too_few)
+    assert {problem.kind for problem in report.problems} == {"size"}
+    assert "6143 elements of float32 are not 2 x 3072" in report.problems[0].text
+
+
+def test_a_length_that_does_not_divide_is_found(gpu: InProcess) -> None:
+    """Such a run is refused before; here nothing has checked its sizes."""
+    sequence = {**MEGATRON, "sequence_parallel": True}
+    model = {"n_layers": 1, "max_seq_len": 9}
+    problem = only(gpu(checked, sequence, model, None, nullcontext, False))
+    assert (problem.kind, problem.ranks) == ("error", (0, 1))
+    assert "9 does not divide over col=2" in problem.text
+
+
+def an_operation_that_needs_values() -> AbstractContextManager[object]:
+    real = step.Stepper._count
+
+    def counted(self: step.Stepper, *args: Any) -> Any:
+        counts, tokens = real(self, *args)
+        tokens.nonzero()
+        return counts, tokens
+
+    return patch.object(step.Stepper, "_count", counted)
+
+
+def test_what_only_a_trace_cannot_do_is_told_apart(gpu: InProcess) -> None:
+    problem = only(gpu(checked, {}, None, None, an_operation_that_needs_values))
+    assert problem.kind == "untraced"
+    assert not problem.stops

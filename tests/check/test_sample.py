@@ -11,23 +11,16 @@ from torch import Tensor
 from gridformer.check import Report, report
 from gridformer.check.sample import among, lines, shorter
 from gridformer.comm import Pending, collectives
-from gridformer.config import RunConfig, parse_run
 from gridformer.mesh import Axis
-from gridformer.parallel.auto.decisions import Decisions, decide_run
-from gridformer.trace import Part, Place, Start, Trace, Wait, trace_rank
-from gridformer.trace.alike import trace_alike
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.trace import Part, Place, Start, Wait
 from gridformer.trace.events import Event
+from tests.support.checking import traced_here
 from tests.support.fake_gpu import InProcess
+from tests.support.large import gpt_175b
 from tests.support.multirank.memory import a_run
 
 HERE = Place("a.py", 1, "f")
-
-
-def gpt_175b() -> RunConfig:
-    layout = {"scheme": "optimus", "rows": 8, "cols": 8, "dp": 4, "pp": 16, "micro_batches": 64}
-    train = {"global_batch": 2048, "dtype": "bfloat16", "recompute": "full"}
-    sections: dict[str, Any] = {"model": "gpt-175b", "data": {"path": "none"}}
-    return parse_run({**sections, "layout": layout, "train": train})
 
 
 def test_few_of_4096_ranks_stand_for_all() -> None:
@@ -62,23 +55,6 @@ def test_ranks_that_are_not_traced_are_left_out() -> None:
     assert isinstance(found[2], Start)
     assert found[2].pieces == ((0, 3), (0, 7))
     assert found[3:] == [alone, Wait(3, HERE)]
-
-
-def traced_here(
-    run: RunConfig,
-    found: list[list[int]],
-    decisions: Decisions,
-    repeat: bool,
-    limit_s: float,
-    here: bool,
-) -> list[Trace]:
-    """Take the place of `trace_ranks`, in this process."""
-    torch.set_num_threads(1)
-    traces: list[Trace] = []
-    for line in found:
-        alone = [trace_rank(run, line[0], decisions, repeat)] if len(line) == 1 else []
-        traces += alone or trace_alike(run, line, decisions)
-    return sorted(traces, key=lambda trace: trace.rank)
 
 
 def checked(layout: dict[str, Any], wrong: int = -1) -> Report:

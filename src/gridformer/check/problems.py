@@ -13,6 +13,7 @@ KINDS = {
     "contiguity": "a tensor with gaps is handed to a group",
     "size": "the ends of a message differ in size or type",
     "error": "the step raises an error",
+    "untraced": "the step cannot be checked to its end",
     "groups": "ranks create different groups",
     "order": "ranks call different collectives",
     "unmatched": "a message is never answered",
@@ -57,8 +58,8 @@ class Problem:
 
     @property
     def stops(self) -> bool:
-        """Whether the run cannot work. Otherwise it is only slow."""
-        return self.kind != "read-back"
+        """Whether the run cannot work. Otherwise it is only slow, or nobody knows."""
+        return self.kind not in ("read-back", "untraced")
 
     def as_json(self) -> dict[str, Any]:
         """Returns the problem for `gridformer check --json`."""

@@ -20,6 +20,7 @@ _TROUBLES = {
     "contiguity": "this is an error of gridformer and not of the run file: please report it",
     "size": "use sizes that the axis divides, and please report this",
     "error": "please report this, with the run file",
+    "untraced": "the run may work; please report this, with the run file",
 }
 
 
@@ -142,7 +143,8 @@ def _groups(traces: Sequence[Trace]) -> Iterator[Problem]:
         if one is other is None:
             continue
         said = [
-            f"rank {t.rank} creates {f'{g.n} groups for {g.purpose}' if g else 'no more groups'}"
+            f"rank {t.rank} creates "
+            + (f"{g.n} group{'s' * (g.n > 1)} for {g.purpose}" if g else "no more groups")
             for t, g in ((first, one), (trace, other))
         ]
         alike = " of other ranks" if one and other and one[:2] == other[:2] else ""

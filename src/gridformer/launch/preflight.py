@@ -15,10 +15,11 @@ LIMIT_S = 5.0  # no more ranks are traced after so many seconds
 
 
 def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list[str]:
-    """Checks the messages of a run that will start on several GPUs, on a few of its ranks.
+    """Checks a step of a run that will start on several GPUs, on a few of its ranks.
 
-    `gridformer check` looks at more ranks, and also says what is slow. What raises an error on fake
-    tensors may still work on real ones, so it refuses nothing here.
+    `gridformer check` looks at more ranks, and also says what is slow. An error of the step refuses
+    the run, because the step raises it on GPUs, too. What only a trace cannot do refuses nothing:
+    the step may work on real tensors.
 
     Args:
         run: the checked run.
@@ -36,7 +37,7 @@ def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list
 
     tell("", "checking that the messages of a step fit together")
     report = check_run(run, decisions, most=0, limit_s=LIMIT_S)
-    return [_sentence(one) for one in report.problems if one.stops and one.kind != "error"]
+    return [_sentence(one) for one in report.problems if one.stops]
 
 
 def _sentence(problem: Problem) -> str:

@@ -118,7 +118,7 @@ class Trouble:
     """Something that a GPU or NCCL refuses, which this rank's code alone shows.
 
     Attributes:
-        kind: `device`, `contiguity`, `size` or `error`.
+        kind: `device`, `contiguity`, `size`, `error`, or `untraced` if only a trace has the error.
         text: What is wrong.
         place: Where it happens.
         axis: The name of the axis of the message; empty if there is none.

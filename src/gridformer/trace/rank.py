@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from gridformer.comm import recorder
@@ -30,6 +32,14 @@ from gridformer.utils.errors import UserError
 
 # What versions of torch say when tensors of two devices meet.
 _MIXES = ("two devices", "two different devices", "two types of devices", "same device")
+# What torch raises if an operation cannot be run without the values of a tensor.
+_NEEDS_VALUES = (
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+)
+_HERE = str(Path(__file__).parent)
 
 
 @dataclass
@@ -195,4 +205,15 @@ def on_devices(
 def _said(error: Exception) -> tuple[str, str]:
     """Returns the kind of an error of a step, and its text."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0].replace(NAME, "cuda")
-    return ("device" if any(words in text for words in _MIXES) else "error"), text
+    if any(words in text for words in _MIXES):
+        return "device", text
+    return ("untraced" if _is_of_the_trace(error) else "error"), text
+
+
+def _is_of_the_trace(error: Exception) -> bool:
+    """Returns whether a step on real tensors would not have this error.
+
+    Either torch needs values, which fake tensors do not have, or the code of a trace raises it.
+    """
+    frames = extract_tb(error.__traceback__)
+    return type(error).__name__ in _NEEDS_VALUES or frames[-1].filename.startswith(_HERE)
