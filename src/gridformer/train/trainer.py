@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from gridformer import comm
 from gridformer.checkpoint import checkpoint, weights
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.comm import progress
@@ -32,6 +29,7 @@ from gridformer.train.evaluation import Evaluator, Measure
 from gridformer.train.flops import Utilization
 from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
+from gridformer.train.peak_memory import start_largest
 from gridformer.train.plan import Plan
 from gridformer.train.results import Moment, StartedStep
 from gridformer.train.resuming import intact
@@ -148,7 +146,7 @@ class Trainer:
                     continue
                 if not told and self._evaluates_after(step):
                     with suppress(StepDropped):  # the next border ends the run
-                        metrics |= self._evaluate(step) | self._peak_memory()
+                        metrics |= self._evaluate(step)
                 self.journal.metrics(metrics)
                 self.journal.state("training", metrics["step"], metrics.get("loss"))
                 if self._saves_after(step):
@@ -192,8 +190,9 @@ class Trainer:
             started = self._traced(step, read)
         else:
             started = self.stepper.start(step, read, self.stop.requested)
+        peak = start_largest(self.world.device, self.axes.world)
         waited_from, waited_to = self.ahead.waited
-        self.under_way.add(step, began, started, waited_to - waited_from)
+        self.under_way.add(step, began, started, waited_to - waited_from, peak)
 
     def _evaluates_after(self, step: int) -> bool:
         return step == self.run.train.steps or _due(step, self.run.train.eval_every)
@@ -247,7 +246,7 @@ class Trainer:
 
     def _metrics_of(self, ended: Ended) -> dict[str, Any]:
         """Counts a step that is over, and returns its line of metrics.jsonl."""
-        step, result, seconds, data_wait_s = ended
+        step, result, seconds, data_wait_s, peak = ended
         self.recovery.succeeded()
         self.tokens += result.tokens
         self.saves.tell()
@@ -269,6 +268,7 @@ class Trainer:
             "step_time_s": seconds,
             "data_wait_s": data_wait_s,
             **self.utilization.metrics(seconds),
+            **({} if peak is None else {"peak_memory_gib": peak / GIB}),
             **self.saves.saver.metrics(),
         }
         if self.recovery.done.rollbacks:
@@ -329,15 +329,6 @@ class Trainer:
     def _evaluate(self, step: int) -> dict[str, float]:
         self.journal.state("evaluating")
         return self.evaluate(step, self.ending, last=step == self.run.train.steps)
-
-    def _peak_memory(self) -> dict[str, float]:
-        """Returns the most memory that the tensors of any process have taken on its GPU."""
-        device = self.world.device
-        if device.type != "cuda":
-            return {}
-        peak = torch.tensor(torch.cuda.max_memory_allocated(device), device=device)
-        largest = comm.all_reduce(peak, self.axes.world, "max", label="metrics")
-        return {"peak_memory_gib": int(largest) / GIB}
 
     def _save(self, step: int, last: bool) -> None:
         manifest = checkpoint.manifest_of(

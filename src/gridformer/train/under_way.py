@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from gridformer.config import TrainConfig
-from gridformer.train.results import Moment, StartedStep, StepResult
+from gridformer.train.results import Copied, Moment, StartedStep, StepResult
 
 
 class Ended(NamedTuple):
@@ -20,12 +20,14 @@ class Ended(NamedTuple):
         result: Its result.
         seconds: How long the device took for it, with the update and with waiting for the host.
         data_wait_s: For how many of these its launch waited for the batch to be made.
+        peak: The most bytes that the tensors of any process have taken so far; None on CPUs.
     """
 
     step: int
     result: StepResult
     seconds: float
     data_wait_s: float
+    peak: int | None
 
 
 class StepsUnderWay:
@@ -39,9 +41,16 @@ class StepsUnderWay:
 
     def __init__(self, lag: int) -> None:
         self.lag = lag
-        self._started: deque[tuple[int, Moment, StartedStep, float]] = deque()
+        self._started: deque[tuple[int, Moment, StartedStep, float, Copied | None]] = deque()
 
-    def add(self, step: int, began: Moment, started: StartedStep, data_wait_s: float) -> None:
+    def add(
+        self,
+        step: int,
+        began: Moment,
+        started: StartedStep,
+        data_wait_s: float,
+        peak: Copied | None = None,
+    ) -> None:
         """Adds a step.
 
         Args:
@@ -49,8 +58,9 @@ class StepsUnderWay:
             began: A moment made before the step was launched.
             started: The step.
             data_wait_s: For how many seconds its launch waited for the batch to be made.
+            peak: The largest peak of memory on GPUs; see `start_largest`.
         """
-        self._started.append((step, began, started, data_wait_s))
+        self._started.append((step, began, started, data_wait_s, peak))
 
     def end(self, left: int) -> Iterator[Ended]:
         """Waits for steps until only `left` are under way, or for all if a rank was told to stop.
@@ -59,12 +69,13 @@ class StepsUnderWay:
             DivergedError: A step was not finite.
         """
         while len(self._started) > left:
-            step, began, started, data_wait_s = self._started.popleft()
+            step, began, started, data_wait_s, peak = self._started.popleft()
             result = started.result()
             assert started.ended is not None
             seconds = started.ended.seconds_since(began)
             left = 0 if result.flagged else left
-            yield Ended(step, result, seconds, data_wait_s)
+            n_bytes = None if peak is None else int(peak.read()[0])
+            yield Ended(step, result, seconds, data_wait_s, n_bytes)
 
     def clear(self) -> None:
         """Forgets all steps. After one that was not finite, those after it have updated nothing."""
