@@ -35,6 +35,7 @@ def one_fails_in_training(folder: Path, n: int) -> None:
         def fit(self) -> None:
             dist.barrier()
             if self.rank == 1:
+                note(folder, "raised", f"{time.time()}")
                 raise ValueError("the root cause")
             if self.rank == 2:  # one stage of a pipeline
                 work = dist.irecv(torch.empty(1), group_src=1)
