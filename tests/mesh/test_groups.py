@@ -7,6 +7,7 @@ One process plays a rank among up to 1,024, on torch's fake backend.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from tests.support.multirank.nccl_path import on_nccl
 
 Call = tuple[str, list[list[int]]]  # a group's purpose, and the ranks of all groups made by a call
 
+LIMIT_S = 3.0  # of processor time, for a rank of 1,024; it takes a small part of that
 # Each has an axis of every kind, on 1,024 ranks; the same with two ranks along each axis is small.
 LARGE: dict[str, dict[str, Any]] = {
     "grid": {"scheme": "optimus", "rows": 8, "cols": 8, "dp": 2, "pp": 8},
@@ -92,7 +94,9 @@ def everything(layout: LayoutConfig) -> Axes:
 
 def calls_of(layout: LayoutConfig, rank: int) -> list[Call]:
     with counted(rank, layout.n_processes) as calls:
+        began = time.process_time()
         axes = on_nccl(everything, layout)
+        assert time.process_time() - began < LIMIT_S
         for name in ("pp", "dp", "row", "col", "branch"):
             assert axes[name].size == 1 or axes[name].ranks[axes[name].index] == rank
     return calls

@@ -1,0 +1,127 @@
+"""A save of gpt-175b on 4,096 ranks, all of which this process plays without memory for tensors.
+
+The first rank reads the notes of all others, joins what they say into one index, and writes that.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gridformer.checkpoint import saving
+from gridformer.checkpoint.block import Block, written_here
+from gridformer.checkpoint.checkpoint import manifest_of, shards_of
+from gridformer.checkpoint.index import part_of
+from gridformer.checkpoint.manifest import Manifest, read_manifest
+from gridformer.checkpoint.outcome import Kept, file_of
+from gridformer.checkpoint.place import LocalPlace
+from gridformer.checkpoint.saving import Save
+from gridformer.checkpoint.shapes import shapes_of
+from gridformer.config import RunConfig
+from gridformer.mesh import Axes, Axis
+from gridformer.parallel import build_parallel
+from gridformer.parallel.auto.decisions import decide_run
+from gridformer.parallel.axes import mesh_ranks
+from tests.support.large import gpt_175b
+
+LIMIT_S, LIMIT_BYTES = 60.0, 2 * 2**30
+
+
+class Moments:
+    """Stands for the optimizer of a model: its moments have the shapes of the parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state: Mapping[nn.Parameter, Mapping[str, Tensor]] = {
+            parameter: {"exp_avg": parameter, "exp_avg_sq": parameter}
+            for parameter in model.parameters()
+        }
+
+    def allocate(self, step: int) -> None:
+        raise AssertionError("nothing is loaded")
+
+
+def blocks_of_all(run: RunConfig) -> Iterator[tuple[int, dict[str, Block]]]:
+    """Yield each rank and the blocks that it writes."""
+    layout, choices = run.layout, decide_run(run).choices
+    ranks, meta = mesh_ranks(layout), torch.device("meta")
+    for stage in range(layout.pp):
+        for place in range(layout.rows * layout.cols):
+            row, col = divmod(place, layout.cols)
+            axes = Axes(
+                pp=Axis("pp", layout.pp, stage),
+                row=Axis("row", layout.rows, row),
+                col=Axis("col", layout.cols, col),
+                grid=Axis("grid", layout.rows * layout.cols, place),
+            )
+            model = build_parallel(
+                run.model, layout, axes, 1, meta, run.train.dtype, choices, filled=False
+            )
+            shards = shards_of(model, Moments(model))
+            for replica in range(layout.dp):
+                of_replica = replace(axes, dp=Axis("dp", layout.dp, replica))
+                yield int(ranks[stage, replica, row, col]), written_here(shards, of_replica)
+
+
+def save_of(out: Path, manifest: Manifest, notes: dict[int, bytes]) -> Save:
+    """Return the first rank's save, for which all other ranks have left their notes."""
+    save = Save(LocalPlace(out), manifest, 0, len(notes) + 1, Kept(3))
+    assert save.begin()
+    for rank, note in notes.items():
+        save.draft.tell(f"done-{rank}", note)
+    return save
+
+
+@pytest.mark.full
+def test_a_save_of_4096_ranks_is_planned_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = gpt_175b()
+    first: dict[str, Block] = {}
+    notes: dict[int, bytes] = {}
+    for rank, blocks in blocks_of_all(run):
+        if rank == 0:
+            first = blocks
+        else:
+            part = part_of(file_of(rank), blocks)
+            notes[rank] = saving._Told(rank, 1, 0, part).content()
+    assert len(notes) == 4095
+    manifest = manifest_of(1, 0, run)
+
+    def planned(out: Path) -> float:
+        """Save once, without writing blocks, and return the processor time of the first rank."""
+        save = save_of(out, manifest, notes)
+        began = time.process_time()
+        save.run(lambda: first)
+        assert not save.outcome.failure
+        return time.process_time() - began
+
+    monkeypatch.setattr(saving, "write_file", lambda *_: (1, 0))
+    monkeypatch.setattr(saving, "_last", None)
+    seconds = planned(tmp_path / "timed")
+    monkeypatch.setattr(saving, "_last", None)
+    tracemalloc.start()
+    planned(tmp_path / "measured")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    print(f"{seconds:.1f} s of processor time, {peak / 2**20:.0f} MiB")
+    assert seconds < LIMIT_S
+    assert peak < LIMIT_BYTES
+
+    index = read_manifest(tmp_path / "timed" / "checkpoints" / "step-00000001").index
+    assert index is not None
+    shapes = shapes_of(run.model)
+    kinds = ("model", "exp_avg", "exp_avg_sq")
+    whole = {f"{kind}.{name}": math.prod(shape) for kind in kinds for name, shape in shapes.items()}
+    held: Counter[str] = Counter()
+    for stored in index.of(whole):
+        held[stored.name] += math.prod(stored.size)
+    assert held == whole, "every element is in one file"
