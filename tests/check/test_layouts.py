@@ -11,7 +11,6 @@ from gridformer.check import Report, report_of
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check
 from gridformer.trace import trace_rank
-from gridformer.utils.errors import ConfigError
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import MODELS, of_one_task
@@ -112,11 +111,6 @@ def checked(case: Case) -> Report:
     "case", full_unless(lambda case: case in QUICK, CASES), ids=lambda case: case.title
 )
 def test_the_layout_has_no_problem(gpu: InProcess, case: Case) -> None:
-    try:
-        report: Report = gpu(checked, case)
-    except RuntimeError as error:
-        if ConfigError.__name__ in str(error):
-            pytest.skip("the layout is refused")
-        raise
+    report: Report = gpu(checked, case)
     assert report.ok, "\n".join(f"{one.kind} {one.place}: {one.text}" for one in report.problems)
     assert report.n_messages or report.n_ranks == 1
