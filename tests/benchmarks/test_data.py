@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_the_page_shows_what_was_measured() -> None:
 
 def test_the_wait_for_data_is_that_of_the_trace(tmp_path: Path) -> None:
     """Of two processes, the second waits 7 ms of a step of 100 ms."""
-    parts = []
+    parts: list[dict[str, Any]] = []
     for wait in (0.002, 0.007):
         read = [
             ["wait for data", -1, -1, 50.001, 50.001 + wait],

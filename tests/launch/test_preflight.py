@@ -43,13 +43,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def found(layout: dict[str, Any]) -> list[str]:
+def found(layout: dict[str, Any], told: list[str] | None = None) -> list[str]:
+    """Return why a run is refused, and add what is told besides."""
     run = a_run(layout, {"n_layers": 2}, {})
-    return preflight_problems(run, lambda *_: None, decide_run(run))
+    said: list[str] = []
+    problems = preflight_problems(run, lambda text, _: said.append(text), decide_run(run))
+    if told is not None:
+        told += [text for text in said if text]
+    return problems
 
 
-def test_what_cannot_work_is_refused(asked: list[dict[str, Any]]) -> None:
-    circle, error = found({"scheme": "megatron", "cols": 2})
+def test_what_cannot_work_is_refused_and_an_error_is_told(asked: list[dict[str, Any]]) -> None:
+    told: list[str] = []
+    (circle,) = found({"scheme": "megatron", "cols": 2}, told)
+    (error,) = told
     assert circle.startswith("ranks wait for each other in a circle (ranks 0-1, axis pp, at par")
     assert circle.endswith("rank 0 waits; use another layout")
     assert error.startswith("the step raises an error (ranks 0-1, axis pp, at par")

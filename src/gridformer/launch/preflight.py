@@ -17,13 +17,13 @@ LIMIT_S = 5.0  # no more ranks are traced after so many seconds
 def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list[str]:
     """Checks a step of a run that will start on several GPUs, on a few of its ranks.
 
-    `gridformer check` looks at more ranks, and also says what is slow. An error of the step refuses
-    the run, because the step raises it on GPUs, too. What only a trace cannot do refuses nothing:
-    the step may work on real tensors.
+    `gridformer check` looks at more ranks, and also says what is slow. An error of the step is told
+    and refuses nothing: versions of torch differ in what they can do with tensors without memory,
+    and a step that raises an error on GPUs, too, ends all processes at once.
 
     Args:
         run: the checked run.
-        tell: receives a progress message.
+        tell: receives a progress message, and errors.
         decisions: the result of `decide_run(run)`.
 
     Returns:
@@ -37,7 +37,10 @@ def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list
 
     tell("", "checking that the messages of a step fit together")
     report = check_run(run, decisions, most=0, limit_s=LIMIT_S)
-    return [_sentence(one) for one in report.problems if one.stops]
+    for one in report.problems:
+        if one.kind == "error":
+            tell(f"{_sentence(one)}. The run begins all the same, as it may work on GPUs.", "")
+    return [_sentence(one) for one in report.problems if one.stops and one.kind != "error"]
 
 
 def _sentence(problem: Problem) -> str:

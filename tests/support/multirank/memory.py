@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gridformer.config import DataConfig, LayoutConfig, RunConfig, Task, TrainConfig
+from gridformer.config import LayoutConfig, RunConfig, Task, TrainConfig
 from gridformer.memory.budget import at_most
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
