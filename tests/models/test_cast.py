@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gridformer.memory.tracker import MemoryTracker
 from gridformer.models.blocks import IGNORE, CrossEntropy, attach_copies, cast, copy_of, keep_copies
+from gridformer.models.blocks.cast import transposed
 from gridformer.models.blocks.linear import linear
 
 HALF = torch.bfloat16
@@ -87,6 +88,23 @@ def test_a_freed_parameter_is_not_read() -> None:
     held.weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="not gathered"):
         cast(held.weight, HALF)
+
+
+def test_the_transpose_of_a_freed_parameter_is_that_of_its_copy() -> None:
+    held = Holder(8)
+    whole = held.weight.detach().clone()
+    assert torch.equal(transposed(held.weight), whole.t())
+    copy = copy_of(held.weight)
+    assert copy is not None
+    copy.allocate(held.weight).copy_(whole)
+    held.weight.untyped_storage().resize_(0)
+    turned = transposed(held.weight)
+    assert turned.shape == (8, 8)
+    assert torch.equal(cast(turned, HALF), whole.to(HALF).t())
+    grad = torch.randn(8, 8)
+    turned.backward(grad)
+    assert held.weight.grad is not None
+    assert torch.equal(held.weight.grad, grad.t())
 
 
 # --------------------------------------------------------------------------- the head

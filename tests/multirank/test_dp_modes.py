@@ -153,10 +153,20 @@ def parts_after(layout: Layout) -> list[Tensor]:
     return [part.detach() for p in built.parameters() if (part := replica_part(p)) is not None]
 
 
-def test_what_fsdp_gathers_in_bfloat16_is_what_zero1_casts(pool: WorkerPool) -> None:
-    layout = {**SINGLE, "micro_batches": 3}
+INPUTS_STAY = {"scheme": "optimus", "cols": 2, "dp": 2, "stationary": "input"}
+
+
+@pytest.mark.parametrize(
+    "below",
+    [SINGLE, {**INPUTS_STAY, "keep_gathered": "none"}, {**INPUTS_STAY, "keep_gathered": "weights"}],
+    ids=["single", "transposed weights", "transposed weights, gathered early"],
+)
+def test_what_fsdp_gathers_in_bfloat16_is_what_zero1_casts(pool: WorkerPool, below: Layout) -> None:
+    """The float32 parameters of its layers have no memory, so nothing may take views of them."""
+    layout = {**below, "micro_batches": 3}
+    n = LayoutConfig(**layout).n_processes
     zero1, fsdp = (
-        pool.run(2, parts_after, {**layout, "dp_mode": mode}) for mode in ("zero1", "fsdp")
+        pool.run(n, parts_after, {**layout, "dp_mode": mode}) for mode in ("zero1", "fsdp")
     )
     for want, got in zip(zero1, fsdp):
         assert want

@@ -208,7 +208,7 @@ QUICK_CELLS = {
 def of_cell(cell: Cell) -> tuple[RunConfig, list[int]]:
     """Return the run of a cell, and ranks of one stage that must send the same messages.
 
-    Without dropout, cells take turns with methods and tasks, so that each method meets every
+    Without dropout, cells take turns with methods, so that each method meets every
     scheme, model, pipeline and replica mode; and cells of the same layout take turns with stages.
     """
     model = [*MODELS].index(cell.model)

@@ -215,5 +215,7 @@ def _is_of_the_trace(error: Exception) -> bool:
 
     Either torch needs values, which fake tensors do not have, or the code of a trace raises it.
     """
-    frames = extract_tb(error.__traceback__)
-    return type(error).__name__ in _NEEDS_VALUES or frames[-1].filename.startswith(_HERE)
+    where = [frame.filename for frame in extract_tb(error.__traceback__)]
+    return type(error).__name__ in _NEEDS_VALUES or any(
+        name.startswith(_HERE) for name in where[-1:]
+    )

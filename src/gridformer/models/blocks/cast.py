@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _ATTRIBUTE = "_gridformer_cast"
 _STANDS_FOR = "_gridformer_stands_for"
+_TRANSPOSE_OF = "_gridformer_transpose_of"
 # GPUs multiply blocks of this many columns. With 50,257 words instead of 50,304, a multiple of it,
 # the product of a head ran at 100 instead of 640 TFLOP/s on an H100 (docs/results/gpu.md).
 ROWS_OF_TABLE = 64
@@ -135,6 +137,29 @@ def stands_for_parameters(weight: Tensor) -> bool:
     return hasattr(weight, _STANDS_FOR)
 
 
+def transposed(parameter: Tensor) -> Tensor:
+    """Returns the transpose [n, m] of a parameter [m, n] for a product, which reads it by `cast`.
+
+    Torch makes no views of a parameter that FSDP has freed, since only its copies are gathered. So
+    the result then has no values; but it is differentiable, and `cast` finds the copy.
+    """
+    if not parameter.numel() or parameter.untyped_storage().nbytes():
+        return parameter.t()
+    place: Tensor = _Transposed.apply(parameter)
+    setattr(place, _TRANSPOSE_OF, parameter)
+    return place
+
+
+class _Transposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return parameter.new_empty(()).expand(parameter.shape[1], parameter.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].t()
+
+
 def _joined(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Returns parameters side by side in a new tensor."""
     read = [_readable(parameter) for parameter in parameters]
@@ -160,7 +185,8 @@ def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
     A weight of that type is returned as it is.
 
     Args:
-        weight: A parameter, the transpose of one, or what stands for several (`stand_for`).
+        weight: A parameter, the transpose of one (`transposed`), or what stands for several
+            (`stand_for`).
         dtype: The type of the product.
         padded: Whether the result may have the additional rows of the copy, or columns if `weight`
             is a transpose. They are zero.
@@ -195,10 +221,13 @@ def _copy_behind(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastCopy] 
     # Compiled code cannot keep a tensor between calls.
     if weight.dtype == dtype or torch.compiler.is_compiling():
         return None
-    parameter = weight if weight._base is None else weight._base
+    turned: Tensor | None = getattr(weight, _TRANSPOSE_OF, None)
+    parameter = turned if turned is not None else weight if weight._base is None else weight._base
     copy = copy_of(parameter)
     if copy is None or copy.dtype != dtype:
         return None
+    if turned is not None:
+        return parameter, copy
     if not _is_alike(weight, parameter) and not _is_alike(weight, parameter.t()):
         return None  # a part of it
     return parameter, copy

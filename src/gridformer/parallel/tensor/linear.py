@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
 from gridformer.models import blocks
+from gridformer.models.blocks.cast import transposed
 from gridformer.models.blocks.linear import linear
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.data.fsdp import gathered, materialized
@@ -108,12 +109,13 @@ class GridLinear(nn.Module):
 
     def _source(self) -> tuple[Tensor, summa.Schedule]:
         weight = materialized(self.weight)  # its layer may not have been reached yet
-        return weight if self.output_stays else weight.t(), self.schedule
+        return weight if self.output_stays else transposed(weight), self.schedule
 
     def forward(self, x: Tensor) -> Tensor:
         if self.output_stays:
             return summa.product_ab(x, self.weight, self.schedule, self.bias, self.keep)
-        return summa.product_abt(x, self.weight.t(), self.schedule, self.bias, self.keep)
+        weight = transposed(self.weight)
+        return summa.product_abt(x, weight, self.schedule, self.bias, self.keep)
 
 
 class GridTokenEmbedding(nn.Module):
