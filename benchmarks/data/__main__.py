@@ -187,6 +187,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the corpus is written meanwhile")
     parser.add_argument("--out", type=Path, help="the page; by default it is printed")
     options = parser.parse_args()
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
     if min(options.tokens) < 10**5 or options.steps < 20:
         parser.error("use --tokens of at least 100000 and --steps of at least 20")
     bars, columns, starts = {}, {}, {}
