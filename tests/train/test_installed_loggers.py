@@ -210,6 +210,7 @@ def test_wandb_has_every_step_after_a_kill(start: Any) -> None:
     start("wandb", 7, signal.SIGKILL)
     out = start("wandb")
     [*_, (_, metrics, done)] = wandb_parts(out)
-    assert len({run_id for run_id, _, _ in wandb_parts(out)}) == 1
+    # A process that is killed early may leave a file without records.
+    assert len({run_id for run_id, _, _ in wandb_parts(out) if run_id}) == 1
     assert done == "done"
     assert metrics == {grouped(name): values for name, values in recorded(out).items()}
