@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gridformer.calibrate import device
 from gridformer.calibrate.cases import cpu_cases, gpu_cases, quick_cases
 from gridformer.calibrate.clock import cpu_seconds
 from gridformer.calibrate.device import n_copies
 from gridformer.calibrate.found import Found
 from gridformer.calibrate.messages import group_sizes
-from gridformer.calibrate.operations import operations
+from gridformer.calibrate.operations import Run, operations
 from gridformer.cluster import KernelWork, MessageWork, kernel_s, load_cluster, message_s
 
 
@@ -82,7 +83,8 @@ def test_an_operation_takes_turns_on_tensors_that_caches_cannot_all_hold() -> No
 
     def run(number: int) -> Tensor:
         called.append(number)
-        assert sum(result() is not None for result in results) <= 3
+        alive = sum(result() is not None for result in results)
+        assert alive == min(len(results), 3)
         result = torch.ones(1)
         results.append(weakref.ref(result))
         return result
@@ -90,6 +92,18 @@ def test_an_operation_takes_turns_on_tensors_that_caches_cannot_all_hold() -> No
     cpu_seconds([partial(run, number) for number in range(3)], 1e-3, lambda: None)
     assert called == [number % 3 for number in range(len(called))]
     assert len(called) > 3
+
+
+def test_all_operations_of_a_cpu_take_such_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+
+    def seconds(runs: list[Run], *_: object) -> float:
+        copies.append(len(runs))
+        return 1e-3
+
+    monkeypatch.setattr(device, "cpu_seconds", seconds)
+    device.measure_cpu(quick_cases(cpu_cases()), 4, True, 2, lambda: None, lambda _: None)
+    assert {*copies} == {64}
 
 
 def test_groups_of_several_sizes_divide_the_processes() -> None:
