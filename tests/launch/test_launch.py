@@ -171,8 +171,9 @@ def test_a_killed_worker_is_named(start: Start) -> None:
     assert "Traceback" not in err
 
 
-def test_a_user_error_is_its_message(start: Start) -> None:
-    code, _, err = finish(start("config_error", 2))
+@pytest.mark.parametrize("entrypoint", ["config_error", "config_error_of_one_that_stops"])
+def test_a_user_error_is_its_message(start: Start, entrypoint: str) -> None:
+    code, _, err = finish(start(entrypoint, 2))
     assert (code, err) == (2, "ConfigError: first problem\nsecond problem\n")
 
 

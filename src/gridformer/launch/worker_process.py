@@ -226,7 +226,10 @@ def _fail(
     stop.nothing_left_to_save()
     caused_by_peer = _is_effect_of_a_peer(error)
     if stop.requested:
-        if not caused_by_peer:  # for example, a checkpoint could not be written
+        if isinstance(error, UserError):
+            if not stop.is_hopeless():  # else a peer reports it: all read the same run file
+                print(f"error: {error}", file=sys.stderr)
+        elif not caused_by_peer:  # for example, a checkpoint could not be written
             traceback.print_exception(error)
         elif not stop.is_hopeless():  # else a failed peer reports why the run ends
             stop.tell_nothing_was_saved("another rank did not end its step")

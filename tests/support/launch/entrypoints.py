@@ -106,6 +106,15 @@ def config_error(folder: Path, n: int) -> None:
     raise ConfigError(["first problem", "second problem"])
 
 
+def config_error_of_one_that_stops(folder: Path, n: int) -> None:
+    """Rank 1 finds the error of rank 0, but only when it is told to stop because of that one."""
+    stop = stopping.install()
+    stop.hold()  # so that it is not ended before it raises
+    while os.environ["RANK"] == "1" and not stop.requested:
+        time.sleep(0.01)
+    config_error(folder, n)
+
+
 def fails_in_the_first_attempt(folder: Path, n: int) -> None:
     """For torchrun --max-restarts: the second attempt must not find the first one's addresses."""
     init_world("cpu", n, 600.0)
