@@ -12,8 +12,8 @@ from gridformer.check import Problem, Report, report
 from gridformer.config import RunConfig
 from gridformer.launch.plan import plan_checked
 from gridformer.launch.preflight import preflight_problems
-from gridformer.memory import estimate
-from gridformer.memory.budget import Room
+from gridformer.memory import room
+from gridformer.memory.room import Room
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.trace import Place
 from gridformer.utils.errors import ConfigError
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return Report(found, [0, 1], 2, 10)
 
     monkeypatch.setattr(gridformer.check, "check_run", check_run)
-    monkeypatch.setattr(estimate, "on_gpu", lambda run: True)
+    monkeypatch.setattr(room, "on_gpu", lambda run: True)
     return calls
 
 
@@ -67,7 +67,7 @@ def test_one_process_and_processors_are_not_checked(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert found({}) == []
-    monkeypatch.setattr(estimate, "on_gpu", lambda run: False)
+    monkeypatch.setattr(room, "on_gpu", lambda run: False)
     assert found({"scheme": "megatron", "cols": 2}) == []
     assert asked == []
 

@@ -23,8 +23,8 @@ from gridformer.config import RunConfig
 from gridformer.launch import run as execution
 from gridformer.launch import together
 from gridformer.launch.together import plan_together
-from gridformer.memory import budget
-from gridformer.memory.budget import Room
+from gridformer.memory import room
+from gridformer.memory.room import Room
 from gridformer.mesh import rendezvous
 from gridformer.mesh.launch_env import Joined
 from gridformer.parallel.auto.decisions import decide_run
@@ -57,7 +57,7 @@ class Ranks:
         for module, name in ((together, "check_run"), (together, "plan_checked")):
             monkeypatch.setattr(module, name, self.counted(name, getattr(self, name)))
         monkeypatch.setattr(together, "check_devices", self.counted("devices", lambda *_: []))
-        monkeypatch.setattr(budget, "room_of", self.counted("room_of", self.room_of))
+        monkeypatch.setattr(room, "room_of", self.counted("room_of", self.room_of))
 
     def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:

@@ -16,10 +16,14 @@ from gridformer.cli.app import app
 from gridformer.config import RunConfig, load_run
 from gridformer.launch.plan import plan_run, read_run
 from gridformer.memory import budget as fits
+from gridformer.memory import room as rooms
+from gridformer.memory.bounds import at_most
 from gridformer.memory.breakdown import KINDS, MemoryBreakdown
-from gridformer.memory.budget import Room, at_most, changed, fit_problems, nearest, room_of
+from gridformer.memory.budget import fit_problems, nearest
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.ranks import chosen_ranks
+from gridformer.memory.room import Room, room_of
+from gridformer.memory.savings import changed
 from gridformer.models import build_model
 from gridformer.parallel.auto import decisions
 from gridformer.parallel.auto.cost import Choices
@@ -65,7 +69,7 @@ def test_several_settings_together(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, {**WIDE, "n_layers": 2}, {"loss_chunk_tokens": 0})
     worst = estimate_rank(run, 0)
     ways: list[dict[str, Any]] = [{"train.recompute": "full"}, {"layout.micro_batches": 2}]
-    monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter(ways))
+    monkeypatch.setattr(fits, "cheapest_first", lambda run: iter(ways))
     least = min(peak(other) for way in ways if (other := changed(run, way)) is not None)
     (together,) = nearest(run, worst, least - 1)
     assert together.changes == ways[0] | ways[1]
@@ -84,8 +88,8 @@ def test_every_stage_fits_with_the_proposed_settings(monkeypatch: pytest.MonkeyP
     assert again is not None
     before, after = ([estimate_rank(each, rank) for rank in (0, 1)] for each in (run, again))
     assert before[1].peak > before[0].peak >= after[0].peak > after[1].peak
-    monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter([chunks]))
-    monkeypatch.setattr(fits, "_smaller_batches", lambda run: iter([]))
+    monkeypatch.setattr(fits, "cheapest_first", lambda run: iter([chunks]))
+    monkeypatch.setattr(fits, "smaller_batches", lambda run: iter([]))
     one_by_one = lambda run, ranks, made: [estimate_rank(run, r, made) for r in ranks]  # noqa: E731
     monkeypatch.setattr(fits, "estimate_ranks", one_by_one)
     (offer,) = nearest(run, before[1], after[0].peak)
@@ -97,7 +101,7 @@ def test_every_stage_fits_with_the_proposed_settings(monkeypatch: pytest.MonkeyP
 def test_a_smaller_batch_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run({}, WIDE, {})
     worst = estimate_rank(run, 0)
-    monkeypatch.setattr(fits, "_cheapest_first", lambda run: iter([{"train.recompute": "full"}]))
+    monkeypatch.setattr(fits, "cheapest_first", lambda run: iter([{"train.recompute": "full"}]))
     again = changed(run, {"train.recompute": "full"})
     assert again is not None
     (offer,) = nearest(run, worst, peak(again) - 1)
@@ -189,12 +193,12 @@ def test_the_budget_is_the_setting_or_the_machines_memory(monkeypatch: pytest.Mo
     room = room_of(run)
     assert room is not None
     assert (room.n_bytes, room.why) == (round(2.5 * GIB), "train.memory_gib=2.5")
-    monkeypatch.setattr(fits, "free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(rooms, "free_memory", lambda: 8 * GIB)
     four = a_run({"scheme": "optimus", "rows": 2, "cols": 2}, {}, {"device": "cpu"})
     room = room_of(four)
     assert room is not None
-    assert room.n_bytes == 2 * GIB - fits.OWN_CPU
-    monkeypatch.setattr(fits, "free_memory", lambda: None)
+    assert room.n_bytes == 2 * GIB - rooms.OWN_CPU
+    monkeypatch.setattr(rooms, "free_memory", lambda: None)
     assert room_of(four) is None
 
 
@@ -322,7 +326,7 @@ def test_a_run_that_has_no_gpus_is_estimated_without_them(
         seen.append(run.train.device)
         return [SimpleNamespace(needed=0)]
 
-    monkeypatch.setattr(fits, "gpus_here", lambda *_: gpus)
+    monkeypatch.setattr(rooms, "gpus_here", lambda *_: gpus)
     monkeypatch.setattr(fits, "room_of", lambda run: Room(1, "a byte"))
     monkeypatch.setattr(fits, "states_of", lambda run: 0)
     monkeypatch.setattr(fits, "estimate_ranks", estimate)

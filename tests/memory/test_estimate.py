@@ -16,8 +16,8 @@ from gridformer.data import TokenFolder, open_batches, resolve
 from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.prepare.sources import open_sources
 from gridformer.memory import estimate as module
+from gridformer.memory.bounds import at_most
 from gridformer.memory.breakdown import KINDS, STATES
-from gridformer.memory.budget import at_most
 from gridformer.memory.estimate import estimate_rank, estimate_ranks, shortened
 from gridformer.memory.ranks import largest_ranks
 from gridformer.trace.batch import rows_like

@@ -8,8 +8,8 @@ import pytest
 
 from gridformer.config import RunConfig
 from gridformer.memory.analytic import quick_estimate, states_of, total_states
-from gridformer.memory.budget import _cheapest_first
 from gridformer.memory.estimate import estimate_rank
+from gridformer.memory.savings import cheapest_first
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import broken_rules
 from gridformer.utils.units import GIB
@@ -33,7 +33,7 @@ def test_auto_is_what_it_decides(memory_gib: float, is_then: str) -> None:
     for number in (quick_estimate, states_of, total_states):
         assert number(auto) == number(then) != number(other)
     assert decide_run(auto).traffic == decide_run(then).traffic != decide_run(other).traffic
-    offered = {"layout.reshard": "layer"} in [*_cheapest_first(auto)]
+    offered = {"layout.reshard": "layer"} in [*cheapest_first(auto)]
     assert offered == (is_then == "step"), "what helps if it does not fit"
 
 

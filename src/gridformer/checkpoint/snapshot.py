@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gridformer.checkpoint.block import Block
-from gridformer.config import TrainConfig
 
 _ALIGNED = 64  # bytes
 
@@ -94,11 +93,6 @@ class Snapshot:
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
             self._pinned = False
-
-
-def saves_meanwhile(train: TrainConfig) -> bool:
-    """Whether a run ever saves while training goes on, which takes memory for copies."""
-    return train.async_save and 0 < train.save_every < train.steps
 
 
 def bytes_of(blocks: Mapping[str, Block]) -> int:

@@ -56,9 +56,10 @@ def memory(
 
     from gridformer.cli.waiting import waiting
     from gridformer.launch.plan import read_run_without_data
-    from gridformer.memory.budget import Room, refusal
+    from gridformer.memory.budget import refusal
     from gridformer.memory.estimate import estimate_ranks
     from gridformer.memory.ranks import chosen_ranks
+    from gridformer.memory.room import Room
     from gridformer.memory.show import print_breakdowns, write_page
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.utils.extras import require

@@ -300,6 +300,18 @@ class ModelConfig(Config):
         return self.hidden_size * (columns + (2 + self.gated) * self.ffn_size)
 
     @property
+    def matrix_elements(self) -> int:
+        """The elements of all matrices [n, m] of the model but those of positions and small heads.
+
+        These are nearly all of its parameters.
+        """
+        cross = 2 * (self.n_heads + self.kv_heads) * self.head_width * self.hidden_size
+        found = self.n_layers * self.layer_elements
+        if self.two_stacks:
+            found += self.n_decoder_layers * (self.layer_elements + cross)
+        return found + self.n_tables * self.vocab_size * self.hidden_size
+
+    @property
     def n_tables(self) -> int:
         """The number of tables [v, h]: that of the embedding, and of the head if it has its own."""
         return 1 if self.tied_head else 2

@@ -259,6 +259,11 @@ class TrainConfig(FaultsConfig):
         """How many of the last steps `lr_schedule: wsd` lets the learning rate fall over."""
         return max(1, round(self.decay_fraction * self.steps))
 
+    @property
+    def saves_meanwhile(self) -> bool:
+        """Whether a run ever saves while training goes on, which takes memory for copies."""
+        return self.async_save and 0 < self.save_every < self.steps
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = [*self._update_problems(), *self._schedule_problems()]

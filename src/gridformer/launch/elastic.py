@@ -20,7 +20,7 @@ from gridformer.parallel.validation import broken_rules
 from gridformer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridformer.memory.budget import Room
+    from gridformer.memory.room import Room
 
 _TRIED = 30  # layouts of a number of processes whose memory is estimated
 _IMPROVED = 4  # layouts whose settings the planner improves
@@ -79,7 +79,7 @@ def _best(run: RunConfig, present: int) -> RunConfig:
     Raises:
         ConfigError: no layout is valid and fits.
     """
-    from gridformer.memory.budget import room_of
+    from gridformer.memory.room import room_of
 
     room = room_of(run)
     for n in range(present, 0, -1):
@@ -177,7 +177,7 @@ def _at_a_time(layout: LayoutConfig) -> int:
 
 def _fits(run: RunConfig, room: Room | None) -> bool:
     from gridformer.memory.analytic import states_of
-    from gridformer.memory.budget import at_most
+    from gridformer.memory.bounds import at_most
     from gridformer.memory.estimate import estimate_ranks
     from gridformer.memory.ranks import largest_ranks
     from gridformer.parallel.auto.decisions import decide_run

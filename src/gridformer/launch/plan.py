@@ -15,7 +15,7 @@ from gridformer.utils.extras import installed
 
 if TYPE_CHECKING:
     from gridformer.launch.run_lock import RunLock
-    from gridformer.memory.budget import Room, Tell
+    from gridformer.memory.room import Room, Tell
     from gridformer.train.plan import Plan
 
 
@@ -122,13 +122,15 @@ def plan_checked(
         out, tell, lock: see `plan_run`.
         room: the budget of each process; None means that of the processes on this machine.
     """
+    _refuse_what_nothing_saves(run, room)  # what follows loads torch
     from gridformer.checkpoint import weights
     from gridformer.checkpoint.fallback import choose
     from gridformer.checkpoint.place import LocalPlace
     from gridformer.checkpoint.remote import fetch_newest
     from gridformer.checkpoint.same_run import check_same_run, data_start_of
     from gridformer.data.fingerprint import fingerprint
-    from gridformer.memory.budget import fit_problems, silent
+    from gridformer.memory.budget import fit_problems
+    from gridformer.memory.room import silent
     from gridformer.parallel.auto.decisions import decide_run
     from gridformer.train.plan import Plan
 
@@ -161,6 +163,16 @@ def plan_checked(
         older=found.older,
         damaged=found.damaged,
     )
+
+
+def _refuse_what_nothing_saves(run: RunConfig, room: Room | None) -> None:
+    """Refuses a run that is far too large for its budget, without loading torch."""
+    from gridformer.memory.bounds import beyond_saving
+    from gridformer.memory.room import room_of
+
+    room = room or room_of(run)
+    if room and (problems := beyond_saving(run, room)):
+        raise ConfigError(problems)
 
 
 def read_run(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:

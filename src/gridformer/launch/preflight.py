@@ -8,7 +8,7 @@ from gridformer.config import RunConfig
 
 if TYPE_CHECKING:
     from gridformer.check import Problem
-    from gridformer.memory.budget import Tell
+    from gridformer.memory.room import Tell
     from gridformer.parallel.auto.decisions import Decisions
 
 LIMIT_S = 5.0  # no more ranks are traced after so many seconds
@@ -29,7 +29,7 @@ def preflight_problems(run: RunConfig, tell: Tell, decisions: Decisions) -> list
     Returns:
         The problems, each with its remedy.
     """
-    from gridformer.memory.estimate import on_gpu
+    from gridformer.memory.room import on_gpu
 
     if run.layout.n_processes == 1 or not on_gpu(run):
         return []

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
     from gridformer.launch.run_lock import RunLock
-    from gridformer.memory.budget import Room, Tell
+    from gridformer.memory.room import Room, Tell
     from gridformer.train.plan import Plan
 
 # Names in the store of the rendezvous.
@@ -90,7 +90,7 @@ def _machine(run: RunConfig, place: Joined) -> str:
     told: dict[str, Any] = {"problems": [], "gpu": identity(gpu, place.rank)}
     if place.local_rank:
         return json.dumps(told)
-    from gridformer.memory.budget import room_of
+    from gridformer.memory.room import room_of
 
     room = room_of(run)
     return json.dumps({**told, **({"room": [room.n_bytes, room.why]} if room else {})})
@@ -102,7 +102,7 @@ def _room(machines: Sequence[dict[str, Any]]) -> Room | None:
     Raises:
         ConfigError: a machine cannot run its processes.
     """
-    from gridformer.memory.budget import Room
+    from gridformer.memory.room import Room
 
     problems = [problem for machine in machines for problem in machine["problems"]]
     if problems:

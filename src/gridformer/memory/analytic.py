@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.cost import Choice, Choices
-from gridformer.parallel.auto.decisions import resolved, state_bytes, work_of
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.work import resolved, state_bytes, work_of
 from gridformer.parallel.registry import spec_of
 
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm

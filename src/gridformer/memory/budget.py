@@ -4,86 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-import torch
-
-from gridformer.checkpoint.snapshot import saves_meanwhile
 from gridformer.config import RunConfig
 from gridformer.memory.analytic import quick_estimate, states_of, total_states
+from gridformer.memory.bounds import at_most, enough_devices
 from gridformer.memory.breakdown import STATES, MemoryBreakdown
-from gridformer.memory.estimate import estimate_ranks, on_gpu
+from gridformer.memory.estimate import estimate_ranks
 from gridformer.memory.ranks import largest_ranks
-from gridformer.mesh.gpus import gpus_here
-from gridformer.mesh.launch_env import joined
-from gridformer.models import count_parameters
-from gridformer.parallel.auto.decisions import Decisions, decide_run, work_of
-from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.offers import Changes, with_changes
-from gridformer.parallel.registry import spec_of
-from gridformer.parallel.validation import broken_rules
-from gridformer.utils.hardware import free_memory
-from gridformer.utils.units import GIB, format_bytes, format_setting
-
-# Called with what was found, which may be empty, and with what begins now.
-Tell = Callable[[str, str], None]
+from gridformer.memory.room import Room, Tell, gpus_of, room_of, silent
+from gridformer.memory.savings import changed, cheapest_first, smaller_batches
+from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.offers import Changes
+from gridformer.utils.units import format_bytes, format_setting
 
 SEARCH_S = 20.0  # seconds to search for settings that fit; a user waits for it
-
-OWN_CPU = GIB * 2 // 5  # bytes that a process holds before any tensor
-OWN_CUDA = GIB  # bytes of the driver's context and of NCCL's buffers
-USABLE = 0.95  # fraction of a GPU that a caching, rounding allocator can give to tensors
-
-
-def silent(found: str, doing: str) -> None:
-    """A `Tell` that ignores everything, for callers without a terminal."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """The budget of one process.
-
-    Attributes:
-        n_bytes: The bytes that the tensors of one process may take.
-        why: Where that number comes from, as part of a sentence.
-    """
-
-    n_bytes: int
-    why: str
-
-
-def room_of(run: RunConfig) -> Room | None:
-    """Returns the budget of each process on this machine, or None if it is not known."""
-    if run.train.memory_gib:
-        gib = run.train.memory_gib
-        return Room(round(gib * GIB), f"train.memory_gib={gib:g}")
-    place, gpus = joined(), _gpus_of(run)
-    n_here = place.local_size if place else run.layout.n_processes
-    if gpus:
-        least = min(torch.cuda.get_device_properties(i).total_memory for i in gpus)
-        usable = round(least * USABLE) - OWN_CUDA
-        return Room(
-            usable,
-            f"{format_bytes(usable)} of a GPU's {format_bytes(least)} are available to tensors",
-        )
-    free = free_memory()
-    if free is None:
-        return None
-    share = max(0, free // n_here - OWN_CPU)
-    own = f"each takes {format_bytes(OWN_CPU)} for itself"
-    return Room(
-        share,
-        f"{format_bytes(share)} are left for each of {n_here} processes, with "
-        f"{format_bytes(free)} free here, of which {own}",
-    )
-
-
-def _gpus_of(run: RunConfig) -> list[int]:
-    """Returns the GPUs that a run started now would use on this machine."""
-    return gpus_here(joined(), run.layout.n_processes) if run.train.device != "cpu" else []
 
 
 def fit_problems(
@@ -108,7 +45,7 @@ def fit_problems(
     """
     if room is None:
         room = room_of(run)
-        if run.train.device == "auto" and not _gpus_of(run):  # though there may be some here
+        if run.train.device == "auto" and not gpus_of(run):  # though there may be some here
             on_cpu = run.train.model_copy(update={"device": "cpu"})
             run = run.model_copy(update={"train": on_cpu})
     if room is None or at_most(run) <= room.n_bytes:
@@ -173,11 +110,7 @@ def refusal(
             )
         return text + "use a layout of more devices"
     if worst is None:
-        devices = math.ceil(total_states(run) / max(1, room.n_bytes))
-        return text + (
-            f"no setting that saves memory is enough; use a layout of {devices:,} or more "
-            "devices of this size"
-        )
+        return text + enough_devices(total_states(run), room)
     return text + "no setting that saves memory is enough; use a layout of more devices"
 
 
@@ -268,7 +201,7 @@ def nearest(
 
     found: list[Offer] = []
     saves: list[Changes] = []
-    for change in _cheapest_first(run):
+    for change in cheapest_first(run):
         if any(offer.changes.keys() == change.keys() for offer in found):
             continue  # a milder value of the same setting is enough
         size = peak(change)
@@ -286,7 +219,7 @@ def nearest(
         size = peak(together)
         if size is not None and size <= n_bytes:
             return [Offer(together, round(size))]
-    for batch in _smaller_batches(run):
+    for batch in smaller_batches(run):
         size = peak(together | batch)
         if size is not None and size <= n_bytes:
             return [Offer(together | batch, round(size))]
@@ -296,7 +229,7 @@ def nearest(
 def _likely(run: RunConfig, worst: MemoryBreakdown | None, n_bytes: int) -> Offer | None:
     """Returns the first setting with which the run should fit by formula, or several together."""
     scale = worst.needed / quick_estimate(run) if worst else 1.0
-    ways, together = [*_cheapest_first(run)], Changes()
+    ways, together = [*cheapest_first(run)], Changes()
     sums = []
     for change in ways:
         together = together | change
@@ -306,73 +239,3 @@ def _likely(run: RunConfig, worst: MemoryBreakdown | None, n_bytes: int) -> Offe
         if other is not None and (size := quick_estimate(other) * scale) <= n_bytes:
             return Offer(changes, round(size))
     return None
-
-
-def _cheapest_first(run: RunConfig) -> Iterator[Changes]:
-    """Yields settings that save memory, the least slowdown first, the mildest value first."""
-    layout, train = run.layout, run.train
-    if saves_meanwhile(train) and not on_gpu(run):
-        yield {"train.async_save": False}
-    if train.loss_chunk_tokens == 0 or train.loss_chunk_tokens > 256:
-        yield {"train.loss_chunk_tokens": 256}
-    choices = decide(run.model, layout, work_of(run))
-    if choices.work.itemsize == 2 and choices.cast_once:
-        yield {"train.cast": "use"}
-    free, slower = spec_of(layout).savings(layout)
-    yield from free
-    if layout.dp > 1 and layout.dp_mode == "replicate":
-        yield {"layout.dp_mode": "zero1"}
-    if choices.reshard == "step":
-        yield {"layout.reshard": "layer"}
-    if train.recompute == "none":
-        yield {"train.recompute": "selective"}
-    if train.update == "after_backward" and layout.micro_batches == 1:
-        by_layer = {"train.clip_by": "layer"} if train.clip_norm else {}
-        yield {"train.update": "in_backward"} | by_layer
-    for factor in (2, 4, 8, 16):
-        yield {"layout.micro_batches": layout.micro_batches * factor}
-    yield from slower
-    if layout.dp > 1 and layout.dp_mode != "fsdp":
-        yield {"layout.dp_mode": "fsdp"}
-    if train.recompute != "full":
-        yield {"train.recompute": "full"}
-    if train.offload == "none" and on_gpu(run):
-        yield {"train.offload": "optimizer"}
-
-
-def _smaller_batches(run: RunConfig) -> Iterator[Changes]:
-    batch = run.train.global_batch // 2
-    while batch:
-        yield {"train.global_batch": batch}
-        batch //= 2
-
-
-def changed(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig | None:
-    """Returns the run with other values, or None if they make it invalid."""
-    other = with_changes(run, changes)
-    return None if other is None or broken_rules(other) else other
-
-
-def at_most(run: RunConfig) -> int:
-    """Returns an upper bound of the bytes that any rank of the run holds at a time.
-
-    It assumes that nothing is sharded over the grid, and several times as many activations as any
-    block keeps.
-    """
-    model, layout, train = run.model, run.layout, run.train
-    parameters = count_parameters(model)
-    size = 8 if train.dtype == "float64" else 4
-    sequences = train.global_batch // (layout.dp * layout.micro_batches)
-    under_way = layout.micro_batches if layout.pp > 1 else 1
-    s, source = run.seq_len, run.source_len
-    wide = 40 * model.hidden_size + 20 * model.n_heads * model.head_width
-    wide += (12 + 12 * model.gated) * model.ffn_size
-    scores = 16 * model.n_heads * (s * s + s * source + source * source)
-    stacks = 2 if model.two_stacks else 1
-    a_layer = sequences * (wide * (s + source) + scores) * stacks
-    logits = 12 * sequences * s * model.vocab_size
-    # The integers from which dropout masks are made: 8 bytes each, many per element.
-    masks = 16 * 8 * sequences * ((s + source) * max(model.hidden_size, model.ffn_size) + scores)
-    activations = (a_layer * (model.n_layers + 1) * under_way + logits) * size
-    states = 10 + 3 * saves_meanwhile(train)
-    return states * parameters * size + activations + masks

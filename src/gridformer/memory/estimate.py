@@ -21,11 +21,12 @@ from torch import Tensor
 
 from gridformer.checkpoint.block import written_here
 from gridformer.checkpoint.checkpoint import shards_of
-from gridformer.checkpoint.snapshot import bytes_of, saves_meanwhile
+from gridformer.checkpoint.snapshot import bytes_of
 from gridformer.config import RunConfig
 from gridformer.memory.breakdown import MemoryBreakdown, Once, take_breakdown
 from gridformer.memory.fake import fake_tensors, skip_middle_chunks
 from gridformer.memory.once import ways_of
+from gridformer.memory.room import on_gpu
 from gridformer.memory.tape import NotRepeatableError
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
@@ -120,17 +121,10 @@ def _estimate(
                 host = [t for state in stepper.updates.state.values() for t in state.values()]
             found = take_breakdown(stepper, rank, step, host, once, fake.remembered, timeline)
             saved = 0
-            if saves_meanwhile(train):
+            if train.saves_meanwhile:
                 shards = shards_of(model, stepper.updates)
                 saved = bytes_of(written_here(shards, axes))
             return replace(found, saved=saved, saved_beside=not on_gpu(run))
-
-
-def on_gpu(run: RunConfig) -> bool:
-    """Returns whether the run's tensors will be on GPUs, as far as this machine can tell."""
-    if run.train.device == "auto":
-        return torch.cuda.is_available()
-    return run.train.device == "cuda"
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from gridformer.config import RunConfig
 from gridformer.memory.breakdown import KINDS, MemoryBreakdown
-from gridformer.parallel.auto.decisions import work_of
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.work import work_of
 from gridformer.parallel.registry import describe
 from gridformer.utils.units import byte_unit
 

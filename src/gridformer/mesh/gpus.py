@@ -7,10 +7,13 @@ sees, whatever the launcher calls it: as many GPUs as processes, or a single one
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from gridformer.mesh.launch_env import Joined
 
@@ -116,15 +119,25 @@ def verdict(identities: Sequence[str]) -> str:
     return GPU
 
 
+def n_visible_gpus() -> int:
+    """Returns the number of GPUs that torch sees. It loads torch if its build may see any."""
+    if "torch" not in sys.modules:
+        with contextlib.suppress(PackageNotFoundError):
+            if version("torch").endswith("+cpu"):
+                return 0  # at once, where loading torch takes a second
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def _n_visible(place: Joined | None, n_processes: int = 1) -> int:
     """Returns the number of GPUs that a run of several processes, or of one, can use."""
-    import torch
+    visible = n_visible_gpus()
+    if not visible or (place.size if place else n_processes) == 1:
+        return visible
     import torch.distributed as dist
 
-    several = place.size > 1 if place else n_processes > 1
-    if not torch.cuda.is_available() or (several and not dist.is_nccl_available()):
-        return 0
-    return torch.cuda.device_count()
+    return visible if dist.is_nccl_available() else 0
 
 
 def _may_be_bound(place: Joined | None) -> bool:

@@ -15,8 +15,9 @@ from gridformer.cluster.messages import Op
 from gridformer.config import RunConfig
 from gridformer.memory.analytic import quick_peak
 from gridformer.mesh.node_placement import NodeBlock
-from gridformer.parallel.auto.decisions import Decisions, placements, traffic_of, work_of
+from gridformer.parallel.auto.decisions import Decisions, placements, traffic_of
 from gridformer.parallel.auto.heuristics import decide
+from gridformer.parallel.auto.work import work_of
 from gridformer.parallel.registry import spec_of
 from gridformer.plan import head_passes, layer_passes
 from gridformer.plan.load import Costs, Load, Place

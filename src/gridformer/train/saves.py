@@ -7,7 +7,6 @@ import time
 from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint.manifest import Manifest
 from gridformer.checkpoint.saver import Saver
-from gridformer.checkpoint.snapshot import saves_meanwhile
 from gridformer.mesh import Axes
 from gridformer.mesh.process_group import is_effect_of_a_peer
 from gridformer.models import Model
@@ -49,7 +48,7 @@ class Saves:
             self._seconds_left,
             self._no_space,
         )
-        if saves_meanwhile(plan.run.train):
+        if plan.run.train.saves_meanwhile:
             self.saver.reserve(checkpoint.parameters_of(model))
         if axes.world.index == 0:
             self.saver.sweep()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gridformer.config import LayoutConfig, RunConfig, Task, TrainConfig
-from gridformer.memory.budget import at_most
+from gridformer.memory.bounds import at_most
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks

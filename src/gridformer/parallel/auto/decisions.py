@@ -21,11 +21,10 @@ from gridformer.mesh.placement_table import explain, explain_racks
 from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work
+from gridformer.parallel.auto.work import ITEMSIZE, parameter_bytes, resolved, work_of
 from gridformer.parallel.pipeline.partition import link_names, stages_of
 from gridformer.parallel.registry import describe, spec_of
 from gridformer.utils.units import MIB, three_digits
-
-_ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 _TURNS = 3  # of deciding choices and placement
 _WIDE = 100  # terminals with this many characters or more show the sizes of products
@@ -98,11 +97,11 @@ def traffic_of(run: RunConfig, choices: Choices, work: Work) -> dict[str, float]
     activations = sum(step.col for step in steps) + work.micro_batches * choices.inputs_again()
     over_boundary = activations * work.itemsize
     # Gradients of replicated heads are summed on their owner, which sends the updated values back.
-    over_boundary += choices.copied_parameters * _parameter_bytes(run)
+    over_boundary += choices.copied_parameters * parameter_bytes(run)
     traffic = {
         "col": spec.boundary_bytes(choices, layout, over_boundary),
         "row": sum(step.row for step in steps) * work.itemsize,
-        "dp": spec.replica_elements(choices, layout, again) * _parameter_bytes(run),
+        "dp": spec.replica_elements(choices, layout, again) * parameter_bytes(run),
     }
     if layout.pp > 1:
         traffic = {axis: n_bytes / layout.pp for axis, n_bytes in traffic.items()}
@@ -121,40 +120,6 @@ def placements(
     if not layout.nodes_per_rack:
         return candidates, []
     return candidates, nodes.search_racks(sizes, candidates[0], layout.nodes_per_rack)
-
-
-def resolved(run: RunConfig, choices: Choices) -> RunConfig:
-    """Returns the run with what was decided in place of `layout.reshard: auto`."""
-    if run.layout.reshard != "auto":
-        return run
-    layout = run.layout.model_copy(update={"reshard": choices.reshard})
-    return run.model_copy(update={"layout": layout})
-
-
-def work_of(run: RunConfig) -> Work:
-    """Returns the amount of work of one replica of a run, which `decide` reads."""
-    layout, train = run.layout, run.train
-    sequences = train.global_batch // (layout.dp * layout.micro_batches)
-    sequences *= run.sequences_per_sample
-    devices = layout.rows * layout.cols * layout.branches
-    return Work(
-        tokens=sequences * run.seq_len,
-        source=sequences * run.source_len,
-        sequences=sequences,
-        micro_batches=layout.micro_batches,
-        itemsize=_ITEMSIZE[train.dtype],
-        state_bytes=state_bytes(run, layout.dp),
-        recompute=train.recompute,
-        loss_chunk_tokens=train.loss_chunk_tokens,
-        # Blocks that do not communicate are compiled whole, and compiled code keeps no copies.
-        cast="use" if train.compile and devices == 1 else train.cast,
-        dtype="tf32" if train.tf32 and train.dtype == "float32" else train.dtype,
-        memory_gib=train.memory_gib or 0.0,
-    )
-
-
-def _parameter_bytes(run: RunConfig) -> int:
-    return 8 if run.train.dtype == "float64" else 4
 
 
 def notes(run: RunConfig) -> list[str]:
@@ -196,28 +161,6 @@ def _why_these_stages(run: RunConfig, work: Work) -> str:
     )
 
 
-def state_bytes(run: RunConfig, replicas: int) -> int:
-    """Returns the bytes per parameter of value, gradient and two moments on one of its replicas.
-
-    Gradients of several micro-batches accumulate unsharded (gridformer.parallel.data.zero).
-
-    Args:
-        run: The run.
-        replicas: Number of replicas that share sharded state.
-    """
-    layout, train = run.layout, run.train
-    part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
-    value = part if layout.dp_mode == "fsdp" and layout.reshard != "step" else 1.0
-    gradient, moments = part, 2 * part
-    if layout.micro_batches > 1:
-        gradient = 1.0
-    elif train.update == "in_backward":
-        gradient /= run.model.n_layers
-    if train.offload == "optimizer" and train.device != "cpu":
-        moments = 0.0
-    return round((value + gradient + moments) * _parameter_bytes(run))
-
-
 def _times_over_replicas(run: RunConfig) -> float:
     """Returns how often a layer's parameters travel per step: gathered, or as gradients summed.
 
@@ -228,7 +171,7 @@ def _times_over_replicas(run: RunConfig) -> float:
     if layout.dp_mode != "fsdp":
         return 2
     gathers = 2 * layout.micro_batches if layout.reshard != "step" else 1
-    return gathers * _ITEMSIZE[run.train.dtype] / _parameter_bytes(run) + 1
+    return gathers * ITEMSIZE[run.train.dtype] / parameter_bytes(run) + 1
 
 
 def print_decisions(run: RunConfig, decisions: Decisions, console: Console) -> None:
