@@ -58,10 +58,12 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
             "losses (GPT-2, BERT), label smoothing (Transformer) and rows of several documents "
             "or pairs (GPT-2 and Transformer with dropout, Llama and T5 without) are in it; "
             "fine-tuned models have labels and spans without dropout, and with it choices (BERT, "
-            "Llama, T5), or a number and spans (GPT-2); "
-            "with pp > 1 there are as many micro-batches as "
-            "stages, and stages are of unequal size. Optimus is on a 2x2 grid where that takes at "
-            "most 8 processes, else on 2x1; the other schemes are on 2: up to 16 processes in all."
+            "Llama, T5), or a number and spans (GPT-2); with pp > 1 there are as many "
+            "micro-batches as stages, and stages are of unequal size. Optimus is on a 2x2 grid "
+            "where that takes at most 8 processes, else on 2x1; the other schemes are on 2: up to "
+            "16 processes in all. The bias of the head for answers has a gradient that is zero in "
+            "exact arithmetic, because softmax over tokens does not see it. Its differences are "
+            "relative to 1e-6, and are the largest of the fine-tuned models."
         )
         refused = {cell: why for cell in CELLS if (why := refusal(cell))}
         # Test processes of pytest-xdist each add what they have found.
