@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gridformer.calibrate import device
+from gridformer.calibrate import device, messages
 from gridformer.calibrate.cases import cpu_cases, gpu_cases, quick_cases
 from gridformer.calibrate.clock import cpu_seconds
 from gridformer.calibrate.device import n_copies
 from gridformer.calibrate.found import Found
-from gridformer.calibrate.messages import group_sizes
+from gridformer.calibrate.messages import group_sizes, message_seconds
 from gridformer.calibrate.operations import Run, operations
 from gridformer.cluster import KernelWork, MessageWork, kernel_s, load_cluster, message_s
+from gridformer.mesh.axes import Axis
 
 
 def test_a_calibrated_machine_is_a_cluster_file_with_times_that_are_positive(
@@ -114,3 +115,44 @@ def test_groups_of_several_sizes_divide_the_processes() -> None:
         [3, 9],
         [2, 4, 16],
     ]
+
+
+class Link:
+    """A link that lets some bytes pass at once after it was idle, and its clock."""
+
+    def __init__(self, rate: float, at_once: float) -> None:
+        self.rate, self.at_once, self.credit, self.now = rate, at_once, 0.0, 0.0
+
+    def idle(self, *_: object) -> None:
+        self.now, self.credit = self.now + 100.0, self.at_once
+
+    def send(self, n_bytes: float) -> None:
+        free = min(self.credit, n_bytes)
+        self.credit -= free
+        self.now += (n_bytes - free) / self.rate
+
+
+def test_a_message_takes_what_a_busy_link_needs_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that was idle is faster at first, which a step full of messages does not see."""
+    link, world = Link(2.0, at_once=5.0), Axis("world", 1, 0)
+    monkeypatch.setattr(messages.comm, "barrier", link.idle)
+    monkeypatch.setattr(messages.time, "perf_counter", lambda: link.now)
+    seconds = message_seconds(lambda: link.send(8.0), 1e3, world, False)
+    assert seconds == pytest.approx(4.0, rel=0.02), "not the 1.5 s of one message"
+
+
+def test_a_message_takes_as_long_as_one_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of messages in a row each may begin before the last one is over."""
+    now, in_a_row = 0.0, False
+
+    def meet(*_: object) -> None:
+        nonlocal in_a_row
+        in_a_row = False
+
+    def run() -> None:
+        nonlocal now, in_a_row
+        now, in_a_row = now + (1.0 if in_a_row else 3.0), True
+
+    monkeypatch.setattr(messages.comm, "barrier", meet)
+    monkeypatch.setattr(messages.time, "perf_counter", lambda: now)
+    assert message_seconds(run, 10.0, Axis("world", 1, 0), False) == 3.0

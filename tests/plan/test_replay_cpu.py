@@ -79,6 +79,15 @@ def test_who_comes_late_lets_others_wait() -> None:
     assert (late.end, late.bubble, late.exposed["col"]) == pytest.approx((6.0, 0.0, 2.0))
 
 
+def test_a_process_has_the_cores_of_those_that_wait_but_one_at_most() -> None:
+    """Kernels were measured with 4 processes on 2 cores, each of which had half a core."""
+    programs = [
+        Program(rank, [kernel(seconds)]) for rank, seconds in enumerate((4.0, 2.0, 2.0, 3.0))
+    ]
+    ends = [spent.end for spent in replay_cpu(programs, 0.0, 4, 2)]
+    assert ends == pytest.approx([3.0, 2.0, 2.0, 2.5])
+
+
 def test_programs_that_wait_for_each_other_are_refused() -> None:
     first: list[Item] = [message(1, 1.0, None), wait(1), message(2, 1.0, None, "row"), wait(2)]
     second: list[Item] = [message(2, 1.0, None, "row"), wait(2), message(1, 1.0, None), wait(1)]

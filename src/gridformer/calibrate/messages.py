@@ -106,16 +106,35 @@ def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
 def message_seconds(run: Callable[[], object], window_s: float, world: Axis, gpu: bool) -> float:
     """Returns the seconds of one message while all groups send such messages at the same time.
 
-    All ranks call this together. On a CPU each message counts from when the last rank starts it
-    until all have its result, as training waits for it: messages that follow each other without a
-    pause overlap, because a rank may begin the next one before others have ended the last.
+    All ranks call this together. On a CPU it is the larger of two times:
+
+    - That of a message by itself, from when the last rank starts it until all have its result, as
+      training waits for it. Of messages in a row a rank may begin the next one before others have
+      ended the last.
+    - That of one of many in a row, which cores and links need for it. While the last rank comes to
+      a message by itself, those before it have already been at work, and a link that was idle lets
+      some bytes pass at once.
     """
     run()  # connects
     if gpu:
         return _in_a_row(run, window_s, world)
     first = _agreed(max(_one_by_one(run, 2, world)), "max", world)
     calls = int(min(_MOST, max(_FEWEST, window_s / max(first, 1e-6))))
-    return statistics.median(_one_by_one(run, calls, world))
+    alone = statistics.median(_one_by_one(run, calls, world))
+    return max(alone, _span(run, calls, world) / calls)
+
+
+def _span(run: Callable[[], object], calls: int, world: Axis) -> float:
+    """Returns the seconds from when the first rank starts messages in a row until all have them.
+
+    The ranks must be processes of one machine, whose clock they share.
+    """
+    comm.barrier((world,))
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    span = torch.tensor([-start, time.perf_counter()], dtype=torch.float64)
+    return float(comm.all_reduce(span, world, "max").sum())
 
 
 def _one_by_one(run: Callable[[], object], calls: int, world: Axis) -> list[float]:

@@ -5,9 +5,8 @@ Time goes from one event to the next, and between two events everything goes on 
 - Each process computes in one thread, and each message that travels keeps a thread of gloo busy
   until it is copied and added up. Threads that are not waiting share the cores evenly. The times of
   kernels were measured with all processes computing, and those of messages with all sending, so
-  this is the rate 1. It is lower while a process computes and sends. It is not higher while others
-  wait, although it should be: a step of a pipeline of 8 processes on an emulated cluster took 447
-  ms, of which this predicts 415, and 272 with the cores of processes that wait.
+  this is the rate 1. It is lower while a process computes and sends, and higher while others wait,
+  up to that of a process with a core of its own, as in the bubbles of a pipeline.
 - A message between nodes takes the link of its node, which messages that travel at the same time
   share evenly: those of other axes, too.
 - A message begins when all its members have come to it. Two collectives of a group travel at the
@@ -148,7 +147,7 @@ class _Replay:
             return False
         threads = sum(one.weight for one in busy)
         threads += sum(self.ranks[rank].weight for f in copied for rank, _ in f.calls)
-        rate = min(1.0, self.n_cores / threads / self.measured) if threads else 1.0
+        rate = min(1 / self.measured, self.n_cores / threads / self.measured) if threads else 1.0
         sharing: dict[tuple[int, str], int] = defaultdict(int)
         for flight in moved:
             for lane in flight.lanes:
