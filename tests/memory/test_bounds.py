@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from gridformer.config import ModelConfig, model_names, shipped_model
@@ -60,12 +61,15 @@ def test_a_model_far_too_large_is_refused_without_torch(token_folder: Path, tmp_
         "model": {"name": "gpt-175b"},
         "data": {"path": str(token_folder), "seq_len": 16},
         "layout": {"scheme": "optimus", "rows": 2, "cols": 2},
-        "train": {"steps": 1, "global_batch": 8, "memory_gib": 5.0, "device": "cpu"},
+        # A build for GPUs is asked whether there are some, and torch has to be loaded for that.
+        "train": {"steps": 1, "global_batch": 8, "device": "cpu" if torch.version.cuda else "auto"},
     }
     path = tmp_path / "large.yaml"
     path.write_text(yaml.safe_dump(sections))
     program = (
         "import sys\n"
+        "from gridformer.memory import room\n"
+        "room.free_memory = lambda: 20 << 30\n"
         "from gridformer.launch.plan import plan_run\n"
         "from gridformer.utils.errors import ConfigError\n"
         "try:\n"
