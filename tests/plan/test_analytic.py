@@ -53,10 +53,14 @@ def cluster() -> Cluster:
 
 
 def run_of(model: str, layout: dict[str, Any], **train: Any) -> RunConfig:
+    family, _, tuned = model.partition(", ")
     sizes = ["model.vocab_size=32768", "model.n_layers=4", "train.dtype=bfloat16"]
-    sections = {"model": MODELS[model], "data": {"path": "."}, "layout": layout, "train": train}
-    if model in ("T5", "Transformer"):
+    sections = {"model": MODELS[family], "data": {"path": "."}, "layout": layout, "train": train}
+    if family in ("T5", "Transformer"):
         sizes.append("model.n_decoder_layers=4")
+    if tuned:
+        sizes += [f"model.{key}={value}" for key, value in matrix.FINE_TUNED.items()]
+        sizes += ["model.sentence_pair=false"] * (family == "BERT")
     return parse_run(sections, sizes)
 
 

@@ -6,6 +6,15 @@ Products, their shapes and what travels for them follow from `Choices` and from 
 from __future__ import annotations
 
 from gridformer.parallel.auto.cost import Choice
+from gridformer.plan.held import stack_of, stacks_of
+from gridformer.plan.launches import (
+    RMS_INSIDE_LAUNCHES,
+    RMS_LAUNCHES,
+    SHARDED_LAUNCHES,
+    WITH_RMS,
+    biases_of,
+    norms_of,
+)
 from gridformer.plan.load import Load
 from gridformer.plan.products import product_loads
 from gridformer.plan.sizes import Sizes
@@ -24,21 +33,19 @@ ROTARY = (7, 9)  # of queries and keys
 ROTARY_LAUNCHES = 6
 NORM = (2, 3)  # in float32: reads and writes; backward it reads one more
 RMS_NORM = (7, 17.5)  # the same of an RMSNorm, which is made of many kernels
-RMS_LAUNCHES = (6, 9)
 NORM_INSIDE = 5  # backward of a norm inside a product, which normalizes again
 RMS_NORM_INSIDE = (7, 23)
-RMS_INSIDE_LAUNCHES = (6, 21)
-WITH_RMS = ("t5", "llama")  # whose norms are RMSNorms
 
 
-def layers(sizes: Sizes) -> tuple[Load, Load]:
-    """Returns the forward and the backward load of all layers of the model."""
-    forward, backward, again = Load(), Load(), Load()
+def layers(sizes: Sizes) -> dict[str, tuple[Load, Load]]:
+    """Returns the forward and the backward load of all layers of each stack of the model."""
+    found = {stack: (Load(), Load()) for stack in stacks_of(sizes.run)}
     recompute = sizes.run.train.recompute
     for choice in sizes.choices.products.values():
         product = choice.product
         if product.section == "head":
             continue
+        forward, backward = found[stack_of(product)]
         there, back = product_loads(sizes, choice)
         around, back_around = _around(sizes, choice)
         for load, parts in ((forward, (there, around)), (backward, (back, back_around))):
@@ -46,15 +53,15 @@ def layers(sizes: Sizes) -> tuple[Load, Load]:
                 load.add(part, product.count)
         if recompute == "full":
             if not product.ends_block:
-                again.add(there, product.count)
-            again.add(around, product.count)
-    for there, back in _attention(sizes):
+                backward.add(there, product.count)
+            backward.add(around, product.count)
+    for stack, there, back in _attention(sizes):
+        forward, backward = found[stack]
         forward.add(there)
         backward.add(back)
         if recompute != "none":
-            again.add(there)
-    backward.add(again)
-    return forward, backward
+            backward.add(there)
+    return found
 
 
 def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
@@ -63,6 +70,7 @@ def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
     h, item = model.hidden_size, sizes.itemsize
     n_bytes, launches = [0.0, 0.0], [0.0, 0.0]
     sharded = not choice.common and choices.rows * choices.cols > 1
+    norms = norms_of(sizes, product)
 
     def kernel(passes: tuple[float, float], elements: float) -> None:
         for i in range(2):
@@ -76,7 +84,9 @@ def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
         if model.dropout:
             kernel(DROPOUT, between)
     else:
-        add_norm(sizes, choice, n_bytes, launches)
+        if norms:
+            add_norm(sizes, choice, n_bytes, launches)
+            launches[1] += norms * sizes.accumulated
         if product.section == "feed_forward":
             kernel(GATE if product.parts else ACTIVATION, out)
         elif product.parts:
@@ -86,7 +96,7 @@ def _around(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
             launches = [number + ROTARY_LAUNCHES - 1 for number in launches]
         elif not choice.common:
             kernel((0, GRADIENT_OF_HEADS), out)
-    if model.family not in WITH_RMS or (model.qkv_bias and product.name == "qkv"):
+    if biases_of(sizes, product):
         kernel((BIAS[0] * sharded, BIAS[1]), out)
     found = [Load(memory=sizes.costs.memory_s(n), launches=k) for n, k in zip(n_bytes, launches)]
     return found[0], found[1]
@@ -108,9 +118,10 @@ def add_norm(sizes: Sizes, choice: Choice, n_bytes: list[float], launches: list[
         launches[1] += kernels[1] + 5 * (casts > 0)
         return
     between, passes = sizes.between(product, h), RMS_NORM if rms else NORM
+    kernels = RMS_LAUNCHES if rms else SHARDED_LAUNCHES if sizes.lies == "h" else (1, 1)
     for i in range(2):
         n_bytes[i] += between * (passes[i] * wide + 2 * cast)
-        launches[i] += (RMS_LAUNCHES[i] if rms else 1) + casts
+        launches[i] += kernels[i] + casts
 
 
 def _out_elements(sizes: Sizes, choice: Choice) -> float:
@@ -120,26 +131,25 @@ def _out_elements(sizes: Sizes, choice: Choice) -> float:
     return sizes.tokens(product) * choice.n_out / sizes.choices.cols
 
 
-def _attention(sizes: Sizes) -> list[tuple[Load, Load]]:
-    """Returns the loads of the attention of all layers, apart from its products."""
+def _attention(sizes: Sizes) -> list[tuple[str, Load, Load]]:
+    """Returns the stack and the loads of each kind of attention, apart from its products."""
     run, choices = sizes.run, sizes.choices
     model, work = run.model, choices.work
     batch = max(1, work.sequences // choices.rows)
     heads = max(1, model.n_heads // choices.cols)
     s, source, d = run.seq_len, run.source_len, model.head_width
-    kinds = [(model.n_layers, s, s, model.family in ("gpt2", "llama"))]
+    kinds = [("", model.n_layers, s, s, model.family in ("gpt2", "llama"))]
     if model.two_stacks:
         kinds = [
-            (model.n_layers, source, source, False),
-            (model.n_decoder_layers, s, s, True),
-            (model.n_decoder_layers, s, source, False),
+            ("encoder", model.n_layers, source, source, False),
+            ("decoder", model.n_decoder_layers, s, s, True),
+            ("decoder", model.n_decoder_layers, s, source, False),
         ]
     found = []
-    for n, queries, keys, causal in kinds:
+    for stack, n, queries, keys, causal in kinds:
         shape = (batch, heads, queries, keys, d, int(causal))
         one = sizes.costs.attention_s(shape, sizes.dtype, sizes.itemsize, 1)
         back = sizes.costs.attention_s(shape, sizes.dtype, sizes.itemsize, 2)
-        found.append(
-            (Load(attention=n * one, launches=n), Load(attention=n * back, launches=2 * n))
-        )
+        there = Load(attention=n * one, launches=n)
+        found.append((stack, there, Load(attention=n * back, launches=2 * n)))
     return found

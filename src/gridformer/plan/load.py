@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -97,9 +98,20 @@ class Costs:
         self._messages: dict[tuple[str, float, Place], float] = {}
         self._places: dict[tuple[object, ...], dict[str, Place]] = {}
 
-    def product_s(self, batch: int, m: int, n: int, k: int, dtype: str, itemsize: int) -> float:
-        """Returns the seconds of a product of `batch` matrices [m, k] and [k, n]."""
-        return self._kernel(product_work(batch, m, n, k, dtype, itemsize))
+    def product_s(
+        self, batch: int, m: int, n: int, k: int, dtype: str, itemsize: int, more_bytes: int = 0
+    ) -> float:
+        """Returns the seconds of a product of `batch` matrices [m, k] and [k, n].
+
+        Args:
+            batch: The number of products.
+            m, n, k: Their sizes.
+            dtype: The type of the operands.
+            itemsize: Its bytes.
+            more_bytes: What it reads and writes besides operands and a result of this type.
+        """
+        work = product_work(batch, m, n, k, dtype, itemsize)
+        return self._kernel(work._replace(bytes=work.bytes + more_bytes) if more_bytes else work)
 
     def attention_s(
         self, shape: tuple[int, int, int, int, int, int], dtype: str, itemsize: int, passes: float
@@ -163,12 +175,19 @@ def _places(layout: LayoutConfig, cluster: Cluster, block: NodeBlock | None) -> 
             index = tuple(slice(None) if j == i else 0 for j in range(ranks.dim()))
             groups[name] = tuple(ranks[index].tolist())
     if "pp" in groups:
-        groups["pp"] = groups["pp"][:2]  # a message goes from one stage to the next
+        # A message goes from one stage to the next, at the slowest between those furthest apart.
+        pairs = itertools.pairwise(groups["pp"])
+        groups["pp"] = max(pairs, key=lambda pair: _levels_between(pair, cluster))
     if spec.replicas(layout) > layout.dp:
         groups["replicas"] = tuple(sorted(ranks[0].flatten().tolist()))
     elif "dp" in groups:
         groups["replicas"] = groups["dp"]
     return {axis: Place(group, _sharers(group, cluster, n)) for axis, group in groups.items()}
+
+
+def _levels_between(pair: tuple[int, ...], cluster: Cluster) -> int:
+    """Returns how many levels of the network a message between two devices passes."""
+    return sum(pair[0] // level.size != pair[1] // level.size for level in cluster.levels)
 
 
 def _sharers(ranks: tuple[int, ...], cluster: Cluster, n_devices: int) -> int:

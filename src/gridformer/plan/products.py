@@ -6,6 +6,7 @@ from typing import Literal
 
 from gridformer.parallel.auto.cost import Choice
 from gridformer.parallel.auto.formulas import boundary_op, cut_widths, traveling_width
+from gridformer.plan.launches import biases_of
 from gridformer.plan.load import Load
 from gridformer.plan.sizes import Sizes, chunks_of
 
@@ -25,7 +26,8 @@ def product_loads(sizes: Sizes, choice: Choice) -> tuple[Load, Load]:
     steps = chunks * panels
     one = costs.product_s(1, m, n_out, k, dtype, item) * steps
     grad_x = costs.product_s(1, m, k, n_out, dtype, item) * steps
-    grad_w = costs.product_s(1, k, n_out, m, dtype, item) * steps
+    grad_w = costs.product_s(1, k, n_out, m, dtype, item, _wide_bytes(sizes, choice, k * n_out))
+    grad_w *= steps
     blocks = 1 if choice.common or chunks > choice.n_chunks or panels > 1 else r
     if blocks > 1:  # the gradient of a gathered weight is multiplied block by block, and summed
         shape = (k // r, n_out) if choice.stays == "output" else (n_out // r, k)
@@ -121,6 +123,28 @@ def enter_or_leave(
         # Blocks along these dimensions are not contiguous in the message, so they are copied.
         load.memory += sizes.costs.memory_s(2 * n_bytes * times)
         load.launches += times
+    if times > 1 and sizes.choices.between != "replicated":
+        # What leaves in chunks is copied to where it lies, and so are chunks of rows that enter.
+        copies = times * ((way == "leave") + 2 * (way == "enter" and sizes.lies == "b"))
+        load.memory += sizes.costs.memory_s(2 * n_bytes * copies)
+        load.launches += copies
+
+
+def _writes_wide(sizes: Sizes, choice: Choice) -> bool:
+    """Whether a product writes a weight's gradient in float32, to which chunks of the loss add.
+
+    Products that are not sharded do; see `gridformer.models.kernels.products`.
+    """
+    alone = choice.common or sizes.choices.rows * sizes.choices.cols == 1
+    return alone and sizes.cast > 0
+
+
+def _wide_bytes(sizes: Sizes, choice: Choice, elements: int) -> int:
+    """Returns the bytes of such a gradient that a result in the type of the operands lacks."""
+    if not _writes_wide(sizes, choice):
+        return 0
+    added = chunks_of(sizes, choice) > 1
+    return elements * (sizes.wide * (1 + added) - sizes.itemsize)
 
 
 def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward: Load) -> None:
@@ -133,31 +157,28 @@ def _weights(sizes: Sizes, choice: Choice, weight: float, chunks: int, backward:
         chunks: Chunks of the loss, if it is the head.
         backward: To which they are added.
     """
-    work, wide = sizes.choices.work, sizes.wide
+    wide = sizes.wide
     rows = 1 if choice.common else sizes.choices.rows
-    own = weight / rows
-    accumulated = (work.micro_batches - 1) / work.micro_batches
-    # Products that are not sharded write float32, and chunks add to it; see
-    # `gridformer.models.kernels.products`.
-    alone = choice.common or sizes.choices.rows * sizes.choices.cols == 1
-    in_product = alone and sizes.cast > 0
+    own, biases = weight / rows, biases_of(sizes, choice.product)
+    in_product = _writes_wide(sizes, choice)
     if choice.product.name == "head" and chunks > choice.n_chunks:
         # Gradients of chunks are added up in float32 and scaled; with rows in the gathered table.
         each = sizes.cast + 3 * wide if rows == 1 else 2 * wide + sizes.itemsize
         n_bytes = weight * (chunks * each * (not in_product) + 4 * wide)
         n_bytes += weight * (sizes.cast + 2 * sizes.itemsize) * (rows > 1)
-        backward.launches += (1 if in_product else 3) * chunks + 4
+        backward.launches += (0 if in_product else 1 if rows > 1 else 2) * chunks + 4
     elif in_product:
         n_bytes = 0.0
+        backward.launches += biases
     else:
         n_bytes = own * sizes.cast
-        backward.launches += 2 * (sizes.cast > 0)
+        backward.launches += (1 + biases) * (sizes.cast > 0)
     if choice.n_chunks > 1:  # in float32, chunk by chunk
         n_bytes += weight * choice.n_chunks * (2 * wide + sizes.itemsize)
-        backward.launches += 2 * choice.n_chunks
+        backward.launches += 2 * (choice.n_chunks - 1)
     if choice.product.name != "head":
-        n_bytes += own * 3 * wide * accumulated
-        backward.launches += 2 * accumulated
+        n_bytes += own * 3 * wide * sizes.accumulated
+        backward.launches += (max(1, len(choice.product.parts)) + biases) * sizes.accumulated
     if rows > 1:  # blocks of the sum are stacked
         n_bytes += weight * 2 * sizes.itemsize
         backward.launches += 1

@@ -66,6 +66,11 @@ class Sizes:
         return self.costs.memory_s(elements * self.itemsize)
 
     @property
+    def accumulated(self) -> float:
+        """The fraction of backward passes that add to gradients which exist already."""
+        return 1 - 1 / self.choices.work.micro_batches
+
+    @property
     def wide(self) -> int:
         """Bytes of an element of norms, losses and parameters."""
         return max(4, self.itemsize)

@@ -36,7 +36,9 @@ _NOTHING = {
 }
 _FILLS = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_"}  # do not read their target
 # They read as much of their first argument as they return.
-_LOOKUPS = {"embedding", "gather", "index_select", "index", "index_add_", "scatter_add_", "take"}
+_LOOKUPS = {"embedding", "gather", "index_select", "index", "take"}
+# They change as many elements of their first argument as they are given.
+_SCATTERS = {"index_add_", "scatter_add_", "scatter_"}
 
 
 def work_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str) -> Work | None:
@@ -72,7 +74,11 @@ def work_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any, device: str)
         read = read[1:]
     elif name in _LOOKUPS and given:
         read = [*read[1:], _extent(results[0])]
-        changed = [given[-1]] if changed else []
+    elif name in _SCATTERS:  # read and written where the last argument says, or as much as it is
+        size = given[-1].numel() * given[0].element_size()
+        read, changed = [*read[1:], 2 * size], []
+    elif name == "nll_loss_forward":  # reads the logarithms of targets
+        read = [*read[1:], given[1].numel() * given[0].element_size()]
     n_bytes = sum(read) + sum(map(_extent, made)) + sum(map(_extent, changed))
     return Work(name, "memory", (), _dtype((made or changed or given)[0]), 0, n_bytes)
 

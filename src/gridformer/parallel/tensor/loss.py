@@ -22,9 +22,9 @@ class VocabParallelCrossEntropy(nn.Module):
     """Cross entropy of logits [b, s, V/size], summed over tokens; V is the padded vocabulary.
 
     Rank k of `axis` holds the logits of words k*V/size to (k+1)*V/size - 1; padding does not count.
-    Targets [b, s] equal to `IGNORE` contribute zero. Forward does three all-reduces of b*s numbers:
-    the maximum, the sum of exponentials, and the target's logit (with label smoothing, the logits
-    weighted by the smoothed target). Backward sends nothing.
+    Targets [b, s] equal to `IGNORE` contribute zero. Forward all-reduces three numbers of each
+    token: the maximum, and together the sum of exponentials and the target's logit (with label
+    smoothing, the logits weighted by the smoothed target). Backward sends nothing.
 
     Args:
         axis: Axis that shards the vocabulary.
@@ -68,20 +68,21 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
         x_TV = logits_TV[:, :width].to(dtype, copy=True)
         n_words = min(max(0, vocab_size - first), x_TV.shape[1])  # the rest is padding
-        x_TV[:, n_words:] = -torch.inf
+        if n_words < x_TV.shape[1]:
+            x_TV[:, n_words:] = -torch.inf
 
         top_T = comm.all_reduce(x_TV.amax(1), axis, "max", _LABEL)
         x_TV -= top_T.unsqueeze(1)
         counts = targets_T != IGNORE
-        here = counts & (targets_T >= first) & (targets_T < first + x_TV.shape[1])
+        here = (targets_T >= first) & (targets_T < first + x_TV.shape[1])  # IGNORE is below 0
         column_T = torch.where(here, targets_T - first, 0)
         target_T = x_TV.gather(1, column_T.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
         if smoothing:
             spread_T = x_TV[:, :n_words].sum(1) * (smoothing / vocab_size)
             target_T = target_T * (1.0 - smoothing) + spread_T
         exp_TV = x_TV.exp_()
-        sum_T = comm.all_reduce(exp_TV.sum(1), axis, label=_LABEL)
-        target_T = comm.all_reduce(target_T, axis, label=_LABEL)
+        both_2T = torch.stack((exp_TV.sum(1), target_T))
+        sum_T, target_T = comm.all_reduce(both_2T, axis, label=_LABEL)
 
         softmax_TV = exp_TV.div_(sum_T.unsqueeze(1))
         ctx.save_for_backward(softmax_TV, column_T, here, counts)
@@ -91,8 +92,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        softmax_TV, column_T, here, counts = ctx.saved_tensors
-        grad_TV = softmax_TV.clone()
+        # What was saved becomes the gradient; autograd refuses a second backward pass.
+        grad_TV, column_T, here, counts = ctx.saved_tensors
         if ctx.spread:
             grad_TV[:, : ctx.n_words] -= ctx.spread
         at_target = here.to(grad_TV.dtype).mul_(-ctx.share).unsqueeze(1)

@@ -1,0 +1,149 @@
+"""The loads that a step has once: casts, sums over replicas and the update, by formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gridformer.cluster.messages import Op
+from gridformer.plan import launches
+from gridformer.plan.held import Held, stacks_of
+from gridformer.plan.load import Load, Place
+from gridformer.plan.sizes import Sizes
+
+ADAM_BYTES = 28  # reads a parameter, its gradient and two moments, and writes all but the gradient
+NORM_BYTES = 4  # the norm of gradients reads them
+JOIN_BYTES = 12  # of a parameter whose gradient is summed by parts: copied to a message and summed
+SHARE_BYTES = 12  # the same for the updated parts of parameters that return
+VECTORS_BYTES = 1e5  # of the gradients of norms and biases, roughly
+BUCKETS = 4  # of gradients at least; all but the last are summed during the backward pass
+
+
+def casts(sizes: Sizes, held: Held) -> Load:
+    """Returns the load of casting weights to the type of the computation once a step."""
+    choices, layout = sizes.choices, sizes.run.layout
+    if choices.work.itemsize != 2:
+        return Load(launches=launches.BATCH)
+    times = 1 if choices.cast_once else 3 * layout.micro_batches
+    elements = _elements(sizes, held)
+    if layout.dp_mode == "fsdp":
+        elements /= max(1, sizes.spec.replicas(layout))
+    load = Load(memory=sizes.costs.memory_s(elements * 6 * times), launches=launches.BATCH)
+    if layout.dp_mode != "fsdp":
+        load.launches += launches.casts(sizes, held) * times
+    else:  # what is outside layers is gathered when a step begins, and layers have been cast
+        load.launches += launches.casts(sizes, held.outside_layers) * times
+        n_bytes = _table(sizes) * sizes.wide
+        load.message("dp", sizes.costs.message_s("all_gather", n_bytes, sizes.place("replicas")))
+        load.memory += sizes.costs.memory_s(_table(sizes) * SHARE_BYTES)
+    return load
+
+
+def _elements(sizes: Sizes, held: Held) -> float:
+    """Returns the elements of matrices that a device computes with."""
+    choices, found = sizes.choices, 0.0
+    for choice in choices.products.values():
+        grid = 1 if choice.common else choices.rows * choices.cols
+        found += choice.elements * held.share_of(choice.product) / grid
+        if choice.product.name == "head" and held.lookups:  # a table of its own
+            found += choices.table / grid
+    return found
+
+
+def gather_replicas(sizes: Sizes, passes: Mapping[str, tuple[Load, Load]]) -> None:
+    """Adds the gathers of parameters layer by layer, each during the layer before it."""
+    layout = sizes.run.layout
+    if layout.dp_mode != "fsdp":
+        return
+    place, memory_s = sizes.place("replicas"), sizes.costs.memory_s
+    times = 1.0 if sizes.choices.reshard == "layer" else 1 / layout.micro_batches
+    for stack, n in stacks_of(sizes.run).items():
+        forward, backward = passes[stack]
+        only = Held(tuple((one, float(one == stack)) for one in passes), 0.0, False)
+        a_layer = _elements(sizes, only) / n
+        one = sizes.costs.message_s("all_gather", a_layer * sizes.itemsize, place)
+        # A gathered layer is copied from the message into its parameters.
+        copied = launches.parameters(sizes, only)
+        backward.launches += launches.FSDP_JOINED * copied / layout.micro_batches
+        forward.launches += launches.FSDP_GATHERED * copied * times
+        forward.memory += memory_s(4 * sizes.itemsize * a_layer) * n * times
+        backward.memory += memory_s(2 * sizes.itemsize * a_layer) * n * times
+        forward.message("dp", n * one * times, forward.device_s, n * times)
+        if sizes.choices.reshard == "layer":
+            backward.launches += launches.FSDP_GATHERED * copied
+            backward.message("dp", n * one, backward.device_s, n)
+
+
+def reductions(sizes: Sizes, held: Held, backward: Load) -> Load:
+    """Returns the load of summing gradients over replicas after the last backward pass."""
+    layout, load, costs = sizes.run.layout, Load(launches=10), sizes.costs
+    for axis in (sizes.activation_axis, "row"):  # vectors
+        load.message(axis, costs.message_s("reduce", VECTORS_BYTES, sizes.place(axis)))
+    load.message("world", 2 * costs.message_s("all_reduce", 64, sizes.place("world")), 0.0, 2)
+    rows, cols = sizes.choices.rows, sizes.choices.cols
+    if rows * cols > 1 and sizes.lies in ("replicated", "s", "h"):
+        # Vectors are copied to a message of each axis, and to another that makes them equal.
+        copies = 1 if sizes.lies == "replicated" else 1 + (rows > 1) + (cols > 1)
+        load.launches += launches.vectors(sizes, held) * copies
+    ends = held.lookups > 0 or held.head
+    outside = launches.OUTSIDE[sizes.run.model.family] * ends
+    load.launches += launches.of_mode(sizes) * (launches.parameters(sizes, held) + outside)
+    if layout.pp > 1 and sizes.run.model.tied_head and ends:  # they share the table
+        shares = 1 if layout.dp_mode == "replicate" else max(1, sizes.spec.replicas(layout))
+        n_bytes = _table(sizes) * sizes.wide / shares
+        load.message("pp", costs.message_s("all_reduce", n_bytes, sizes.place("pp")))
+        load.memory += costs.memory_s(4 * n_bytes)
+    for elements, last, where in _summed(sizes, held):
+        op: Op = "all_reduce" if layout.dp_mode == "replicate" else "reduce_scatter"
+        n_bytes, last_bytes = elements * sizes.wide, last * sizes.wide
+        buckets = max(BUCKETS, n_bytes / (25 << 20))
+        hidden = costs.message_s(op, n_bytes - last_bytes, where)
+        load.message("dp", hidden, backward.device_s, buckets * launches.BUCKET)
+        load.message("dp", costs.message_s(op, last_bytes, where))
+        if layout.dp_mode != "replicate":
+            load.memory += costs.memory_s(elements * JOIN_BYTES)
+        if layout.dp_mode == "zero1":
+            load.memory += costs.memory_s(elements * SHARE_BYTES)
+            load.message("dp", costs.message_s("all_gather", n_bytes, where))
+    return load
+
+
+def _table(sizes: Sizes) -> float:
+    """Returns the elements of the table of the tokens on a device."""
+    choice = sizes.choices["head"]
+    grid = 1 if choice.common else sizes.choices.rows * sizes.choices.cols
+    return choice.product.n_in * choice.product.n_out / grid
+
+
+def _summed(sizes: Sizes, held: Held) -> list[tuple[float, float, Place]]:
+    """Returns the gradients that are summed over replicas.
+
+    Returns:
+        For each set of replicas the elements, those of them that are complete only when the
+        backward pass ends, and the replicas. The table of the tokens is the last to be complete.
+    """
+    choices, layout = sizes.choices, sizes.run.layout
+    common = 0.0
+    for choice in choices.products.values():
+        if choice.common:
+            common += choice.elements * held.share_of(choice.product)
+            if choice.product.name == "head" and held.lookups:
+                common += choices.table
+    replicas, found = sizes.place("replicas"), []
+    table = _table(sizes) if held.lookups else 0.0
+    head_is_common = choices["head"].common
+    if layout.dp > 1:
+        last = 0.0 if head_is_common else table
+        found.append((_elements(sizes, held) - common, last, sizes.place("dp")))
+    if replicas.size > 1 and common:
+        found.append((common, table if head_is_common else 0.0, replicas))
+    return found
+
+
+def update(sizes: Sizes, held: Held) -> Load:
+    """Returns the load of clipping and of the optimizer."""
+    layout = sizes.run.layout
+    replicas = 1 if layout.dp_mode == "replicate" else sizes.spec.replicas(layout)
+    elements = _elements(sizes, held) / max(1, replicas)
+    wide = 2 if sizes.run.train.dtype == "float64" else 1
+    seconds = sizes.costs.memory_s(elements * (ADAM_BYTES + NORM_BYTES) * wide)
+    return Load(memory=seconds, launches=launches.STEP)

@@ -1,0 +1,74 @@
+"""What operators launch, and which bytes they move, compared with counts by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gridformer.trace.kernels import Work, work_of
+
+T, V, H = 6, 1000, 8
+LOGITS = torch.zeros(T, V)
+TABLE = torch.zeros(V, H)
+PLACES = torch.arange(T)  # of 8 bytes each
+ROWS = torch.zeros(T, H)
+
+
+class Launches(TorchDispatchMode):
+    """Collects what each operator inside launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        work = work_of(func, args, kwargs or {}, out, "cpu")
+        self.found += [work] if work is not None else []
+        return out
+
+
+def column() -> Tensor:
+    return PLACES.unsqueeze(1)
+
+
+@pytest.mark.parametrize(
+    ("run", "op", "n_bytes"),
+    [
+        # A few elements of a large tensor: read, and written.
+        (lambda: LOGITS.scatter_(1, column(), 1.0, reduce="add"), "scatter_", T * (8 + 2 * 4)),
+        (
+            lambda: LOGITS.scatter_add_(1, column(), ROWS[:, :1].contiguous()),
+            "scatter_add_",
+            T * (8 + 4 + 2 * 4),
+        ),
+        (lambda: TABLE.index_add_(0, PLACES, ROWS), "index_add_", T * (8 + 3 * 4 * H)),
+        # A few elements are read.
+        (lambda: LOGITS.gather(1, column()), "gather", T * (8 + 2 * 4)),
+        (lambda: F.embedding(PLACES, TABLE), "embedding", T * (8 + 2 * 4 * H)),
+        # All of it is.
+        (lambda: LOGITS.exp_(), "exp_", 2 * 4 * T * V),
+        (lambda: LOGITS.amax(1), "amax", 4 * T * (V + 1)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bytes_are_those_that_an_operator_touches(
+    run: Callable[[], Tensor], op: str, n_bytes: int
+) -> None:
+    with Launches() as launches:
+        run()
+    (work,) = [one for one in launches.found if one.op == op]
+    assert (work.kind, work.bytes) == ("memory", n_bytes)
+
+
+def test_a_loss_reads_the_logarithms_of_its_targets_alone() -> None:
+    with Launches() as launches:
+        F.nll_loss(LOGITS, PLACES, reduction="sum")
+    (work,) = [one for one in launches.found if one.op == "nll_loss_forward"]
+    assert T * (8 + 4) <= work.bytes <= T * (8 + 4) + 2 * 4  # and two results
