@@ -22,6 +22,7 @@ from gridformer.parallel.data.gradients import GradientSums, reduce_gradients
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.multirank.exactness import CPU, axes_of, batch_of, gradients, tiny
+from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
 
 Layout = dict[str, Any]
@@ -96,6 +97,42 @@ def test_sums_begin_before_the_backward_pass_has_ended(
         assert early[:-1] == [0] * (micro_batches - 1)
         assert 1 <= early[-1] < total
         assert late == total
+
+
+def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int]:
+    """Return how often the last backward pass waits for a sum, and how many sums there are."""
+    model, axes = built(layout)
+    with patch.object(bucketing, "BUCKET_BYTES", 4000):
+        sums = GradientSums.of(model, axes)
+        inside: list[bool] = []
+        finish = reductions._Bucket.finish
+
+        def counted(bucket: Any) -> None:
+            inside.append(bucket._pending is not None)
+            finish(bucket)
+
+        with patch.object(reductions._Bucket, "finish", counted):
+            for micro in range(micro_batches):
+                part = sample_part(axes, micro)
+                loss = model.loss_sum(part[:, :-1], part[:, 1:])
+                with sums.last_backward() if micro == micro_batches - 1 else nullcontext():
+                    loss.backward()
+            waited = sum(inside)
+            reduce_gradients(model.parameters(), axes, sums)
+    return waited, sum(inside)
+
+
+def test_a_pass_waits_for_sums_only_if_it_makes_the_first_gradients(pool: WorkerPool) -> None:
+    """In a pipeline, the stage before would get its gradient later, and so would all others."""
+    layout = {**DATA, "dp_mode": "zero1"}
+    for waited, total in pool.run(2, on_nccl, waits_in, layout, 1):
+        assert waited == total - 2 > 0
+    for waited, total in pool.run(2, on_nccl, waits_in, layout, 2):
+        assert waited == 0
+        assert total > 2
+    # Over gloo messages take more memory.
+    for waited, total in pool.run(2, waits_in, layout, 2):
+        assert waited == total - 2 > 0
 
 
 # --------------------------------------------------------------------------- equality

@@ -32,9 +32,8 @@ MODELS: dict[str, str | dict[str, Any]] = {
     "Transformer": "transformer-big",
     "Llama": LLAMA,
 }
-# Of the step. The goal is 5%; these were reached. Where kernels are few and the host determines the
-# time, as for small models on grids, estimates count too few launches.
-TOLERANCE = {"GPT-2": 0.10, "BERT": 0.40, "T5": 0.40, "Transformer": 0.40, "Llama": 0.20}
+# Of the step. A cell outside has its own tolerance below.
+TOLERANCE = 0.05
 QUICK = {
     matrix.Cell("GPT-2", "Megatron, sequence parallel", 1, "replicate", False),
     matrix.Cell("GPT-2", "Optimus", 1, "none", False),
@@ -59,7 +58,7 @@ def run_of(model: str, layout: dict[str, Any], **train: Any) -> RunConfig:
     if family in ("T5", "Transformer"):
         sizes.append("model.n_decoder_layers=4")
     if tuned:
-        sizes += [f"model.{key}={value}" for key, value in matrix.FINE_TUNED.items()]
+        sizes += ["model.token_head=false", "model.n_labels=3", "data.task=classify"]
         sizes += ["model.sentence_pair=false"] * (family == "BERT")
     return parse_run(sections, sizes)
 
@@ -74,7 +73,7 @@ def test_a_step_takes_as_long_as_its_trace_says(cell: matrix.Cell) -> None:
     if cell.dropout:
         dropout = {"dropout": 0.1, "attention_dropout": 0.1}
         run = run.model_copy(update={"model": run.model.model_copy(update=dropout)})
-    wanted = pytest.approx(predicted(run).step_s, rel=TOLERANCE[cell.model])
+    wanted = pytest.approx(predicted(run).step_s, rel=TOLERANCE)
     assert estimate(run, cluster()).step_s == wanted
 
 

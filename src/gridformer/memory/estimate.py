@@ -4,7 +4,8 @@ One process plays one rank. Its tensors have shapes but no memory, and its proce
 ranks but sends nothing; everything else runs as on the real rank. The estimate is therefore valid
 for every scheme and setting, and for any number of ranks.
 
-It covers what torch's CPU kernels hold and, in runs on GPUs, gridformer's own kernels.
+It covers what torch's CPU kernels hold and, in runs on GPUs, gridformer's own kernels and the
+messages of NCCL.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from gridformer.memory.fake import fake_tensors, skip_middle_chunks
 from gridformer.memory.once import ways_of
 from gridformer.memory.room import on_gpu
 from gridformer.memory.tape import NotRepeatableError
+from gridformer.mesh import groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.parallel.axes import build_axes
@@ -93,7 +96,8 @@ def _estimate(
     run = shortened(run)
     layout, train = run.layout, run.train
     left_out = rows - train.global_batch // layout.dp
-    with playing(rank, layout.n_processes), no_garbage_collection():
+    messages = nccl_messages() if on_gpu(run) else nullcontext()
+    with playing(rank, layout.n_processes), no_garbage_collection(), messages:
         axes = build_axes(layout, DEVICE.type, decisions.block)
         kernels = gpu_kernels(DEVICE.type) if on_gpu(run) else nullcontext()
         with fake_tensors() as fake, kernels:
@@ -125,6 +129,13 @@ def _estimate(
                 shards = shards_of(model, stepper.updates)
                 saved = bytes_of(written_here(shards, axes))
             return replace(found, saved=saved, saved_beside=not on_gpu(run))
+
+
+@contextmanager
+def nccl_messages() -> Iterator[None]:
+    """Makes messages inside take the paths of NCCL, which need other memory than those of gloo."""
+    with patch.object(groups, "over_nccl", lambda _: True):
+        yield
 
 
 @contextmanager

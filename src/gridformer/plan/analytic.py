@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
@@ -106,18 +107,19 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     clock = _Clock(0.0 if ahead else cluster.host.launch_us.value * 1e-6)
     bubbles = _bubbles(sizes, ranks, slowest, clock.launch_s)
     clock.device += bubbles[0]  # meanwhile the host launches what comes then
-    casts, reductions, update = _each_step(sizes, rank)
-    clock.run(casts)
+    once = {one: _each_step(sizes, one) for one in set(ranks)}
+    clock.run(once[rank].casts)
     forward_s = clock.run(rank.forward, m)
     backward_s = clock.run(rank.backward, m)
     clock.device += bubbles[1]
-    bubble = sum(bubbles)
-    reduce_s = clock.run(reductions)
-    update_s = clock.run(update)
+    last, early_s = _last_to_end(ranks, once)
+    reduce_s = clock.run(once[last].reductions) - early_s
+    update_s = clock.run(once[last].update)
+    clock.device -= early_s
     fixed = cluster.host.step_us.value * 1e-6
     step_s, waited = clock.device + fixed, clock.waited + fixed
     if ahead:
-        most = max(_launches(sizes, one) for one in set(ranks))
+        most = max(m * one.launches + once[one].launches for one in once)
         launching = most * cluster.host.launch_us.value * 1e-6 + fixed
         step_s = max(clock.device, launching)
         waited = step_s - clock.device
@@ -134,7 +136,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
         limit_gib=limit_gib(run, cluster),
         load=clock.total,
         launch_s=waited,
-        bubble_s=bubble,
+        bubble_s=sum(bubbles),
         block=block,
     )
 
@@ -164,6 +166,10 @@ class _Rank:
     @property
     def device_s(self) -> float:
         return self.forward.device_s + self.backward.device_s
+
+    @property
+    def launches(self) -> float:
+        return self.forward.launches + self.backward.launches
 
 
 def _ranks(sizes: Sizes, passes: Mapping[str, Both], head: Both, lookup: Both) -> list[_Rank]:
@@ -233,20 +239,42 @@ def _bubbles(
     return there, back
 
 
-def _each_step(sizes: Sizes, rank: _Rank) -> tuple[Load, Load, Load]:
-    """Returns the loads of casts, of sums over replicas, and of the update."""
-    return (
+class _Once(NamedTuple):
+    """The loads that a rank has once a step."""
+
+    casts: Load
+    reductions: Load
+    update: Load
+
+    @property
+    def launches(self) -> float:
+        return sum(load.launches for load in self)
+
+    @property
+    def tail_s(self) -> float:
+        """Seconds of what comes after the last pass."""
+        return self.reductions.device_s + self.update.device_s
+
+
+def _each_step(sizes: Sizes, rank: _Rank) -> _Once:
+    return _Once(
         once_a_step.casts(sizes, rank.held),
         once_a_step.reductions(sizes, rank.held, rank.backward),
         once_a_step.update(sizes, rank.held),
     )
 
 
-def _launches(sizes: Sizes, rank: _Rank) -> float:
-    """Returns how many kernels and messages a rank launches in a step."""
-    passes = rank.forward.launches + rank.backward.launches
-    once = sum(load.launches for load in _each_step(sizes, rank))
-    return sizes.run.layout.micro_batches * passes + once
+def _last_to_end(ranks: Sequence[_Rank], once: Mapping[_Rank, _Once]) -> tuple[_Rank, float]:
+    """Returns the rank that ends a step, and how much earlier than the first it begins to end it.
+
+    The last gradient goes back through the pipeline, so the first rank has the last pass.
+    """
+    found, before = [], 0.0
+    for rank in ranks:
+        found.append((once[rank].tail_s - before, rank, before))
+        before += rank.backward.device_s
+    _, rank, early_s = max(found, key=lambda one: one[0])
+    return rank, early_s
 
 
 def _border_bytes(sizes: Sizes) -> float:

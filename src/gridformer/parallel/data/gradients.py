@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from gridformer import comm
-from gridformer.mesh import Axes, Axis
+from gridformer.mesh import Axes, Axis, groups
 from gridformer.parallel.data.buckets import buckets, in_buckets
 from gridformer.parallel.data.zero import FlatBucket, replica_part
 from gridformer.parallel.sharding import ParamShard, info_of, replica_axis, shard_of
 
 _NORMED = 1024  # elements; see `_square_on_cpu`
-_IN_FLIGHT = 2  # reduce-scatters; each of them holds full gradients until it has arrived
+_IN_FLIGHT = 2  # reduce-scatters, if each of them holds memory that no gradient held before
 LABEL = "gradients"
 
 
@@ -132,7 +132,7 @@ class GradientSums:
     on every rank, each as soon as all its gradients are complete.
 
     Args:
-        groups: Axes, and for each the parameters whose gradients are summed over it.
+        summed: Axes, and for each the parameters whose gradients are summed over it.
         order: All parameters in the model's order, which is the same on every rank of an axis.
         units: Sets of parameters that share no bucket with others; see `finish_of`.
 
@@ -142,7 +142,7 @@ class GradientSums:
 
     def __init__(
         self,
-        groups: Iterable[tuple[Axis, Sequence[nn.Parameter]]],
+        summed: Iterable[tuple[Axis, Sequence[nn.Parameter]]],
         order: Sequence[nn.Parameter],
         units: Sequence[Sequence[nn.Parameter]] = (),
     ) -> None:
@@ -150,10 +150,11 @@ class GradientSums:
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._armed: Collection[nn.Parameter] = ()
         self._sent = 0
+        self._waits = True
         self.around_last: Callable[[], AbstractContextManager[None]] = nullcontext
         unit_of = {parameter: i for i, unit in enumerate(units) for parameter in unit}
         place = {parameter: i for i, parameter in enumerate(reversed(order))}
-        for axis, parameters in groups:
+        for axis, parameters in summed:
             if axis.size == 1:
                 continue
             total = sum(p.numel() * p.element_size() for p in parameters)
@@ -189,8 +190,8 @@ class GradientSums:
             shard = shard_of(parameter)
             if not shard.partial and not shard.stages:
                 held[replica_axis(parameter)].append(parameter)
-        groups = [(axes[name], parameters) for name, parameters in held.items()]
-        return GradientSums(groups, [*model.parameters()], units or ())
+        summed = [(axes[name], parameters) for name, parameters in held.items()]
+        return GradientSums(summed, [*model.parameters()], units or ())
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -203,10 +204,18 @@ class GradientSums:
 
         Every parameter must be completed in one such context before `finish`.
 
+        Reduce-scatters wait for earlier ones if this pass makes the first gradients, so that few
+        full gradients exist at a time. After other micro-batches all of them exist already, and
+        over NCCL the pass waits for no message: in a pipeline each stage would wait before it sends
+        its last gradient to the stage before it, one stage after the other. Over gloo a message
+        takes more memory than the gradients in it, so a few at a time are in flight there.
+
         Args:
             complete: The parameters whose gradients it completes; None for all.
         """
         self._armed = self._bucket_of if complete is None else complete
+        first = all(parameter.grad is None for parameter in self._armed)
+        self._waits = first or not all(groups.over_nccl(b.axis.group) for b in self._buckets[:1])
         try:
             with self.around_last():
                 yield
@@ -247,8 +256,9 @@ class GradientSums:
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._buckets[self._sent].start()
             self._sent += 1
-            if self._sent > _IN_FLIGHT and self._buckets[self._sent - 1 - _IN_FLIGHT].sharded:
-                self._buckets[self._sent - 1 - _IN_FLIGHT].finish()
+            earlier = self._sent - 1 - _IN_FLIGHT
+            if self._waits and earlier >= 0 and self._buckets[earlier].sharded:
+                self._buckets[earlier].finish()
 
 
 class _Bucket:
