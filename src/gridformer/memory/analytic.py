@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from gridformer.config import RunConfig
+from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.cost import Choice, Choices
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.work import resolved, state_bytes, work_of
@@ -20,7 +21,7 @@ _NORM_OF_WHOLE = 5.5  # the same where the norm is computed of gathered rows
 _FREED = 0.6  # the fraction of what a layer has kept that is free by then
 # Where a feed-forward network gathers its input, these are held at the end of its backward pass:
 _WHOLE = 2  # gathered activations, the input and the sum for its gradient
-_BLOCKS = 3  # the blocks of such activations that other devices send
+_BLOCKS = 3  # over gloo, the blocks of such activations that other devices send
 _PANELS = 8  # panels of activations for which a product that goes panel by panel has room
 _GRADIENTS = 5.5  # gradients of a layer's widest product with FSDP: made, joined and in messages
 
@@ -98,8 +99,8 @@ def _backward(run: RunConfig, choices: Choices, kept: float) -> float:
     In the middle of the feed-forward network these are its gradients. Those of a gated one are as
     large as both of its parts and their product, and the input of the next product is free. Where
     its input is gathered, these are that input and the sum for its gradient, with the blocks of
-    them that travel. At an RMSNorm, which is made of many kernels, they are copies in float32, when
-    a part of what the layer has kept is free.
+    them that travel over gloo. At an RMSNorm, which is made of many kernels, they are copies in
+    float32, when a part of what the layer has kept is free.
 
     Args:
         run: The run.
@@ -123,7 +124,7 @@ def _backward(run: RunConfig, choices: Choices, kept: float) -> float:
             found = max(found, wide * (2.5 if gated else 2.0))
             panels = max(panels, _PANELS * whole / choices.panels)
         elif choice.stays == "output" and not choice.keep_input:
-            moves = _BLOCKS * (1 - 1 / choices.cols) * whole
+            moves = 0.0 if on_gpu(run) else _BLOCKS * (1 - 1 / choices.cols) * whole
             found = max(found, wide * (0.5 if gated else 0.0) + _WHOLE * whole + moves)
             if of_parts and _norm_of_whole(run, choice):
                 in_float32 = whole * 4 / work.itemsize

@@ -22,6 +22,7 @@ from gridformer.parallel.registry import spec_of
 from gridformer.plan import head_passes, launches, layer_passes, once_a_step
 from gridformer.plan.held import Held, held_by_ranks
 from gridformer.plan.load import Costs, Load
+from gridformer.plan.recorded import on_device
 from gridformer.plan.sizes import Sizes
 from gridformer.utils.units import GIB
 
@@ -132,7 +133,7 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
         forward_s=forward_s + bubbles[0],
         backward_s=backward_s + reduce_s + bubbles[1],
         update_s=update_s,
-        peak_gib=quick_peak(run, choices) / GIB,
+        peak_gib=quick_peak(on_device(run, cluster.device.kind), choices) / GIB,
         limit_gib=limit_gib(run, cluster),
         load=clock.total,
         launch_s=waited,
