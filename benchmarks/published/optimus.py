@@ -169,7 +169,10 @@ def flat(cluster: Cluster) -> Cluster:
 def _estimate(kind: str, q: int, h: int, batch: int, heads: int, cluster: Cluster) -> Estimate:
     layout = {**KINDS[kind](q), "devices_per_node": 4 if cluster.node_size > 1 else 0}
     train = {"global_batch": batch, "clip_norm": 0}
-    run = gpt((TRACED_LAYERS, h, heads, SEQ, WORDS), layout, train)
+    # Runs have a limit of width, which the isoefficiency of Megatron exceeds.
+    run = gpt((TRACED_LAYERS, heads, heads, SEQ, WORDS), layout, train)
+    sizes = {"hidden_size": h, "ffn_size": 4 * h}
+    run = run.model_copy(update={"model": run.model.model_copy(update=sizes)})
     check(run)
     return estimate(run, cluster)
 

@@ -232,9 +232,8 @@ def _bubbles(
     up, down = slice(slowest), slice(slowest + 1, pp)
     there, back = sum(forward[up]) + slowest * send, sum(backward[up]) + slowest * send
     if slowest < pp - 1:
-        ahead = (
-            min(m, pp - slowest) - 1
-        )  # forward passes besides the first, before a gradient comes
+        # The forward passes after the first, which it does before a gradient comes.
+        ahead = min(m, pp - slowest) - 1
         around = sum(forward[down]) + sum(backward[down]) + 2 * (pp - 1 - slowest) * send
         back += max(0.0, around - ahead * forward[slowest])
         each = max(f + b for f, b in zip(forward[down], backward[down]))
