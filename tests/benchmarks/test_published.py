@@ -92,3 +92,10 @@ def test_laws_of_scaling_are_fitted() -> None:
     assert optimus.amdahl({4: 1.0, 16: 1 / (0.1 + 0.9 / 4)}) == pytest.approx(0.1)
     assert optimus.gustafson({4: 1.0, 16: (4 - 0.2 * 3) / 4}) == pytest.approx(0.2)
     assert optimus.exponent({4: 2.0, 16: 8.0}) == pytest.approx(3.0)
+
+
+def test_efficiencies_of_the_widest_models_of_the_isoefficiency_are_found() -> None:
+    """Megatron reaches 90% on 1,024 devices with a hidden size that no run file may have."""
+    cluster = optimus.flat(load_cluster("frontera-rtx5000"))
+    narrow, wide = (optimus.efficiency("megatron", 32, h, cluster) for h in (1 << 20, 1 << 23))
+    assert 0.3 < narrow < 0.9 < wide < 1.0
