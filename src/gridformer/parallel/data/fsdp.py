@@ -9,7 +9,8 @@ others, m micro-batches and d replicas, a rank therefore receives in a step
 
     (d-1)/d (2 m L + R)   elements of parameters, and sends    (d-1)/d (L + R)   of gradients.
 
-With `reshard: step` layers keep their parameters, too, and 2 m is 1.
+With `reshard: step` layers keep their parameters, too, and 2 m is 1. In a pipeline all of them are
+then gathered from the beginning of the step on, while a rank waits for its first micro-batch.
 
 In bfloat16 and float16 the L elements travel in that type, as copies of what products read
 (gridformer.models.blocks.cast), and the float32 parameters of layers are never materialized. The
@@ -107,6 +108,8 @@ class FSDPUnit:
 
     def reshard(self) -> None:
         """Frees the parameters; only this replica's part of each stays."""
+        for pending in self._coming or ():  # its layer has not run
+            pending.wait()
         self._coming, self.whole, self._in_backward = None, False, False
         for message in self._messages:
             message.reshard()
@@ -209,6 +212,7 @@ class Gathering:
         inside = {parameter for each in of_layer for parameter in each}
         self.rest = FSDPUnit([p for p in model.parameters() if p not in inside], axes)
         mine = set(self.rest.parameters)
+        self._in_pipeline = axes.pp.size > 1
         self._open = False
         for module in model.modules():
             if isinstance(module, Layer) or not mine.isdisjoint(module.parameters(recurse=False)):
@@ -222,6 +226,11 @@ class Gathering:
         """
         self._open = True
         try:
+            self.rest.prefetch()
+            for unit in self.layers:
+                unit.prefetch()
+                if unit.reshards or not self._in_pipeline:  # other layers follow one by one
+                    break
             self.rest.unshard()
             yield
         finally:
