@@ -9,7 +9,6 @@ import pytest
 
 from gridformer.comm import record
 from gridformer.models.blocks import Layer
-from gridformer.parallel.pipeline import Event
 from gridformer.parallel.sharding import shard_of
 from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
@@ -123,28 +122,3 @@ def test_messages_travel_while_layers_compute(
             # layer's.
             assert gathers["forward"][:3] == [3, 4, 4]
             assert gathers["backward"][:3] == [6, 7, 7]
-
-
-def gathers_before_the_first_input(layout: Layout) -> list[int]:
-    """Return how many gathers of a later stage have started when its first input is there."""
-    built, axes, stepper = settings_of(layout, 4)
-    gathers: list[int] = []
-    with record() as recorder:
-
-        def note(event: Event) -> None:
-            if event.kind == "recv":
-                gathers.append(recorder.count("parameters").total())
-
-        stepper.passes.on_action = note
-        stepper(0, read_of(built, 0))
-    return gathers[:1] if axes.pp.index else []
-
-
-@pytest.mark.parametrize(("reshard", "layers"), [("step", 2), ("layer", 1)])
-def test_stages_gather_while_they_wait_for_their_first_input(
-    pool: WorkerPool, reshard: str, layers: int
-) -> None:
-    """They have nothing else to do then; afterwards each gather would delay all later stages."""
-    layout = {**SINGLE, "dp_mode": "fsdp", "reshard": reshard, "pp": 2, "micro_batches": 2}
-    found = pool.run(4, gathers_before_the_first_input, layout)
-    assert sorted(found) == [[], [], [1 + layers], [1 + layers]]  # 1 for all outside layers

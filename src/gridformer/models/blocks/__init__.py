@@ -18,7 +18,7 @@ from gridformer.models.blocks.branch import (
     WholeSequence,
 )
 from gridformer.models.blocks.cache import KVCache
-from gridformer.models.blocks.cast import attach_copies, cast, copy_of, keep_copies
+from gridformer.models.blocks.cast import attach_copies, cast, copy_of, keep_copies, make_copies
 from gridformer.models.blocks.clock import DropoutClock, Site
 from gridformer.models.blocks.dropout import Dropout
 from gridformer.models.blocks.embedding import (
@@ -122,6 +122,7 @@ __all__ = [
     "document_bounds",
     "init_of",
     "keep_copies",
+    "make_copies",
     "new_norm",
     "new_parameter",
     "places_per_chunk",

@@ -208,6 +208,14 @@ def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
     return value if _is_alike(weight, parameter) else value.t()
 
 
+def make_copies(parameters: Iterable[Tensor]) -> None:
+    """Makes copies that are kept, of parameters that are in memory, before anything reads them."""
+    for parameter in parameters:
+        copy = copy_of(parameter)
+        if copy is not None and copy.held and parameter.untyped_storage().nbytes():
+            copy.of(parameter)
+
+
 def padded_columns(weight_IO: Tensor, dtype: torch.dtype) -> int:
     """Returns the number of columns of `cast(weight_IO, dtype, padded=True)`."""
     found = _copy_behind(weight_IO, dtype)

@@ -342,6 +342,7 @@ class KeptWeights:
             keep.weight for keep in keeps if isinstance(keep, summa.KeepGathered) and keep.weight
         ]
         self.copied = [p for p in model.parameters() if blocks.copy_of(p) is not None]
+        self.in_pipeline = len(vars(model).get("stages", ())) > 1
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -350,6 +351,8 @@ class KeptWeights:
             weight.open()
         try:
             with blocks.keep_copies(self.copied), gathered(self.model):
+                if self.in_pipeline:  # while a rank waits for its first micro-batch
+                    blocks.make_copies(self.copied)
                 yield
         finally:
             for weight in self.weights:
