@@ -14,6 +14,7 @@ from gridformer.plan.analytic import estimate
 from gridformer.plan.load import Costs
 from gridformer.plan.predict import predict
 from gridformer.plan.prediction import Prediction
+from tests.support.marks import full_unless
 from tests.support.multirank import matrix
 
 # Large enough that devices, and not the host, determine the time; few layers, so that it is quick.
@@ -35,6 +36,8 @@ MODELS: dict[str, str | dict[str, Any]] = {
 # Of the step. What is 5% and more off are pipelines of four stages with replicas, whose last sums
 # overlap in other ways, and a few heads of fine-tuning.
 TOLERANCE, IN_PIPELINES, FINE_TUNED = 0.05, 0.07, 0.22
+DEEP, SMALL, SLOW = "megatron-8.3b", "megatron-1.2b", "frontera-rtx5000"
+EIGHT = {"pp": 8, "dp": 8, "micro_batches": 8}
 QUICK = {
     matrix.Cell("GPT-2", "Megatron, sequence parallel", 1, "replicate", False),
     matrix.Cell("GPT-2", "Optimus", 1, "none", False),
@@ -81,14 +84,39 @@ def test_a_step_takes_as_long_as_its_trace_says(cell: matrix.Cell) -> None:
     assert estimate(run, cluster()).step_s == wanted
 
 
-@pytest.mark.parametrize(("m", "off"), [(1, 0.05), (2, 0.20), (8, 0.05)])
-def test_a_pipeline_waits_as_long_as_its_trace_says(m: int, off: float) -> None:
-    """With one micro-batch ranks work one after the other; with many most of them work always.
+# Pipelines beside those of the matrix: few micro-batches, several stages a rank, slow links.
+PIPELINES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "1 micro-batch": ("dgx-h100", "Llama", {"pp": 4, "micro_batches": 1}),
+    "fewer micro-batches than ranks": ("dgx-h100", "Llama", {"pp": 4, "micro_batches": 2}),
+    "many": ("dgx-h100", "Llama", {"pp": 4, "micro_batches": 8}),
+    "interleaved, few": ("dgx-h100", DEEP, {"pp": 4, "stages_per_rank": 2, "micro_batches": 2}),
+    "interleaved": ("dgx-h100", DEEP, {"pp": 4, "stages_per_rank": 4, "micro_batches": 8}),
+    "uneven stages": ("dgx-h100", DEEP, {"pp": 8, "stages_per_rank": 3, "micro_batches": 8}),
+    "gathered once": (SLOW, SMALL, {**EIGHT, "dp_mode": "fsdp", "reshard": "step"}),
+    "gathered once, interleaved": (
+        SLOW,
+        SMALL,
+        {**EIGHT, "dp_mode": "fsdp", "reshard": "step", "stages_per_rank": 2},
+    ),
+    "zero1": (SLOW, SMALL, {**EIGHT, "dp_mode": "zero1"}),
+    "replicas, interleaved": (SLOW, SMALL, {**EIGHT, "stages_per_rank": 3}),
+}
 
-    In between, a few micro-batches on more ranks, the estimate is too fast.
-    """
-    run = run_of("Llama", {"pp": 4, "micro_batches": m}, global_batch=8 * m)
-    assert estimate(run, cluster()).step_s == pytest.approx(predicted(run).step_s, rel=off)
+
+@pytest.mark.parametrize(
+    "name", full_unless(lambda name: name in ("interleaved, few", "gathered once"), PIPELINES)
+)
+def test_a_pipeline_takes_as_long_as_its_trace_says(name: str) -> None:
+    """Over these the estimates had been up to 30% too fast."""
+    machine, model, layout = PIPELINES[name]
+    if model in MODELS:
+        run = run_of(model, layout, global_batch=8 * layout["micro_batches"])
+    else:
+        train = {"global_batch": layout.get("dp", 1) * layout["micro_batches"], "dtype": "float16"}
+        sections = {"model": model, "data": {"path": "."}, "layout": layout, "train": train}
+        run = parse_run(sections)
+    found = predict(run, load_cluster(machine), memory=False)
+    assert estimate(run, load_cluster(machine)).step_s == pytest.approx(found.step_s, rel=0.06)
 
 
 def test_kinds_of_kernels_agree() -> None:

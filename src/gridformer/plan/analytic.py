@@ -20,8 +20,9 @@ from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.work import work_of
 from gridformer.parallel.registry import spec_of
 from gridformer.plan import head_passes, launches, layer_passes, once_a_step
-from gridformer.plan.held import Held, held_by_ranks
+from gridformer.plan.held import Held, held_by_stages, together
 from gridformer.plan.load import Costs, Load
+from gridformer.plan.pipeline_time import PassSeconds, passes_of
 from gridformer.plan.recorded import on_device
 from gridformer.plan.sizes import Sizes
 from gridformer.utils.units import GIB
@@ -99,24 +100,33 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
     passes = layer_passes.layers(sizes)
     once_a_step.gather_replicas(sizes, passes)
     head, lookup = head_passes.head(sizes), head_passes.embedding(sizes)
-    ranks = _ranks(sizes, passes, head, lookup)
-    slowest = max(range(pp), key=lambda i: ranks[i].device_s)
-    rank = ranks[slowest]
+    stages = held_by_stages(run)
+    found = _Ranks(sizes, passes, head, lookup)
+    ranks = [found.of(stages[i::pp]) for i in range(pp)]
+    once = {one: _each_step(sizes, one) for one in set(ranks)}
 
     # In training the host of a GPU is a step ahead; see `gridformer.plan.price`.
     ahead = cluster.device.kind == "cuda" and train.dtype != "float16"
     clock = _Clock(0.0 if ahead else cluster.host.launch_us.value * 1e-6)
-    bubbles = _bubbles(sizes, ranks, slowest, clock.launch_s)
-    clock.device += bubbles[0]  # meanwhile the host launches what comes then
-    once = {one: _each_step(sizes, one) for one in set(ranks)}
+    seconds = [_pass_seconds(sizes, found.of([one]), clock.launch_s) for one in stages]
+    send_s = sizes.costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
+    begins = [once[one].casts.device_s for one in ranks]
+    times = passes_of(layout, seconds, begins, send_s)
+    tails = [end + once[one].reductions.device_s for one, (_, end) in zip(ranks, times)]
+    last = max(range(pp), key=lambda i: tails[i])
+    rank, (begin, end) = ranks[last], times[last]
     clock.run(once[rank].casts)
+    before_s = max(0.0, begin - clock.device)
+    clock.device += before_s  # meanwhile the host launches what comes then
     forward_s = clock.run(rank.forward, m)
     backward_s = clock.run(rank.backward, m)
-    clock.device += bubbles[1]
-    last, early_s = _last_to_end(ranks, once)
-    reduce_s = clock.run(once[last].reductions) - early_s
-    update_s = clock.run(once[last].update)
-    clock.device -= early_s
+    waits_s = max(0.0, end - clock.device)
+    clock.device += waits_s
+    gathered_s = sum(one.gathered for one in seconds[last::pp])
+    gathers_s = min(waits_s, max(0.0, gathered_s - begin - rank.forward.device_s))
+    clock.total.message("dp", gathered_s, gathered_s - gathers_s, 0)
+    reduce_s = clock.run(once[rank].reductions)
+    update_s = clock.run(once[rank].update)
     fixed = cluster.host.step_us.value * 1e-6
     step_s, waited = clock.device + fixed, clock.waited + fixed
     if ahead:
@@ -130,14 +140,14 @@ def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Es
         )
     return Estimate(
         step_s=step_s,
-        forward_s=forward_s + bubbles[0],
-        backward_s=backward_s + reduce_s + bubbles[1],
+        forward_s=forward_s + before_s + gathers_s,
+        backward_s=backward_s + reduce_s + waits_s - gathers_s,
         update_s=update_s,
         peak_gib=quick_peak(on_device(run, cluster.device.kind), choices) / GIB,
         limit_gib=limit_gib(run, cluster),
         load=clock.total,
         launch_s=waited,
-        bubble_s=sum(bubbles),
+        bubble_s=before_s + waits_s - gathers_s,
         block=block,
     )
 
@@ -153,7 +163,7 @@ Both = tuple[Load, Load]  # forward and backward
 
 @dataclass(frozen=True, eq=False)  # compared by identity
 class _Rank:
-    """A rank of a pipeline.
+    """A rank of a pipeline, or one of its stages.
 
     Attributes:
         held: What it holds.
@@ -173,18 +183,24 @@ class _Rank:
         return self.forward.launches + self.backward.launches
 
 
-def _ranks(sizes: Sizes, passes: Mapping[str, Both], head: Both, lookup: Both) -> list[_Rank]:
-    """Returns the ranks of a pipeline in order; those that hold the same are one object."""
-    found: dict[Held, _Rank] = {}
-    held = held_by_ranks(sizes.run)
-    for one in held:
-        if one not in found:
-            found[one] = _rank_of(sizes, one, passes, head, lookup)
-    return [found[one] for one in held]
+class _Ranks:
+    """The ranks of a pipeline; those that hold the same are one object."""
+
+    def __init__(self, sizes: Sizes, passes: Mapping[str, Both], head: Both, lookup: Both) -> None:
+        self._how = sizes, passes, head, lookup
+        self._found: dict[tuple[Held, int], _Rank] = {}
+
+    def of(self, stages: Sequence[Held]) -> _Rank:
+        """Returns the rank that has these stages."""
+        key = together(stages), len(stages)
+        if key not in self._found:
+            sizes, passes, head, lookup = self._how
+            self._found[key] = _rank_of(sizes, *key, passes, head, lookup)
+        return self._found[key]
 
 
 def _rank_of(
-    sizes: Sizes, held: Held, passes: Mapping[str, Both], head: Both, lookup: Both
+    sizes: Sizes, held: Held, k: int, passes: Mapping[str, Both], head: Both, lookup: Both
 ) -> _Rank:
     rank = _Rank(held, Load(), Load())
     parts = [(passes[stack], share) for stack, share in held.shares]
@@ -196,49 +212,18 @@ def _rank_of(
     rank.forward.launches += once[0] * n_stacks
     rank.backward.launches += once[1] * n_stacks
     if sizes.run.layout.pp > 1:
-        _borders(sizes, rank.forward, rank.backward)
+        _borders(sizes, k, rank.forward, rank.backward)
     return rank
 
 
-def _bubbles(
-    sizes: Sizes, ranks: Sequence[_Rank], slowest: int, launch_s: float
-) -> tuple[float, float]:
-    """Returns how long the slowest rank of a pipeline waits before and after it works.
-
-    Its first micro-batch passes through the ranks before it, and its last gradient goes back
-    through them. The first gradient comes from the ranks after it, while it does the other forward
-    passes with which 1F1B begins; the last gradients come as fast as those ranks make them.
-
-    Args:
-        sizes: The sizes.
-        ranks: All ranks, in order.
-        slowest: The number of the slowest.
-        launch_s: Seconds of a launch, if a rank waits for its host.
-    """
-    layout = sizes.run.layout
-    m, pp, k = layout.micro_batches, layout.pp, layout.stages_per_rank
-    if pp == 1:
-        return 0.0, 0.0
-    send = sizes.costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
-    forward = [max(r.forward.device_s, r.forward.launches * launch_s) for r in ranks]
-    backward = [max(r.backward.device_s, r.backward.launches * launch_s) for r in ranks]
-    if k > 1:
-        # With fewer micro-batches than ranks a rank waits for each of its stages' turn.
-        turns = k if pp > m else 1
-        sends = (pp * k - 1) * send
-        there = (sum(forward) - forward[slowest]) / k + sends
-        back = (sum(backward) - backward[slowest]) / k + sends
-        return there * turns, back * turns
-    up, down = slice(slowest), slice(slowest + 1, pp)
-    there, back = sum(forward[up]) + slowest * send, sum(backward[up]) + slowest * send
-    if slowest < pp - 1:
-        # The forward passes after the first, which it does before a gradient comes.
-        ahead = min(m, pp - slowest) - 1
-        around = sum(forward[down]) + sum(backward[down]) + 2 * (pp - 1 - slowest) * send
-        back += max(0.0, around - ahead * forward[slowest])
-        each = max(f + b for f, b in zip(forward[down], backward[down]))
-        back += ahead * max(0.0, each - backward[slowest])
-    return there, back
+def _pass_seconds(sizes: Sizes, stage: _Rank, launch_s: float) -> PassSeconds:
+    """Returns what the passes of a micro-batch take, where a rank may wait for its host."""
+    return PassSeconds(
+        max(stage.forward.device_s, stage.forward.launches * launch_s),
+        max(stage.backward.device_s, stage.backward.launches * launch_s),
+        once_a_step.gathered_s(sizes, stage.held),
+        once_a_step.adds_s(sizes, stage.held),
+    )
 
 
 class _Once(NamedTuple):
@@ -252,11 +237,6 @@ class _Once(NamedTuple):
     def launches(self) -> float:
         return sum(load.launches for load in self)
 
-    @property
-    def tail_s(self) -> float:
-        """Seconds of what comes after the last pass."""
-        return self.reductions.device_s + self.update.device_s
-
 
 def _each_step(sizes: Sizes, rank: _Rank) -> _Once:
     return _Once(
@@ -264,19 +244,6 @@ def _each_step(sizes: Sizes, rank: _Rank) -> _Once:
         once_a_step.reductions(sizes, rank.held, rank.backward),
         once_a_step.update(sizes, rank.held),
     )
-
-
-def _last_to_end(ranks: Sequence[_Rank], once: Mapping[_Rank, _Once]) -> tuple[_Rank, float]:
-    """Returns the rank that ends a step, and how much earlier than the first it begins to end it.
-
-    The last gradient goes back through the pipeline, so the first rank has the last pass.
-    """
-    found, before = [], 0.0
-    for rank in ranks:
-        found.append((once[rank].tail_s - before, rank, before))
-        before += rank.backward.device_s
-    _, rank, early_s = max(found, key=lambda one: one[0])
-    return rank, early_s
 
 
 def _border_bytes(sizes: Sizes) -> float:
@@ -289,10 +256,9 @@ def _border_bytes(sizes: Sizes) -> float:
     return elements * work.itemsize
 
 
-def _borders(sizes: Sizes, there: Load, back: Load) -> None:
-    """Adds messages to other stages, which travel during computation."""
+def _borders(sizes: Sizes, k: int, there: Load, back: Load) -> None:
+    """Adds messages of k stages to other stages, which travel during computation."""
     seconds = sizes.costs.message_s("send", _border_bytes(sizes), sizes.place("pp"))
-    k = sizes.run.layout.stages_per_rank
     tensors = 1 + sizes.run.model.two_stacks  # the output of the encoder goes to all later stages
     for load in (there, back):
         load.message("pp", seconds * k, load.compute_s, 2 * k * tensors)

@@ -1,7 +1,8 @@
-"""What each rank of a pipeline holds: a fraction of the layers of each stack, and the ends."""
+"""What each stage of a pipeline holds: a fraction of the layers of each stack, and the ends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridformer.config import RunConfig
@@ -24,7 +25,7 @@ def stacks_of(run: RunConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank of a pipeline holds.
+    """What a stage or a rank of a pipeline holds.
 
     Attributes:
         shares: The name of each stack, and the fraction that it has of the stack's layers.
@@ -37,7 +38,7 @@ class Held:
     head: bool
 
     def share_of(self, product: Product) -> float:
-        """Returns the fraction that the rank has of the products of a name."""
+        """Returns the fraction that it has of the products of a name."""
         if product.section != "head":
             return dict(self.shares)[stack_of(product)]
         return float(self.head)
@@ -47,18 +48,17 @@ class Held:
         return Held(tuple((stack, 0.0) for stack, _ in self.shares), self.lookups, self.head)
 
 
-def held_by_ranks(run: RunConfig) -> list[Held]:
-    """Returns what the ranks of one pipeline hold, in order, by the real partition."""
+def held_by_stages(run: RunConfig) -> list[Held]:
+    """Returns what the stages of a pipeline hold, in order, by the real partition."""
     layout, stacks = run.layout, stacks_of(run)
     if layout.pp == 1:
         return [Held(tuple((stack, 1.0) for stack in stacks), 1.0, True)]
     names = link_names(run.model)
     # How work is divided does not depend on the number of sequences.
     work = Work(tokens=run.seq_len, source=run.source_len, sequences=1)
-    stages = stages_of(run.model, layout.n_stages, work)
     found: list[Held] = []
-    for rank in range(layout.pp):
-        mine = [names[i] for stage in stages[rank :: layout.pp] for i in stage]
+    for stage in stages_of(run.model, layout.n_stages, work):
+        mine = [names[i] for i in stage]
         shares = tuple(
             (stack, sum(_is_layer_of(stack, name) for name in mine) / n)
             for stack, n in stacks.items()
@@ -66,6 +66,16 @@ def held_by_ranks(run: RunConfig) -> list[Held]:
         lookups = sum(name.endswith("embedding") for name in mine) / len(stacks)
         found.append(Held(shares, lookups, names[-1] in mine))
     return found
+
+
+def together(stages: Sequence[Held]) -> Held:
+    """Returns what a rank with these stages holds."""
+    shares: dict[str, float] = {}
+    for stage in stages:
+        for stack, share in stage.shares:
+            shares[stack] = shares.get(stack, 0.0) + share
+    lookups = sum(stage.lookups for stage in stages)
+    return Held(tuple(shares.items()), lookups, any(stage.head for stage in stages))
 
 
 def _is_layer_of(stack: str, link: str) -> bool:

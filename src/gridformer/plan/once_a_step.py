@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from gridformer.cluster.messages import Op
+from gridformer.parallel.auto.cost import Choice
+from gridformer.parallel.pipeline.schedules import rounds
 from gridformer.plan import launches
 from gridformer.plan.held import Held, stacks_of
 from gridformer.plan.load import Load, Place
@@ -24,7 +27,7 @@ def casts(sizes: Sizes, held: Held) -> Load:
     if choices.work.itemsize != 2:
         return Load(launches=launches.BATCH)
     times = 1 if choices.cast_once else 3 * layout.micro_batches
-    elements = _elements(sizes, held)
+    elements = _elements(sizes, replace(held, lookups=0.0))  # lookups read float32
     if layout.dp_mode == "fsdp":
         elements /= max(1, sizes.spec.replicas(layout))
     load = Load(memory=sizes.costs.memory_s(elements * 6 * times), launches=launches.BATCH)
@@ -39,14 +42,25 @@ def casts(sizes: Sizes, held: Held) -> Load:
 
 
 def _elements(sizes: Sizes, held: Held) -> float:
-    """Returns the elements of matrices that a device computes with."""
+    """Returns the elements of matrices that a device holds."""
     choices, found = sizes.choices, 0.0
     for choice in choices.products.values():
         grid = 1 if choice.common else choices.rows * choices.cols
-        found += choice.elements * held.share_of(choice.product) / grid
-        if choice.product.name == "head" and held.lookups:  # a table of its own
-            found += choices.table / grid
+        found += _of_product(sizes, choice, held) / grid
     return found
+
+
+def _of_product(sizes: Sizes, choice: Choice, held: Held) -> float:
+    """Returns the elements that a rank of a pipeline holds of a product, on all devices of a grid.
+
+    The table of the tokens counts with the head. It is the head's, if it is tied.
+    """
+    found = choice.elements * held.share_of(choice.product)
+    if choice.product.name != "head" or not held.lookups:
+        return found
+    if sizes.choices.table:
+        return found + sizes.choices.table
+    return found if held.head else choice.elements
 
 
 def gather_replicas(sizes: Sizes, passes: Mapping[str, tuple[Load, Load]]) -> None:
@@ -67,10 +81,32 @@ def gather_replicas(sizes: Sizes, passes: Mapping[str, tuple[Load, Load]]) -> No
         forward.launches += launches.FSDP_GATHERED * copied * times
         forward.memory += memory_s(4 * sizes.itemsize * a_layer) * n * times
         backward.memory += memory_s(2 * sizes.itemsize * a_layer) * n * times
-        forward.message("dp", n * one * times, forward.device_s, n * times)
+        if sizes.choices.reshard == "step":  # see gathered_s
+            forward.launches += n * times
+        else:
+            forward.message("dp", n * one, forward.device_s, n)
         if sizes.choices.reshard == "layer":
             backward.launches += launches.FSDP_GATHERED * copied
             backward.message("dp", n * one, backward.device_s, n)
+
+
+def gathered_s(sizes: Sizes, held: Held) -> float:
+    """Returns how long parameters travel that are gathered for a whole step; 0 if none are."""
+    if sizes.run.layout.dp_mode != "fsdp" or sizes.choices.reshard != "step":
+        return 0.0
+    found, place = 0.0, sizes.place("replicas")
+    for stack, n in stacks_of(sizes.run).items():
+        share = dict(held.shares)[stack]
+        only = Held(tuple((one, float(one == stack)) for one, _ in held.shares), 0.0, False)
+        n_bytes = _elements(sizes, only) / n * sizes.itemsize
+        found += share * n * sizes.costs.message_s("all_gather", n_bytes, place)
+    return found
+
+
+def adds_s(sizes: Sizes, held: Held) -> float:
+    """Returns how long it takes to add gradients of layers to those of earlier micro-batches."""
+    elements = _elements(sizes, Held(held.shares, 0.0, False))
+    return sizes.costs.memory_s(3 * elements * sizes.wide)
 
 
 def reductions(sizes: Sizes, held: Held, backward: Load) -> Load:
@@ -96,8 +132,11 @@ def reductions(sizes: Sizes, held: Held, backward: Load) -> Load:
         op: Op = "all_reduce" if layout.dp_mode == "replicate" else "reduce_scatter"
         n_bytes, last_bytes = elements * sizes.wide, last * sizes.wide
         buckets = max(BUCKETS, n_bytes / (25 << 20))
-        hidden = costs.message_s(op, n_bytes - last_bytes, where)
-        load.message("dp", hidden, backward.device_s, buckets * launches.BUCKET)
+        seconds, k = costs.message_s(op, n_bytes - last_bytes, where), layout.stages_per_rank
+        load.message("dp", seconds / k, backward.device_s / k, buckets * launches.BUCKET)
+        if k > 1:  # gradients of the later stages travel during the passes of the earlier ones
+            size = layout.micro_batches // rounds(layout.pp, layout.micro_batches)
+            load.message("dp", seconds * (k - 1) / k, backward.device_s * size * (k - 1) / k, 0)
         load.message("dp", costs.message_s(op, last_bytes, where))
         if layout.dp_mode != "replicate":
             load.memory += costs.memory_s(elements * JOIN_BYTES)
@@ -125,9 +164,7 @@ def _summed(sizes: Sizes, held: Held) -> list[tuple[float, float, Place]]:
     common = 0.0
     for choice in choices.products.values():
         if choice.common:
-            common += choice.elements * held.share_of(choice.product)
-            if choice.product.name == "head" and held.lookups:
-                common += choices.table
+            common += _of_product(sizes, choice, held)
     replicas, found = sizes.place("replicas"), []
     table = _table(sizes) if held.lookups else 0.0
     head_is_common = choices["head"].common
