@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from gridformer.cluster import Cluster
     from gridformer.config import RunConfig
+    from gridformer.plan.search import Found
 
 
 def plan(
@@ -66,6 +67,7 @@ def plan(
     gridformer plan mine.yaml --cluster selene-a100 --devices 64 --batch 512 --emit best.yaml
     """
     import json
+    import time
 
     from rich.console import Console
 
@@ -76,6 +78,7 @@ def plan(
     from gridformer.plan.ranking import print_result
     from gridformer.plan.remedies import remedies
     from gridformer.plan.search import Search, search
+    from gridformer.plan.second_look import SEARCH, traced_with_advice
     from gridformer.utils.extras import require
     from gridformer.utils.files import check_output
 
@@ -89,9 +92,13 @@ def plan(
     console = Console(highlight=False, stderr=as_json)
     with console.status("estimating layouts") as status:
         limit_s = seconds or (8.0 if devices <= 64 else 45.0)
-        result = search(run, machine, devices, top, limit_s, tell=status.update)
+        ends = time.monotonic() + limit_s
+        result = search(run, machine, devices, top, SEARCH * limit_s, tell=status.update)
         asked = Search(run, machine, devices)
-        traced = [*result.layouts, *result.refused]
+        traced: list[Found] = []
+        if result.layouts:
+            status.update("tracing what is advised for the best")
+            traced = traced_with_advice(asked, result, top, ends)
         advice = [advise(asked, found, traced) for found in result.layouts]
         would_fit = [] if result.layouts else remedies(asked, result.smallest)
         if html is not None and result.layouts:

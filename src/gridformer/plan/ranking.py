@@ -11,6 +11,7 @@ from rich.text import Text
 
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.plan.advice import Advice
+from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Found, Result
 from gridformer.utils.units import format_setting
 
@@ -81,7 +82,15 @@ def _warnings(found: Found) -> list[str]:
 def _table(layouts: Sequence[Found]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("\nlayout")
-    for head in ("s a\nstep", "TFLOP/s\na device", "\nGiB", "s in\nmessages", "s in\nbubbles"):
+    heads = (
+        "s a\nstep",
+        "TFLOP/s\na device",
+        "\nGiB",
+        "s in\nmessages",
+        "\nhidden",
+        "s in\nbubbles",
+    )
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("micro-\nbatches", justify="right", no_wrap=True)
     table.add_column("\nrecompute", no_wrap=True)
@@ -94,11 +103,17 @@ def _table(layouts: Sequence[Found]) -> Table:
             f"{prediction.model_tflops_per_device:.3g}",
             f"{prediction.peak_gib:.1f}",
             f"{prediction.exposed_communication_s:.3g}",
+            f"{hidden_s(prediction):.3g}",
             f"{prediction.bubble_s:.3g}",
             str(found.run.layout.micro_batches),
             found.run.train.recompute,
         )
     return table
+
+
+def hidden_s(prediction: Prediction) -> float:
+    """Returns the seconds in which messages of the slowest rank travel while it computes."""
+    return sum(prediction.parts.hidden.values())
 
 
 def layout_of(run: RunConfig) -> dict[str, Any]:
@@ -146,7 +161,7 @@ def as_json(
     result: Result, advice: Sequence[Advice], remedies: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns what `--json` prints."""
-    layouts = []
+    layouts: list[dict[str, Any]] = []
     for found, why in zip(result.layouts, advice):
         assert found.prediction is not None, "only traced layouts are listed"
         layouts.append(
@@ -157,8 +172,33 @@ def as_json(
                 "train": train_of(found.run),
                 "why": why.sentences,
                 "where": why.shares,
+                "hidden": why.hidden,
                 "change": dict(why.best.settings) if why.best else None,
+                "change_traced": why.best.traced if why.best else None,
                 "estimated_step_s": found.estimate.step_s,
             }
         )
-    return {"layouts": layouts, "remedies": list(remedies)}
+    return {
+        "layouts": layouts,
+        "remedies": list(remedies),
+        "refused": [_unlisted(found) for found in result.refused],
+        "passed_over": [_unlisted(found) for found in result.passed_over],
+        "untraced": [_unlisted(found) for found in result.untraced],
+        "arrangements": result.n_arrangements,
+        "estimates": result.n_estimates,
+    }
+
+
+def _unlisted(found: Found) -> dict[str, Any]:
+    """Returns what is known of a layout that is not listed; None stands for what was not traced."""
+    prediction, estimate = found.prediction, found.estimate
+    return {
+        "name": found.name,
+        "layout": layout_of(found.run),
+        "train": train_of(found.run),
+        "estimated_step_s": estimate.step_s,
+        "estimated_peak_gib": estimate.peak_gib,
+        "step_s": prediction.step_s if prediction else None,
+        "peak_gib": prediction.peak_gib if prediction else None,
+        "limit_gib": estimate.limit_gib,
+    }
