@@ -19,13 +19,13 @@ from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Found, Result, Search
 from gridformer.plan.second_look import traced_with_advice
 from gridformer.plan.settings import changed
-from tests.support.plans import cluster, found_on_8, predictor, run_of
+from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
 
 def test_advice_names_what_takes_most_time() -> None:
     asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
-    parts = replace(best.prediction.parts, bubble=100.0)
-    waits = replace(best, prediction=replace(best.prediction, parts=parts, step_s=150.0))
+    parts = replace(trace_of(best).parts, bubble=100.0)
+    waits = replace(best, prediction=replace(trace_of(best), parts=parts, step_s=150.0))
     said = advise(asked, waits)
     assert "the pipeline" in said.limit
     assert said.shares["bubble"] == pytest.approx(2 / 3)
@@ -37,7 +37,7 @@ def test_advice_prefers_traces_to_estimates() -> None:
     slow = replace(
         result.layouts[0],
         estimate=replace(result.layouts[0].estimate, step_s=100.0),
-        prediction=replace(result.layouts[0].prediction, step_s=100.0),
+        prediction=replace(trace_of(result.layouts[0]), step_s=100.0),
     )
     by_estimate = advise(asked, slow).best
     assert by_estimate is not None
@@ -67,9 +67,8 @@ def test_advice_prefers_traces_to_estimates() -> None:
 
 def test_messages_behind_computation_are_named_apart_and_noise_is_not() -> None:
     asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
-    assert best.prediction is not None
-    parts = replace(best.prediction.parts, hidden={"dp": 30.0, "pp": 1e-9}, launches=1e-15)
-    one = replace(best, prediction=replace(best.prediction, parts=parts, step_s=150.0))
+    parts = replace(trace_of(best).parts, hidden={"dp": 30.0, "pp": 1e-9}, launches=1e-15)
+    one = replace(best, prediction=replace(trace_of(best), parts=parts, step_s=150.0))
     said = advise(asked, one)
     assert said.hidden == {"messages over dp": 0.2}
     assert "Hidden behind computation, and not part of this: messages over dp 20%." in (
@@ -125,10 +124,11 @@ def slow_2d() -> tuple[Search, Found, Found]:
     traces = [
         replace(predictor(one.run, cluster()), step_s=s) for one, s in ((grid, 0.2), (other, 0.3))
     ]
-    return asked, *(
+    grid, other = (
         replace(one, estimate=e, prediction=p)
         for one, e, p in zip((grid, other), estimates, traces)
     )
+    return asked, grid, other
 
 
 def test_estimates_are_corrected_by_traces_of_the_same_arrangement() -> None:
@@ -156,11 +156,10 @@ def slow_best() -> Result:
     """Return layouts of which the best takes 100 s, by its estimate and by its trace."""
     found = found_on_8()
     best = found.layouts[0]
-    assert best.prediction is not None
     best = replace(
         best,
         estimate=replace(best.estimate, step_s=100.0),
-        prediction=replace(best.prediction, step_s=100.0),
+        prediction=replace(trace_of(best), step_s=100.0),
     )
     return replace(found, layouts=[best], refused=[], untraced=[], seconds=0.0)
 

@@ -38,7 +38,7 @@ def test_numbers_that_were_not_fitted_are_named_once(
     cluster: str, devices: int, expected: str | None
 ) -> None:
     said = [one for one in doubts(load_cluster(cluster), devices) if "any data" in one]
-    verb = "are" if expected and "," in expected else "is"
+    verb = "were" if expected and "," in expected else "was"
     assert said == ([f"{expected} {verb} not fitted to any data"] if expected else [])
     assert not any("by nothing" in one for one in doubts(load_cluster(cluster), devices))
 

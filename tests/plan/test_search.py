@@ -24,7 +24,7 @@ from gridformer.plan.ranking import as_json, layout_of, print_result, settings_b
 from gridformer.plan.remedies import remedies
 from gridformer.plan.search import Found, Queue, Search, default_batch, search
 from gridformer.utils import beside
-from tests.support.plans import cluster, found_on_8, predictor, run_of
+from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
 
 def test_layouts_are_valid_fit_and_are_sorted() -> None:
@@ -35,7 +35,7 @@ def test_layouts_are_valid_fit_and_are_sorted() -> None:
         check(one.run)
         assert one.run.layout.n_processes == 8
         assert one.run.train.global_batch == 64
-        assert one.prediction.fits
+        assert trace_of(one).fits
 
 
 def test_no_change_of_a_setting_makes_the_best_faster() -> None:
@@ -211,7 +211,7 @@ def test_json_tells_what_is_not_listed_and_why() -> None:
 def test_what_is_printed_names_changes_and_shared_warnings_once() -> None:
     result, asked = found_on_8(), Search(run_of(), cluster(), 8)
     layouts = [
-        replace(one, prediction=replace(one.prediction, warnings=["of all", f"of {number}"]))
+        replace(one, prediction=replace(trace_of(one), warnings=["of all", f"of {number}"]))
         for number, one in enumerate(result.layouts[:2])
     ]
     shown = io.StringIO()

@@ -8,7 +8,7 @@ from gridformer.cluster import Cluster, load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.plan.analytic import estimate
 from gridformer.plan.prediction import Parts, Prediction
-from gridformer.plan.search import Result, search
+from gridformer.plan.search import Found, Result, search
 
 
 @functools.cache
@@ -49,3 +49,9 @@ def predictor(run: RunConfig, machine: Cluster, peak: float = 1.0) -> Prediction
 def found_on_8() -> Result:
     """Return what a search finds for GPT-2 774M on a node of H100."""
     return search(run_of(), cluster(), 8, top=4, predictor=predictor)
+
+
+def trace_of(found: Found) -> Prediction:
+    """Return the prediction of a layout that was traced."""
+    assert found.prediction is not None
+    return found.prediction

@@ -101,11 +101,11 @@ def plan(
             traced = traced_with_advice(asked, result, top, ends)
         advice = [advise(asked, found, traced) for found in result.layouts]
         would_fit = [] if result.layouts else remedies(asked, result.smallest)
-        if html is not None and result.layouts:
+        if html is not None:
             from gridformer.plan.html import write_page
 
             status.update("estimating other batches and numbers of devices")
-            write_page(run, machine, result, advice, html)
+            write_page(run, machine, devices, result, advice, html, would_fit)
     if as_json:
         typer.echo(json.dumps(to_json(result, advice, would_fit)))
     elif result.layouts:
@@ -114,6 +114,8 @@ def plan(
         console.print(f"Nothing fits on {devices} devices of {machine.name}.")
         for sentence in would_fit:
             console.print(f"- {sentence}", soft_wrap=True)
+    if html is not None and not as_json:
+        console.print(f"The report: {html}")
     if not result.layouts:
         raise typer.Exit(1)
     if emit is not None:
@@ -127,10 +129,8 @@ def plan(
                 f"The run file sets layout.cluster={cluster}: a step is predicted to take "
                 f"{chosen.step_s:.4g} s with it instead of {best.step_s:.4g} s."
             )
-    if not as_json:
-        for path, what in ((emit, "The best layout as a run file"), (html, "The report")):
-            if path is not None:
-                console.print(f"{what}: {path}")
+        if not as_json:
+            console.print(f"The best layout as a run file: {emit}")
 
 
 def _run(model: str, overrides: list[str], machine: Cluster, devices: int, batch: int) -> RunConfig:

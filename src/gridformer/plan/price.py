@@ -254,7 +254,7 @@ def doubts(cluster: Cluster, n_devices: int) -> list[str]:
         "outer_efficiency": nodes > 1 and not tables.messages,
         "slowdown_per_node": nodes > 2 and not tables.messages,
     }
-    unsure: dict[str, list[str]] = {}  # numbers of which the same is to be said
+    unsure: dict[tuple[str, str, str], list[str]] = {}  # numbers of which the same is to be said
     far = []
     for name, counts in by_formula.items():
         fitted = cluster.fitted.get(name)
@@ -262,17 +262,18 @@ def doubts(cluster: Cluster, n_devices: int) -> list[str]:
             continue
         if fitted is None or fitted.data == NO_DATA:
             number = f"{name} ({cluster.number(name):g})"
-            unsure.setdefault("not fitted to any data", []).append(number)
+            unsure.setdefault(("was", "were", "not fitted to any data"), []).append(number)
             continue
         if not fitted.identified:
             note = f": {fitted.note}" if fitted.note else ""
-            unsure.setdefault(f"not determined by {fitted.data}{note}", []).append(name)
+            key = ("is", "are", f"not determined by {fitted.data}{note}")
+            unsure.setdefault(key, []).append(name)
         if fitted.up_to_nodes and nodes > fitted.up_to_nodes:
             far.append(
                 f"{name} of {cluster.name} was fitted to runs on at most {fitted.up_to_nodes} "
                 f"nodes: for {nodes} nodes it is extrapolated"
             )
     return far + [
-        f"{', '.join(names)} of {cluster.name} {'are' if len(names) > 1 else 'is'} {what}"
-        for what, names in unsure.items()
+        f"{', '.join(names)} of {cluster.name} {several if len(names) > 1 else one} {what}"
+        for (one, several, what), names in unsure.items()
     ]

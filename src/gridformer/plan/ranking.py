@@ -42,31 +42,16 @@ def print_result(
         )
     )
     console.print(_table(result.layouts))
-    for one in result.refused:
-        assert one.prediction is not None
-        console.print(
-            Text(
-                f"Left out: {one.name} does not fit when it is traced, with "
-                f"{one.prediction.peak_gib:.1f} of {one.prediction.limit_gib:.1f} GiB."
-            )
-        )
-    if result.passed_over:
-        some = ", ".join(one.name for one in result.passed_over[:3])
-        more = len(result.passed_over) - 3
-        names = f"{some} and {more} more" if more > 0 else some
-        console.print(Text(f"Not traced, because by the same factor these would not fit: {names}."))
-    if result.untraced:
-        text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
-        console.print(Text(f"There was no time to trace, by estimate: {text}."))
+    for sentence in unlisted(result):
+        console.print(Text(sentence))
     explained = result.layouts[:EXPLAINED]
-    of_all = set.intersection(*(set(_warnings(found)) for found in explained))
-    common = [warning for warning in _warnings(explained[0]) if warning in of_all]
+    common = common_warnings(explained)
     for number, (found, why) in enumerate(zip(explained, advice), start=1):
         console.print(Text(f"\n{number}. {found.name}", style="bold"))
         console.print(Text(f"   {settings_between(run, found.run)}"), soft_wrap=True)
         for sentence in why.sentences:
             console.print(Text(f"   {sentence}"), soft_wrap=True)
-        for warning in _warnings(found):
+        for warning in warnings_of(found):
             if warning not in common:
                 console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
     if common:
@@ -75,12 +60,39 @@ def print_result(
         console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
 
 
-def _warnings(found: Found) -> list[str]:
+def unlisted(result: Result) -> list[str]:
+    """Returns sentences about the layouts that are not listed, and why not."""
+    sentences = []
+    for one in result.refused:
+        assert one.prediction is not None, "its trace has shown that it does not fit"
+        sentences.append(
+            f"Left out: {one.name} does not fit when it is traced, with "
+            f"{one.prediction.peak_gib:.1f} of {one.prediction.limit_gib:.1f} GiB."
+        )
+    if result.passed_over:
+        some = ", ".join(one.name for one in result.passed_over[:3])
+        more = len(result.passed_over) - 3
+        names = f"{some} and {more} more" if more > 0 else some
+        sentences.append(f"Not traced, because by the same factor these would not fit: {names}.")
+    if result.untraced:
+        text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
+        sentences.append(f"There was no time to trace, by estimate: {text}.")
+    return sentences
+
+
+def warnings_of(found: Found) -> list[str]:
+    """Returns what makes the prediction of a layout less certain."""
     return found.prediction.warnings if found.prediction else []
 
 
+def common_warnings(layouts: Sequence[Found]) -> list[str]:
+    """Returns the warnings that all of some layouts have."""
+    of_all = set.intersection(*(set(warnings_of(found)) for found in layouts))
+    return [warning for warning in warnings_of(layouts[0]) if warning in of_all]
+
+
 def _table(layouts: Sequence[Found]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("\nlayout")
     heads = (
         "s a\nstep",
