@@ -9,7 +9,8 @@ import yaml
 
 from gridformer.cluster import cluster_names, load_cluster
 from gridformer.cluster.file import parse_cluster
-from gridformer.config import configs_dir
+from gridformer.config import configs_dir, parse_run
+from gridformer.parallel.validation import check
 from gridformer.utils.errors import ConfigError
 
 
@@ -21,6 +22,7 @@ def test_every_shipped_cluster_is_valid_and_every_number_has_a_source() -> None:
         assert cluster.name == name
         assert 0 < cluster.limit_gib < cluster.device.memory_gib.value
         assert cluster.size > cluster.node_size
+        assert all(level.source != "not stated" for level in cluster.levels)
 
 
 def test_a_name_that_does_not_exist_is_answered_with_the_nearest() -> None:
@@ -59,3 +61,17 @@ def test_levels_must_contain_each_other() -> None:
     raw["levels"][1]["size"] = 12
     with pytest.raises(ConfigError, match="multiple of the 8 of level node, such as 16"):
         parse_cluster(raw, "mine")
+
+
+def test_local_is_the_file_that_calibrate_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no local.yaml here: `gridformer calibrate` measures"):
+        load_cluster("local")
+    (tmp_path / "local.yaml").write_text(
+        (configs_dir() / "clusters" / "dgx-h100.yaml").read_text(encoding="utf-8")
+    )
+    assert load_cluster("local").device == load_cluster("dgx-h100").device
+    layout = {"scheme": "megatron", "cols": 2, "cluster": "local"}
+    check(parse_run({"model": "gpt2-124m", "data": {"path": "."}, "layout": layout}))

@@ -4,64 +4,27 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from gridformer.cluster import Cluster, load_cluster
-from gridformer.config import RunConfig, load_run, parse_run
+from gridformer.config import RunConfig, load_run
 from gridformer.parallel.validation import check
 from gridformer.plan import search as plan_search
-from gridformer.plan.advice import Advice, advise
+from gridformer.plan.advice import advise
 from gridformer.plan.analytic import estimate
 from gridformer.plan.emit import with_cluster, write_run
-from gridformer.plan.prediction import Parts, Prediction
+from gridformer.plan.prediction import Prediction
 from gridformer.plan.ranking import as_json, layout_of, print_result, settings_between
 from gridformer.plan.remedies import remedies
 from gridformer.plan.search import Found, Queue, Search, default_batch, search
-from gridformer.plan.settings import changed
 from gridformer.utils import beside
-
-
-@functools.cache
-def cluster() -> Cluster:
-    return load_cluster("dgx-h100")
-
-
-def run_of(model: str = "gpt2-774m", *overrides: str, batch: int = 64) -> RunConfig:
-    given = ["train.dtype=bfloat16", f"train.global_batch={batch}", *overrides]
-    return parse_run({"model": model, "data": {"path": "."}}, given)
-
-
-def predictor(run: RunConfig, machine: Cluster, peak: float = 1.0) -> Prediction:
-    """Predict what the estimate says, with memory `peak` times as large; nothing is traced."""
-    found = estimate(run, machine)
-    gib, load = found.peak_gib * peak, found.load
-    parts = Parts(load.products, load.attention, load.memory, exposed=dict(load.exposed))
-    return Prediction(
-        step_s=found.step_s,
-        forward_s=found.forward_s,
-        backward_s=found.backward_s,
-        update_s=found.update_s,
-        fits=gib <= found.limit_gib,
-        peak_gib=gib,
-        limit_gib=found.limit_gib,
-        model_tflops_per_device=1.0,
-        hardware_tflops_per_device=1.0,
-        exposed_communication_s=0.0,
-        bubble_s=0.0,
-        warnings=[],
-        parts=parts,
-    )
-
-
-@functools.cache
-def found_on_8() -> Any:
-    return search(run_of(), cluster(), 8, top=4, predictor=predictor)
+from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
 
 
 def test_layouts_are_valid_fit_and_are_sorted() -> None:
@@ -72,7 +35,7 @@ def test_layouts_are_valid_fit_and_are_sorted() -> None:
         check(one.run)
         assert one.run.layout.n_processes == 8
         assert one.run.train.global_batch == 64
-        assert one.prediction.fits
+        assert trace_of(one).fits
 
 
 def test_no_change_of_a_setting_makes_the_best_faster() -> None:
@@ -222,13 +185,33 @@ def test_json_has_the_keys_that_others_rely_on() -> None:
         assert keys | {"layout", "train", "why"} <= one.keys()
         assert one["train"]["global_batch"] == 64
         assert sum(one["where"].values()) == pytest.approx(1.0, abs=0.01)
+        assert {"hidden", "change", "change_traced"} <= one.keys()
     assert found[0]["layout"] == layout_of(result.layouts[0].run)
+
+
+def test_json_tells_what_is_not_listed_and_why() -> None:
+    large = functools.partial(predictor, peak=4.0)
+    result = search(run_of(batch=512), cluster(), 8, top=6, predictor=large)
+    waits = search(run_of(), cluster(), 8, top=4, limit_s=0.0, predictor=predictor).untraced
+    found = json.loads(json.dumps(as_json(replace(result, untraced=waits), [])))
+    for key, layouts in (
+        ("refused", result.refused),
+        ("passed_over", result.passed_over),
+        ("untraced", waits),
+    ):
+        assert layouts
+        assert [one["name"] for one in found[key]] == [one.name for one in layouts]
+    refused, untraced = found["refused"][0], found["untraced"][0]
+    assert refused["peak_gib"] > refused["limit_gib"] >= refused["estimated_peak_gib"]
+    assert untraced["step_s"] is None
+    assert untraced["estimated_step_s"] == waits[0].step_s
+    assert found["arrangements"] == result.n_arrangements
 
 
 def test_what_is_printed_names_changes_and_shared_warnings_once() -> None:
     result, asked = found_on_8(), Search(run_of(), cluster(), 8)
     layouts = [
-        replace(one, prediction=replace(one.prediction, warnings=["of all", f"of {number}"]))
+        replace(one, prediction=replace(trace_of(one), warnings=["of all", f"of {number}"]))
         for number, one in enumerate(result.layouts[:2])
     ]
     shown = io.StringIO()
@@ -256,49 +239,6 @@ def test_nothing_fits_and_what_would() -> None:
     assert n > 8
     larger = Search(run_of("gpt-175b", "model.vocab_size=51200", batch=n), cluster(), n)
     assert any(larger.first(one).estimate.fits for one in larger.arrangements())
-
-
-def test_advice_names_what_takes_most_time() -> None:
-    asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
-    parts = replace(best.prediction.parts, bubble=100.0)
-    waits = replace(best, prediction=replace(best.prediction, parts=parts, step_s=150.0))
-    said = advise(asked, waits)
-    assert "the pipeline" in said.limit
-    assert said.shares["bubble"] == pytest.approx(2 / 3)
-
-
-def test_advice_prefers_traces_to_estimates() -> None:
-    """A change that an estimate favors is not advised if its trace was slower, or did not fit."""
-    asked, result = Search(run_of(), cluster(), 8), found_on_8()
-    slow = replace(
-        result.layouts[0],
-        estimate=replace(result.layouts[0].estimate, step_s=100.0),
-        prediction=replace(result.layouts[0].prediction, step_s=100.0),
-    )
-    by_estimate = advise(asked, slow).best
-    assert by_estimate is not None
-    assert not by_estimate.traced
-    run = changed(slow.run, dict(by_estimate.settings))
-    assert run is not None
-    other = asked.estimated(run)
-    trace = predictor(other.run, cluster())
-
-    def again(**found: Any) -> Advice:
-        traced = replace(other, prediction=replace(trace, **found))
-        return advise(asked, slow, [traced])
-
-    slower = again(step_s=100.0 * other.run.train.global_batch / slow.run.train.global_batch)
-    assert slower.best is not None
-    assert slower.best.settings != by_estimate.settings
-    faster = again(step_s=1e-6)
-    assert faster.best is not None
-    assert (faster.best.settings, faster.best.traced) == (by_estimate.settings, True)
-    assert "in its own trace" in " ".join(faster.sentences)
-    large = again(step_s=1e-6, fits=False, peak_gib=1e3)
-    assert large.best is not None
-    assert large.best.settings != by_estimate.settings
-    assert large.too_large is not None
-    assert large.too_large.peak_gib == 1e3
 
 
 def test_a_model_gets_half_a_million_tokens_a_step() -> None:

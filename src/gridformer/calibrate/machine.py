@@ -245,7 +245,17 @@ def _cluster(name: str, device: Device, found: Found, source: str, size: int) ->
     return Cluster(
         name=name,
         device=device,
-        levels=(Level(name="node", size=size, bandwidth_gbps=gbps, latency_us=latency),),
+        levels=(
+            Level(
+                name="node",
+                size=size,
+                bandwidth_gbps=gbps,
+                latency_us=latency,
+                source="size, assumed: more processes than it runs"
+                if device.kind == "cpu"
+                else f"size: the GPUs of this machine, {source}",
+            ),
+        ),
         host=Host(
             launch_us=Figure(value=host.launch_us if host else 0.0, source=said),
             step_us=Figure(value=host.step_us if host else 0.0, source=said),

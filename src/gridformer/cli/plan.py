@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from gridformer.cluster import Cluster
     from gridformer.config import RunConfig
+    from gridformer.plan.search import Found
 
 
 def plan(
@@ -66,6 +67,7 @@ def plan(
     gridformer plan mine.yaml --cluster selene-a100 --devices 64 --batch 512 --emit best.yaml
     """
     import json
+    import time
 
     from rich.console import Console
 
@@ -76,6 +78,7 @@ def plan(
     from gridformer.plan.ranking import print_result
     from gridformer.plan.remedies import remedies
     from gridformer.plan.search import Search, search
+    from gridformer.plan.second_look import SEARCH, traced_with_advice
     from gridformer.utils.extras import require
     from gridformer.utils.files import check_output
 
@@ -89,16 +92,20 @@ def plan(
     console = Console(highlight=False, stderr=as_json)
     with console.status("estimating layouts") as status:
         limit_s = seconds or (8.0 if devices <= 64 else 45.0)
-        result = search(run, machine, devices, top, limit_s, tell=status.update)
+        ends = time.monotonic() + limit_s
+        result = search(run, machine, devices, top, SEARCH * limit_s, tell=status.update)
         asked = Search(run, machine, devices)
-        traced = [*result.layouts, *result.refused]
+        traced: list[Found] = []
+        if result.layouts:
+            status.update("tracing what is advised for the best")
+            traced = traced_with_advice(asked, result, top, ends)
         advice = [advise(asked, found, traced) for found in result.layouts]
         would_fit = [] if result.layouts else remedies(asked, result.smallest)
-        if html is not None and result.layouts:
+        if html is not None:
             from gridformer.plan.html import write_page
 
             status.update("estimating other batches and numbers of devices")
-            write_page(run, machine, result, advice, html)
+            write_page(run, machine, devices, result, advice, html, would_fit)
     if as_json:
         typer.echo(json.dumps(to_json(result, advice, would_fit)))
     elif result.layouts:
@@ -107,6 +114,8 @@ def plan(
         console.print(f"Nothing fits on {devices} devices of {machine.name}.")
         for sentence in would_fit:
             console.print(f"- {sentence}", soft_wrap=True)
+    if html is not None and not as_json:
+        console.print(f"The report: {html}")
     if not result.layouts:
         raise typer.Exit(1)
     if emit is not None:
@@ -120,10 +129,8 @@ def plan(
                 f"The run file sets layout.cluster={cluster}: a step is predicted to take "
                 f"{chosen.step_s:.4g} s with it instead of {best.step_s:.4g} s."
             )
-    if not as_json:
-        for path, what in ((emit, "The best layout as a run file"), (html, "The report")):
-            if path is not None:
-                console.print(f"{what}: {path}")
+        if not as_json:
+            console.print(f"The best layout as a run file: {emit}")
 
 
 def _run(model: str, overrides: list[str], machine: Cluster, devices: int, batch: int) -> RunConfig:

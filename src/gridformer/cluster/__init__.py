@@ -9,6 +9,7 @@ from gridformer.cluster.file import (
     Level,
     Tables,
     cluster_names,
+    cluster_path,
     load_cluster,
 )
 from gridformer.cluster.kernels import KernelWork, kernel_s
@@ -25,6 +26,7 @@ __all__ = [
     "MessageWork",
     "Tables",
     "cluster_names",
+    "cluster_path",
     "kernel_s",
     "like_messages",
     "load_cluster",

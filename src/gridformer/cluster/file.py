@@ -29,6 +29,8 @@ FITTED: dict[str, tuple[float, str]] = {
     "slowdown_per_node": (0.0, "messages between n nodes take 1 + (n - 2) times this longer"),
 }
 MAX_FITTED = 4
+NO_DATA = "nothing"  # what a number was fitted to that is assumed
+LOCAL = "local"  # stands for the file that `gridformer calibrate` writes into the current folder
 
 
 class _Part(BaseModel):
@@ -75,6 +77,7 @@ class Level(_Part):
         latency_us: Time of one hop of a message at this level in microseconds.
         shared_by: Neighboring devices share one such link, this number of them: 1 where each
             device has its own. A node with 8 devices and 4 network cards has 2.
+        source: Where `size` and `shared_by` come from.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Level(_Part):
     bandwidth_gbps: Figure
     latency_us: Figure
     shared_by: int = Field(default=1, ge=1)
+    source: str = "not stated"
 
 
 class Host(_Part):
@@ -108,6 +112,8 @@ class Fitted(_Part):
         data: The measurements that it was fitted to.
         identified: Whether these measurements determine it.
         note: What one should know before using it where the measurements do not reach.
+        up_to_nodes: The most nodes of one of these measurements, if the number depends on nodes:
+            predictions of runs on more nodes say that it was not measured there.
     """
 
     value: float = Field(ge=0)
@@ -115,6 +121,7 @@ class Fitted(_Part):
     data: str
     identified: bool
     note: str = ""
+    up_to_nodes: int | None = Field(default=None, ge=1)
 
 
 class Cluster(_Part):
@@ -191,7 +198,7 @@ class Cluster(_Part):
             fitted[name] = (
                 old.model_copy(update={"value": value})
                 if old
-                else Fitted(value=value, source="caller", data="none", identified=False)
+                else Fitted(value=value, source="caller", data=NO_DATA, identified=False)
             )
         return self.model_copy(update={"fitted": fitted})
 
@@ -201,26 +208,41 @@ def cluster_names() -> list[str]:
     return sorted(path.stem for path in (configs_dir() / "clusters").glob("*.yaml"))
 
 
+def cluster_path(name_or_path: str | Path) -> Path | None:
+    """Returns the file of a cluster, or None if there is none.
+
+    Args:
+        name_or_path: The path of a file, the name of a shipped cluster, or `local` for `local.yaml`
+            in the current folder, which `gridformer calibrate` writes.
+    """
+    path, name = Path(name_or_path), str(name_or_path)
+    if path.is_file():
+        return path
+    if name == LOCAL:
+        path = Path(f"{LOCAL}.yaml")
+    elif path.name == name:  # no folder
+        path = configs_dir() / "clusters" / f"{name}.yaml"
+    return path if path.is_file() else None
+
+
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Reads a cluster file.
 
     Args:
-        name_or_path: The name of a shipped cluster, or the path of a file.
+        name_or_path: See `cluster_path`.
 
     Raises:
         ConfigError: There is no such cluster, or the file has problems: all of them are listed,
             each with what would be valid.
     """
-    path = Path(name_or_path)
-    if not path.is_file():
-        if str(name_or_path) not in cluster_names():
-            raise ConfigError(
-                [
-                    f"no cluster is called '{name_or_path}', and there is no such file"
-                    f"{closest(str(name_or_path), cluster_names())}"
-                ]
-            )
-        path = configs_dir() / "clusters" / f"{name_or_path}.yaml"
+    path = cluster_path(name_or_path)
+    if path is None:
+        name = str(name_or_path)
+        if name == LOCAL:
+            text = f"there is no {LOCAL}.yaml here: `gridformer calibrate` measures this machine"
+            raise ConfigError([f"{text} and writes it"])
+        near = closest(name, [*cluster_names(), LOCAL])
+        raise ConfigError([f"no cluster is called '{name}', and there is no such file{near}"])
     raw = read_yaml(path, "device, levels and host")
     return parse_cluster({"name": path.stem, **raw}, str(path))
 

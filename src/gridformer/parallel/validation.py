@@ -6,10 +6,9 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from gridformer.cluster import cluster_names, load_cluster
+from gridformer.cluster import cluster_names, cluster_path, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.parallel.offers import Broken, Changes, Problem, Way, with_offers
 from gridformer.parallel.registry import SPECS, spec_of
@@ -155,7 +154,7 @@ def _cluster(run: RunConfig) -> Iterator[Broken]:
     if not name:
         return
     names = cluster_names()
-    if name not in names and not Path(name).is_file():
+    if cluster_path(name) is None:
         text = f"layout.cluster={name} is no shipped cluster, and there is no such file"
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         yield Broken("cluster", text, [_one("layout.cluster", near or names, len(names))])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gridformer.config import RunConfig
-from gridformer.parallel.registry import spec_of
-from gridformer.parallel.scheme import LayoutAxis
+from gridformer.plan.changes import arrangement, single_changes
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Found, Search
-from gridformer.plan.settings import changed, neighbors
 from gridformer.utils.units import format_setting
 
 WORTH = 0.01  # gains below this fraction of a step are not worth a change
-AXES: tuple[LayoutAxis, ...] = ("rows", "cols", "branches")
+UNSURE = 0.05  # gains by estimate below this are as small as the errors of estimates
+SHOWN = 0.005  # fractions of a step below this are not put into sentences
+LEAST_S = 1e-6  # what takes less than a microsecond of a step is rounding
 
 # What travels over an axis, in words.
 TRAVELS = {
@@ -45,6 +45,7 @@ class Change:
         gain: The fraction of the time per sequence that it saves.
         peak_gib: The memory of the fullest device with it.
         fits: Whether that fits.
+        run: The changed run.
         traced: Whether the changed layout was traced, too; otherwise it is estimated.
     """
 
@@ -52,6 +53,7 @@ class Change:
     gain: float
     peak_gib: float
     fits: bool
+    run: RunConfig
     traced: bool = False
 
     @property
@@ -66,12 +68,14 @@ class Advice:
 
     Attributes:
         shares: Fraction of the step by kind: kernels by kind, exposed messages by axis, waiting.
+        hidden: Fraction of the step in which messages travel while the device computes, by axis.
         limit: What limits it, a sentence.
         best: The change that would help most; None if none is worth it.
         too_large: A faster change that does not fit; None if there is none.
     """
 
     shares: dict[str, float]
+    hidden: dict[str, float]
     limit: str
     best: Change | None
     too_large: Change | None
@@ -79,12 +83,10 @@ class Advice:
     @property
     def sentences(self) -> list[str]:
         """All of it in sentences."""
-        where = ", ".join(
-            f"{kind} {share:.0%}"
-            for kind, share in sorted(self.shares.items(), key=lambda item: -item[1])
-            if share >= 0.005
-        )
-        found = [f"Time goes to {where}.", self.limit]
+        found = [f"Time goes to {_listed(self.shares)}."]
+        if hidden := _listed(self.hidden):
+            found.append(f"Hidden behind computation, and not part of this: {hidden}.")
+        found.append(self.limit)
         if self.best:
             how = "in its own trace" if self.best.traced else "by estimate"
             found.append(
@@ -93,7 +95,10 @@ class Advice:
                 f"{self.best.peak_gib:.1f} GiB."
             )
         else:
-            found.append("No single change of a setting is estimated to help.")
+            found.append(
+                f"No single change of a setting saves {WORTH:.0%} in its own trace, or "
+                f"{UNSURE:.0%} by estimate."
+            )
         if self.too_large:
             found.append(
                 f"{self.too_large.words} would save {self.too_large.gain:.0%}, but needs about "
@@ -113,13 +118,16 @@ def advise(search: Search, found: Found, traced: Sequence[Found] = ()) -> Advice
     """
     assert found.prediction is not None, "only traced layouts are listed"
     shares = shares_of(found.prediction)
+    hidden = {
+        f"messages over {axis}": seconds / found.prediction.step_s
+        for axis, seconds in found.prediction.parts.hidden.items()
+        if seconds >= LEAST_S
+    }
     best: Change | None = None
     too_large: Change | None = None
-    known = [(one.run.layout, one.run.train, one.prediction) for one in traced]
-    for settings, other in _changes(found.run):
-        there = next((p for *run, p in known if run == [other.layout, other.train]), None)
-        change = _judged(settings, found, search.estimated(other), there)
-        if change.gain < WORTH:
+    for settings, other in single_changes(found.run):
+        change = _judged(settings, found, search.estimated(other), traced)
+        if change.gain < (WORTH if change.traced else UNSURE):
             continue
         if change.fits and (best is None or change.gain > best.gain):
             best = change
@@ -127,20 +135,39 @@ def advise(search: Search, found: Found, traced: Sequence[Found] = ()) -> Advice
             too_large = change
     if too_large and best and too_large.gain <= best.gain:
         too_large = None
-    return Advice(shares, _limit(shares), best, too_large)
+    return Advice(shares, hidden, _limit(shares), best, too_large)
 
 
 def _judged(
-    settings: Mapping[str, Any], found: Found, other: Found, traced: Prediction | None
+    settings: Mapping[str, Any], found: Found, other: Found, traced: Sequence[Found]
 ) -> Change:
-    """Compares two layouts by their traces, or by their estimates if one was not traced."""
+    """Compares two layouts by their traces, or by an estimate if one was not traced.
+
+    An estimate is corrected by the trace of another layout with the same arrangement of devices,
+    if there is one.
+    """
+    assert found.prediction is not None, "only traced layouts are listed"
     batches = found.run.train.global_batch / other.run.train.global_batch
-    if traced is not None and found.prediction is not None:
-        assert traced.peak_gib is not None, "predict estimates memory, too"
-        gain = 1 - batches * traced.step_s / found.prediction.step_s
-        return Change(settings, gain, traced.peak_gib, bool(traced.fits), traced=True)
-    gain = 1 - batches * other.estimate.step_s / found.estimate.step_s
-    return Change(settings, gain, other.estimate.peak_gib, other.estimate.fits)
+    for one in traced:
+        if (one.run.layout, one.run.train) == (other.run.layout, other.run.train):
+            gib, fits = _memory(one)
+            gain = 1 - batches * one.step_s / found.prediction.step_s
+            return Change(settings, gain, gib, fits, other.run, traced=True)
+    here = arrangement(other.run.layout)
+    like = next((one for one in (found, *traced) if arrangement(one.run.layout) == here), None)
+    ours, theirs, gib = found.estimate.step_s, other.estimate.step_s, other.estimate.peak_gib
+    if like is not None:
+        ours = found.prediction.step_s
+        theirs *= like.step_s / like.estimate.step_s
+        gib *= _memory(like)[0] / like.estimate.peak_gib
+    fits = gib <= other.estimate.limit_gib
+    return Change(settings, 1 - batches * theirs / ours, gib, fits, other.run)
+
+
+def _memory(traced: Found) -> tuple[float, bool]:
+    assert traced.prediction is not None, "only what was traced is compared"
+    assert traced.prediction.peak_gib is not None, "predict estimates memory, too"
+    return traced.prediction.peak_gib, bool(traced.prediction.fits)
 
 
 def shares_of(prediction: Prediction) -> dict[str, float]:
@@ -161,11 +188,20 @@ def seconds_of(prediction: Prediction) -> dict[str, float]:
         "launches": parts.launches,
         "bubble": parts.bubble,
     }
-    found = {kind: s for kind, s in seconds.items() if s > 0}
+    found = {kind: s for kind, s in seconds.items() if s >= LEAST_S}
     rest = prediction.step_s - sum(found.values())
     if rest > 0.005 * prediction.step_s:
         found["other"] = rest
     return found
+
+
+def _listed(shares: Mapping[str, float]) -> str:
+    """Returns the larger ones of some fractions in words, the largest first."""
+    return ", ".join(
+        f"{kind} {share:.0%}"
+        for kind, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= SHOWN
+    )
 
 
 def _limit(shares: Mapping[str, float]) -> str:
@@ -177,33 +213,3 @@ def _limit(shares: Mapping[str, float]) -> str:
     else:
         text = _LIMITS[kind]
     return f"What limits it most is {text}."
-
-
-def _changes(run: RunConfig) -> Iterator[tuple[Mapping[str, Any], RunConfig]]:
-    """Yields single changes: settings, a larger batch, and devices moved between two axes."""
-    yield from neighbors(run)
-    batch = run.train.global_batch * 2
-    for settings in (
-        {"train.global_batch": batch},
-        {"train.global_batch": batch, "layout.micro_batches": run.layout.micro_batches * 2},
-    ):
-        other = changed(run, settings)
-        if other is not None:
-            yield settings, other
-    axes = (*spec_of(run.layout).axes, "dp", "pp")
-    for more in axes:
-        for less in axes:
-            size = getattr(run.layout, less)
-            if more == less or size % 2:
-                continue
-            moved = {
-                f"layout.{more}": getattr(run.layout, more) * 2,
-                f"layout.{less}": size // 2,
-            }
-            if moved.get("layout.dp") == 1 and run.layout.dp_mode != "replicate":
-                moved |= {"layout.dp_mode": "replicate", "layout.reshard": "layer"}
-            if moved.get("layout.pp") == 1:
-                moved["layout.stages_per_rank"] = 1
-            other = changed(run, moved)
-            if other is not None:
-                yield moved, other

@@ -6,119 +6,162 @@ The page is one file that needs no network. plotly is an extra, see `gridformer.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
-from gridformer.plan.advice import Advice, seconds_of
-from gridformer.plan.predict import predict
-from gridformer.plan.ranking import settings_of
+from gridformer.plan import figures
+from gridformer.plan.advice import Advice
+from gridformer.plan.figures import Outlook
+from gridformer.plan.price import doubts
+from gridformer.plan.ranking import common_warnings, hidden_s, settings_of, unlisted, warnings_of
 from gridformer.plan.search import Found, Result, Search
-from gridformer.plan.timeline import summarized
 from gridformer.utils.page import document
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
-# Kernels are blue, waiting for messages orange, and other waiting gray.
-COLORS = {
-    "products": "#08519c",
-    "attention": "#3182bd",
-    "memory-bound": "#9ecae1",
-    "update": "#74c476",
-    "messages over col": "#a63603",
-    "messages over row": "#e6550d",
-    "messages over branch": "#fd8d3c",
-    "messages over dp": "#fdae6b",
-    "messages over pp": "#fdd0a2",
-    "launches": "#756bb1",
-    "bubble": "#969696",
-    "other": "#d9d9d9",
-}
-_ABOVE = {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
-SMALL = 0.002  # kinds that take less than this fraction of every step are not drawn
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the batch and of the number of devices
-_STYLE = "td:nth-child(2), th:nth-child(2) { text-align: left; }"
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """The fastest layout by estimate for another batch or number of devices."""
-
-    at: int
-    found: Found | None
+_STYLE = "td:nth-child(2), th:nth-child(2) { text-align: left; } ul { margin-top: 4px; }"
+_Kind = tuple[str, str, bool]
 
 
 def write_page(
-    run: RunConfig, cluster: Cluster, result: Result, advice: Sequence[Advice], path: Path
+    run: RunConfig,
+    cluster: Cluster,
+    n_devices: int,
+    result: Result,
+    advice: Sequence[Advice],
+    path: Path,
+    remedies: Sequence[str] = (),
 ) -> None:
     """Writes the report.
 
     Args:
         run: The run that was asked for.
         cluster: The machine.
-        result: What was found; it has at least one layout.
+        n_devices: The number of devices.
+        result: What was found. If it has no layout, the report says what would fit.
         advice: The advice for each layout.
         path: The file, whose folder is created if needed.
+        remedies: What would fit if nothing does.
     """
-    n, batch = result.layouts[0].run.layout.n_processes, run.train.global_batch
+    title = f"{run.model.name} on {n_devices} devices of {cluster.name}"
+    heading = [
+        f"<h1>{html.escape(title)}</h1>",
+        _note(
+            f"{run.train.global_batch} sequences of {run.seq_len} tokens a step, "
+            f"{run.train.dtype}. {result.n_arrangements} arrangements were estimated, and the "
+            "fastest were traced: the code of a step ran on tensors without memory, and the "
+            "cluster file says what its kernels and messages take. Nothing here was measured."
+        ),
+    ]
+    if result.layouts:
+        sections = _sections(run, cluster, n_devices, result, advice)
+    else:
+        sections = [
+            "<h2>Nothing fits</h2>",
+            _list([*remedies, *unlisted(result)]),
+            "<h2>How certain this is</h2>",
+            _list(doubts(cluster, n_devices)),
+        ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = document(title, "\n".join([*heading, *sections]), _STYLE)
+    path.write_text(text, encoding="utf-8")
+
+
+def _sections(
+    run: RunConfig, cluster: Cluster, n: int, result: Result, advice: Sequence[Advice]
+) -> list[str]:
+    batch, best = run.train.global_batch, result.layouts[0]
     costs = Search(run, cluster, n).costs  # all of them remember the same messages
+    factors = memory_factors([*result.layouts, *result.refused])
 
     @cache
     def best_of(b: int, k: int) -> Found | None:
-        return fastest(Search(_with_batch(run, b), cluster, k, costs))
+        if (b, k) == (batch, n):
+            return best
+        return fastest(Search(_with_batch(run, b), cluster, k, costs), factors)
 
     batches = outlook(FACTORS, batch, lambda b: best_of(b, n))
     devices = [k for k in (round(n * f) for f in FACTORS) if k <= cluster.size]
     counts = outlook([k / n for k in devices], n, lambda k: best_of(batch, k))
-    best = result.layouts[0]
-    assert best.prediction is not None, "only traced layouts are listed"
-    title = f"{run.model.name} on {n} devices of {cluster.name}"
-    figures = [
-        _where(result.layouts),
-        _memory(result.layouts),
-        _timeline(best, cluster),
-        _lines(batches, "global batch", "sequences a second", _per_second),
-        _lines(counts, "devices", "sequences a second", _per_second),
+    unit = "sequences a second"
+    drawn = [
+        figures.where(result.layouts),
+        figures.memory(result.layouts),
+        figures.timeline(best, cluster),
+        figures.lines(batches, "global batch", unit, _per_second),
+        figures.lines(counts, "devices", unit, _per_second),
     ]
     plots = [
         figure.to_html(full_html=False, include_plotlyjs=i == 0, config={"displayModeBar": False})
-        for i, figure in enumerate(figures)
+        for i, figure in enumerate(drawn)
     ]
-    sections = [
-        f"<h1>{html.escape(title)}</h1>",
-        f'<p class="note">{batch} sequences of {run.seq_len} tokens a step, {run.train.dtype}. '
-        f"{result.n_arrangements} arrangements were estimated, and the fastest were traced: the "
-        "code of a step ran on tensors without memory, and the cluster file says what its kernels "
-        "and messages take. Nothing here was measured.</p>",
+    by_estimate = "That of the ranking by its trace, all others by estimate"
+    return [
         "<h2>Ranking</h2>",
         _ranking(result.layouts),
+        _list(unlisted(result)),
         "<h2>Where each second goes</h2>",
-        '<p class="note">The slowest rank of each layout, one optimizer step.</p>',
+        _note(
+            "The slowest rank of each layout, one optimizer step. Messages are those for which "
+            "the device waits; those that travel while it computes are <i>hidden</i>, in the "
+            "table above and below under the reasons."
+        ),
         plots[0],
         "<h2>Memory</h2>",
-        '<p class="note">The fullest device of each layout, and what a device has for tensors.</p>',
+        _note("The fullest device of each layout, and what a device has for tensors."),
         plots[1],
         "<h2>Timeline of the best</h2>",
-        '<p class="note">The ranks that differ; all others do what one of these does. Each moment '
-        "has the color of what takes most of it.</p>",
+        _note(
+            "The ranks that differ; all others do what one of these does. Each moment has the "
+            "color of what takes most of it."
+        ),
         plots[2],
         "<h2>Why</h2>",
         _reasons(result.layouts, advice),
+        "<h2>How certain this is</h2>",
+        _list(certainty(result, cluster, [point.at for point in counts])),
         "<h2>Other batches</h2>",
-        '<p class="note">The fastest layout for each batch, by estimate.</p>',
+        _note(f"The fastest layout for each batch. {by_estimate}."),
         plots[3],
         "<h2>Other numbers of devices</h2>",
-        '<p class="note">The fastest layout for each number, by estimate, with the same batch.</p>',
+        _note(f"The fastest layout for each number, with the same batch. {by_estimate}."),
         plots[4],
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = document(title, "\n".join(sections), _STYLE)
-    path.write_text(text, encoding="utf-8")
+
+
+def certainty(result: Result, cluster: Cluster, counts: Iterable[int]) -> list[str]:
+    """Returns sentences that say what makes a report less certain.
+
+    Args:
+        result: What was found, at least one layout.
+        cluster: The machine.
+        counts: The numbers of devices of which the report tells, too.
+    """
+    common = common_warnings(result.layouts)
+    found = [f"For all layouts: {warning}." for warning in common]
+    said = {*common}
+    for number, one in enumerate(result.layouts, start=1):
+        mine = [warning for warning in warnings_of(one) if warning not in common]
+        found += [f"For layout {number}: {warning}." for warning in mine]
+        said |= {*mine}
+    for n in counts:
+        more = [doubt for doubt in doubts(cluster, n) if doubt not in said]
+        found += [f"On {n} devices: {doubt}." for doubt in more]
+        said |= {*more}
+    off = [
+        100 * (one.estimate.step_s / one.prediction.step_s - 1)
+        for one in result.layouts
+        if one.prediction
+    ]
+    found.append(
+        f"Estimates of the layouts in the ranking are {min(off):+.0f}% to {max(off):+.0f}% off "
+        "their traces in time."
+        if len(off) > 1
+        else f"The estimate of the layout in the ranking is {off[0]:+.0f}% off its trace in time."
+    )
+    return found
 
 
 def outlook(
@@ -135,10 +178,36 @@ def outlook(
     return [Outlook(at, best(at)) for at in numbers if at >= 1]
 
 
-def fastest(search: Search) -> Found | None:
-    """Returns the fastest layout of a search that fits by estimate."""
+def memory_factors(traced: Sequence[Found]) -> dict[_Kind, float]:
+    """Returns how many times their estimated memory layouts need by their traces, at least 1.
+
+    The largest of each kind counts: layouts of one scheme, with the same recomputation, and with or
+    without a pipeline.
+    """
+    found: dict[_Kind, float] = {}
+    for one in traced:
+        if one.prediction is not None and one.prediction.peak_gib is not None:
+            factor = one.prediction.peak_gib / one.estimate.peak_gib
+            found[_kind(one)] = max(1.0, factor, found.get(_kind(one), 1.0))
+    return found
+
+
+def fastest(search: Search, factors: dict[_Kind, float]) -> Found | None:
+    """Returns the fastest layout of a search that fits by estimate.
+
+    Args:
+        search: The search.
+        factors: How many times their estimated memory layouts need, by kind.
+    """
     ranked, _ = search.ranked(improved=8)
-    return next((one for one in ranked if one.estimate.fits), None)
+    for one in ranked:
+        if one.estimate.peak_gib * factors.get(_kind(one), 1.0) <= one.estimate.limit_gib:
+            return one
+    return None
+
+
+def _kind(one: Found) -> _Kind:
+    return one.run.layout.scheme, one.run.train.recompute, one.run.layout.pp > 1
 
 
 def _with_batch(run: RunConfig, batch: int) -> RunConfig:
@@ -146,10 +215,19 @@ def _with_batch(run: RunConfig, batch: int) -> RunConfig:
 
 
 def _per_second(found: Found) -> float:
-    return found.run.train.global_batch / found.estimate.step_s
+    return found.run.train.global_batch / found.step_s
 
 
 # --------------------------------------------------------------------------- text
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{text}</p>'
+
+
+def _list(sentences: Sequence[str]) -> str:
+    items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
+    return f"<ul>{items}</ul>" if items else ""
 
 
 def _ranking(layouts: Sequence[Found]) -> str:
@@ -157,20 +235,24 @@ def _ranking(layouts: Sequence[Found]) -> str:
     for number, found in enumerate(layouts, start=1):
         prediction = found.prediction
         assert prediction is not None, "only traced layouts are listed"
-        cells = [
-            str(number),
-            html.escape(found.name),
-            f"{prediction.step_s:.4g}",
-            f"{found.run.train.global_batch / prediction.step_s:,.4g}",
-            f"{prediction.model_tflops_per_device:.4g}",
-            f"{prediction.peak_gib:.1f}",
-            str(found.run.layout.micro_batches),
-            found.run.train.recompute,
-        ]
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    heads = ("", "layout", "s a step", "sequences/s", "TFLOP/s a device", "GiB", "micro-batches")
-    head = "".join(f"<th>{text}</th>" for text in (*heads, "recompute"))
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+        cells = {
+            "": str(number),
+            "layout": html.escape(found.name),
+            "s a step": f"{prediction.step_s:.4g}",
+            "sequences/s": f"{found.run.train.global_batch / prediction.step_s:,.4g}",
+            "TFLOP/s a device": f"{prediction.model_tflops_per_device:.4g}",
+            "GiB": f"{prediction.peak_gib:.1f}",
+            "limit, GiB": f"{prediction.limit_gib:.1f}",
+            "s in messages": f"{prediction.exposed_communication_s:.3g}",
+            "s hidden": f"{hidden_s(prediction):.3g}",
+            "s in bubbles": f"{prediction.bubble_s:.3g}",
+            "micro-batches": str(found.run.layout.micro_batches),
+            "recompute": found.run.train.recompute,
+        }
+        rows.append("".join(f"<td>{cell}</td>" for cell in cells.values()))
+    head = "".join(f"<th>{text}</th>" for text in cells)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _reasons(layouts: Sequence[Found], advice: Sequence[Advice]) -> str:
@@ -182,122 +264,3 @@ def _reasons(layouts: Sequence[Found], advice: Sequence[Advice]) -> str:
             f"<code>{html.escape(settings_of(found.run))}</code></li>"
         )
     return f"<ol>{''.join(items)}</ol>"
-
-
-# --------------------------------------------------------------------------- figures
-
-
-def _named(layouts: Sequence[Found]) -> list[str]:
-    """Returns a label for each layout; those with equal names differ by their number."""
-    return [f"{number}. {found.name}" for number, found in enumerate(layouts, start=1)]
-
-
-def _figure(height: int, **layout: Any) -> go.Figure:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    figure.update_layout(
-        template="plotly_white",
-        height=height,
-        margin={"l": 10, "r": 110, "t": 70, "b": 50},
-        font={"size": 13},
-        **layout,
-    )
-    return figure
-
-
-def _where(layouts: Sequence[Found]) -> go.Figure:
-    """Returns stacked bars of the seconds of a step by kind."""
-    names = _named(layouts)
-    figure = _figure(120 + 34 * len(layouts), barmode="stack", legend=_ABOVE)
-    seconds = [seconds_of(found.prediction) for found in layouts if found.prediction]
-    kinds = [*COLORS, *sorted({kind for one in seconds for kind in one} - {*COLORS})]
-    for kind in kinds:
-        values = [one.get(kind, 0.0) for one in seconds]
-        if max(values) > SMALL * max(sum(one.values()) for one in seconds):
-            figure.add_bar(
-                y=names,
-                x=values,
-                name=kind,
-                orientation="h",
-                marker={"color": COLORS.get(kind, "#bdbdbd")},
-                hovertemplate="%{x:.4g} s " + kind + "<extra></extra>",
-            )
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    figure.update_xaxes(title="seconds a step")
-    return figure
-
-
-def _memory(layouts: Sequence[Found]) -> go.Figure:
-    """Returns bars of the fullest device's memory, with the limit as a line."""
-    figure = _figure(150 + 34 * len(layouts), showlegend=False)
-    peaks = [found.prediction.peak_gib for found in layouts if found.prediction]
-    figure.add_bar(
-        y=_named(layouts),
-        x=peaks,
-        orientation="h",
-        marker={"color": "#3182bd"},
-        text=[f"{peak:.1f} GiB" for peak in peaks],
-        textposition="auto",
-        hovertemplate="%{x:.1f} GiB<extra></extra>",
-    )
-    limit = layouts[0].estimate.limit_gib
-    figure.add_vline(
-        x=limit,
-        line={"color": "#de2d26", "width": 2, "dash": "dash"},
-        annotation={"text": f"limit {limit:.1f} GiB", "font": {"color": "#de2d26"}},
-        annotation_position="top left",
-    )
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    figure.update_xaxes(title="GiB", range=[0, limit * 1.05])
-    return figure
-
-
-def _lines(
-    points: Sequence[Outlook], axis: str, unit: str, value: Callable[[Found], float]
-) -> go.Figure:
-    """Returns a line of a value over a number, with the layouts beside its points."""
-    figure = _figure(380, showlegend=False)
-    some = [(point.at, point.found) for point in points if point.found is not None]
-    figure.add_scatter(
-        x=[at for at, _ in some],
-        y=[value(found) for _, found in some],
-        mode="lines+markers+text",
-        text=[found.name for _, found in some],
-        textposition="top center",
-        cliponaxis=False,
-        marker={"size": 9, "color": "#08519c"},
-        hovertemplate="%{x}: %{y:.4g} " + unit + "<br>%{text}<extra></extra>",
-    )
-    nothing = [point.at for point in points if point.found is None]
-    if nothing:
-        text = f"nothing fits at {axis} {', '.join(map(str, nothing))}"
-        figure.add_annotation(x=0, y=1.05, xref="paper", yref="paper", text=text, showarrow=False)
-    figure.update_xaxes(title=axis, type="log", tickvals=[at for at, _ in some])
-    figure.update_yaxes(title=unit, rangemode="tozero")
-    return figure
-
-
-def _timeline(found: Found, cluster: Cluster) -> go.Figure:
-    """Returns what the replayed ranks of the best layout do when."""
-    prediction = predict(found.run, cluster, memory=False, timeline=True)
-    segments = summarized(prediction.timeline)
-    rows = list(dict.fromkeys(segment.row for segment in segments))
-    figure = _figure(170 + 30 * len(rows), barmode="overlay", legend=_ABOVE)
-    kinds = list(dict.fromkeys(segment.kind for segment in segments))
-    for kind in sorted(kinds, key=lambda kind: (kind.startswith("messages"), kind)):
-        mine = [segment for segment in segments if segment.kind == kind]
-        name = {"memory_bound": "memory-bound", "exposed": "waits for messages"}.get(kind, kind)
-        color = COLORS.get({"exposed": "messages over row"}.get(kind, name))
-        figure.add_bar(
-            y=[segment.row for segment in mine],
-            x=[segment.end - segment.start for segment in mine],
-            base=[segment.start for segment in mine],
-            name=name,
-            orientation="h",
-            marker={"color": color or COLORS.get(name.replace("messages ", "messages over "))},
-            hovertemplate="%{base:.4g} s<extra>" + name + "</extra>",
-        )
-    figure.update_yaxes(autorange="reversed", automargin=True, categoryarray=rows)
-    figure.update_xaxes(title="seconds")
-    return figure

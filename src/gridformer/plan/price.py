@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gridformer.cluster.file import Cluster
+from gridformer.cluster.file import NO_DATA, Cluster
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import mesh_ranks
@@ -233,8 +233,47 @@ def warnings_of(run: RunConfig, cluster: Cluster, traces: Sequence[Trace]) -> li
         )
     for dtype in dtypes_without_peak(traces, cluster, run.train.tf32):
         found.append(f"{cluster.name} states no peak rate for products of {dtype}")
-    for name, fitted in cluster.fitted.items():
+    return found + doubts(cluster, run.layout.n_processes)
+
+
+def doubts(cluster: Cluster, n_devices: int) -> list[str]:
+    """Returns which fitted numbers the data do not determine for runs on so many devices.
+
+    Numbers that do not count for these runs are left out: those of messages on one device or in one
+    node, and those that tables of measurements replace.
+
+    Args:
+        cluster: The cluster.
+        n_devices: The number of devices.
+    """
+    nodes, tables = -(-n_devices // cluster.node_size), cluster.tables
+    by_formula = {
+        "product_efficiency": not tables.products,
+        "memory_efficiency": not tables.memory,
+        "inner_efficiency": n_devices > 1 and cluster.node_size > 1 and not tables.messages,
+        "outer_efficiency": nodes > 1 and not tables.messages,
+        "slowdown_per_node": nodes > 2 and not tables.messages,
+    }
+    unsure: dict[tuple[str, str, str], list[str]] = {}  # numbers of which the same is to be said
+    far = []
+    for name, counts in by_formula.items():
+        fitted = cluster.fitted.get(name)
+        if not counts or (fitted is None and not cluster.number(name)):
+            continue
+        if fitted is None or fitted.data == NO_DATA:
+            number = f"{name} ({cluster.number(name):g})"
+            unsure.setdefault(("was", "were", "not fitted to any data"), []).append(number)
+            continue
         if not fitted.identified:
             note = f": {fitted.note}" if fitted.note else ""
-            found.append(f"{name} of {cluster.name} is not determined by {fitted.data}{note}")
-    return found
+            key = ("is", "are", f"not determined by {fitted.data}{note}")
+            unsure.setdefault(key, []).append(name)
+        if fitted.up_to_nodes and nodes > fitted.up_to_nodes:
+            far.append(
+                f"{name} of {cluster.name} was fitted to runs on at most {fitted.up_to_nodes} "
+                f"nodes: for {nodes} nodes it is extrapolated"
+            )
+    return far + [
+        f"{', '.join(names)} of {cluster.name} {several if len(names) > 1 else one} {what}"
+        for (one, several, what), names in unsure.items()
+    ]

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.plan.advice import Advice
+from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Found, Result
 from gridformer.utils.units import format_setting
 
@@ -41,31 +42,16 @@ def print_result(
         )
     )
     console.print(_table(result.layouts))
-    for one in result.refused:
-        assert one.prediction is not None
-        console.print(
-            Text(
-                f"Left out: {one.name} does not fit when it is traced, with "
-                f"{one.prediction.peak_gib:.1f} of {one.prediction.limit_gib:.1f} GiB."
-            )
-        )
-    if result.passed_over:
-        some = ", ".join(one.name for one in result.passed_over[:3])
-        more = len(result.passed_over) - 3
-        names = f"{some} and {more} more" if more > 0 else some
-        console.print(Text(f"Not traced, because by the same factor these would not fit: {names}."))
-    if result.untraced:
-        text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
-        console.print(Text(f"There was no time to trace, by estimate: {text}."))
+    for sentence in unlisted(result):
+        console.print(Text(sentence))
     explained = result.layouts[:EXPLAINED]
-    of_all = set.intersection(*(set(_warnings(found)) for found in explained))
-    common = [warning for warning in _warnings(explained[0]) if warning in of_all]
+    common = common_warnings(explained)
     for number, (found, why) in enumerate(zip(explained, advice), start=1):
         console.print(Text(f"\n{number}. {found.name}", style="bold"))
         console.print(Text(f"   {settings_between(run, found.run)}"), soft_wrap=True)
         for sentence in why.sentences:
             console.print(Text(f"   {sentence}"), soft_wrap=True)
-        for warning in _warnings(found):
+        for warning in warnings_of(found):
             if warning not in common:
                 console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
     if common:
@@ -74,14 +60,49 @@ def print_result(
         console.print(Text(f"   Warning: {warning}"), soft_wrap=True)
 
 
-def _warnings(found: Found) -> list[str]:
+def unlisted(result: Result) -> list[str]:
+    """Returns sentences about the layouts that are not listed, and why not."""
+    sentences = []
+    for one in result.refused:
+        assert one.prediction is not None, "its trace has shown that it does not fit"
+        sentences.append(
+            f"Left out: {one.name} does not fit when it is traced, with "
+            f"{one.prediction.peak_gib:.1f} of {one.prediction.limit_gib:.1f} GiB."
+        )
+    if result.passed_over:
+        some = ", ".join(one.name for one in result.passed_over[:3])
+        more = len(result.passed_over) - 3
+        names = f"{some} and {more} more" if more > 0 else some
+        sentences.append(f"Not traced, because by the same factor these would not fit: {names}.")
+    if result.untraced:
+        text = "; ".join(f"{one.name} {one.step_s:.4g} s" for one in result.untraced)
+        sentences.append(f"There was no time to trace, by estimate: {text}.")
+    return sentences
+
+
+def warnings_of(found: Found) -> list[str]:
+    """Returns what makes the prediction of a layout less certain."""
     return found.prediction.warnings if found.prediction else []
 
 
+def common_warnings(layouts: Sequence[Found]) -> list[str]:
+    """Returns the warnings that all of some layouts have."""
+    of_all = set.intersection(*(set(warnings_of(found)) for found in layouts))
+    return [warning for warning in warnings_of(layouts[0]) if warning in of_all]
+
+
 def _table(layouts: Sequence[Found]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("\nlayout")
-    for head in ("s a\nstep", "TFLOP/s\na device", "\nGiB", "s in\nmessages", "s in\nbubbles"):
+    heads = (
+        "s a\nstep",
+        "TFLOP/s\na device",
+        "\nGiB",
+        "s in\nmessages",
+        "\nhidden",
+        "s in\nbubbles",
+    )
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("micro-\nbatches", justify="right", no_wrap=True)
     table.add_column("\nrecompute", no_wrap=True)
@@ -94,11 +115,17 @@ def _table(layouts: Sequence[Found]) -> Table:
             f"{prediction.model_tflops_per_device:.3g}",
             f"{prediction.peak_gib:.1f}",
             f"{prediction.exposed_communication_s:.3g}",
+            f"{hidden_s(prediction):.3g}",
             f"{prediction.bubble_s:.3g}",
             str(found.run.layout.micro_batches),
             found.run.train.recompute,
         )
     return table
+
+
+def hidden_s(prediction: Prediction) -> float:
+    """Returns the seconds in which messages of the slowest rank travel while it computes."""
+    return sum(prediction.parts.hidden.values())
 
 
 def layout_of(run: RunConfig) -> dict[str, Any]:
@@ -146,7 +173,7 @@ def as_json(
     result: Result, advice: Sequence[Advice], remedies: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns what `--json` prints."""
-    layouts = []
+    layouts: list[dict[str, Any]] = []
     for found, why in zip(result.layouts, advice):
         assert found.prediction is not None, "only traced layouts are listed"
         layouts.append(
@@ -157,8 +184,33 @@ def as_json(
                 "train": train_of(found.run),
                 "why": why.sentences,
                 "where": why.shares,
+                "hidden": why.hidden,
                 "change": dict(why.best.settings) if why.best else None,
+                "change_traced": why.best.traced if why.best else None,
                 "estimated_step_s": found.estimate.step_s,
             }
         )
-    return {"layouts": layouts, "remedies": list(remedies)}
+    return {
+        "layouts": layouts,
+        "remedies": list(remedies),
+        "refused": [_unlisted(found) for found in result.refused],
+        "passed_over": [_unlisted(found) for found in result.passed_over],
+        "untraced": [_unlisted(found) for found in result.untraced],
+        "arrangements": result.n_arrangements,
+        "estimates": result.n_estimates,
+    }
+
+
+def _unlisted(found: Found) -> dict[str, Any]:
+    """Returns what is known of a layout that is not listed; None stands for what was not traced."""
+    prediction, estimate = found.prediction, found.estimate
+    return {
+        "name": found.name,
+        "layout": layout_of(found.run),
+        "train": train_of(found.run),
+        "estimated_step_s": estimate.step_s,
+        "estimated_peak_gib": estimate.peak_gib,
+        "step_s": prediction.step_s if prediction else None,
+        "peak_gib": prediction.peak_gib if prediction else None,
+        "limit_gib": estimate.limit_gib,
+    }

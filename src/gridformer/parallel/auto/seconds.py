@@ -8,13 +8,13 @@ What all options of a product have in common is left out.
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 from gridformer.cluster import (
     Cluster,
     KernelWork,
     MessageWork,
+    cluster_path,
     kernel_s,
     like_messages,
     load_cluster,
@@ -229,8 +229,8 @@ def cluster_of(layout: LayoutConfig) -> Cluster:
     Raises:
         ConfigError: There is no such cluster, or its file has problems.
     """
-    path = Path(layout.cluster)
-    changed = path.stat().st_mtime_ns if path.is_file() else 0
+    path = cluster_path(layout.cluster)
+    changed = path.stat().st_mtime_ns if path else 0
     cluster = _loaded(layout.cluster, changed)
     if cluster.device.kind == "cpu":
         return cluster.model_copy(update={"processes": layout.n_processes})

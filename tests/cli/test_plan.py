@@ -1,0 +1,58 @@
+"""`gridformer plan` as a user meets it: what it emits trains, and it says so if nothing fits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gridformer.config import load_run
+from gridformer.train.metrics import read_metrics
+from tests.support.marks import extra, full_unless
+
+
+def gridformer(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gridformer", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd)
+
+
+def run_file(folder: Path, data: Path, **train: Any) -> Path:
+    sections: dict[str, Any] = {
+        "model": {"n_layers": 2, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(data)},
+        "train": {"steps": 2, "global_batch": 4, **train},
+    }
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+@pytest.mark.parametrize("devices", full_unless(lambda n: n == 2, [1, 2, 4]))
+def test_what_is_emitted_trains_as_it_is(token_folder: Path, tmp_path: Path, devices: int) -> None:
+    mine, emitted = run_file(tmp_path, token_folder), tmp_path / "best.yaml"
+    options = ("--cluster", "dgx-h100", "--devices", devices, "--top", 2, "--emit", emitted)
+    planned = gridformer("plan", mine, *map(str, options), "--json", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    (best, *_), run = json.loads(planned.stdout)["layouts"], load_run(emitted)
+    assert run.layout.n_processes == devices
+    assert all(getattr(run.layout, key) == value for key, value in best["layout"].items())
+    out = tmp_path / "out"
+    trained = gridformer("train", emitted, "--out", out, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert [one["step"] for one in read_metrics(out) if "loss" in one] == [1, 2]
+
+
+def test_a_report_is_written_where_nothing_fits(token_folder: Path, tmp_path: Path) -> None:
+    extra("plotly")
+    report = tmp_path / "report.html"
+    model = ("plan", "gpt-175b", "model.vocab_size=51200", "--batch", "8", "--devices", "8")
+    done = gridformer(*model, "--cluster", "dgx-h100", "--html", report, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Nothing fits on 8 devices of dgx-h100." in done.stdout
+    assert str(report) in done.stdout.replace("\n", "")
+    assert "Nothing fits" in report.read_text(encoding="utf-8")

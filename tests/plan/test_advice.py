@@ -1,0 +1,198 @@
+"""Advice names where the time goes, and only changes that make a step faster."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gridformer.cluster import Cluster
+from gridformer.config import RunConfig
+from gridformer.memory.layouts import candidates
+from gridformer.plan.advice import Advice, advise
+from gridformer.plan.changes import arrangement, single_changes
+from gridformer.plan.prediction import Prediction
+from gridformer.plan.search import Found, Result, Search
+from gridformer.plan.second_look import traced_with_advice
+from gridformer.plan.settings import changed
+from tests.support.plans import cluster, found_on_8, predictor, run_of, trace_of
+
+
+def test_advice_names_what_takes_most_time() -> None:
+    asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
+    parts = replace(trace_of(best).parts, bubble=100.0)
+    waits = replace(best, prediction=replace(trace_of(best), parts=parts, step_s=150.0))
+    said = advise(asked, waits)
+    assert "the pipeline" in said.limit
+    assert said.shares["bubble"] == pytest.approx(2 / 3)
+
+
+def test_advice_prefers_traces_to_estimates() -> None:
+    """A change that an estimate favors is not advised if its trace was slower, or did not fit."""
+    asked, result = Search(run_of(), cluster(), 8), found_on_8()
+    slow = replace(
+        result.layouts[0],
+        estimate=replace(result.layouts[0].estimate, step_s=100.0),
+        prediction=replace(trace_of(result.layouts[0]), step_s=100.0),
+    )
+    by_estimate = advise(asked, slow).best
+    assert by_estimate is not None
+    assert not by_estimate.traced
+    run = changed(slow.run, dict(by_estimate.settings))
+    assert run is not None
+    other = asked.estimated(run)
+    trace = predictor(other.run, cluster())
+
+    def again(**found: Any) -> Advice:
+        traced = replace(other, prediction=replace(trace, **found))
+        return advise(asked, slow, [traced])
+
+    slower = again(step_s=100.0 * other.run.train.global_batch / slow.run.train.global_batch)
+    assert slower.best is not None
+    assert slower.best.settings != by_estimate.settings
+    faster = again(step_s=1e-6)
+    assert faster.best is not None
+    assert (faster.best.settings, faster.best.traced) == (by_estimate.settings, True)
+    assert "in its own trace" in " ".join(faster.sentences)
+    large = again(step_s=1e-6, fits=False, peak_gib=1e3)
+    assert large.best is not None
+    assert large.best.settings != by_estimate.settings
+    assert large.too_large is not None
+    assert large.too_large.peak_gib == 1e3
+
+
+def test_messages_behind_computation_are_named_apart_and_noise_is_not() -> None:
+    asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
+    parts = replace(trace_of(best).parts, hidden={"dp": 30.0, "pp": 1e-9}, launches=1e-15)
+    one = replace(best, prediction=replace(trace_of(best), parts=parts, step_s=150.0))
+    said = advise(asked, one)
+    assert said.hidden == {"messages over dp": 0.2}
+    assert "Hidden behind computation, and not part of this: messages over dp 20%." in (
+        said.sentences
+    )
+    assert "launches" not in said.shares
+    assert sum(said.shares.values()) == pytest.approx(1.0)
+
+
+GRIDS: list[dict[str, Any]] = [
+    {"scheme": "megatron_2d", "rows": 2, "dp": 32, "dp_mode": "fsdp"},
+    {"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 16},
+    {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "dp": 32},
+    {"scheme": "optimus", "rows": 1, "cols": 2, "schedule": "gather", "dp": 32},
+    {"scheme": "subgraph", "branches": 2, "dp": 32, "common": "first", "order": "topology"},
+    {"dp": 32, "pp": 2, "micro_batches": 2, "dp_mode": "zero1"},
+]
+
+
+def changes_of(layout: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], RunConfig]]:
+    settings = [f"layout.{key}={value}" for key, value in layout.items()]
+    run = run_of("gpt2-774m", *settings, batch=512)
+    return list(single_changes(run))
+
+
+@pytest.mark.parametrize("layout", GRIDS, ids=lambda layout: layout.get("scheme", "single"))
+def test_no_change_leads_to_what_a_search_does_not_try(layout: Mapping[str, Any]) -> None:
+    tried = {arrangement(one) for one in candidates(64)}
+    found = changes_of(layout)
+    moved = [settings for settings, _ in found if "layout.dp" in settings]
+    assert moved
+    for settings, other in found:
+        assert arrangement(other.layout) in tried, settings
+
+
+def test_a_grid_of_one_device_is_called_single() -> None:
+    found = [settings for settings, one in changes_of(GRIDS[0]) if one.layout.scheme == "single"]
+    assert {"layout.dp": 64, "layout.rows": 1, "layout.scheme": "single"} in found
+
+
+def slow_2d() -> tuple[Search, Found, Found]:
+    """Return a grid that estimates take for slow, and what they take for faster, both traced.
+
+    By its trace the grid is the fastest, and the other one has other settings than those to which
+    a change of the grid leads.
+    """
+    run = run_of("gpt2-1.5b", *(f"layout.{k}={v}" for k, v in GRIDS[0].items()), batch=512)
+    asked = Search(run, cluster(), 64)
+    grid = asked.estimated(run)
+    layout = {"scheme": "single", "rows": 1, "dp": 64, "reshard": "step"}
+    other = asked.estimated(changed(run, {f"layout.{k}": v for k, v in layout.items()}) or run)
+    estimates = [replace(one.estimate, step_s=s) for one, s in ((grid, 9.0), (other, 0.2))]
+    traces = [
+        replace(predictor(one.run, cluster()), step_s=s) for one, s in ((grid, 0.2), (other, 0.3))
+    ]
+    grid, other = (
+        replace(one, estimate=e, prediction=p)
+        for one, e, p in zip((grid, other), estimates, traces)
+    )
+    return asked, grid, other
+
+
+def test_estimates_are_corrected_by_traces_of_the_same_arrangement() -> None:
+    asked, grid, other = slow_2d()
+    before = advise(asked, grid, [grid])
+    assert before.best is not None
+    assert before.best.run.layout.scheme == "single"
+    after = advise(asked, grid, [grid, other])
+    assert after.best is None or after.best.run.layout.scheme != "single"
+
+
+def with_times(first: float, later: float) -> Any:
+    """Return what predicts seconds for the first layout with the same batch, and for all others."""
+    times = itertools.chain([first], itertools.repeat(later))
+
+    def predicted(run: RunConfig, machine: Cluster) -> Prediction:
+        batches = run.train.global_batch / 64
+        seconds = next(times) if batches == 1 else later * batches
+        return replace(predictor(run, machine), step_s=seconds)
+
+    return predicted
+
+
+def slow_best() -> Result:
+    """Return layouts of which the best takes 100 s, by its estimate and by its trace."""
+    found = found_on_8()
+    best = found.layouts[0]
+    best = replace(
+        best,
+        estimate=replace(best.estimate, step_s=100.0),
+        prediction=replace(trace_of(best), step_s=100.0),
+    )
+    return replace(found, layouts=[best], refused=[], untraced=[], seconds=0.0)
+
+
+def test_what_is_advised_for_the_best_is_traced() -> None:
+    """All that is estimated to help is slower by its trace, so it is not advised."""
+    asked, result = Search(run_of(), cluster(), 8), slow_best()
+    best = result.layouts[0]
+    by_estimate = advise(asked, best).best
+    assert by_estimate is not None
+    ends = time.monotonic() + 60
+    traced = traced_with_advice(asked, result, 4, ends, with_times(200.0, 200.0))
+    assert len(traced) > 1
+    assert result.layouts[0] is best
+    said = advise(asked, best, traced).best
+    assert said is None or said.settings != by_estimate.settings
+
+
+def test_what_is_advised_and_is_faster_becomes_the_best() -> None:
+    asked, result = Search(run_of(), cluster(), 8), slow_best()
+    best = result.layouts[0]
+    ends = time.monotonic() + 60
+    traced = traced_with_advice(asked, result, 4, ends, with_times(1.0, 200.0))
+    assert result.layouts[0].step_s == 1.0
+    assert result.layouts[0] in traced
+    arranged = [arrangement(one.run.layout) for one in result.layouts]
+    assert len({*arranged}) == len(arranged)
+    assert (best in result.layouts) == (arranged[0] != arrangement(best.run.layout))
+
+
+def test_nothing_is_traced_for_advice_when_time_is_over() -> None:
+    result = slow_best()
+    traced = traced_with_advice(
+        Search(run_of(), cluster(), 8), result, 4, 0.0, with_times(1.0, 1.0)
+    )
+    assert traced == result.layouts
