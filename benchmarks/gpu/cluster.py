@@ -35,18 +35,21 @@ import typer
 
 from benchmarks.common.machine import command_line, describe_machine
 from benchmarks.gpu import numerics
-from benchmarks.gpu.layouts import layouts_of
+from benchmarks.gpu.layouts import layouts_of, usable
 from benchmarks.gpu.overlap import Overlap, profile
+from benchmarks.gpu.release import released
 from benchmarks.gpu.report import describe, table
 from benchmarks.gpu.step_report import step_flops
-from gridformer.config import LayoutConfig, RunConfig, shipped_model
+from gridformer.config import LayoutConfig, RunConfig, TrainConfig, shipped_model
 from gridformer.launch import launch
+from gridformer.mesh.groups import objects_group
 from gridformer.mesh.launch_env import joined
 from gridformer.mesh.process_group import World, close_world, init_world
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.validation import check
+from gridformer.train.numerics import set_numerics
 from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import ConfigError, UserError
@@ -105,7 +108,9 @@ class Writer:
 
 def work(n: int, options: Options) -> None:
     """Measures everything; the work of one rank."""
+    set_numerics(TrainConfig())  # as a run does: TF32 and sums in less than float32 are off
     world = init_world(options.device, n, 600.0)
+    objects_group()  # for all layouts, so that none of them makes and destroys it
     if world.device.type == "cuda" and not options.peak_tflops:
         known = peak_tflops(torch.cuda.get_device_name(), "bfloat16")
         options = replace(options, peak_tflops=known or 0.0)
@@ -155,18 +160,16 @@ def exactness(
     dtypes = [*numerics.TOLERANCE]
     columns = ["layout", *(f"{dtype} {what}" for dtype in dtypes for what in numerics.COMPARED)]
     writer.write("\n## Exactness\n\n" + table([*columns, "verdict"], []))
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
     for title, layout in layouts.items():
         writer.progress(f"exactness: {title}")
         size, row, within = _divisible(layout, 8), [title], True
         for dtype in dtypes:
-            worst = numerics.differences(world.device.type, layout, config, dtype, size)
+            with released(world.device):
+                worst = numerics.differences(world.device.type, layout, config, dtype, size)
             most = _largest([worst[what] for what in numerics.COMPARED], world)
             within = within and all(value < numerics.TOLERANCE[dtype] for value in most)
             row += [f"{value:.1e}" for value in most]
         writer.write("| " + " | ".join([*row, "equal" if within else "TOO FAR APART"]) + " |")
-    torch.backends.cuda.matmul.allow_tf32 = tf32
     tolerances = ", ".join(f"{dtype} {t:g}" for dtype, t in numerics.TOLERANCE.items())
     writer.write(
         f"\nThe largest relative difference to one device on any rank, for h={config.hidden_size}, "
@@ -221,10 +224,9 @@ def speed(
         except ConfigError as error:
             writer.write(f"| {title} | {'; '.join(error.problems)} |" + " |" * (len(COLUMNS) - 2))
             continue
-        row = [title, run.train.recompute, *_measured(run, world, estimated, options)]
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-        writer.write("| " + " | ".join(row) + " |")
+        with released(world.device):
+            cells = _measured(run, world, estimated, options)
+        writer.write("| " + " | ".join([title, run.train.recompute, *cells]) + " |")
     writer.write(
         f"\n{options.sequences} sequences a device and step, bfloat16, AdamW; the median of "
         f"{options.steps} steps after {WARM_UP} (quartiles in brackets), on the slowest rank. FLOP "
@@ -383,7 +385,12 @@ def main(
         ),
     ] = 0.0,
     processes: Annotated[
-        int, typer.Option(min=0, help="Processes on this machine; 0: one for each GPU.")
+        int,
+        typer.Option(
+            min=0,
+            help="Processes on this machine, each with a GPU; 0: as many as there are GPUs and "
+            "layouts for them.",
+        ),
     ] = 0,
     device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Where to run.")] = "cuda",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to try the code.")] = False,
@@ -415,7 +422,20 @@ def _n_devices(device: str) -> int:
             "torch finds no GPU on this machine: `--device cpu --quick` runs the same code on "
             "CPU processes; `gridformer doctor` shows what torch finds"
         )
-    return torch.cuda.device_count()
+    found = torch.cuda.device_count()
+    n = usable(found)
+    if not n:
+        raise UserError(
+            "this report compares layouts on 2 GPUs or more, and torch finds 1: "
+            "`python -m benchmarks.gpu` measures one GPU"
+        )
+    if n < found:
+        typer.echo(
+            f"{found} GPUs were found, and {n} of them are used, since the layouts of this report "
+            "need 2, 4 or a multiple of 8.",
+            err=True,
+        )
+    return n
 
 
 if __name__ == "__main__":

@@ -8,6 +8,11 @@ Layout = dict[str, Any]
 LARGEST = 8  # the most devices that share a layer; more devices become replicas
 
 
+def usable(n: int) -> int:
+    """Returns the largest number of devices up to `n` that the layouts can use; 0 if none is."""
+    return n // LARGEST * LARGEST or max((k for k in (2, 4) if k <= n), default=0)
+
+
 def layouts_of(n: int) -> dict[str, Layout]:
     """Returns every scheme, pipelines and each mode of replicas on `n` devices, by title.
 
@@ -18,8 +23,9 @@ def layouts_of(n: int) -> dict[str, Layout]:
         ValueError: These layouts cannot use `n` devices.
     """
     if n not in (2, 4) and n % LARGEST:
+        hint = f"; use --processes {usable(n)}" if usable(n) else ""
         raise ValueError(
-            f"{n} devices: the layouts of this report need 2, 4 or a multiple of {LARGEST}"
+            f"{n} devices: the layouts of this report need 2, 4 or a multiple of {LARGEST}{hint}"
         )
     k = min(n, LARGEST)
     rows, cols = 2, k // 2
@@ -40,9 +46,10 @@ def layouts_of(n: int) -> dict[str, Layout]:
     for mode in ("replicate", "zero1", "fsdp"):
         found[f"{n} replicas, {mode}"] = {"dp": n, "dp_mode": mode}
     stages = min(k, 4)
-    found[f"{stages} stages, 1f1b"] = _fill(
-        {"pp": stages, "micro_batches": 2 * stages}, n // stages
-    )
+    for order in ("1f1b", "gpipe"):
+        found[f"{stages} stages, {order}"] = _fill(
+            {"pp": stages, "micro_batches": 2 * stages, "pipeline": order}, n // stages
+        )
     if k >= 4:
         half = k // 2
         found[f"megatron 1x{half}, 2 replicas, fsdp"] = _fill(

@@ -88,6 +88,8 @@ QUICK = [
     Case("GPT-2", {**DSP, "attention": "outside", "pp": 2, "micro_batches": 2}, {}),
     Case("Transformer", {"pp": 2, "micro_batches": 4, "stages_per_rank": 2}, {}),
     Case("Llama", {"pp": 4, "micro_batches": 6}, {}),
+    Case("GPT-2", {**OPTIMUS, "schedule": "pipelined"}, TRAIN[1]),
+    Case("GPT-2", {**CSUB, "dp": 2}, IN_BACKWARD),
 ]
 CASES = [*QUICK, *DEEP, *WIDE, *MATRIX]
 

@@ -1,9 +1,14 @@
-"""A check finds every fault that has been seen or foreseen on GPUs, when it is put back."""
+"""A check finds the faults of a step that were seen or foreseen on GPUs, when they are put back.
+
+Faults that are not in a step are put back where they are tested: a rank that does not report before
+it leaves in tests/launch/test_failing.py, and a rendezvous that can be reached from outside in
+tests/launch/test_privacy.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gridformer import comm
 from gridformer.check import Problem, Report, report_of
 from gridformer.comm import Pending, collectives
-from gridformer.mesh import Axis
+from gridformer.mesh import Axes, Axis, axes
 from gridformer.models.blocks import Recompute
+from gridformer.parallel.data import gradients
+from gridformer.parallel.data.buckets import in_buckets
 from gridformer.parallel.pipeline import executor
+from gridformer.parallel.sharding import shard_of
 from gridformer.parallel.validation import check
 from gridformer.trace import trace_rank
 from gridformer.train import forward_backward, step
@@ -64,20 +73,26 @@ def only(report: Report) -> Problem:
 
 
 def strides_kept() -> AbstractContextManager[object]:
-    """The result of a reduce-scatter has the strides of a transposed block."""
+    """The result of a reduce-scatter keeps the strides of a transposed block, as it once did."""
 
-    def blocks_of(blocks: Tensor, axis: Axis, later: bool) -> Pending:
-        out = torch.empty_like(blocks[0].mT)
-        out.view(-1)
-        return Pending(out.mT)
+    def start(part: Callable[[int], Tensor], axis: Axis, label: str = "") -> Pending:
+        others = [part(index) for index in range(axis.size) if index != axis.index]
+        one = others[0]
+        terms = torch.stack(collectives._around(others, part(axis.index), axis))
+        out = torch.empty_like(one)
+        work = collectives._reduce_scatter(
+            out.view(-1), terms.view(-1), group=axis.group, async_op=True
+        )
+        return Pending(out, work, terms)
 
-    return patch.object(collectives, "_reduce_scatter_blocks", blocks_of)
+    return patch.object(comm, "start_sum_of_parts", start)
 
 
 def test_strides_that_a_result_keeps_are_found(gpu: InProcess) -> None:
     problem = only(gpu(checked, OPTIMUS, None, None, strides_kept))
-    assert problem.kind == "error"
-    assert "view" in problem.text
+    assert (problem.kind, problem.ranks) == ("error", (0, 1, 2, 3))
+    assert problem.place.file == "parallel/tensor/summa/gather.py"
+    assert "view size is not compatible" in problem.text
 
 
 @pytest.mark.parametrize(
@@ -257,6 +272,56 @@ def test_groups_that_a_rank_does_not_create_are_found(gpu: InProcess) -> None:
     problem = only(gpu(checked, layout, {"n_layers": 3}, None, one_rank_leaves_out_groups))
     assert (problem.kind, problem.ranks) == ("groups", (0, 1))
     assert problem.text == "rank 0 creates 1 group for pp, but rank 1 creates no more groups"
+
+
+def a_call_for_each_line() -> AbstractContextManager[object]:
+    """Every group is created by a call of its own, in which all ranks take part."""
+
+    def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> Any:
+        mine = None
+        for line in lines:
+            group = dist.new_group([*line], group_desc=purpose)
+            mine = group if dist.get_rank() in line else mine
+        return mine
+
+    return patch.object(axes, "make_groups", make_groups)
+
+
+def test_calls_that_grow_with_ranks_are_found(gpu: InProcess) -> None:
+    layout = {"pp": 3, "cols": 2, "scheme": "megatron", "micro_batches": 2}
+    model = {"n_layers": 3}
+    report: Report = gpu(checked, layout, model, None, a_call_for_each_line)
+    assert {problem.kind for problem in report.problems} == {"calls"}
+    assert not any(problem.stops for problem in report.problems)
+    said = {problem.axis: problem.text for problem in report.problems}
+    assert {"pp", "col", "pp up", "pp down"} <= {*said}
+    assert said["col"].startswith("3 calls create the 3 groups for col, one for each")
+    assert gpu(checked, layout, model).ok
+
+
+def over_stages_first() -> AbstractContextManager[object]:
+    """Gradients of what stages share are summed over the stages before they are over replicas."""
+    real = gradients.reduce_gradients
+
+    def reduce(found: Iterable[nn.Parameter], mesh: Axes, *rest: Any) -> None:
+        parameters = [*found]
+        for stages in sorted({shard_of(p).stages for p in parameters} - {()}):
+            axis = mesh.holders(stages)
+            grads = [gradients._grad(p) for p in parameters if shard_of(p).stages == stages]
+            in_buckets(grads, lambda x, axis=axis: comm.all_reduce(x, axis, label=gradients.LABEL))  # type: ignore[misc]
+        with patch.object(gradients, "_sum_over_stages", lambda flat, axis: flat):
+            real(parameters, mesh, *rest)
+
+    return patch.object(step, "reduce_gradients", reduce)
+
+
+@pytest.mark.parametrize("mode", full_unless("replicate".__eq__, ["replicate", "zero1", "fsdp"]))
+def test_sums_over_stages_before_replicas_are_found(gpu: InProcess, mode: str) -> None:
+    layout = {"pp": 2, "dp": 2, "dp_mode": mode, "micro_batches": 2}
+    problem = only(gpu(checked, layout, None, None, over_stages_first))
+    assert (problem.kind, problem.axis, problem.ranks) == ("drift", "pp", (0, 1, 2, 3))
+    assert "only then over dp at parallel/data/gradients.py" in problem.text
+    assert gpu(checked, layout).ok
 
 
 def one_rank_keeps_its_part() -> AbstractContextManager[object]:

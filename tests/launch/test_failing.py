@@ -7,6 +7,7 @@ a peer is gone. What the ranks wait for takes 600 s, far longer than any limit h
 
 import json
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,43 +23,73 @@ from gridformer.launch.failures import Failure, report
 from gridformer.mesh.process_group import abandon_world
 from gridformer.utils.errors import DataError, DivergedError
 from gridformer.utils.signals import StopPolicy, StopRequest
-from tests.support.launch.programs import TORCHRUN, Start, assert_gone, finish, wait_for
+from tests.support.launch.programs import (
+    TORCHRUN,
+    Start,
+    assert_gone,
+    finish,
+    starting,
+    wait_for,
+)
 
 FAILING = "training:one_fails_in_training"
+LEAVING = "training:one_leaves_before_it_reports"
 PIDS = ["pid0", "pid1", "pid2"]
-STOPPED_S = 60.0  # it takes a few seconds (docs/how-to/faults.md), and longer on a busy machine
+STOPPED_S = 10.0  # it takes less than 2 s (docs/how-to/faults.md)
+Ended = tuple[float, int, str]
 
 
-def assert_stopped_soon(folder: Path, pids: list[str]) -> None:
-    """Check that all processes are gone soon after rank 1 raised, and print how soon."""
-    assert_gone(pids)
-    seconds = time.time() - float((folder / "raised1").read_text())
+def ends(folder: Path, *before: str) -> Ended:
+    """Return how soon after rank 1 raised all processes were gone, the exit code and the errors."""
+    folder.mkdir()
+    with starting(folder) as start:
+        process = start(FAILING, 3, *before)
+        pids = wait_for(folder, PIDS, process)
+        code, _, err = finish(process)
+        assert_gone(pids)
+        seconds = time.time() - float((folder / "raised1").read_text())
+    assert not list(folder.glob("left*")), "the group was left while peers were in collectives"
+    return seconds, code, err
+
+
+def ends_soon(folder: Path, *before: str) -> tuple[int, str]:
+    """Check that all processes are gone soon after rank 1 raised.
+
+    They have a second chance, since others may use the machine. A rank that does not report first
+    takes 600 s each time.
+    """
+    seconds, code, err = ends(folder / "first", *before)
+    if seconds >= STOPPED_S:
+        seconds, code, err = ends(folder / "second", *before)
     print(f"all processes were gone {seconds:.1f} s after the error")
     assert seconds < STOPPED_S
+    return code, err
 
 
-def test_a_rank_that_fails_reports_before_it_leaves(start: Start, tmp_path: Path) -> None:
-    process = start(FAILING, 3)
-    pids = wait_for(tmp_path, PIDS, process)
-    code, _, err = finish(process)
-    assert_stopped_soon(tmp_path, pids)
+def test_a_rank_that_fails_reports_before_it_leaves(tmp_path: Path) -> None:
+    code, err = ends_soon(tmp_path)
     assert code == 1
     assert err.startswith("rank 1 failed:\n\nTraceback"), err
     assert err.endswith("ValueError: the root cause\n"), err
-    assert not list(tmp_path.glob("left*")), "the group was left while peers were in collectives"
 
 
-def test_a_rank_that_fails_reports_to_torchrun(start: Start, tmp_path: Path) -> None:
-    process = start(FAILING, 3, *TORCHRUN, "3")
-    pids = wait_for(tmp_path, PIDS, process)
-    code, _, err = finish(process)
-    assert_stopped_soon(tmp_path, pids)
+def test_a_rank_that_fails_reports_to_torchrun(tmp_path: Path) -> None:
+    code, err = ends_soon(tmp_path, *TORCHRUN, "3")
     assert code == 1
     _, _, cause = err.rpartition("Root Cause (first observed failure)")
     assert "rank      : 1 (local_rank: 1)" in cause, err
     assert cause.count("Traceback") == 1
     assert "ValueError: the root cause" in cause
-    assert not list(tmp_path.glob("left*")), "the group was left while peers were in collectives"
+
+
+def test_a_rank_that_leaves_before_it_reports_is_noticed(start: Start, tmp_path: Path) -> None:
+    """The old fault is put back: groups are destroyed before anything says why."""
+    process = start(LEAVING, 3)
+    pids = wait_for(tmp_path, PIDS, process)
+    wait_for(tmp_path, ["left1"], process)
+    with pytest.raises(subprocess.TimeoutExpired):  # in the tests above it comes to its end
+        process.wait(2.0)
+    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_giving_up_nccl_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,18 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from tests.support.launch.programs import Start, assert_gone, finish, wait_for
+from tests.support.launch.programs import Start, assert_gone, finish, processes, wait_for
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/net/tcp").exists(), reason="sockets are found in /proc, which Linux has"
@@ -44,7 +48,7 @@ def test_a_local_run_cannot_be_reached_from_outside(start: Start, tmp_path: Path
     listening = list(listening_at(sockets))
     assert len(listening) >= 2, "gloo listens in each worker"
     for address, port in listening:
-        assert ip_address(address).is_loopback, f"{address}:{port} can be reached from outside"
+        assert_loopback(address, port)
     # gloo chooses loopback by itself only if the machine's own name means 127.0.0.1.
     for name in ("gloo0", "gloo1", "nccl0", "nccl1"):
         assert (tmp_path / name).read_text() == "lo", name
@@ -72,20 +76,44 @@ def test_a_local_run_cannot_be_reached_from_outside(start: Start, tmp_path: Path
     assert_gone(pids)
 
 
+def test_an_elastic_agent_can_be_reached_from_outside(tmp_path: Path) -> None:
+    """The old fault is put back: torch's rendezvous, to whose store every machine can write."""
+    own, trace = Path("/proc/self"), tmp_path / "trace"
+    before = {*sockets_in(own)}
+    where = RendezvousParameters("c10d", "localhost:0", "old", 1, 1, is_host=True)
+    backend, store = create_backend(where)
+    ((address, port),) = listening_at({*sockets_in(own)} - before)
+    with pytest.raises(AssertionError, match="can be reached from outside"):
+        assert_loopback(address, port)
+    set_in_store(port, "old", pickle.dumps(Leaves(trace)))
+    handler = create_handler(store, backend, where)
+    with suppress(AttributeError):  # what is unpickled is no state of a rendezvous
+        handler.is_closed()
+    assert trace.exists(), "a pickle from outside has not been read"
+
+
+def assert_loopback(address: str, port: int) -> None:
+    assert ip_address(address).is_loopback, f"{address}:{port} can be reached from outside"
+
+
 def is_private(folder: Path) -> bool:
     return stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def sockets_of(session: int) -> Iterator[str]:
     """Yield the inodes of all sockets of all processes of a session."""
-    for stat_file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat_file.read_text().rpartition(")")[2].split()[3]) != session:
-                continue
-            links = [os.readlink(fd) for fd in stat_file.with_name("fd").iterdir()]
-        except OSError:  # the process has ended
-            continue
-        yield from (link[len("socket:[") : -1] for link in links if link.startswith("socket:["))
+    for folder in processes(session):
+        with suppress(OSError):  # the process has ended
+            yield from sockets_in(folder)
+
+
+def sockets_in(folder: Path) -> list[str]:
+    """Return the inodes of the sockets of one process, whose folder in /proc is given."""
+    links = []
+    for fd in (folder / "fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            links.append(os.readlink(fd))
+    return [link[len("socket:[") : -1] for link in links if link.startswith("socket:[")]
 
 
 def listening_at(inodes: set[str]) -> Iterator[tuple[str, int]]:

@@ -26,6 +26,8 @@ from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.branches import parallelize_branches
 from gridformer.parallel.validation import check
 from gridformer.trace.device import NAME, fake_gpu
+from gridformer.train import step as training_step
+from gridformer.utils.batch import Batch
 from gridformer.utils.errors import ConfigError
 from tests.support.fake_gpu import (
     Step,
@@ -192,7 +194,7 @@ def assert_on_one_device(run: RunConfig, steps: list[Step]) -> None:
     common = ("branch", "every", "world")
     for step in steps:
         assert len(step.threads) == (run.layout.n_processes > 1)
-        assert not step.reads, f"read back: {step.places}"
+        assert not step.reads, f"the host waits for the device: {step.places}"
         assert step.over(*common) == steps[0].over(*common)
 
 
@@ -276,7 +278,7 @@ def mix(device: str) -> None:
 
 
 def read(how: str) -> list[str]:
-    """Read from the fake GPU in one way, and return where the read-backs are."""
+    """Read from or write to the fake GPU in one way, and return where the host waits for it."""
     watch = Watch()
     with fake_tensors(watch), watch:
         x = torch.ones(2, device=fake_gpu())
@@ -288,10 +290,17 @@ def read(how: str) -> list[str]:
             x.cpu()
         elif how == "copy_":
             torch.empty(2).copy_(x)
+        elif how == "copy_ to the device":
+            x.copy_(torch.empty(2))
+        elif how == "to the device":
+            torch.ones(2).to(fake_gpu())
+        elif how == "tensor":
+            torch.tensor([1.0, 2.0], device=fake_gpu())
         else:
             x.to("cpu", non_blocking=True)
             torch.empty(2).copy_(x, non_blocking=True)
-            torch.ones(2).to(fake_gpu())
+            torch.ones(2).to(fake_gpu(), non_blocking=True)
+            x.copy_(torch.empty(2), non_blocking=True)
     return watch.places
 
 
@@ -310,6 +319,26 @@ def test_what_a_gpu_refuses_is_refused(gpu: InProcess) -> None:
     gpu(send, f"{NAME}:0")
 
 
-@pytest.mark.parametrize("how", ["tolist", "float", "cpu", "copy_", "without waiting"])
-def test_read_backs_are_listed(gpu: InProcess, how: str) -> None:
+WAYS = ("tolist", "float", "cpu", "copy_", "copy_ to the device", "to the device", "tensor")
+
+
+@pytest.mark.parametrize("how", [*WAYS, "without waiting"])
+def test_what_the_host_waits_for_is_listed(gpu: InProcess, how: str) -> None:
     assert len(gpu(read, how)) == (how != "without waiting")
+
+
+def step_that_waits_for_its_batch(run: RunConfig) -> Step:
+    def on_device(rows: Batch, device: torch.device) -> Batch:
+        return {key: value.to(device) for key, value in rows.items()}
+
+    with patch.object(training_step, "on_device", on_device):
+        return step_of(run, 0)
+
+
+def test_a_batch_for_which_the_host_waits_is_found(gpu: InProcess) -> None:
+    run = a_run({}, {"n_layers": 1, "max_seq_len": 8}, {"global_batch": 2})
+    found = gpu(step_that_waits_for_its_batch, run)
+    assert found.reads == [0, 0], "tokens and targets, before the first product"
+    assert all("train/step.py" in place for place in found.places)
+    with pytest.raises(AssertionError, match="the host waits"):
+        assert_on_one_device(run, [found])

@@ -78,14 +78,15 @@ class Step:
     Attributes:
         messages: Messages as (operation, axis, label).
         threads: The threads that sent them.
-        reads: One entry for each read-back; for each the host waits until all kernels are done.
+        reads: One entry for each read-back and each copy to the device for which the host waits; at
+            each of them it waits until all kernels are done.
         places: Where in the code each of them is.
         products: The number of matrix products.
     """
 
     messages: list[tuple[str, str, str]]
     threads: set[int]
-    reads: list[int]  # how many matrix products were launched before each read-back
+    reads: list[int]  # how many matrix products were launched before each of them
     places: list[str]
     products: int
 
@@ -109,7 +110,7 @@ class Watch(TorchDispatchMode):
         self.products = 0
 
     def read(self) -> None:
-        """Note that the host reads from the device here."""
+        """Note that the host waits for the device here."""
         self.reads.append(self.products)
         ours = [frame for frame in traceback.extract_stack() if SOURCE in frame.filename]
         self.places.append(f"{ours[-1].filename}:{ours[-1].lineno}" if ours else "outside")
@@ -130,15 +131,18 @@ class Watch(TorchDispatchMode):
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation copies from the device to the host and waits for that."""
+    """Return whether an operation copies between the device and the host and waits for that.
+
+    A copy to the device waits for all kernels that were launched before it, too.
+    """
     blocking = not kwargs.get("non_blocking", False)
     if func is torch.ops.aten._to_copy.default:
         to = kwargs.get("device")
         to = args[0].device if to is None else torch.device(to)
-        return blocking and args[0].device.type == NAME and to.type == "cpu"
+        return blocking and {args[0].device.type, to.type} == {NAME, "cpu"}
     if func is torch.ops.aten.copy_.default:
         blocking &= not (len(args) > 2 and args[2])
-        return blocking and args[1].device.type == NAME and args[0].device.type == "cpu"
+        return blocking and {args[0].device.type, args[1].device.type} == {NAME, "cpu"}
     return False
 
 

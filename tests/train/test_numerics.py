@@ -15,6 +15,7 @@ from gridformer.train.numerics import set_numerics
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.multirank.exactness import tiny
+from tests.support.twice import differing
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -62,3 +63,9 @@ def test_a_step_needs_no_kernel_without_a_deterministic_form() -> None:
     model = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"), "bfloat16")
     stepper = Stepper(model, TrainConfig(global_batch=2, dtype="bfloat16"), Axes())
     stepper(0, lambda rows: next_words(torch.zeros(2, 9, dtype=torch.long)[rows]))
+
+
+def test_the_same_steps_twice_give_the_same_bits_on_a_cpu() -> None:
+    """On GPUs that is tested in tests/gpu/test_deterministic.py."""
+    assert differing("cpu", {}, {}) == []
+    assert "loss and norm" in differing("cpu", {}, {}, seeds=(1, 2)), "another seed is noticed"

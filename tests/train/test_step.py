@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +17,7 @@ from gridformer.mesh import Axes, Axis
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.gradients import counted_square
-from gridformer.train.step import Stepper
+from gridformer.train.step import Ahead, Stepper
 from gridformer.utils.batch import Batch, next_words
 from gridformer.utils.errors import DivergedError
 
@@ -111,3 +113,21 @@ def test_each_step_has_masks_of_its_own() -> None:
     assert loss_at(0, 0.5) == loss_at(0, 0.5)
     assert len({loss_at(step, 0.5) for step in range(4)}) == 4
     assert len({loss_at(step, 0.0) for step in range(4)}) == 1
+
+
+def test_no_model_outlives_its_stepper() -> None:
+    """Not even until the garbage collector runs, for a GPU may have no room for two."""
+    batch = next_words(torch.zeros(2, 5, dtype=torch.long))
+
+    def some_steps() -> list[weakref.ref[Any]]:
+        run = Ahead(stepper(global_batch=2, dtype="float16"))
+        run(0, lambda rows: {name: x[rows] for name, x in batch.items()})
+        run.stepper.start(1, lambda rows: {name: x[rows] for name, x in batch.items()})
+        model = run.stepper.model
+        return [weakref.ref(model), *map(weakref.ref, model.parameters())]
+
+    gc.disable()
+    try:
+        assert not any(ref() is not None for ref in some_steps())
+    finally:
+        gc.enable()

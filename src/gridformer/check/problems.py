@@ -15,6 +15,8 @@ KINDS = {
     "error": "the step raises an error",
     "untraced": "the step cannot be checked to its end",
     "groups": "ranks create different groups",
+    "calls": "creating groups takes a call for each of them",
+    "drift": "copies of a parameter drift apart",
     "order": "ranks call different collectives",
     "unmatched": "a message is never answered",
     "deadlock": "ranks wait for each other in a circle",
@@ -59,7 +61,7 @@ class Problem:
     @property
     def stops(self) -> bool:
         """Whether the run cannot work. Otherwise it is only slow, or nobody knows."""
-        return self.kind not in ("read-back", "untraced")
+        return self.kind not in ("read-back", "calls", "untraced")
 
     def as_json(self) -> dict[str, Any]:
         """Returns the problem for `gridformer check --json`."""

@@ -13,6 +13,7 @@ from gridformer.check.sample import MOST, among, lines, shorter
 from gridformer.check.simulate import simulate
 from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import Decisions, decide_run
+from gridformer.parallel.data.gradients import LABEL
 from gridformer.trace import Place, Read, Start, Trace, Trouble, trace_ranks
 
 _TROUBLES = {
@@ -22,6 +23,8 @@ _TROUBLES = {
     "error": "please report this, with the run file",
     "untraced": "the run may work; please report this, with the run file",
 }
+
+_CREATED = Place("mesh/groups.py", 0, "make_groups")
 
 
 @dataclass
@@ -95,7 +98,7 @@ def report_of(run: RunConfig, traces: Sequence[Trace]) -> Report:
     problems = [*_own(run, traces)]
     # What a rank does after an error is not known, so nothing can be said about those who wait.
     if all(trace.complete for trace in traces):
-        problems += _groups(traces)
+        problems += [*_groups(traces), *_calls(run, traces), *_drift(traces)]
         programs = among({trace.rank: trace.events for trace in traces})
         problems += message_problems(simulate(programs))
     starts = sum(isinstance(event, Start) for trace in traces for event in trace.events)
@@ -149,6 +152,51 @@ def _groups(traces: Sequence[Trace]) -> Iterator[Problem]:
         ]
         alike = " of other ranks" if one and other and one[:2] == other[:2] else ""
         text = f"{said[0]}, but {said[1]}{alike}"
-        place = Place("mesh/groups.py", 0, "make_groups")
-        yield Problem("groups", (first.rank, trace.rank), place, text, _TROUBLES["device"])
+        yield Problem("groups", (first.rank, trace.rank), _CREATED, text, _TROUBLES["device"])
         return
+
+
+def _calls(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Returns a problem for each purpose whose groups are created one by one.
+
+    A call creates the groups of all places in the other axes. Where there is but one such place,
+    several calls for the pipeline's axis have different stages.
+    """
+    if run.layout.n_processes == run.layout.pp:
+        return
+    first = traces[0]
+    for groups in first.groups:
+        if groups.n == groups.calls > 1:
+            text = (
+                f"{groups.calls} calls create the {groups.n} groups for {groups.purpose}, one for "
+                "each. Over NCCL a call is a collective of all ranks, so a start takes longer the "
+                "more ranks there are"
+            )
+            ranks = tuple(trace.rank for trace in traces)
+            yield Problem("calls", ranks, _CREATED, text, _TROUBLES["error"], groups.purpose)
+
+
+def _drift(traces: Sequence[Trace]) -> Iterator[Problem]:
+    """Returns problems of ranks that sum gradients over stages before they do over replicas.
+
+    Every stage then sums equal terms over its replicas, but the ring of each may begin at another
+    rank and so round in another order.
+    """
+    found: dict[tuple[Place, Place, str], list[int]] = {}
+    for trace in traces:
+        early = None
+        for event in trace.events:
+            if not isinstance(event, Start) or event.label != LABEL or event.op == "p2p":
+                continue
+            if event.axis == "pp":
+                early = early or event
+            elif early:
+                found.setdefault((early.place, event.place, event.axis), []).append(trace.rank)
+                break
+    for (stages, replicas, axis), ranks in found.items():
+        text = (
+            f"gradients are summed over the stages that share a parameter at {stages}, and only "
+            f"then over {axis} at {replicas}. The stages may round the second sum differently, so "
+            "their copies of the parameter drift apart"
+        )
+        yield Problem("drift", tuple(ranks), stages, text, _TROUBLES["device"], "pp")

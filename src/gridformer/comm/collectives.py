@@ -276,8 +276,8 @@ def _start_reduce_scatter(x: Tensor, axis: Axis, dim: int, label: str, later: bo
 
 def _reduce_scatter_blocks(blocks: Tensor, axis: Axis, later: bool) -> Pending:
     """Reduce-scatters contiguous blocks [size, *block] to this rank's sum [*block]."""
-    # Not empty_like, which would keep the strides of a single block. A transposed block does not
-    # have the strides of contiguous memory.
+    # Not empty_like of a block as it was before stacking: that keeps the strides of a transposed
+    # block, and `view(-1)` then fails. `blocks` are contiguous, and so is `out`.
     out = blocks.new_empty(blocks.shape[1:])
     work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
     return Pending(out, work, blocks)

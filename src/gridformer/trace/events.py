@@ -137,11 +137,13 @@ class Groups(NamedTuple):
         purpose: What they are for, such as the name of their axis.
         n: How many they are.
         content: A number that differs if their ranks do.
+        calls: How many calls create them, each of which is a collective of all ranks over NCCL.
     """
 
     purpose: str
     n: int
     content: int
+    calls: int
 
 
 class Member(NamedTuple):

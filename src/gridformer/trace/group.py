@@ -92,9 +92,10 @@ class Log:
             The number of the line with this rank.
         """
         groups = self.trace.groups
-        before = groups.pop() if groups and groups[-1].purpose == purpose else Groups(purpose, 0, 0)
+        same = groups and groups[-1].purpose == purpose
+        before = groups.pop() if same else Groups(purpose, 0, 0, 0)
         content = hash((before.content, tuple(map(tuple, lines))))
-        groups.append(Groups(purpose, before.n + len(lines), content))
+        groups.append(Groups(purpose, before.n + len(lines), content, before.calls + 1))
         mine = next((i for i, line in enumerate(lines) if self.trace.rank in line), None)
         if mine is not None:
             name = f"{self.n_groups + mine + 1}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gridformer.config import TrainConfig
+from gridformer.train.loss_scale import LossScale
 from gridformer.utils.batch import Batch
-
-if TYPE_CHECKING:
-    from gridformer.train.step import Stepper
+from gridformer.utils.errors import DivergedError
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,50 @@ class Moment:
         return earlier._event.elapsed_time(self._event) / 1e3
 
 
+@dataclass(frozen=True)
+class FiniteCheck:
+    """Judges whether the loss and the gradient norm of a step are finite.
+
+    It does not know the `Stepper`, so that a step whose result nobody reads keeps no model alive.
+
+    Attributes:
+        train: The training config.
+        scale: The loss scale, which it adapts.
+    """
+
+    train: TrainConfig
+    scale: LossScale
+
+    def __call__(self, step: int, loss: float, norm: float) -> bool:
+        """Returns whether a step has updated the parameters, and adapts the loss scale.
+
+        Raises:
+            DivergedError: The loss or the norm is not finite, and no smaller loss scale can help.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.scale.succeeded()
+            return True
+        if math.isfinite(loss) and not self.scale.exhausted:
+            self.scale.overflowed()
+            return False
+        raise DivergedError(
+            f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
+            f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), raise "
+            f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or inspect the "
+            "data of this step",
+            step,
+        )
+
+    def _unchanged(self) -> str:
+        if self.train.update == "in_backward":
+            return "layers were updated before this was known, so resume from a checkpoint"
+        return "nothing was updated"
+
+    def _wider(self) -> str:
+        """The remedy if the forward pass, or gradients at loss scale 1, overflow float16."""
+        return ", use train.dtype=bfloat16" if self.train.dtype == "float16" else ""
+
+
 class StartedStep:
     """A step whose work has been launched.
 
@@ -103,14 +146,14 @@ class StartedStep:
 
     def __init__(
         self,
-        stepper: Stepper,
+        check: FiniteCheck,
         step: int,
         lr: float,
         scale: float,
         losses: list[str],
         copied: Copied,
     ) -> None:
-        self._stepper, self._step, self._lr, self._scale = stepper, step, lr, scale
+        self._check, self._step, self._lr, self._scale = check, step, lr, scale
         self._losses, self._copied = losses, copied
         self._result: StepResult | None = None
         self.ended: Moment | None = None
@@ -133,7 +176,7 @@ class StartedStep:
             name: total / max(1, count) for name, total, count in zip(self._losses, means, divisors)
         }
         loss, norm = sum(parts.values()), math.sqrt(square) / self._scale
-        updated = self._stepper.check_finite(self._step, loss, norm)
+        updated = self._check(self._step, loss, norm)
         self._result = StepResult(
             loss, parts, norm, self._lr, tokens, flags > 0, skipped=not updated
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -27,6 +26,7 @@ from gridformer.train.optimizer import Updates
 from gridformer.train.results import (
     Copied,
     Evaluation,
+    FiniteCheck,
     Moment,
     Repeated,
     StartedStep,
@@ -35,7 +35,6 @@ from gridformer.train.results import (
 from gridformer.train.rows import RowSplit
 from gridformer.train.schedules import learning_rate
 from gridformer.utils.batch import Batch
-from gridformer.utils.errors import DivergedError
 
 
 class Stepper:
@@ -67,6 +66,7 @@ class Stepper:
             assert layout is not None, "a pipeline needs its layout"
             self.passes = Pipeline(model, Executor(model, layout, axes, self.sums))
         self.scale = LossScale.of(train.dtype)
+        self.check = FiniteCheck(train, self.scale)
         # They stay the same objects, and to walk through a model's modules takes time.
         self.parameters = [*model.parameters()]
         self.kept = KeptWeights(model)
@@ -126,7 +126,7 @@ class Stepper:
         sums = torch.stack([*mine, *self.updates.squares()])
         totals = comm.all_reduce(sums, self.axes.world, label="metrics")
         numbers = torch.cat([totals, torch.stack([*counts.values()]), tokens_and_flags])
-        self._last = StartedStep(self, step, lr, scale, [*counts], Copied(numbers))
+        self._last = StartedStep(self.check, step, lr, scale, [*counts], Copied(numbers))
         with self._timed("update"):
             self.updates.finish(totals[-2:], self._overflow(totals), scale)
             share_parts(self.parameters, self.axes)
@@ -143,35 +143,6 @@ class Stepper:
             overflow = torch.maximum(overflow, self._failed)
         self._failed = overflow
         return overflow
-
-    def check_finite(self, step: int, loss: float, norm: float) -> bool:
-        """Returns whether a step has updated the parameters, and adapts the loss scale.
-
-        Raises:
-            DivergedError: The loss or the norm is not finite, and no smaller loss scale can help.
-        """
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.scale.succeeded()
-            return True
-        if math.isfinite(loss) and not self.scale.exhausted:
-            self.scale.overflowed()
-            return False
-        raise DivergedError(
-            f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
-            f"{self._unchanged()}. Lower train.lr ({self.train.lr:g}), raise "
-            f"train.warmup_steps ({self.train.warmup_steps}){self._wider()} or inspect the "
-            "data of this step",
-            step,
-        )
-
-    def _unchanged(self) -> str:
-        if self.updates.in_backward:
-            return "layers were updated before this was known, so resume from a checkpoint"
-        return "nothing was updated"
-
-    def _wider(self) -> str:
-        """The remedy if the forward pass, or gradients at loss scale 1, overflow float16."""
-        return ", use train.dtype=bfloat16" if self.train.dtype == "float16" else ""
 
     def _timed(self, kind: str) -> AbstractContextManager[None]:
         return timed(self.passes.on_action, kind, on_gpu=self.device.type == "cuda")
