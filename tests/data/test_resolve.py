@@ -1,13 +1,17 @@
 """Runs are resolved against folders, and messages say why a run does not suit a folder."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gridformer.data import TokenFolder, resolve, special_ids
+from gridformer.data import RunData, TokenFolder, resolve, special_ids
+from gridformer.data.resolve import check_set
 from gridformer.data.samples.spans import target_length
 from gridformer.utils.errors import ConfigError
 from tests.support.data import a_run
+from tests.support.tasks import examples
 
 
 def problems(folder: TokenFolder, family: str, **values: Any) -> str:
@@ -110,3 +114,26 @@ def test_too_little_text_is_said_before_the_run(text_folder: TokenFolder) -> Non
     said = problems(text_folder, "gpt2", model__max_seq_len=10**6)
     assert "hold no sample of data.seq_len=1000000" in said
     assert len(said.splitlines()) == 2  # one line for each split
+
+
+def test_answers_are_scored_only_with_the_questions_as_text(tmp_path: Path) -> None:
+    """Folders of earlier versions have those of the validation split only."""
+    folder = examples("squad2", tmp_path)
+    seen = {"name": "seen", "path": folder.path, "split": "train"}
+    run = a_run(folder, "bert", data__task="answer", data__validation=[seen])
+    assert resolve(run, RunData.open(run.data)).task == "answer"
+    asked = folder.path / "train.questions.jsonl"
+    asked.unlink()
+    told = re.escape(
+        f"{asked}: is missing, with the right answers of the set: write the folder again with "
+        f"`gridformer prepare FOLDER --format squad --out {folder.path} --overwrite`"
+    )
+    with pytest.raises(ConfigError, match=told):
+        resolve(run, RunData.open(run.data))
+    tested = a_run(folder, "bert", data__task="answer", data__test=[seen])
+    with pytest.raises(ConfigError, match=told):
+        resolve(tested, RunData.open(tested.data))
+    plain = resolve(a_run(folder, "bert", data__task="answer"), folder)
+    one_set = RunData.open_set(plain.data, run.data.validation_sets[0])
+    with pytest.raises(ConfigError, match=told):
+        check_set(plain, "--set seen", one_set)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, processors
 
+from gridformer.data.prepare.prepare import prepare_corpus
 from gridformer.data.tokenizer import EOS_NAMES, SMALLEST_VOCAB, Tokenizer
 from gridformer.utils.errors import DataError, UserError
-from tests.support.data import sentences
+from tests.support.data import listed, sentences
 
 TRAINED = Tokenizer.train(sentences(200), 300)
 
@@ -125,3 +126,17 @@ def test_tokens_that_begin_and_end_documents(tmp_path: Path) -> None:
     chosen.save(tmp_path / "saved" / "tokenizer.json")
     again = Tokenizer.load(tmp_path / "saved" / "tokenizer.json")
     assert (again.eos_id, again.bos_id, again.begin_ids) == (3, 2, [2])
+
+
+def test_text_begins_with_the_chosen_token_and_not_the_tokenizers_own(tmp_path: Path) -> None:
+    """Generation and evaluation must begin as the documents do on which a model was trained."""
+    vocabulary = {"a": 0, "</s>": 1, "<s>": 2, "<d>": 3}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+    backend.add_special_tokens(["</s>", "<s>", "<d>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 2)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).begin_ids == [2]
+    chosen = Tokenizer.load(tmp_path, bos_token="<d>")
+    folder = prepare_corpus([listed(*"a" * 20)], tmp_path / "t", tokenizer=chosen, val_fraction=0.2)
+    assert {*folder.train.tokens[folder.train.offsets[:-1]].tolist()} == {3}
+    assert chosen.begin_ids == folder.tokenizer.begin_ids == [3]

@@ -29,6 +29,21 @@ def questions_name(split: str) -> str:
     return f"{split}.questions.jsonl"
 
 
+def without_questions(folder: Path, split: str) -> str:
+    """Returns why answers to a split cannot be scored, or an empty string."""
+    file = folder / questions_name(split)
+    if file.is_file():
+        return ""
+    return f"{file}: is missing, with the right answers of the set: {_again(folder)}"
+
+
+def _again(folder: Path) -> str:
+    return (
+        "write the folder again with `gridformer prepare FOLDER --format squad --out "
+        f"{folder} --overwrite`"
+    )
+
+
 def write_questions(folder: Path, split: str, questions: Iterable[Question]) -> None:
     """Writes the questions of one split."""
     with (folder / questions_name(split)).open("w", encoding="utf-8") as file:
@@ -48,7 +63,4 @@ def read_questions(folder: Path, split: str) -> list[Question]:
         found = [json.loads(line) for line in lines if line]
         return [Question(**{**one, "answers": tuple(one["answers"])}) for one in found]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"{file}: cannot be read ({error}): write the folder again with gridformer prepare "
-            f"--format squad --out {folder} --overwrite"
-        ) from None
+        raise DataError(f"{file}: cannot be read ({error}): {_again(folder)}") from None

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from gridformer.config import FINE_TUNING, RunConfig, Task, TrainConfig
 from gridformer.config.data import TASKS
 from gridformer.data.columns import LABELS
+from gridformer.data.examples_file import without_questions
 from gridformer.data.opened import RunData
 from gridformer.data.samples.answers import ANSWER
 from gridformer.data.samples.batches import open_samples, special_ids
@@ -74,7 +75,7 @@ def resolve(run: RunConfig, data: RunData | TokenFolder) -> RunConfig:
         }
     )
     if not problems:
-        problems += _without_samples(resolved, data)
+        problems += [*_without_samples(resolved, data), *_unscored(resolved, data)]
     if problems:
         raise ConfigError(problems)
     return _with_steps(resolved, data)
@@ -97,6 +98,7 @@ def check_set(run: RunConfig, key: str, data: RunData) -> None:
     if not problems:
         for split in data.validation.values():
             open_samples(run, split, data.first.tokenizer)
+        problems += _unscored(run, data)
     if problems:
         raise ConfigError(problems)
 
@@ -146,6 +148,15 @@ def _without_samples(run: RunConfig, data: RunData) -> list[str]:
         except DataError as error:
             problems.append(str(error))
     return [*dict.fromkeys(problems)]
+
+
+def _unscored(run: RunConfig, data: RunData) -> list[str]:
+    """Returns which sets lack the questions as text with which answers are scored."""
+    if run.task != "answer":
+        return []
+    sets = (*data.validation.values(), *data.test.values())
+    found = [without_questions(data.folder_of(split).path, split.name) for split in sets]
+    return [*dict.fromkeys(problem for problem in found if problem)]
 
 
 def _unequal(run: RunConfig, data: RunData) -> list[str]:

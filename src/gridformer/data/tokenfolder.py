@@ -5,10 +5,11 @@
     train.bin            token ids, little-endian uint16 (int32 past 65536 tokens), documents one
                          after the other, each followed by the end-of-text token
     train.idx            where documents begin; both files are Megatron-LM's (see `indexed`)
-    val.questions.jsonl  of questions with answers: their texts (see `examples_file`)
     train.NAME.bin       the column NAME, values of each document or token (see `columns`)
+    train.questions.jsonl
+                         of questions with answers: their texts (see `examples_file`)
     chat.json            in folders of conversations, the template of their text
-    val.bin, val.idx, val.NAME.bin
+    val.bin, val.idx, val.NAME.bin, val.questions.jsonl
 
 Labeled folders have the column labels. A corpus of a single document is split in two; only then
 train.bin does not end with the end-of-text token. In a folder of pairs, documents 2i and 2i + 1 of

@@ -180,16 +180,18 @@ class Tokenizer:
 
     @cached_property
     def begin_ids(self) -> list[int]:
-        """The ids that the tokenizer itself puts before a text, such as a begin-of-text token.
+        """The ids before a text: `bos_token`, or else what the tokenizer itself puts there.
 
-        `encode` leaves them out, because texts of a corpus follow one another.
+        Documents of a corpus begin with `bos_token` only, so the tokenizer's own ids do not count
+        beside it. `encode` leaves all of them out, because texts of a corpus follow one another.
         """
+        if self.bos_id is not None:
+            return [self.bos_id]
         bare = self._backend.encode("a", add_special_tokens=False).ids
         whole = self._backend.encode("a", add_special_tokens=True).ids
         places = range(len(whole) - len(bare) + 1)
         found = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
-        own = [int(i) for i in whole[:found]]
-        return own or ([] if self.bos_id is None else [self.bos_id])
+        return [int(i) for i in whole[:found]]
 
     def save(self, path: Path) -> None:
         """Writes a tokenizer.json, which `load` and the library transformers can read.

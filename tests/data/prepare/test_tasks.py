@@ -122,17 +122,18 @@ def test_scores_of_pairs_are_numbers(tmp_path: Path) -> None:
 def test_tokens_of_answers_spell_the_answers(tmp_path: Path, version: str) -> None:
     path = write_squad(tmp_path / "squad", version)
     folder = prepare_task("squad", path, tmp_path / "out", words_tokenizer())
-    questions = read_questions(folder.path, "val")
-    assert len(questions) == folder.val.n_documents == (9 if version == "v1.1" else 18)
-    for number, question in enumerate(questions):
-        n_question, n_context = folder.val.columns["parts"][number]
-        low, high = folder.val.columns["answer"][number]
-        context = folder.val.document(number)[n_question:-1]
-        assert len(context) == n_context
-        if not question.answers:
-            assert (low, high) == (-1, -1)
-            continue
-        said = folder.tokenizer.decode(context[low : high + 1].tolist())
-        assert said.strip() == question.answers[0]
+    for split, n in ((folder.train, 20), (folder.val, 9)):
+        questions = read_questions(folder.path, split.name)
+        assert len(questions) == split.n_documents == (n if version == "v1.1" else 2 * n)
+        for number, question in enumerate(questions):
+            n_question, n_context = split.columns["parts"][number]
+            low, high = split.columns["answer"][number]
+            context = split.document(number)[n_question:-1]
+            assert len(context) == n_context
+            if not question.answers:
+                assert (low, high) == (-1, -1)
+                continue
+            said = folder.tokenizer.decode(context[low : high + 1].tolist())
+            assert said.strip() == question.answers[0]
     again = prepare_task("squad", path, tmp_path / "out", words_tokenizer(), overwrite=True)
     assert again.val.n_documents == folder.val.n_documents

@@ -290,7 +290,7 @@ def write(
     lines = [
         title,
         "",
-        *textwrap.wrap(how, 118),
+        *textwrap.wrap(how, 118, break_on_hyphens=False),
         "",
         "| model | scheme | " + " | ".join(_column(*c) for c in columns) + " |",
     ]
@@ -309,7 +309,7 @@ def write(
     reasons = sorted(set(refused.values()))
     lines += ["", *(f"- refused: {reason}" for reason in reasons)]
     if others:
-        said = "; ".join(f"{name} {_short(value)}" for name, value in others.items())
+        said = "; ".join(f"{_short(value)} with {name}" for name, value in others.items())
         about = (
             "A ResNeXt, whose branches are paths of convolutions, over 5 steps of SGD (largest "
             f"absolute difference): {said}. `gridformer.parallel.branches.parallelize_branches` "

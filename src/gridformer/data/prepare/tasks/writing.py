@@ -51,7 +51,7 @@ class Found:
         chars: Returns the characters of an example.
         documents: Makes documents of examples.
         columns: The columns of the documents.
-        questions: Where the texts of validation questions are collected, if they are needed.
+        questions: Reads the questions of a file as text, if an evaluation needs them.
     """
 
     files: dict[SplitName, Path]
@@ -59,7 +59,7 @@ class Found:
     chars: Callable[[Any], int]
     documents: Documents[Any]
     columns: dict[str, Column]
-    questions: list[Question] | None = None
+    questions: Callable[[Path], Iterator[Question]] | None = None
 
 
 def prepare_task(
@@ -94,8 +94,10 @@ def prepare_task(
     ]
 
     def also(folder: Path) -> None:
+        # A preparation that goes on does not read all of its files again, so this does.
         if found.questions is not None:
-            write_questions(folder, "val", found.questions)
+            for split, file in found.files.items():
+                write_questions(folder, split, found.questions(file))
 
     making: Making[Any] = Making(
         "examples",
@@ -134,18 +136,17 @@ def _opened(kind: str, path: Path) -> Found:
             columns,
         )
     if kind == "squad":
-        questions: list[Question] = []
         columns = {
             "parts": Column(dtype="int32", width=2),
             "answer": Column(dtype="int32", width=2),
         }
         return Found(
             _files(kind, path, _SQUAD),
-            partial(_asked, questions),
+            _asked,
             lambda one: len(one.question.question) + len(one.question.context),
             answers,
             columns,
-            questions,
+            _questions,
         )
     if kind == "race":
         found = _files(kind, path, _RACE)
@@ -180,14 +181,12 @@ def _files_of(path: Path) -> tuple[Path, ...]:
     return tuple(sorted(path.rglob("*.txt"))) if path.is_dir() else (path,)
 
 
-def _asked(questions: list[Question], split: SplitName, file: Path) -> Reader[Asked]:
-    def read(skipped: Counter[str], place: Place) -> Iterator[Asked]:
-        for one in read_squad(file, skipped):
-            if split == "val":
-                questions.append(one.question)
-            yield one
+def _asked(split: SplitName, file: Path) -> Reader[Asked]:
+    return lambda skipped, place: read_squad(file, skipped)
 
-    return read
+
+def _questions(file: Path) -> Iterator[Question]:
+    return (one.question for one in read_squad(file, Counter()))
 
 
 def _choices(n: int, split: SplitName, file: Path) -> Reader[Choices]:
