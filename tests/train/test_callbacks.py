@@ -15,6 +15,7 @@ import torch
 from gridformer.mesh.process_group import World
 from gridformer.train import Callback, End, Saved, Start, journal
 from gridformer.train.callbacks import Callbacks
+from gridformer.train.console import title_of
 from gridformer.train.events import EVENTS_FILE
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -77,9 +78,10 @@ def trained(plan: Plan, stops_at: int = -1) -> tuple[list[tuple[Any, ...]], int]
             raise OSError("the data are gone")
         start(step)
 
-    with patch.object(trainer, "_start", breaks), patch.object(journal, "plot_loss"):
+    with patch.object(trainer, "_start", breaks), patch.object(journal, "plot_loss") as plot:
         try:
             trainer.fit()
+            plot.assert_called_once_with(plan.out, title_of(plan.run))
         except OSError:
             assert stops_at >= 0
     return told.events, fails.calls
