@@ -62,8 +62,8 @@ def write_files(folder: Path, size: int) -> None:
 
 
 def read(way: str, file: Path) -> None:
-    """Reads all pieces of a file, or makes a token folder, in one of WAYS."""
-    from gridformer.data.prepare.files import file_pieces
+    """Reads all chunks of a file, or makes a token folder, in one of WAYS."""
+    from gridformer.data.prepare.files import file_chunks
     from gridformer.data.prepare.place import Place
     from gridformer.data.prepare.records import Fields
 
@@ -71,7 +71,7 @@ def read(way: str, file: Path) -> None:
         (tokenized if way == "gridformer" else mapped)(file.with_name("records.jsonl"))
         return
     if way == "gridformer":
-        found = file_pieces(file, Fields(), Counter())
+        found = file_chunks(file, Fields(), Counter())
     else:
         import datasets
 

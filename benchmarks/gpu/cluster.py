@@ -42,7 +42,7 @@ from benchmarks.gpu.step_report import step_flops
 from gridformer.config import LayoutConfig, RunConfig, shipped_model
 from gridformer.launch import launch
 from gridformer.mesh.launch_env import joined
-from gridformer.mesh.process_group import World, close_world, init_world
+from gridformer.mesh.process_group import World, close_process_groups, init_process_groups
 from gridformer.parallel import build_parallel
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.axes import build_axes
@@ -105,7 +105,7 @@ class Writer:
 
 def work(n: int, options: Options) -> None:
     """Measures everything; the work of one rank."""
-    world = init_world(options.device, n, 600.0)
+    world = init_process_groups(options.device, n, 600.0)
     if world.device.type == "cuda" and not options.peak_tflops:
         known = peak_tflops(torch.cuda.get_device_name(), "bfloat16")
         options = replace(options, peak_tflops=known or 0.0)
@@ -126,7 +126,7 @@ def work(n: int, options: Options) -> None:
     exactness(world, layouts, options, writer)
     speed(world, layouts, options, writer)
     writer.progress("done")
-    close_world()
+    close_process_groups()
 
 
 def _n_machines(n: int) -> int:

@@ -13,7 +13,7 @@ from gridformer.memory.breakdown import MemoryBreakdown
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.measure import measure_rank
 from gridformer.memory.ranks import largest_ranks
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.parallel.registry import spec_of
 
 
@@ -86,7 +86,7 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
 
 def measure(run: RunConfig, out: Path) -> None:
     """Measure a run; the entrypoint of every process. Rank 0 writes the fullest rank's peak."""
-    world = init_world("cpu", run.layout.n_processes, 600.0)
+    world = init_process_groups("cpu", run.layout.n_processes, 600.0)
     torch.set_num_threads(1)
     _, peak = measure_rank(run)
     if world.size > 1:
@@ -95,7 +95,7 @@ def measure(run: RunConfig, out: Path) -> None:
         peak = max(every)
     if world.rank == 0:
         out.write_text(str(peak))
-    close_world()
+    close_process_groups()
 
 
 def share(layout: LayoutConfig, batch: int, scaling_name: str, recompute: str) -> float:

@@ -27,7 +27,7 @@ from gridformer.config import RunConfig
 from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.groups import make_groups
-from gridformer.mesh.process_group import close_world, init_world
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.utils.errors import UserError
 from gridformer.utils.hardware import n_cores
 
@@ -79,7 +79,7 @@ def worker(
 ) -> None:
     """The entrypoint of every process: measures the processor, messages, and the runs."""
     enter(nodes[int(os.environ["RANK"]) // machine.each])
-    world = init_world("cpu", machine.n, 600.0)
+    world = init_process_groups("cpu", machine.n, 600.0)
     everyone = Axis("world", machine.n, world.rank)
 
     def say(text: str) -> None:
@@ -117,7 +117,7 @@ def worker(
         times.append([step, passes])
     if world.rank == 0:
         out.write_text(json.dumps({"found": asdict(found), "times": times}), encoding="utf-8")
-    close_world()
+    close_process_groups()
 
 
 def sharers_of(machine: Machine, groups: list[list[int]]) -> int:

@@ -28,7 +28,7 @@ def reading_order() -> ReadingOrder:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     section = text[text.index("## Reading one step") : text.index("## Seams")]
     entries = re.split(r"^(\d+)\. ", section.partition("\n\nThese are not all")[0], flags=re.M)
-    numbered = {}
+    numbered: dict[int, list[str]] = {}
     folder = ""
     for number, entry in zip(entries[1::2], entries[2::2]):
         numbered[int(number)] = []

@@ -5,9 +5,9 @@ import sys
 
 STUCK = """
 import os, signal, threading, time
-from gridformer.utils import signals as stopping
+from gridformer.utils import signals
 
-stopping.install(stopping.StopPolicy(grace_s=1.0))
+signals.install(signals.StopPolicy(grace_s=1.0))
 
 def signal_again_and_again():
     os.kill(os.getpid(), signal.SIGTERM)

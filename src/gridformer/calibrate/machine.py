@@ -87,9 +87,9 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     from gridformer import comm
     from gridformer.calibrate.device import average, measure_cpu
     from gridformer.mesh.axes import Axis
-    from gridformer.mesh.process_group import close_world, init_world
+    from gridformer.mesh.process_group import close_process_groups, init_process_groups
 
-    world = init_world("cpu", n, 600.0)
+    world = init_process_groups("cpu", n, 600.0)
     everyone = Axis("world", n, world.rank)
 
     def tell(text: str) -> None:
@@ -106,7 +106,7 @@ def cpu_worker(n: int, cases: Cases, out: Path) -> None:
     found.add_host(n)
     if world.rank == 0:
         found.write(out)
-    close_world()
+    close_process_groups()
 
 
 def cpu_cluster(found: Found) -> Cluster:
@@ -175,14 +175,14 @@ def _calibrate_gpu(quick: bool, limit_s: float, tell: Tell) -> tuple[Found, Clus
 
 def gpu_worker(n: int, cases: Cases, out: Path) -> None:
     """The entrypoint of each of n processes with a GPU each. Rank 0 writes `out`."""
-    from gridformer.mesh.process_group import close_world, init_world
+    from gridformer.mesh.process_group import close_process_groups, init_process_groups
 
-    world = init_world("cuda", n, 600.0)
+    world = init_process_groups("cuda", n, 600.0)
     found = Found(backend=world.backend)
     _measure_messages(found, cases, n, world.rank, world.device)
     if world.rank == 0:
         found.write(out)
-    close_world()
+    close_process_groups()
 
 
 # --------------------------------------------------------------------------- both

@@ -304,7 +304,8 @@ def _exchange(blocks: list[Tensor], axis: Axis, later: bool) -> Pending:
     return Pending(received, work, sent).own(received, *copied)
 
 
-# An estimate of memory replaces these three (gridformer.memory.blocks_once).
+# The blocks of a tensor before and after messages: one is left out, all are copied into one
+# tensor, and those that have arrived are put together with this device's own.
 
 
 def without(blocks: Tensor, index: int) -> list[Tensor]:

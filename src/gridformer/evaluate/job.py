@@ -16,8 +16,8 @@ from gridformer.mesh.process_group import (
     DeviceChoice,
     World,
     check_devices,
-    close_world,
-    init_world,
+    close_process_groups,
+    init_process_groups,
 )
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.offers import Broken, Changes, Way, with_offers
@@ -84,7 +84,7 @@ class Job:
         signals.install().nothing_left_to_save()  # Ctrl-C ends it at once
         set_numerics(self.run.train)
         margin_s = self.watch.margin_s if self.watch else 0.0
-        world = init_world(self.device, self.n_processes, self.timeout_s, margin_s)
+        world = init_process_groups(self.device, self.n_processes, self.timeout_s, margin_s)
         watched = self.watch.start(world, self.timeout_s) if self.watch else None
         axes = build_axes(self.run.layout, world.device.type)
         dtype = self.run.train.dtype
@@ -94,7 +94,7 @@ class Job:
         yield trained, world.rank
         if watched:
             watched.end()
-        close_world()
+        close_process_groups()
 
 
 def plan_job(

@@ -1,7 +1,7 @@
 """Starts the worker processes of a local run and ends the run when one fails or a signal stops it.
 
     launch(worker, (plan,), n_processes)        # in the command line's process
-        def worker(plan): world = init_world(...); ...; close_world()
+        def worker(plan): world = init_process_groups(...); ...; close_process_groups()
 
 If the run has one process, or torchrun or srun started this process, the entrypoint runs in this
 process. Otherwise this module starts and watches worker processes.
@@ -40,10 +40,9 @@ from gridformer.launch.stop_signals import Signals, signals_seen
 from gridformer.launch.worker_process import Meeting, print_stopped, work, work_here
 from gridformer.mesh.launch_env import joined
 from gridformer.utils import oom
-from gridformer.utils import signals as stopping
 from gridformer.utils.folders import private_prefix, remove_private_leftovers
 from gridformer.utils.forkserver import warm_up
-from gridformer.utils.signals import StopPolicy
+from gridformer.utils.signals import REQUEUE, StopPolicy
 from gridformer.utils.threads import threads_of
 
 # Workers end by themselves at the end of their grace period, unless one of them saves. Those that
@@ -136,12 +135,12 @@ def attempt(
         codes = workers.exit_codes()
         # All ranks have saved before any of them exits with this code.
         saved = failure is None or failure.told_to_stop
-        saved = saved and bool({stopping.REQUEUE, UNKNOWN} & codes)
+        saved = saved and bool({REQUEUE, UNKNOWN} & codes)
         if saved and meeting.stopped.exists():
-            return Ended(stopping.REQUEUE, meeting.stopped.read_text(encoding="utf-8"))
-        if saved and stopping.REQUEUE in codes and signals.first:
+            return Ended(REQUEUE, meeting.stopped.read_text(encoding="utf-8"))
+        if saved and REQUEUE in codes and signals.first:
             # Its grace was over before it could write the cause there.
-            return Ended(stopping.REQUEUE, signal.Signals(signals.first).name)
+            return Ended(REQUEUE, signal.Signals(signals.first).name)
     if failure and not (failure.told_to_stop and signals.first):
         return Ended(failure=failure)
     if signals.first and codes != {0}:

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 from gridformer.launch.explain import explain, out_of_memory
 from gridformer.mesh.launch_env import STORE_FILE, Joined
-from gridformer.mesh.process_group import abandon_world, is_effect_of_a_peer
-from gridformer.utils import signals as stopping
+from gridformer.mesh.process_group import abandon_process_groups, is_effect_of_a_peer
+from gridformer.utils import signals
 from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.errors import SaveError, UserError
 
@@ -86,7 +86,7 @@ def work(
     size: int,
     meeting: Meeting,
     threads: int | None,
-    policy: stopping.StopPolicy,
+    policy: signals.StopPolicy,
 ) -> None:
     """The main function of a process that `launch` started.
 
@@ -102,7 +102,7 @@ def work(
     Raises:
         SystemExit: a signal asked to stop. If the entrypoint fails, the process ends here.
     """
-    stop = stopping.install(replace(policy, again_after_s=float("inf")))
+    stop = signals.install(replace(policy, again_after_s=float("inf")))
     stop.is_hopeless = meeting.is_hopeless
     stop.on_hold = partial(_mark, meeting.saving(rank))
     threading.Thread(target=_die_with_launcher, name="launcher watch", daemon=True).start()
@@ -131,7 +131,7 @@ def work(
         _fail(error, stop, meeting.error_file(rank))
     stop.nothing_left_to_save()
     if stop.requested:
-        if stop.exit_code == stopping.REQUEUE:
+        if stop.exit_code == signals.REQUEUE:
             meeting.tell_stopped(stop.cause)
         raise SystemExit(stop.exit_code)
 
@@ -148,7 +148,7 @@ def work_here(
     entrypoint: Callable[..., None],
     args: tuple[Any, ...],
     place: Joined | None,
-    policy: stopping.StopPolicy | None = None,
+    policy: signals.StopPolicy | None = None,
 ) -> None:
     """Runs the entrypoint in this process: the whole run, or a rank that torchrun or srun started.
 
@@ -165,9 +165,9 @@ def work_here(
             would wait for peers that wait for this rank.
         SystemExit: a signal asked to stop.
     """
-    again_after_s = stopping.TWICE_BY_TORCHRUN_S if place and place.by == "torchrun" else 0.0
-    policy = policy or stopping.StopPolicy()
-    stop = stopping.install(replace(policy, again_after_s=again_after_s))
+    again_after_s = signals.TWICE_BY_TORCHRUN_S if place and place.by == "torchrun" else 0.0
+    policy = policy or signals.StopPolicy()
+    stop = signals.install(replace(policy, again_after_s=again_after_s))
     use_expandable_segments()
     error_file = _error_file_of_torchrun()
     if error_file:
@@ -212,13 +212,13 @@ def end_with_report(text: str) -> NoReturn:
         )
     if not folder:
         print_last(text)
-    abandon_world()
-    stopping.end_process(1)
+    abandon_process_groups()
+    signals.end_process(1)
 
 
 def _fail(
     error: Exception,
-    stop: stopping.StopRequest,
+    stop: signals.StopRequest,
     error_file: Path | None,
     by_torchrun_or_srun: bool = False,
 ) -> NoReturn:
@@ -242,9 +242,9 @@ def _fail(
         if by_torchrun_or_srun:  # otherwise `launch` prints it, because it started the workers
             _print_failure(error)
         code = error.exit_code if isinstance(error, UserError) else 1
-    abandon_world()
+    abandon_process_groups()
     # Not sys.exit: at interpreter shutdown the destructors of groups wait for pending messages.
-    stopping.end_process(code)
+    signals.end_process(code)
 
 
 def _die_with_launcher() -> None:
@@ -336,7 +336,7 @@ def print_stopped(by: str, code: int = 0) -> None:
         by: what stopped it, for example the name of a signal.
         code: the exit code.
     """
-    requeue = f"; exit code {code}: start it again to go on" if code == stopping.REQUEUE else ""
+    requeue = f"; exit code {code}: start it again to go on" if code == signals.REQUEUE else ""
     print_last(f"gridformer: stopped by {by.replace('SIGINT', 'Ctrl-C (SIGINT)', 1)}{requeue}")
 
 

@@ -1,6 +1,6 @@
 """Stop requests: signals such as Ctrl-C and SIGTERM, as a flag that a training loop polls.
 
-    stop = stopping.install(StopPolicy(grace_s=30.0, requeue=("SIGTERM",)))
+    stop = signals.install(StopPolicy(grace_s=30.0, requeue=("SIGTERM",)))
     for step in ...:
         train(step)
         if agree_on_all_ranks(stop.requested):
@@ -84,7 +84,7 @@ def install(policy: StopPolicy | None = None) -> StopRequest:
     global _installed
     if _installed is None:
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("stopping.install() must first be called in the main thread")
+            raise RuntimeError("signals.install() must first be called in the main thread")
         _installed = StopRequest(policy or StopPolicy())
     return _installed
 

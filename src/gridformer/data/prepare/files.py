@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from gridformer.data.prepare.records import Fields, record_pieces
-from gridformer.data.prepare.text_chunks import Piece, pieces
+from gridformer.data.prepare.records import Fields, record_chunks
+from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.utils.errors import DataError
 from gridformer.utils.files import parse_json
 
@@ -31,7 +31,7 @@ BINARY = "files with NUL bytes"
 _CHUNK = 1 << 20
 
 
-def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+def file_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
     """Yields the documents of a file: a text file is one, other formats have one per line or row.
 
     Args:
@@ -46,9 +46,9 @@ def file_pieces(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[P
         if path.name.endswith(JSON_LINES):
             yield from _json_lines(path, fields, skipped)
         elif path.name.endswith(TABLES):
-            from gridformer.data.prepare.hf import table_pieces
+            from gridformer.data.prepare.hf import table_chunks
 
-            yield from table_pieces(path, fields, skipped)
+            yield from table_chunks(path, fields, skipped)
         elif fields.kind == "text":
             yield from _text(path, skipped)
         else:
@@ -69,7 +69,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _text(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
+def _text(path: Path, skipped: Counter[str]) -> Iterator[TextChunk]:
     # A first pass looks for NUL bytes, because tokens cannot be taken back. It is free for a file
     # of up to one chunk; the second pass over a larger file mostly reads from the page cache.
     first, rest = b"", False
@@ -86,12 +86,12 @@ def _text(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
             yield decoder.decode(chunk)
         yield decoder.decode(b"", final=True)
 
-    yield from pieces(decoded())
+    yield from text_chunks(decoded())
 
 
-def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[Piece]:
+def _json_lines(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
     for where, record in json_lines(path):
-        yield from record_pieces(record, fields, where, skipped)
+        yield from record_chunks(record, fields, where, skipped)
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

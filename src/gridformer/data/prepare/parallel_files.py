@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from gridformer.data.prepare.records import NO_PAIR
-from gridformer.data.prepare.text_chunks import Piece, pieces
+from gridformer.data.prepare.text_chunks import TextChunk, text_chunks
 from gridformer.data.tokenfolder import Kind, PartEntry
 from gridformer.utils.errors import DataError, UserError
 
@@ -49,20 +49,20 @@ class ParallelFiles:
             return None
         return self.first.stat().st_size + self.second.stat().st_size
 
-    def pieces(self, skipped: Counter[str]) -> Iterator[Piece]:
+    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
         for pair in self._pairs():
             if not all(pair):
                 skipped[NO_PAIR] += 1
                 continue
             for text in pair:
-                yield from pieces([text])
+                yield from text_chunks([text])
 
-    def sample(self) -> Iterator[Piece]:
+    def sample(self) -> Iterator[TextChunk]:
         """Yields every 97th pair first, then the ones after those, and so on."""
         for start in range(_SAMPLE_EVERY):
             for pair in itertools.islice(self._pairs(), start, None, _SAMPLE_EVERY):
                 for text in pair:
-                    yield from pieces([text])
+                    yield from text_chunks([text])
 
     def _pairs(self) -> Iterator[tuple[str, str]]:
         one, other = _lines(self.first), _lines(self.second)

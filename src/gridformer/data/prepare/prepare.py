@@ -18,7 +18,7 @@ from gridformer.data.prepare.replacing import check_free
 from gridformer.data.prepare.resuming import Unfinished, key_of, resumable
 from gridformer.data.prepare.sources import Source
 from gridformer.data.prepare.splitting import SplitWriter
-from gridformer.data.prepare.text_chunks import Piece
+from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.prepare.tokenizing import EncodedTexts, Packed, TextEncoder, workers_for
 from gridformer.data.prepare.writing import (
     Described,
@@ -124,11 +124,11 @@ def sample(sources: Sequence[Source], limit: int) -> Iterator[str]:
     live = list(range(len(readers)))
     while live and sum(taken) < limit:
         least = min(live, key=taken.__getitem__)
-        piece = next(readers[least], None)
-        if piece is None:
+        chunk = next(readers[least], None)
+        if chunk is None:
             live.remove(least)
-        elif piece.text:
-            text = encodable(piece.text)
+        elif chunk.text:
+            text = encodable(chunk.text)
             taken[least] += len(text.encode())
             yield text
 
@@ -145,7 +145,7 @@ def _write(
     dtype = token_dtype(tokenizer.vocab_size)
     given = Input(
         [reader_of(source) for source in sources],
-        lambda piece: len(piece.text),
+        lambda chunk: len(chunk.text),
         TextEncoder(Packed.of(tokenizer), dtype),
         options.workers,
         None if None in sizes else sum(size or 0 for size in sizes),
@@ -187,7 +187,7 @@ def _write(
 
 
 class _Appender:
-    """Appends pieces to a writer. It holds back the first text of a pair until both are complete.
+    """Appends chunks to a writer. It holds back the first text of a pair until both are complete.
 
     Attributes:
         dropped: Counts pairs that were left out, because one of their texts has no tokens.
@@ -205,11 +205,11 @@ class _Appender:
         """Whether no document is open and no text of a pair is held back."""
         return self._ended and self._writer.is_between and self._texts == [[]]
 
-    def append(self, source: int, pieces: Sequence[Piece], made: EncodedTexts) -> int:
+    def append(self, source: int, chunks: Sequence[TextChunk], made: EncodedTexts) -> int:
         """See Appender."""
-        for ids, piece in zip(made.ids, pieces, strict=True):
-            self._append(ids, piece.ends, piece.label)
-        self._ended = pieces[-1].ends
+        for ids, chunk in zip(made.ids, chunks, strict=True):
+            self._append(ids, chunk.ends, chunk.label)
+        self._ended = chunks[-1].ends
         return made.n_bytes
 
     def _append(self, ids: NDArray[Any], ends: bool, label: str | None) -> None:
@@ -231,7 +231,7 @@ def _nothing(sources: Sequence[Source]) -> DataError:
     """Reads everything again to tell why there is no text, because samples count nothing."""
     skipped: Counter[str] = Counter()
     for source in sources:
-        deque(source.pieces(skipped), maxlen=0)
+        deque(source.chunks(skipped), maxlen=0)
     return _empty(sources, Written([], [], dict(skipped)))
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from gridformer.config import Config
 from gridformer.data.prepare.place import Place
 from gridformer.data.prepare.sources import Source
-from gridformer.data.prepare.text_chunks import Piece
+from gridformer.data.prepare.text_chunks import TextChunk
 
 # Large enough to keep the tokenizer's threads busy; its results take about 100 bytes per token.
 BATCH_CHARS = 1 << 21
@@ -42,17 +42,17 @@ class Position(Config):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A source of pieces that can begin in the middle."""
+    """A source of chunks that can begin in the middle."""
 
-    def pieces_from(self, skipped: Counter[str], place: Place) -> Iterator[Piece]:
+    def chunks_from(self, skipped: Counter[str], place: Place) -> Iterator[TextChunk]:
         """See Reader."""
 
 
-def reader_of(source: Source) -> Reader[Piece]:
-    """Returns what reads the pieces of a source."""
+def reader_of(source: Source) -> Reader[TextChunk]:
+    """Returns what reads the chunks of a source."""
     if isinstance(source, Resumable):
-        return source.pieces_from
-    return lambda skipped, place: source.pieces(skipped)
+        return source.chunks_from
+    return lambda skipped, place: source.chunks(skipped)
 
 
 @dataclass(frozen=True)

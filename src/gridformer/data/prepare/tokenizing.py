@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gridformer.data.prepare.reading import Batch
-from gridformer.data.prepare.text_chunks import Piece
+from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError
 from gridformer.utils.hardware import n_cores
@@ -110,7 +110,7 @@ class EncodedTexts:
     """The tokens of a batch of texts.
 
     Attributes:
-        ids: The tokens of each piece.
+        ids: The tokens of each chunk.
         n_bytes: The bytes of their text as UTF-8.
     """
 
@@ -120,18 +120,18 @@ class EncodedTexts:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Makes tokens of pieces of text."""
+    """Makes tokens of chunks of text."""
 
     tokenizer: Packed
     dtype: np.dtype[Any]
 
     @contextlib.contextmanager
-    def begin(self) -> Iterator[Callable[[Sequence[Piece]], EncodedTexts]]:
+    def begin(self) -> Iterator[Callable[[Sequence[TextChunk]], EncodedTexts]]:
         """See Encoder."""
         tokenizer = self.tokenizer.unpacked()
 
-        def encode(pieces: Sequence[Piece]) -> EncodedTexts:
-            texts = [encodable(piece.text) for piece in pieces]
+        def encode(chunks: Sequence[TextChunk]) -> EncodedTexts:
+            texts = [encodable(chunk.text) for chunk in chunks]
             found = [np.asarray(ids, dtype=self.dtype) for ids in tokenizer.encode_batch(texts)]
             return EncodedTexts(found, sum(len(text.encode()) for text in texts))
 

@@ -100,7 +100,7 @@ _CHUNK_ELEMENTS = {False: 1 << 18, True: 1 << 24}
 
 
 def each_part(n: int, size: int) -> Sequence[slice]:
-    """Returns parts of n rows, in order. An estimate of memory runs equal ones once."""
+    """Returns slices of `size` rows that cover n rows, in order; the last may be shorter."""
     return [slice(start, start + size) for start in range(0, n, size)]
 
 

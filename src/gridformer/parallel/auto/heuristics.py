@@ -22,7 +22,7 @@ from gridformer.parallel.auto.fastest import (
     MOST_CHUNKS,
     SMALL_BYTES,
     fastest,
-    lines_of,
+    max_chunks,
 )
 from gridformer.parallel.auto.products import Work, blocks_of, products_of
 from gridformer.parallel.auto.seconds import cluster_of
@@ -151,10 +151,8 @@ def _chunked(choices: Choices, layout: LayoutConfig) -> Choices:
         if not _saves_memory(choices, choice):
             return choice
         n_chunks = math.ceil(choices.activation_bytes(choice) / limit)
-        return replace(
-            choice,
-            n_chunks=max(1, min(n_chunks, MOST_CHUNKS, lines_of(choices, layout, choice.product))),
-        )
+        most = min(MOST_CHUNKS, max_chunks(choices, layout, choice.product))
+        return replace(choice, n_chunks=max(1, min(n_chunks, most)))
 
     return _each(choices, cut)
 
