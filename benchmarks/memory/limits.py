@@ -36,12 +36,6 @@ class Limit:
     states: int
 
 
-def batch_unit(layout: LayoutConfig) -> int:
-    """Return the divisor of global batches: replicas times what shards samples within each."""
-    axis = spec_of(layout).samples_over(layout)
-    return layout.dp * (getattr(layout, axis) if axis else 1)
-
-
 def peak_of(run: RunConfig) -> int:
     """Return the estimated bytes of the fullest rank."""
     return max(estimate_rank(run, rank).peak for rank in largest_ranks(run))
@@ -54,7 +48,7 @@ def largest_batch(scaling_name: str, processes: int, title: str) -> Limit:
     """
     scaling = SCALINGS[scaling_name]
     layout = schemes(processes)[title]
-    unit = batch_unit(layout)
+    unit = spec_of(layout).batch_parts(layout)
     found: dict[int, MemoryBreakdown] = {}
 
     def peak(units: int) -> int:

@@ -147,8 +147,7 @@ def plan_job(
 def _broken_rules(run: RunConfig, length: int | None) -> list[Broken]:
     """Returns the broken rules of a model that is used, whose batches are made to fit."""
     layout, longest = run.layout, run.model.max_seq_len
-    axis = spec_of(layout).samples_over(layout)
-    parts = layout.dp * layout.micro_batches * (getattr(layout, axis) if axis else 1)
+    parts = spec_of(layout).batch_parts(layout) * layout.micro_batches
     if length is None:
         longest = max(1, longest // layout.cols) * layout.cols
     length = min(length or longest, longest)

@@ -12,7 +12,7 @@ from pathlib import Path
 from gridformer.checkpoint.place import LocalPlace
 from gridformer.config import TrainConfig
 from gridformer.launch import launch
-from gridformer.launch.explain import out_of_memory
+from gridformer.launch.failure_cause import out_of_memory
 from gridformer.launch.memory_advice import memory_advice
 from gridformer.launch.restarts import launch_with_restarts
 from gridformer.launch.watch import MARGIN_S, Watch

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gridformer.launch.explain import explain, out_of_memory
+from gridformer.launch.failure_cause import cause_of, out_of_memory
 from gridformer.mesh.launch_env import STORE_FILE, Joined
 from gridformer.mesh.process_group import abandon_process_groups, is_effect_of_a_peer
 from gridformer.utils import signals
 from gridformer.utils.allocator import use_expandable_segments
 from gridformer.utils.errors import SaveError, UserError
+from gridformer.utils.parent import end_with_parent
 
 # Under torchrun, a rank whose peer broke the connection waits this long before it ends, because
 # torchrun polls its workers ten times a second, blames the one that ended first, and compares whole
@@ -105,7 +103,7 @@ def work(
     stop = signals.install(replace(policy, again_after_s=float("inf")))
     stop.is_hopeless = meeting.is_hopeless
     stop.on_hold = partial(_mark, meeting.saving(rank))
-    threading.Thread(target=_die_with_launcher, name="launcher watch", daemon=True).start()
+    end_with_parent()
     faulthandler.enable(all_threads=True)  # a crash in native code prints where it happened
     use_expandable_segments()
     os.environ |= {
@@ -247,14 +245,6 @@ def _fail(
     signals.end_process(code)
 
 
-def _die_with_launcher() -> None:
-    """Ends this process when the launcher ended or was killed, whatever the main thread does."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
 def _error_file_of_torchrun() -> Path | None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path else None
@@ -274,7 +264,7 @@ def _write_failure(error: Exception, path: Path) -> None:
         "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
         "time": time.time(),
         "caused_by_peer": _is_effect_of_a_peer(error),
-        "meaning": explain(error),
+        "meaning": cause_of(error),
         "out_of_memory": out_of_memory(error) is not None,
     }
     if isinstance(error, UserError):
@@ -311,7 +301,7 @@ def _print_failure(error: Exception) -> None:
             file=sys.stderr,
         )
     else:
-        if meaning := explain(error):
+        if meaning := cause_of(error):
             print(f"rank {rank} failed: {meaning}\n", file=sys.stderr)
         traceback.print_exception(error)
 

@@ -59,12 +59,13 @@ def file_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[T
             )
 
 
-def _open(path: Path) -> BinaryIO:
+def open_binary(path: Path) -> BinaryIO:
+    """Opens a file for reading its bytes, which are decompressed if its name ends with .gz."""
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    with _open(path) as file:
+    with open_binary(path) as file:
         while chunk := file.read(_CHUNK):
             yield chunk
 
@@ -100,7 +101,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         DataError: The file cannot be read, or a line is no record.
     """
-    with readable(path), _open(path) as file:
+    with readable(path), open_binary(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

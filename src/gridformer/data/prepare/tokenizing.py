@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -27,6 +25,7 @@ from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError
 from gridformer.utils.hardware import n_cores
+from gridformer.utils.parent import end_with_parent
 
 WORTH_WORKERS = 64_000_000  # bytes of text below which starting processes takes longer
 _WAITING = 2  # batches of each worker that are read before they are needed
@@ -161,16 +160,8 @@ _open = ExitStack()
 def _begin(encoder: Encoder[Any, Any]) -> None:
     global _own
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _own = _open.enter_context(encoder.begin())
-
-
-def _end_with_parent() -> None:
-    """Ends this process when its parent does, which a killed one could not ask for."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 def _work(items: Sequence[Any]) -> Any:

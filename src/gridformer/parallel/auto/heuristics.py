@@ -194,7 +194,7 @@ def _kept(choices: Choices, layout: LayoutConfig) -> Choices:
     budget = choices.held_bytes * share
     offers = []
     for name, changed in (("inputs", inputs), ("weights", weights)):
-        price = _kept_bytes(changed)
+        price = changed.all_kept_bytes
         saved = _moved_bytes(choices) - _moved_bytes(changed)
         if price > 0 and saved > 0:
             offers.append((saved / price, name, price, saved))
@@ -294,10 +294,6 @@ def copies_bytes(choices: Choices, layout: LayoutConfig) -> float:
 
 def _each(choices: Choices, change: Callable[[Choice], Choice]) -> Choices:
     return replace(choices, products={k: change(c) for k, c in choices.products.items()})
-
-
-def _kept_bytes(choices: Choices) -> float:
-    return sum(choices.kept_bytes(choice) for choice in choices.products.values())
 
 
 def _moved_bytes(choices: Choices) -> float:
