@@ -18,7 +18,7 @@ from benchmarks.published.namespaces import enter, network
 from gridformer import comm
 from gridformer.calibrate.cases import Cases, LinearShape, cpu_cases
 from gridformer.calibrate.device import average, measure_cpu
-from gridformer.calibrate.found import Found
+from gridformer.calibrate.found import Measurements
 from gridformer.calibrate.machine import cpu_cluster
 from gridformer.calibrate.messages import message_seconds, sends_of
 from gridformer.calibrate.write import write_cluster
@@ -171,7 +171,7 @@ def emulate(
         answer = json.loads(out.read_text(encoding="utf-8"))
         if len(answer["times"]) != len(layouts):
             raise UserError(f"{out} holds other layouts: remove it to measure again")
-        found = Found(**answer["found"])
+        found = Measurements(**answer["found"])
         sends = [row for row in found.rows["messages"] if row[0] == "send" and row[3] > 1]
         latency_us = min(row[-1] for row in sends)
         write_cluster(_with_levels(cpu_cluster(found), machine, latency_us), file)

@@ -36,7 +36,7 @@ def step_of(name: str) -> int:
 
 
 @dataclass
-class Outcome:
+class SaveOutcome:
     """What became of a save. Only the first rank knows it.
 
     Attributes:

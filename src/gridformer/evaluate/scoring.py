@@ -29,7 +29,7 @@ LABEL = "scores"
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoredWindow:
     """Tokens that a model reads at once, and how many at the end it is asked to predict.
 
     Attributes:
@@ -54,7 +54,7 @@ class Score:
     greedy: bool
 
 
-def score(trained: Trained, windows: Sequence[Window], batch_size: int) -> list[Score]:
+def score(trained: Trained, windows: Sequence[ScoredWindow], batch_size: int) -> list[Score]:
     """Scores windows. All processes call it together and get the same results.
 
     Args:

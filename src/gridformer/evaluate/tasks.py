@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from gridformer.config import ModelConfig, RunConfig, any_of, closest
-from gridformer.evaluate.beams import Search
+from gridformer.evaluate.beams import BeamSearch
 from gridformer.evaluate.examples import check_examples, example_problem, score_examples
 from gridformer.evaluate.generate import continues, translate
 from gridformer.evaluate.labels import predicted, read_labeled
 from gridformer.evaluate.loading import Trained
 from gridformer.evaluate.prompts import read_fields, read_text
-from gridformer.evaluate.scoring import Window, score
+from gridformer.evaluate.scoring import ScoredWindow, score
 from gridformer.evaluate.sets import check_named_set, measure_set
 from gridformer.evaluate.team import Team
 from gridformer.evaluate.wikitext import n_words, read_pages, restored
@@ -45,7 +45,7 @@ class Options:
     stride: int = 0
     limit: int = 0
     length: int = 0
-    search: Search = field(default_factory=lambda: Search(max_tokens=256))
+    search: BeamSearch = field(default_factory=lambda: BeamSearch(max_tokens=256))
 
     def length_for(self, model: ModelConfig) -> int:
         """Returns how many tokens a model reads at once."""
@@ -53,7 +53,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskArgument:
     """One task on the command line: `kind:what`."""
 
     kind: str
@@ -87,7 +87,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Document:
+class ScoredText:
     """A text to score, and by how many words and bytes its likelihood is divided."""
 
     text: str
@@ -96,7 +96,7 @@ class Document:
 
 
 def likelihood(
-    trained: Trained, documents: Sequence[Document], options: Options, begin: Sequence[int] = ()
+    trained: Trained, documents: Sequence[ScoredText], options: Options, begin: Sequence[int] = ()
 ) -> tuple[float, int]:
     """Returns the log-likelihood of all documents, and their number of tokens.
 
@@ -106,7 +106,7 @@ def likelihood(
         begin: tokens of each document before those of its text.
     """
     length = options.length_for(trained.model.config)
-    windows: list[Window] = []
+    windows: list[ScoredWindow] = []
     prefix = prefix_id(trained.tokenizer)
     for ids in trained.tokenizer.encode_batch([document.text for document in documents]):
         windows += sliding([*begin, *ids], prefix, length, options.stride or length)
@@ -115,7 +115,7 @@ def likelihood(
     return sum(one.log_likelihood for one in found), n_tokens
 
 
-def perplexities(total: float, n_tokens: int, documents: Sequence[Document]) -> Numbers:
+def perplexities(total: float, n_tokens: int, documents: Sequence[ScoredText]) -> Numbers:
     """Returns the measures that are made of a log-likelihood."""
     words, size = sum(d.words for d in documents), sum(d.bytes for d in documents)
     return {
@@ -131,7 +131,7 @@ def perplexities(total: float, n_tokens: int, documents: Sequence[Document]) -> 
 def text(trained: Trained, file: str, options: Options) -> Numbers:
     """Measures perplexity on a file, as one text."""
     whole = read_text(Path(file))
-    one = Document(whole, len(whole.split()), len(whole.encode()))
+    one = ScoredText(whole, len(whole.split()), len(whole.encode()))
     total, n_tokens = likelihood(trained, [one], options)
     return perplexities(total, n_tokens, [one])
 
@@ -139,7 +139,7 @@ def text(trained: Trained, file: str, options: Options) -> Numbers:
 def wikitext(trained: Trained, file: str, options: Options) -> Numbers:
     """Measures perplexity on pages of WikiText, per word of the original."""
     pages = _first(read_pages(Path(file)), options)
-    documents = [Document(restored(p), n_words(p), len(p.encode())) for p in pages]
+    documents = [ScoredText(restored(p), n_words(p), len(p.encode())) for p in pages]
     # As in lm-evaluation-harness, a begin-of-text token of the tokenizer is predicted, too.
     total, n_tokens = likelihood(trained, documents, options, trained.tokenizer.begin_ids)
     return perplexities(total, n_tokens, documents) | {"documents": len(pages)}
@@ -280,7 +280,7 @@ TASKS: dict[str, Task] = {
 # --------------------------------------------------------------------------- the command line
 
 
-def parse_tasks(words: str) -> list[Asked]:
+def parse_tasks(words: str) -> list[TaskArgument]:
     """Returns the tasks of `--tasks`, which are separated by commas.
 
     Raises:
@@ -294,7 +294,7 @@ def parse_tasks(words: str) -> list[Asked]:
         elif not what:
             problems.append(f"--tasks {word}: write {kind}:{TASKS[kind].what}")
         else:
-            found.append(Asked(kind, what))
+            found.append(TaskArgument(kind, what))
     if problems:
         raise ConfigError(problems)
     return found
@@ -302,7 +302,7 @@ def parse_tasks(words: str) -> list[Asked]:
 
 def check_tasks(
     run: RunConfig,
-    asked: Sequence[Asked],
+    asked: Sequence[TaskArgument],
     options: Options,
     label_names: Sequence[str] = (),
     given: Sequence[str] = (),
@@ -314,7 +314,7 @@ def check_tasks(
         asked: the tasks.
         options: the settings.
         label_names: what the labels of a classifier are called, if that is stored with the model.
-        given: names of fields of `Search` that the user has set.
+        given: names of fields of `BeamSearch` that the user has set.
 
     Raises:
         ConfigError: a model cannot do a task, or no task uses a setting. It lists all problems.
@@ -341,7 +341,9 @@ def check_tasks(
         TASKS[one.kind].check(one.what, run, label_names)
 
 
-def _search_problems(model: ModelConfig, asked: Sequence[Asked], given: Sequence[str]) -> list[str]:
+def _search_problems(
+    model: ModelConfig, asked: Sequence[TaskArgument], given: Sequence[str]
+) -> list[str]:
     """Returns why settings of a search are of no use."""
     if not model.two_stacks:
         why = f"is for t5 and transformer, which use beam search; this model is a {model.family}"
@@ -353,7 +355,7 @@ def _search_problems(model: ModelConfig, asked: Sequence[Asked], given: Sequence
     return [f"--{name.replace('_', '-')} {why}: leave it out" for name in given]
 
 
-def timeout_of(asked: Sequence[Asked]) -> float:
+def timeout_of(asked: Sequence[TaskArgument]) -> float:
     """Returns the seconds that a process may wait for others.
 
     For lm-evaluation-harness, rank 0 may download and prepare data for a long time.
@@ -361,6 +363,8 @@ def timeout_of(asked: Sequence[Asked]) -> float:
     return 6 * 3600.0 if any(one.kind == "lm-eval" for one in asked) else 600.0
 
 
-def measure(trained: Trained, asked: Sequence[Asked], options: Options) -> dict[str, Numbers]:
+def measure(
+    trained: Trained, asked: Sequence[TaskArgument], options: Options
+) -> dict[str, Numbers]:
     """Measures a model on tasks. All processes call it together and get the same numbers."""
     return {str(one): TASKS[one.kind].measure(trained, one.what, options) for one in asked}

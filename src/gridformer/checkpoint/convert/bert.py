@@ -7,18 +7,18 @@ from typing import Any
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED, Form, Interleaved
 from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
 
 _LABELS = {"classifier.pooler": "bert.pooler.dense", "classifier.labels": "classifier"}
 _NEXT_SENTENCE = "cls.seq_relationship.weight"
 
 
-def entries(config: ModelConfig) -> list[Entry]:
+def entries(config: ModelConfig) -> list[TableEntry]:
     found = [
-        Entry("tokens.weight", ("bert.embeddings.word_embeddings.weight",)),
-        Entry("positions.weight", ("bert.embeddings.position_embeddings.weight",)),
-        Entry("segments.weight", ("bert.embeddings.token_type_embeddings.weight",)),
+        TableEntry("tokens.weight", ("bert.embeddings.word_embeddings.weight",)),
+        TableEntry("positions.weight", ("bert.embeddings.position_embeddings.weight",)),
+        TableEntry("segments.weight", ("bert.embeddings.token_type_embeddings.weight",)),
         *_norm("embedding_norm", "bert.embeddings.LayerNorm"),
     ]
     qkv = Interleaved(3, config.head_width)
@@ -37,7 +37,7 @@ def entries(config: ModelConfig) -> list[Entry]:
         found += [
             *_linear("transform", ["cls.predictions.transform.dense"]),
             *_norm("head_norm", "cls.predictions.transform.LayerNorm"),
-            Entry("head.bias", ("cls.predictions.bias",)),
+            TableEntry("head.bias", ("cls.predictions.bias",)),
         ]
     found += head_entries(config, _LABELS)
     if config.sentence_pair:
@@ -50,14 +50,14 @@ def entries(config: ModelConfig) -> list[Entry]:
 
 def _linear(
     ours: str, theirs: list[str], weight: Form = TRANSPOSED, bias: Form = SAME
-) -> list[Entry]:
+) -> list[TableEntry]:
     return [
-        Entry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), weight),
-        Entry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), bias),
+        TableEntry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), weight),
+        TableEntry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), bias),
     ]
 
 
-def _norm(ours: str, theirs: str) -> list[Entry]:
+def _norm(ours: str, theirs: str) -> list[TableEntry]:
     return _linear(ours, [theirs], SAME)
 
 

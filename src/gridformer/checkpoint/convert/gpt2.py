@@ -7,7 +7,7 @@ from typing import Any
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, SideBySide
 from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
 
 _LAYER = {
@@ -21,15 +21,15 @@ _LAYER = {
 _LEAVES = ("weight", "bias")
 
 
-def entries(config: ModelConfig) -> list[Entry]:
+def entries(config: ModelConfig) -> list[TableEntry]:
     qkv = SideBySide(3, config.head_width)
     found = [
-        Entry("tokens.weight", ("transformer.wte.weight",)),
-        Entry("positions.weight", ("transformer.wpe.weight",)),
+        TableEntry("tokens.weight", ("transformer.wte.weight",)),
+        TableEntry("positions.weight", ("transformer.wpe.weight",)),
     ]
     for i in range(config.n_layers):
         found += [
-            Entry(
+            TableEntry(
                 f"layers.{i}.{ours}.{leaf}",
                 (f"transformer.h.{i}.{theirs}.{leaf}",),
                 qkv if ours == "attention.qkv" else SAME,
@@ -37,7 +37,7 @@ def entries(config: ModelConfig) -> list[Entry]:
             for ours, theirs in _LAYER.items()
             for leaf in _LEAVES
         ]
-    found += [Entry(f"norm.{leaf}", (f"transformer.ln_f.{leaf}",)) for leaf in _LEAVES]
+    found += [TableEntry(f"norm.{leaf}", (f"transformer.ln_f.{leaf}",)) for leaf in _LEAVES]
     return found + head_entries(config, {"classifier.labels": "score"}, bias=False)
 
 

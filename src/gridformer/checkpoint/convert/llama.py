@@ -14,7 +14,7 @@ from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import SAME, TRANSPOSED
 from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
 from gridformer.checkpoint.convert.rope import read_rope, write_rope
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
 from gridformer.utils.units import as_yaml
 
@@ -61,24 +61,24 @@ _TRAITS = {
 }
 
 
-def entries(config: ModelConfig) -> list[Entry]:
-    found = [Entry("tokens.weight", ("model.embed_tokens.weight",))]
+def entries(config: ModelConfig) -> list[TableEntry]:
+    found = [TableEntry("tokens.weight", ("model.embed_tokens.weight",))]
     for i in range(config.n_layers):
         here, there = f"layers.{i}", f"model.layers.{i}"
         norms = {**_NORMS, **(_HEAD_NORMS if config.qk_norm else {})}
         found += [
-            Entry(f"{here}.{ours}.weight", (f"{there}.{theirs}.weight",), form)
+            TableEntry(f"{here}.{ours}.weight", (f"{there}.{theirs}.weight",), form)
             for names, form in ((_LINEARS, TRANSPOSED), (norms, SAME))
             for ours, theirs in names.items()
         ]
         if config.qkv_bias:
             found += [
-                Entry(f"{here}.{ours}.bias", (f"{there}.{theirs}.bias",))
+                TableEntry(f"{here}.{ours}.bias", (f"{there}.{theirs}.bias",))
                 for ours, theirs in _QKV.items()
             ]
-    found.append(Entry("norm.weight", ("model.norm.weight",)))
+    found.append(TableEntry("norm.weight", ("model.norm.weight",)))
     if config.token_head and not config.tied_head:
-        found.append(Entry("head.weight", ("lm_head.weight",)))
+        found.append(TableEntry("head.weight", ("lm_head.weight",)))
     return found + head_entries(config, {"classifier.labels": "score"}, bias=False)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from gridformer.checkpoint.convert.config_keys import ConfigKeys
 from gridformer.checkpoint.convert.forms import TRANSPOSED, Interleaved
 from gridformer.checkpoint.convert.heads import head_entries, head_keys, read_heads
-from gridformer.checkpoint.convert.table import Entry, Kind
+from gridformer.checkpoint.convert.table import Kind, TableEntry
 from gridformer.config import ModelConfig, Task
 
 _LABELS = {
@@ -16,27 +16,27 @@ _LABELS = {
 }
 
 
-def entries(config: ModelConfig) -> list[Entry]:
-    found = [Entry("tokens.weight", ("shared.weight",))]
+def entries(config: ModelConfig) -> list[TableEntry]:
+    found = [TableEntry("tokens.weight", ("shared.weight",))]
     for stack, n in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers)):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        found.append(Entry(f"{stack}.bias.weight", (bias,)))
+        found.append(TableEntry(f"{stack}.bias.weight", (bias,)))
         for i in range(n):
             found += _layer(config, stack, i)
-        found.append(Entry(f"{stack}.norm.weight", (f"{stack}.final_layer_norm.weight",)))
+        found.append(TableEntry(f"{stack}.norm.weight", (f"{stack}.final_layer_norm.weight",)))
     return found + head_entries(config, _LABELS)
 
 
-def _layer(config: ModelConfig, stack: str, i: int) -> list[Entry]:
+def _layer(config: ModelConfig, stack: str, i: int) -> list[TableEntry]:
     here, there, d = f"{stack}.layers.{i}", f"{stack}.block.{i}.layer", config.head_width
 
-    def several(ours: str, theirs: str, parts: str) -> Entry:
+    def several(ours: str, theirs: str, parts: str) -> TableEntry:
         names = tuple(f"{there}.{theirs}.{part}.weight" for part in parts)
         form = Interleaved(len(parts), d) if len(parts) > 1 else TRANSPOSED
-        return Entry(f"{here}.{ours}.weight", names, form)
+        return TableEntry(f"{here}.{ours}.weight", names, form)
 
-    def norm(ours: str, number: int) -> Entry:
-        return Entry(f"{here}.{ours}.weight", (f"{there}.{number}.layer_norm.weight",))
+    def norm(ours: str, number: int) -> TableEntry:
+        return TableEntry(f"{here}.{ours}.weight", (f"{there}.{number}.layer_norm.weight",))
 
     found = [
         norm("norm1", 0),
@@ -56,8 +56,8 @@ def _layer(config: ModelConfig, stack: str, i: int) -> list[Entry]:
     return [
         *found,
         norm("norm2", last),
-        Entry(f"{here}.mlp.up.weight", (f"{dense}.wi.weight",), TRANSPOSED),
-        Entry(f"{here}.mlp.down.weight", (f"{dense}.wo.weight",), TRANSPOSED),
+        TableEntry(f"{here}.mlp.up.weight", (f"{dense}.wi.weight",), TRANSPOSED),
+        TableEntry(f"{here}.mlp.down.weight", (f"{dense}.wo.weight",), TRANSPOSED),
     ]
 
 

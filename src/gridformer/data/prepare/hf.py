@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gridformer.data.prepare.place import Place
+from gridformer.data.prepare.place import ReadingPlace
 from gridformer.data.prepare.records import Fields, record_chunks
 from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.tokenfolder import Kind, PartEntry
@@ -38,9 +38,9 @@ class TableSource:
         return self.fields.languages
 
     def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
-        return self.chunks_from(skipped, Place())
+        return self.chunks_from(skipped, ReadingPlace())
 
-    def chunks_from(self, skipped: Counter[str], place: Place) -> Iterator[TextChunk]:
+    def chunks_from(self, skipped: Counter[str], place: ReadingPlace) -> Iterator[TextChunk]:
         """Yields the chunks from the row after place.mark on."""
         return rows_of(self.name, self.table, self.fields, skipped, place)
 
@@ -108,7 +108,7 @@ def saved_source(folder: Path, name: str, split: str, fields: Fields) -> TableSo
 
 def table_chunks(path: Path, fields: Fields, skipped: Counter[str]) -> Iterator[TextChunk]:
     """Yields the documents of one file of a table; see `open_table`."""
-    return rows_of(str(path), open_table(path), fields, skipped, Place())
+    return rows_of(str(path), open_table(path), fields, skipped, ReadingPlace())
 
 
 def open_table(path: Path) -> Any:
@@ -129,7 +129,7 @@ def open_table(path: Path) -> Any:
 
 
 def rows_of(
-    name: str, table: Any, fields: Fields, skipped: Counter[str], place: Place
+    name: str, table: Any, fields: Fields, skipped: Counter[str], place: ReadingPlace
 ) -> Iterator[TextChunk]:
     columns = table.column_names
     if columns is not None:
@@ -145,7 +145,7 @@ def rows_of(
 
 
 def records(
-    name: str, table: Any, skipped: Counter[str], place: Place
+    name: str, table: Any, skipped: Counter[str], place: ReadingPlace
 ) -> Iterator[tuple[int, dict[Any, Any]]]:
     """Yields the number and the values of each row after place.mark.
 

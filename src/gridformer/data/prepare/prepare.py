@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from gridformer.data.prepare.progress import Progress
+from gridformer.data.prepare.progress import PrepareProgress
 from gridformer.data.prepare.reading import reader_of
 from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.prepare.replacing import check_free
@@ -19,7 +19,12 @@ from gridformer.data.prepare.resuming import Unfinished, key_of, resumable
 from gridformer.data.prepare.sources import Source
 from gridformer.data.prepare.splitting import SplitWriter
 from gridformer.data.prepare.text_chunks import TextChunk
-from gridformer.data.prepare.tokenizing import EncodedTexts, Packed, TextEncoder, workers_for
+from gridformer.data.prepare.tokenizing import (
+    EncodedTexts,
+    PickledTokenizer,
+    TextEncoder,
+    workers_for,
+)
 from gridformer.data.prepare.writing import (
     Described,
     Input,
@@ -54,7 +59,7 @@ def prepare_corpus(
     ends: bool = True,
     workers: int | None = 1,
     overwrite: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> TokenFolder:
     """Writes the documents of all sources, in order, to a token folder, and opens it.
 
@@ -139,14 +144,14 @@ def _write(
     key: str,
     tokenizer: Tokenizer,
     options: _Options,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[PrepareProgress], None],
 ) -> None:
     sizes = [source.n_bytes for source in sources]
     dtype = token_dtype(tokenizer.vocab_size)
     given = Input(
         [reader_of(source) for source in sources],
         lambda chunk: len(chunk.text),
-        TextEncoder(Packed.of(tokenizer), dtype),
+        TextEncoder(PickledTokenizer.of(tokenizer), dtype),
         options.workers,
         None if None in sizes else sum(size or 0 for size in sizes),
     )

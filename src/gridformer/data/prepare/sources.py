@@ -21,7 +21,7 @@ from gridformer.data.prepare import hf
 from gridformer.data.prepare.files import DEFAULT_SUFFIXES, FOLDER_RECORDS, TABLES, file_chunks
 from gridformer.data.prepare.gettext import PREFIX, catalog_source
 from gridformer.data.prepare.parallel_files import parallel_files
-from gridformer.data.prepare.place import Place
+from gridformer.data.prepare.place import ReadingPlace
 from gridformer.data.prepare.records import Fields
 from gridformer.data.prepare.text_chunks import TextChunk, labeled
 from gridformer.data.tokenfolder import Kind, PartEntry
@@ -104,9 +104,9 @@ class FileSource:
         return sum(path.stat().st_size for path in self.paths)
 
     def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
-        return self.chunks_from(skipped, Place())
+        return self.chunks_from(skipped, ReadingPlace())
 
-    def chunks_from(self, skipped: Counter[str], place: Place) -> Iterator[TextChunk]:
+    def chunks_from(self, skipped: Counter[str], place: ReadingPlace) -> Iterator[TextChunk]:
         """Yields the chunks from the file with the number place.mark on."""
         for number in range(place.mark or 0, len(self.paths)):
             place.reached(number, skipped)

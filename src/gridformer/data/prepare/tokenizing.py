@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gridformer.data.prepare.reading import Batch
+from gridformer.data.prepare.reading import ItemBatch
 from gridformer.data.prepare.text_chunks import TextChunk
 from gridformer.data.tokenizer import Tokenizer, encodable
 from gridformer.utils.errors import DataError
@@ -61,8 +61,8 @@ def workers_for(wanted: int | None, n_bytes: int | None) -> int:
 
 
 def encoded(
-    batches: Iterator[Batch[Item]], encoder: Encoder[Item, Made], workers: int
-) -> Iterator[tuple[Batch[Item], Made]]:
+    batches: Iterator[ItemBatch[Item]], encoder: Encoder[Item, Made], workers: int
+) -> Iterator[tuple[ItemBatch[Item], Made]]:
     """Yields every batch with what is made of it, in order. One worker is this process itself.
 
     Raises:
@@ -74,7 +74,7 @@ def encoded(
                 yield batch, encode(batch.items)
         return
     with _pool(encoder, workers) as pool:
-        waiting: deque[tuple[Batch[Item], Future[Made]]] = deque()
+        waiting: deque[tuple[ItemBatch[Item], Future[Made]]] = deque()
         try:
             for batch in batches:
                 waiting.append((batch, pool.submit(_work, batch.items)))
@@ -90,14 +90,14 @@ def encoded(
 
 
 @dataclass(frozen=True)
-class Packed:
+class PickledTokenizer:
     """A tokenizer as it is sent to worker processes."""
 
     text: str
     eos_token: str
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Packed:
+    def of(cls, tokenizer: Tokenizer) -> PickledTokenizer:
         return cls(tokenizer.to_json(), tokenizer.eos_token)
 
     def unpacked(self) -> Tokenizer:
@@ -121,7 +121,7 @@ class EncodedTexts:
 class TextEncoder:
     """Makes tokens of chunks of text."""
 
-    tokenizer: Packed
+    tokenizer: PickledTokenizer
     dtype: np.dtype[Any]
 
     @contextlib.contextmanager

@@ -19,14 +19,14 @@ from gridformer.parallel.data.gradients import GradientSums
 
 
 @dataclass
-class Batch:
+class SharedBatchSize:
     """Number of samples of the current global batch, shared by all sections of a network."""
 
     n_samples: int = 0
 
 
 @dataclass(frozen=True)
-class Row:
+class SectionRow:
     """Description of a section: its name, its sub-grids, and their branches and work."""
 
     section: str
@@ -44,7 +44,9 @@ class PlacedBranches(nn.Module):
         ValueError: `forward` was called before `Placed.local`.
     """
 
-    def __init__(self, plain: Branches, section: Section, held: list[list[int]], batch: Batch):
+    def __init__(
+        self, plain: Branches, section: Section, held: list[list[int]], batch: SharedBatchSize
+    ):
         super().__init__()
         self.section, self.held, self.batch = section, held, batch
         self.enter, self.leave, self.dim = plain.enter, plain.leave, plain.dim
@@ -133,13 +135,13 @@ class Placed:
 
     model: nn.Module
     common: Grid
-    rows: list[Row]
+    rows: list[SectionRow]
     rank: int
     world: Axis
     device: torch.device
     held: list[nn.Parameter]
     _counted: list[nn.Parameter]  # this process is the first that holds them
-    _batch: Batch
+    _batch: SharedBatchSize
     _sums: GradientSums
 
     @property
