@@ -249,7 +249,7 @@ def save_with(out: Path, value: float, beside: bool) -> SaveOutcome:
 
 
 def save_and_die(out: Path, at_event: int, at_byte: int, beside: bool) -> None:
-    """Save, and be killed at one event in the folder, or once so many bytes are written."""
+    """Save, and be killed at one event in the folder, or once that number of bytes is written."""
     left = at_byte
 
     class Dying:

@@ -171,7 +171,7 @@ def keep_files(start: InitialWeights, out: Path) -> None:
 
 
 def _with_rows(block: TensorBlock, n_rows: int) -> TensorBlock:
-    """Returns the part of a block that lies in a table of so many rows."""
+    """Returns the part of a block that lies in a table with that number of rows."""
     tensor: Tensor = block.tensor
     here = max(0, min(tensor.shape[0], n_rows - block.offset[0]))
     return replace(block, tensor=tensor[:here], size=(n_rows, *block.size[1:]))

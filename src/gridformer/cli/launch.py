@@ -128,7 +128,8 @@ def launch(
         typer.Option(
             "--max-restarts",
             min=0,
-            help="kubernetes, torchrun: after a failure, start all processes again so many times.",
+            help="kubernetes, torchrun: after a failure, start all processes again, at most this "
+            "number of times.",
         ),
     ] = 3,
 ) -> None:

@@ -29,7 +29,7 @@ MAGIC = 0x6772696431
 ) = range(11)
 assert (LANE, SINCE) == (1, 4)  # literal numbers where each message comes by
 LANES = 16  # the word where lanes begin
-KEPT = 8  # so many messages of a lane are described, a power of 2
+KEPT = 8  # the number of messages of a lane that are described, a power of 2
 WORDS = 2 + 2 * KEPT  # numbers started and ended, and (site, size) of each kept one
 MOST_LANES = 512
 STACK = 8 * (LANES + MOST_LANES * WORDS)  # where the stack begins, in bytes

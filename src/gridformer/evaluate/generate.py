@@ -114,7 +114,7 @@ def answer_prompts(
         trained: a t5 or transformer.
         prompts: the prompts.
         how: settings.
-        batch_size: so many prompts of about equal length go through the model together.
+        batch_size: The number of prompts of about equal length that go through the model together.
     """
     special, said = trained.special, [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

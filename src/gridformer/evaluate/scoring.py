@@ -34,7 +34,7 @@ class ScoredWindow:
 
     Attributes:
         tokens: One token more than the model reads: the last one is only predicted.
-        n_targets: The last so many tokens are predicted.
+        n_targets: The number of tokens that are predicted, the last ones.
     """
 
     tokens: Sequence[int]

@@ -36,8 +36,8 @@ class Options:
     Attributes:
         batch_size: about how many windows or texts go through the model together.
         stride: see `gridformer.evaluate.windows.sliding`; 0 means what the model reads at once.
-        limit: only the first so many documents are measured; 0 means all.
-        length: the model reads at most so many tokens at once; 0 means `max_seq_len`.
+        limit: only this number of documents is measured, the first ones; 0 means all.
+        length: the model reads at most this number of tokens at once; 0 means `max_seq_len`.
         search: how tasks search that translate.
     """
 

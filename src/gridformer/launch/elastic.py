@@ -74,7 +74,7 @@ def _named(layout: LayoutConfig) -> str:
 
 
 def _best(run: RunConfig, present: int) -> RunConfig:
-    """Returns the run on the best layout of at most so many processes.
+    """Returns the run on the best layout of at most that number of processes.
 
     Raises:
         ConfigError: no layout is valid and fits.

@@ -46,7 +46,7 @@ from gridformer.utils.signals import REQUEUE, StopPolicy
 from gridformer.utils.threads import threads_of
 
 # Workers end by themselves at the end of their grace period, unless one of them saves. Those that
-# still run after so many more seconds are killed.
+# still run after this number of further seconds are killed.
 _MORE_PATIENCE_S = 0.5
 _LEAVES_S = 10.0  # for a worker that has saved to say so and to leave its groups
 # How long the launcher waits for the rank that broke a connection after its peers have failed.

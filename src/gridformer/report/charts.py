@@ -157,7 +157,7 @@ def _number(line: dict[str, Any], key: str) -> float:
 
 
 def decimated(values: Sequence[float], most: int) -> list[int]:
-    """Returns the places of at most so many values that show the same curve.
+    """Returns the places of a limited number of values that show the same curve.
 
     Of each of equal parts it takes the smallest and the largest value, so no spike is lost, and it
     takes the first and the last of all.

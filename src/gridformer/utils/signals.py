@@ -56,8 +56,8 @@ class StopPolicy:
         grace_s: Seconds from the first signal after which a process is ended by force, except while
             it saves.
         requeue: Names of the signals after which a run that has saved exits with `REQUEUE`.
-        again_after_s: A second Ctrl-C ends the process at once if it comes more than so many
-            seconds after the first. Infinity leaves that to the launcher.
+        again_after_s: A second Ctrl-C ends the process at once if it comes more than this number
+            of seconds after the first. Infinity leaves that to the launcher.
         ends_at: The time (`time.time`) at which a run must have saved and ended, or None.
     """
 

@@ -25,7 +25,7 @@ Reader = Callable[[Counter[str], ReadingPlace], Iterator[Item]]
 
 
 class Position(Config):
-    """A place in the sources: from `mark` on, so many items have been read.
+    """A place in the sources: the number of items that have been read from `mark` on.
 
     Attributes:
         source: The number of the source.

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PORT = 29500
-# A run is told to stop so many seconds before it must be gone, besides its own train.stop_grace_s:
+# A run is told to stop this number of seconds before it must be gone, plus train.stop_grace_s:
 # time to save, and for what comes after the run in a script.
 _AFTER_S = 60
-# Of a time limit, so many seconds are left for the start of the processes and the end.
+# Of a time limit, this number of seconds is left for the start of the processes and the end.
 _AROUND_S = 300.0
 
 

@@ -11,7 +11,7 @@ from gridformer.launch.cluster_jobs.shell import PYTHON, command, comments
 from gridformer.utils.signals import REQUEUE
 
 Tasks = Literal["device", "node"]
-# When one task has ended, Slurm ends the others after so many seconds.
+# When one task has ended, Slurm ends the others after this number of seconds.
 _WAIT_S = 60
 
 

@@ -28,7 +28,7 @@ class PartSize:
     Attributes:
         n_out: Size of the output's last dimension.
         init: How the weight is initialized; a bias starts at 0.
-        pieces: The part consists of so many pieces that are never split, such as heads of keys.
+        pieces: The number of pieces of the part that are never split, such as heads of keys.
             Where they do not divide over devices, several devices compute the same ones. 0 if the
             part must divide over devices.
     """
