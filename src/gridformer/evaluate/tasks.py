@@ -116,7 +116,13 @@ def likelihood(
 
 
 def perplexities(total: float, n_tokens: int, documents: Sequence[ScoredText]) -> Numbers:
-    """Returns the measures that are made of a log-likelihood."""
+    """Returns the measures that are made of a log-likelihood.
+
+    Args:
+        total: the log-likelihood of all documents, in nats.
+        n_tokens: their number of tokens.
+        documents: the documents, whose words and bytes it is divided by.
+    """
     words, size = sum(d.words for d in documents), sum(d.bytes for d in documents)
     return {
         "word_perplexity": math.exp(-total / words),
@@ -129,7 +135,21 @@ def perplexities(total: float, n_tokens: int, documents: Sequence[ScoredText]) -
 
 
 def text(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures perplexity on a file, as one text."""
+    """Measures perplexity on a file, as one text.
+
+    This function and those below are the kinds of tasks. All ranks call them together.
+
+    Args:
+        trained: the model.
+        file: the path of the file.
+        options: the settings.
+
+    Returns:
+        The measures by name.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     whole = read_text(Path(file))
     one = ScoredText(whole, len(whole.split()), len(whole.encode()))
     total, n_tokens = likelihood(trained, [one], options)
@@ -137,7 +157,13 @@ def text(trained: Trained, file: str, options: Options) -> Numbers:
 
 
 def wikitext(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures perplexity on pages of WikiText, per word of the original."""
+    """Measures perplexity on pages of WikiText, per word of the original.
+
+    Args:
+        trained: the model.
+        file: a file of WikiText as it is published.
+        options: the settings.
+    """
     pages = _first(read_pages(Path(file)), options)
     documents = [ScoredText(restored(p), n_words(p), len(p.encode())) for p in pages]
     # As in lm-evaluation-harness, a begin-of-text token of the tokenizer is predicted, too.
@@ -146,7 +172,13 @@ def wikitext(trained: Trained, file: str, options: Options) -> Numbers:
 
 
 def lambada(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures how well a model predicts the last word of each text (Paperno et al. 2016)."""
+    """Measures how well a model predicts the last word of each text (Paperno et al. 2016).
+
+    Args:
+        trained: the model.
+        file: JSON lines with the key `text`.
+        options: the settings.
+    """
     texts = _first(read_fields(Path(file), "text"), options)
     windows, length = [], options.length_for(trained.model.config)
     for (whole,) in texts:
@@ -162,7 +194,13 @@ def lambada(trained: Trained, file: str, options: Options) -> Numbers:
 
 
 def labels(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures how often the classifier gives the right label."""
+    """Measures how often the classifier gives the right label.
+
+    Args:
+        trained: the model, which has a classifier.
+        file: JSON lines with a text, or two, and a label.
+        options: the settings.
+    """
     records = _first(read_labeled(Path(file), trained.run, trained.label_names), options)
     found = predicted(trained, [text for text, _ in records], options.batch_size)
     right = sum(label == wanted for label, (_, wanted) in zip(found, records))
@@ -170,17 +208,35 @@ def labels(trained: Trained, file: str, options: Options) -> Numbers:
 
 
 def examples(trained: Trained, folder: str, options: Options) -> Numbers:
-    """Measures a fine-tuned model on the validation split of a folder of examples."""
+    """Measures a fine-tuned model on the validation split of a folder of examples.
+
+    Args:
+        trained: the model.
+        folder: the token folder of the examples.
+        options: the settings, of which `batch_size` counts.
+    """
     return score_examples(trained, folder, options.batch_size)
 
 
 def named_set(trained: Trained, name: str, options: Options) -> Numbers:
-    """Measures the loss of a named set of the run, and its scores."""
+    """Measures the loss of a named set of the run, and its scores.
+
+    Args:
+        trained: the model.
+        name: the name of the set in data.validation or data.test.
+        options: not used: the run says how a set is read.
+    """
     return measure_set(trained, name)
 
 
 def bleu(trained: Trained, file: str, options: Options) -> Numbers:
-    """Measures BLEU (Papineni et al. 2002; Post 2018) of generated second texts of pairs."""
+    """Measures BLEU (Papineni et al. 2002; Post 2018) of generated second texts of pairs.
+
+    Args:
+        trained: the model, which has learned pairs.
+        file: JSON lines with the keys `source` and `target`.
+        options: the settings, those of the search among them.
+    """
     import sacrebleu
 
     pairs = _first(read_fields(Path(file), "source", "target"), options)
@@ -198,7 +254,16 @@ def bleu(trained: Trained, file: str, options: Options) -> Numbers:
 
 
 def lm_eval(trained: Trained, task: str, options: Options) -> Numbers:
-    """Measures a task of lm-evaluation-harness, which runs on rank 0."""
+    """Measures a task of lm-evaluation-harness, which runs on rank 0.
+
+    Args:
+        trained: the model.
+        task: the name of the task there.
+        options: the settings.
+
+    Returns:
+        The measures by name; nothing on other ranks than 0.
+    """
     team = Team(trained, options.batch_size)
     if trained.axes.world.index:
         team.follow()

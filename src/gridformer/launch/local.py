@@ -102,7 +102,15 @@ class Ended:
     failure: Failure | None = None
 
     def tell(self, advise: Advise = general) -> None:
-        """Prints how they have ended, unless all has gone well; raises what `launch` raises."""
+        """Prints how the processes have ended, unless all has gone well.
+
+        Args:
+            advise: returns what to do about a failure.
+
+        Raises:
+            UserError: a process has raised it.
+            SystemExit: a process has failed otherwise, or a signal stopped the run.
+        """
         if self.failure:
             report(self.failure, advise)
         if self.code:

@@ -15,6 +15,7 @@ _NEXT_SENTENCE = "cls.seq_relationship.weight"
 
 
 def entries(config: ModelConfig) -> list[TableEntry]:
+    """Returns the table of a BERT: how each of our parameters is stored there."""
     found = [
         TableEntry("tokens.weight", ("bert.embeddings.word_embeddings.weight",)),
         TableEntry("positions.weight", ("bert.embeddings.position_embeddings.weight",)),
@@ -62,6 +63,14 @@ def _norm(ours: str, theirs: str) -> list[TableEntry]:
 
 
 def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the keys of our ModelConfig for a BERT.
+
+    A value that our family does not have becomes one of `keys.problems`.
+
+    Args:
+        keys: The keys of their config.json.
+        names: The names of the stored tensors, which tell what heads there are.
+    """
     keys.only("hidden_act", ("gelu",), "gelu")
     keys.only("position_embedding_type", ("absolute", None), "absolute")
     keys.only("type_vocab_size", (2,), 2)
@@ -89,6 +98,15 @@ def _heads_of(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 
 def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    """Returns the keys of their config.json for a BERT, or why there is none.
+
+    Args:
+        config: Our model.
+        task: What the model has learned.
+
+    Returns:
+        The keys, or a list of problems if their class cannot represent the model.
+    """
     problems: list[str] = []
     if config.norm_position != "post":
         problems.append(f"norm_position={config.norm_position}: BERT there has only post")

@@ -22,6 +22,7 @@ _LEAVES = ("weight", "bias")
 
 
 def entries(config: ModelConfig) -> list[TableEntry]:
+    """Returns the table of a GPT-2: how each of our parameters is stored there."""
     qkv = SideBySide(3, config.head_width)
     found = [
         TableEntry("tokens.weight", ("transformer.wte.weight",)),
@@ -42,6 +43,14 @@ def entries(config: ModelConfig) -> list[TableEntry]:
 
 
 def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the keys of our ModelConfig for a GPT-2.
+
+    A value that our family does not have becomes one of `keys.problems`.
+
+    Args:
+        keys: The keys of their config.json.
+        names: The names of the stored tensors, which tell what heads there are.
+    """
     keys.only("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
     keys.only("scale_attn_weights", (True,), True)
     keys.only("scale_attn_by_inverse_layer_idx", (False,), False)
@@ -63,6 +72,15 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 
 def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    """Returns the keys of their config.json for a GPT-2, or why there is none.
+
+    Args:
+        config: Our model.
+        task: What the model has learned.
+
+    Returns:
+        The keys, or a list of problems if their class cannot represent the model.
+    """
     problems: list[str] = []
     if config.head_width * config.n_heads != config.hidden_size:
         problems.append(

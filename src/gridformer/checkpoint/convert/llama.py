@@ -62,6 +62,7 @@ _TRAITS = {
 
 
 def entries(config: ModelConfig) -> list[TableEntry]:
+    """Returns the table of a Llama or its like: how each parameter of ours is stored there."""
     found = [TableEntry("tokens.weight", ("model.embed_tokens.weight",))]
     for i in range(config.n_layers):
         here, there = f"layers.{i}", f"model.layers.{i}"
@@ -83,6 +84,15 @@ def entries(config: ModelConfig) -> list[TableEntry]:
 
 
 def read_config(traits: _Traits, keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the keys of our ModelConfig for a Llama or its like.
+
+    A value that our family does not have becomes one of `keys.problems`.
+
+    Args:
+        traits: What distinguishes this kind of model.
+        keys: The keys of their config.json.
+        names: The names of the stored tensors, which tell what heads there are.
+    """
     keys.only("hidden_act", ("silu",), "silu")
     # It would be in the output projection as well.
     keys.only("attention_bias", (False,), False)
@@ -134,6 +144,16 @@ def _window(traits: _Traits, keys: ConfigKeys, layers: Any) -> int:
 
 
 def write_config(kind: str, config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    """Returns the keys of their config.json for a Llama or its like, or why there is none.
+
+    Args:
+        kind: The `model_type` there.
+        config: Our model.
+        task: What the model has learned.
+
+    Returns:
+        The keys, or a list of problems if their class cannot represent the model.
+    """
     traits = _TRAITS[kind]
     problems: list[str] = []
     for key, here in (("qkv_bias", traits.qkv_bias), ("qk_norm", traits.qk_norm)):

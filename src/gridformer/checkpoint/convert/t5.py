@@ -17,6 +17,7 @@ _LABELS = {
 
 
 def entries(config: ModelConfig) -> list[TableEntry]:
+    """Returns the table of a T5: how each of our parameters is stored there."""
     found = [TableEntry("tokens.weight", ("shared.weight",))]
     for stack, n in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers)):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -62,6 +63,14 @@ def _layer(config: ModelConfig, stack: str, i: int) -> list[TableEntry]:
 
 
 def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the keys of our ModelConfig for a T5.
+
+    A value that our family does not have becomes one of `keys.problems`.
+
+    Args:
+        keys: The keys of their config.json.
+        names: The names of the stored tensors, which tell what heads there are.
+    """
     keys.only("feed_forward_proj", ("relu",), "relu", " (as in T5 v1.1)")
     keys.only("is_gated_act", (False, None), None)
     keys.only("tie_word_embeddings", (True,), True, " (as in T5 v1.1)")
@@ -84,6 +93,15 @@ def read_config(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
 
 
 def write_config(config: ModelConfig, task: Task = "auto") -> dict[str, Any] | list[str]:
+    """Returns the keys of their config.json for a T5, or why there is none.
+
+    Args:
+        config: Our model.
+        task: What the model has learned.
+
+    Returns:
+        The keys, or a list of problems if their class cannot represent the model.
+    """
     return {
         **head_keys(config, task, "T5", "T5ForConditionalGeneration"),
         "is_encoder_decoder": True,

@@ -117,7 +117,14 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns errors of reading a file into a DataError that names it."""
+    """Turns errors of reading a file inside the block into one that names the file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DataError: The file cannot be read, or its compressed content is damaged.
+    """
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:

@@ -131,6 +131,18 @@ def open_table(path: Path) -> Any:
 def rows_of(
     name: str, table: Any, fields: Fields, skipped: Counter[str], place: ReadingPlace
 ) -> Iterator[TextChunk]:
+    """Yields the documents of the rows of a table.
+
+    Args:
+        name: What messages call the table.
+        table: A data set of `datasets`, streamed or not.
+        fields: The columns that are read.
+        skipped: Counts the rows that are left out.
+        place: Where to begin; it is told of places where reading can begin again.
+
+    Raises:
+        DataError: The table lacks a column, or a row cannot be read.
+    """
     columns = table.column_names
     if columns is not None:
         # Only these columns are read.

@@ -40,8 +40,6 @@ class PlacedBranches(nn.Module):
 
     Dimension 0 of its input and output holds this process's samples.
 
-    Raises:
-        ValueError: `forward` was called before `Placed.local`.
     """
 
     def __init__(
@@ -56,6 +54,14 @@ class PlacedBranches(nn.Module):
         self._columns: dict[tuple[int, ...], Columns] = {}
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes this process's part of the section.
+
+        Args:
+            x: The samples of this process, along dimension 0.
+
+        Raises:
+            ValueError: `Placed.local` has not been called, so the batch size is unknown.
+        """
         n = self.batch.n_samples
         if not n:
             raise ValueError(
@@ -166,7 +172,7 @@ class Placed:
         return whole_batch[:: len(self.common)].to("meta")
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
-        """Runs the backward pass; afterwards every gradient is that of the global batch.
+        """Runs the backward pass; afterward every gradient is that of the global batch.
 
         Args:
             loss: This process's part of a loss that is a sum over samples.
