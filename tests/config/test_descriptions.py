@@ -30,7 +30,7 @@ _VERB = re.compile(
 
 def fields() -> dict[str, FieldInfo]:
     """Return all keys by `Section.key`, without the sections themselves."""
-    found = {}
+    found: dict[str, FieldInfo] = {}
     for module in pkgutil.iter_modules(gridformer.config.__path__):
         for value in vars(importlib.import_module(f"gridformer.config.{module.name}")).values():
             if isinstance(value, type) and issubclass(value, BaseModel):
